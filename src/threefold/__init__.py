@@ -1,0 +1,39 @@
+"""Threefold trains Hugging Face language models on a data x context x tensor mesh, exactly, and can prove it.
+
+The public names are loaded on first use, so that `import threefold` and `threefold --help` load no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from threefold.app import load_model as load_model
+    from threefold.app import train as train
+    from threefold.data.loader import distribute as distribute
+    from threefold.data.sampler import DistributedSampler as DistributedSampler
+    from threefold.mesh.groups import init_mesh as init_mesh
+
+_HOME_OF_NAME = {
+    "DistributedSampler": "threefold.data.sampler",
+    "distribute": "threefold.data.loader",
+    "init_mesh": "threefold.mesh.groups",
+    "load_model": "threefold.app",
+    "train": "threefold.app",
+}
+
+__all__ = ["DistributedSampler", "__version__", "distribute", "init_mesh", "load_model", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module 'threefold' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME_OF_NAME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

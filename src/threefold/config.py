@@ -1,0 +1,129 @@
+"""The frozen config tree and its strict loading.
+
+In: a YAML file, `--section.key value` overrides and the environment's mesh defaults. Out: a `Config` that was validated
+as a whole, and the origin of each value. Unknown keys are refused with the nearest name; all errors are raised at once.
+The config is what the user asked for and is never edited; what is chosen automatically lives elsewhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from threefold.errors import ConfigError, Problem
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+AxisSize = PositiveInt | Literal["auto"] | None
+
+MESH_VARIABLES = {"DP_SIZE": "mesh.dp", "CP_SIZE": "mesh.cp", "TP_SIZE": "mesh.tp"}
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ModelConfig(_Section):
+    """Which model. With neither `name_or_path` nor `config`: a Llama of about one million parameters."""
+
+    name_or_path: str | None = Field(None, description="Hub id or local folder of a causal language model")
+    config: dict[str, Any] | None = Field(None, description="mapping with `model_type`: random weights from train.seed")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="compute type; weights are kept in float32")
+    revision: str | None = Field(None, description="branch, tag or commit on the Hub")
+    trust_remote_code: bool = Field(False, description="allow code from the model's repository to run")
+
+
+class DataConfig(_Section):
+    """What is read, in which order."""
+
+    source: str = Field("stdlib", description="stdlib, a file, folder or glob, hf:ID, or a prepared folder")
+    split: str = Field("train", description="split of a Hub dataset")
+    config_name: str | None = Field(None, description="configuration of a Hub dataset")
+    revision: str | None = Field(None, description="branch, tag or commit of a Hub dataset")
+    text_field: str = Field("text", description="field that holds the text in .jsonl, .parquet and Hub rows")
+    tokenizer: str | None = Field(None, description="`bytes`, a Hub id or a folder; default: the model's own, or bytes")
+    seq_len: PositiveInt = Field(256, description="tokens a row")
+    packing: Literal["concat"] = Field("concat", description="how documents become rows")
+    shuffle: bool = Field(True, description="keyed shuffle of the rows, new in every epoch")
+    seed: Count = Field(0, description="seed of the order of rows")
+    num_workers: Count = Field(0, description="loader processes per rank")
+
+
+class MeshConfig(_Section):
+    """How ranks are laid out: world size = dp x cp x tp."""
+
+    dp: AxisSize = Field(None, description="data ranks, each with its own rows; `auto` fills it from the rest")
+    dp_shard: AxisSize = Field(None, description="data ranks that share one copy of the weights: 1 DDP, dp FSDP")
+    cp: AxisSize = Field(None, description="ranks that share one sequence")
+    tp: AxisSize = Field(None, description="ranks that share one layer")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cuda where there is one, else cpu")
+    timeout_s: PositiveFloat = Field(600.0, description="longest wait in a collective, s")
+
+
+class TrainConfig(_Section):
+    """How long, how much at a time."""
+
+    steps: PositiveInt | None = Field(None, description="optimizer steps; default: 150, or what train.epochs gives")
+    epochs: PositiveInt | None = Field(None, description="passes over the rows, instead of train.steps")
+    global_batch: PositiveInt = Field(16, description="rows per optimizer step over all dp ranks")
+    micro_batch: PositiveInt | Literal["auto"] = Field("auto", description="rows per dp rank in one forward")
+    seed: Count = Field(0, description="seed of the random weights and of dropout")
+    grad_clip: NonNegativeFloat = Field(1.0, description="largest gradient norm; 0 turns clipping off")
+    compile: bool = Field(False, description="compile each layer")
+    activation_checkpointing: Literal["none", "full"] = Field("none", description="recompute layers in backward")
+
+
+class OptimizerConfig(_Section):
+    """AdamW and the learning rate as a function of the step."""
+
+    lr: PositiveFloat = Field(2e-3, description="peak learning rate")
+    betas: Annotated[tuple[float, float], Field(strict=False)] = Field((0.9, 0.95), description="Adam's two decays")
+    eps: PositiveFloat = Field(1e-8, description="added to the root of the second moment")
+    weight_decay: NonNegativeFloat = Field(0.1, description="decoupled, on matrices only")
+    warmup_steps: Count = Field(10, description="steps of linear warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="shape after the warm-up")
+    min_lr: NonNegativeFloat = Field(0.0, description="rate at the last step of a falling schedule")
+
+
+class CheckpointConfig(_Section):
+    """What is kept, and where a run goes on."""
+
+    every: Count = Field(0, description="steps between checkpoints; 0: at the end only")
+    keep: PositiveInt = Field(2, description="newest complete checkpoints that stay")
+    resume: str = Field("auto", description="`auto`, `never`, or the path of a checkpoint")
+
+
+class EvalConfig(_Section):
+    """Loss and perplexity on held-out rows, each counted once."""
+
+    source: str | None = Field(None, description="as data.source; none: no evaluation")
+    split: str = Field("validation", description="split of a Hub dataset")
+    every: Count = Field(0, description="steps between evaluations; 0: at the end only")
+
+
+class LogConfig(_Section):
+    """What is written down."""
+
+    dir: str | None = Field(None, description="the run's folder; default runs/<time>")
+    every: PositiveInt = Field(10, description="steps between metrics lines; first and last are always logged")
+    sample_tokens: Count = Field(64, description="tokens generated and shown at the end; 0: none")
+
+
+class Config(_Section):
+    """Everything a run is asked to do."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    mesh: MeshConfig = MeshConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()

@@ -1,0 +1,78 @@
+"""One error family for users, and the only place that formats it.
+
+Every message has three parts: what is wrong (the user's own key and value), what was expected (and what would have
+gone wrong), and how to fix it (text to paste). Several problems found together travel in one error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+EXIT_FAILED = 1
+EXIT_WRONG_REQUEST = 2
+EXIT_STOPPED_WITH_CHECKPOINT = 75
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: `what`, what was `expected`, and the `fix` to paste."""
+
+    what: str
+    expected: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.what}\n  expected: {self.expected}\n  fix: {self.fix}"
+
+
+class ThreefoldError(Exception):
+    """Base of all errors meant for users; carries one or more problems and the exit code of the command."""
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, what: str, *, expected: str, fix: str) -> None:
+        super().__init__(what)
+        self.problems: tuple[Problem, ...] = (Problem(what, expected, fix),)
+
+    @classmethod
+    def of(cls, problems: Iterable[Problem]) -> ThreefoldError:
+        """One error that carries all `problems` (at least one)."""
+        problems = tuple(problems)
+        first = problems[0]
+        error = cls(first.what, expected=first.expected, fix=first.fix)
+        error.problems = problems
+        return error
+
+    def __str__(self) -> str:
+        return "\n\n".join(str(problem) for problem in self.problems)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.problems)
+
+
+def _rebuild(cls: type[ThreefoldError], problems: tuple[Problem, ...]) -> ThreefoldError:
+    return cls.of(problems)
+
+
+class ConfigError(ThreefoldError):
+    """A setting is wrong, or settings contradict one another, the model or the machine."""
+
+    exit_code = EXIT_WRONG_REQUEST
+
+
+class DataError(ThreefoldError):
+    """The data cannot be read as asked: missing, empty, unparsable, or not what a run began with."""
+
+    exit_code = EXIT_WRONG_REQUEST
+
+
+class CheckpointError(ThreefoldError):
+    """A checkpoint is missing, damaged, or belongs to another run."""
+
+    exit_code = EXIT_WRONG_REQUEST
+
+
+class RunError(ThreefoldError):
+    """The run began and failed."""

@@ -1,0 +1,189 @@
+"""From sizes to live process groups: init_process_group, the parameters' DeviceMesh, further axes, teardown.
+
+A `Mesh` is the live counterpart of a `Topology`. Parameters live on a DeviceMesh of (dp_replicate, fsdp, tp), where
+`fsdp` = dp_shard x cp are the ranks that share the shards of one copy of the weights. Three more groups carry what is no
+parameter: `dp` (who reads distinct rows), `cp` (who shares a sequence) and `loss` = dp x cp (who holds distinct target
+tokens). Everything that needs a group asks the mesh for it by name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from threefold.config import MeshConfig
+from threefold.errors import ConfigError
+from threefold.mesh import launch
+from threefold.mesh.topology import AXES, Topology, resolve
+
+_PARAMETER_AXES = ("dp_replicate", "fsdp", "tp")
+_GROUPS = {"dp": ("dp_replicate", "dp_shard"), "cp": ("cp",), "loss": ("dp_replicate", "dp_shard", "cp")}
+
+# A sampler built inside the user's own loop finds the mesh here, as torch's sampler finds the default process group.
+_active: Mesh | None = None
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place on the live mesh.
+
+    Attributes:
+        topology: sizes of the axes.
+        rank: global rank.
+        device: the device this rank computes on.
+        device_mesh: torch's DeviceMesh of (dp_replicate, fsdp, tp), or None in a single process.
+        groups: process groups of `dp`, `cp` and `loss`, where they have more than one member.
+        store: the rendezvous store, or None in a single process.
+    """
+
+    topology: Topology
+    rank: int
+    device: torch.device
+    device_mesh: DeviceMesh | None = None
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    store: dist.Store | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+    @property
+    def dp_size(self) -> int:
+        return self.topology.dp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.topology.dp_rank(self.rank)
+
+    @property
+    def cp_rank(self) -> int:
+        return self.topology.coordinates(self.rank)[2]
+
+    @property
+    def tp_rank(self) -> int:
+        return self.topology.coordinates(self.rank)[3]
+
+    def size(self, name: str) -> int:
+        """Number of ranks along an axis, along `dp`, `fsdp` or `loss`, or in the `world`."""
+        sizes = dict(zip(AXES, self.topology.sizes, strict=True))
+        sizes["fsdp"] = sizes["dp_shard"] * sizes["cp"]
+        sizes["dp"] = sizes["dp_replicate"] * sizes["dp_shard"]
+        sizes["loss"] = sizes["dp"] * sizes["cp"]
+        return {**sizes, "world": self.world_size}[name]
+
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """Process group of `size(name)` ranks; None where it has one member (nothing to send)."""
+        if self.device_mesh is None or self.size(name) == 1:
+            return None
+        if name == "world":
+            return dist.group.WORLD
+        return self.device_mesh.get_group(name) if name in _PARAMETER_AXES else self.groups[name]
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        if self.device_mesh is not None:
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def close(self) -> None:
+        """Gives back the process groups; the mesh is unusable afterwards."""
+        global _active
+        if _active is self:
+            _active = None
+        if self.device_mesh is not None and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def active_mesh() -> Mesh | None:
+    """The mesh made last by `init_mesh` and not yet closed, or None."""
+    return _active
+
+
+def init_mesh(
+    dp: int | str | None = None,
+    *,
+    dp_shard: int | str | None = None,
+    cp: int | str | None = None,
+    tp: int | str | None = None,
+    device: str = "auto",
+    timeout_s: float = 600.0,
+) -> Mesh:
+    """Makes this process a rank of a dp x cp x tp mesh and returns its place on it.
+
+    Under a launcher every rank calls it with the same sizes; in a plain process it is a mesh of one. A process group
+    that exists already is used as it is. Sizes left out follow the same rules as the configuration's mesh keys.
+
+    Raises:
+        ConfigError: sizes that do not fit the number of ranks, or a device that is not there.
+    """
+    given = {"dp": dp, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    asked = MeshConfig.model_validate(
+        {**{key: value for key, value in given.items() if value is not None}, "device": device, "timeout_s": timeout_s}
+    )
+    info = launch.read(os.environ)
+    if dist.is_initialized() and dist.get_world_size() != info.world_size:
+        info = launch.LaunchInfo(rank=dist.get_rank(), world_size=dist.get_world_size(), launcher="process group")
+    topology, _ = resolve(asked, launched_world_size=info.world_size, num_devices=None)
+    return join_mesh(topology, info, device=device, timeout_s=timeout_s)
+
+
+def join_mesh(topology: Topology, info: launch.LaunchInfo, *, device: str, timeout_s: float) -> Mesh:
+    """Joins the process group that the launcher describes and lays the mesh over it."""
+    global _active
+    own_device = pick_device(device, info.local_rank)
+    if topology.world_size == 1 and not dist.is_initialized():
+        _active = Mesh(topology, 0, own_device)
+        return _active
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo",
+            init_method=info.rendezvous,
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=own_device if own_device.type == "cuda" else None,
+        )
+    sizes = (topology.dp_replicate, topology.dp_shard * topology.cp, topology.tp)
+    device_mesh = init_device_mesh(own_device.type, sizes, mesh_dim_names=_PARAMETER_AXES)
+    groups = {name: _group_of(topology, axes) for name, axes in _GROUPS.items()}
+    present = {name: group for name, group in groups.items() if group is not None}
+    store = dist.distributed_c10d._get_default_store()
+    _active = Mesh(topology, dist.get_rank(), own_device, device_mesh, present, store)
+    return _active
+
+
+def _group_of(topology: Topology, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+    ranks = topology.groups(*axes)
+    if len(ranks[0]) == 1:
+        return None
+    if len(ranks) == 1:
+        return dist.group.WORLD
+    own, _ = dist.new_subgroups_by_enumeration(ranks)
+    return own
+
+
+def pick_device(device: str, local_rank: int) -> torch.device:
+    """The device of one rank: `cpu`, or the local rank's own accelerator.
+
+    Raises:
+        ConfigError: a device that this machine does not have.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if local_rank >= visible:
+        raise ConfigError(
+            f"local rank {local_rank} has no device: {visible} CUDA devices are visible to this process",
+            expected="one device for each local rank, so that no two ranks share one",
+            fix=f"start {visible} ranks on this machine, or --mesh.device cpu" if visible else "--mesh.device cpu",
+        )
+    return torch.device("cuda", local_rank)

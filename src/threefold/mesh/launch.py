@@ -1,0 +1,158 @@
+"""Who started this process, and starting ranks on this machine: the only reader of the environment.
+
+`read` turns a launcher's variables into a `LaunchInfo`. `start_ranks` is the launcher where there is none: local ranks
+through torch's elastic agent, forked from a server process that has the heavy libraries imported already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from threefold.errors import EXIT_FAILED, ConfigError
+
+_REQUIRED = ("RANK", "WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class LaunchInfo:
+    """This process as its launcher describes it; one rank of one where there is no launcher."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    rendezvous: str = "env://"
+    launcher: str | None = None
+    restart: int = 0
+
+
+def read(environ: Mapping[str, str]) -> LaunchInfo:
+    """What torchrun's variables say; `LaunchInfo()` where there are none.
+
+    Raises:
+        ConfigError: variables that are half set or no numbers.
+    """
+    present = [name for name in _REQUIRED if name in environ]
+    if not present:
+        return LaunchInfo()
+    missing = [name for name in (*_REQUIRED, "MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(present)} set, but {' and '.join(missing)} not",
+            expected="all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (set by a launcher), or none of them",
+            fix=f"start with torchrun --nproc_per_node=N -m threefold ..., or: unset {' '.join(present)}",
+        )
+    numbers = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
+        value = environ.get(name)
+        if value is not None and not value.isdigit():
+            raise ConfigError(
+                f"{name} = {value!r} is not a number",
+                expected="the whole number that a launcher sets",
+                fix=f"unset {name}, or start with torchrun",
+            )
+        numbers[name] = int(value) if value is not None else None
+    rank, world_size = numbers["RANK"] or 0, numbers["WORLD_SIZE"] or 0
+    if rank >= world_size:
+        raise ConfigError(
+            f"RANK = {rank} with WORLD_SIZE = {world_size}",
+            expected="0 <= RANK < WORLD_SIZE",
+            fix="start with torchrun --nproc_per_node=N -m threefold ...",
+        )
+    local_world_size = numbers["LOCAL_WORLD_SIZE"] or world_size
+    local_rank = numbers["LOCAL_RANK"]
+    return LaunchInfo(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank if local_rank is not None else rank % local_world_size,
+        local_world_size=local_world_size,
+        launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment",
+        restart=numbers["TORCHELASTIC_RESTART_COUNT"] or 0,
+    )
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Starts the server that ranks are forked from, importing `modules` in the background.
+
+    OpenMP sizes its thread pool when its library is loaded, so the number of threads per rank is set beforehand.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    multiprocessing.set_forkserver_preload(list(modules))
+    from multiprocessing import forkserver
+
+    forkserver.ensure_running()
+
+
+def start_ranks(entry: Callable[..., None], args: Sequence[Any], *, num_ranks: int, grace_s: int = 60) -> int:
+    """Runs `entry(*args)` in `num_ranks` local processes with torchrun's variables set; returns the exit code.
+
+    The first rank that fails decides: the others are stopped. A signal to this process is passed on to the ranks, which
+    have `grace_s` seconds to finish their step and save.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher import LaunchConfig, elastic_launch
+
+    # Its messages speak of agents and error files; the failed rank has said what is wrong.
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="threefold-") as folder:
+        outcome = Path(folder) / "exit-code"
+        launch_config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=f"threefold-{os.getpid()}",
+            start_method="forkserver",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            monitor_interval=0.1,
+            shutdown_timeout=grace_s,
+        )
+        try:
+            elastic_launch(launch_config, _rank_process)(entry, tuple(args), str(outcome))
+        except ChildFailedError as error:
+            _, failure = error.get_first_failure()
+            return failure.exitcode if failure.exitcode > 0 else EXIT_FAILED
+        except SignalException as error:
+            return int(outcome.read_text()) if outcome.exists() else 128 + error.sigval
+    return 0
+
+
+def _rank_process(entry: Callable[..., None], args: Sequence[Any], outcome: str) -> None:
+    _die_with_parent()
+    code = EXIT_FAILED
+    try:
+        entry(*args)
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else EXIT_FAILED
+    if os.environ.get("RANK") == "0":
+        Path(outcome).write_text(str(code))
+    if code:
+        # After a signal the agent no longer collects return values: a rank that returned would wait for it for ever.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _die_with_parent() -> None:
+    """Asks the kernel to kill this rank when the server it was forked from dies, which dies with the launcher."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    set_parent_death_signal = 1
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

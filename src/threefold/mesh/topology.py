@@ -1,0 +1,161 @@
+"""Where a rank stands on the mesh: arithmetic only, no torch.
+
+A mesh has four axes in one fixed order, last fastest: dp_replicate, dp_shard, cp, tp. Tensor parallelism talks most, so
+its ranks are neighbours. The dp = dp_replicate x dp_shard data ranks read distinct rows; the cp and tp ranks of one data
+rank read the same ones. `resolve` turns what the user asked for into sizes, and says why.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from threefold.config import MeshConfig
+from threefold.errors import ConfigError, Problem
+
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Sizes of the four axes."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return (self.dp_replicate, self.dp_shard, self.cp, self.tp)
+
+    @property
+    def dp(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.cp * self.tp
+
+    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
+        """Position of a global rank on (dp_replicate, dp_shard, cp, tp)."""
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        replicate, shard = divmod(rest, self.dp_shard)
+        return replicate, shard, cp, tp
+
+    def rank_of(self, coordinates: tuple[int, int, int, int]) -> int:
+        """Global rank at a position; the inverse of `coordinates`."""
+        replicate, shard, cp, tp = coordinates
+        return ((replicate * self.dp_shard + shard) * self.cp + cp) * self.tp + tp
+
+    def dp_rank(self, rank: int) -> int:
+        """Which of the `dp` data ranks a global rank belongs to."""
+        return rank // (self.cp * self.tp)
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """The sets of ranks that differ only on `axes`, each in ascending order; together they hold every rank once."""
+        varied = [range(size) if axis in axes else (None,) for axis, size in zip(AXES, self.sizes, strict=True)]
+        fixed = [(None,) if axis in axes else range(size) for axis, size in zip(AXES, self.sizes, strict=True)]
+        found = []
+        for anchor in itertools.product(*fixed):
+            members = []
+            for moving in itertools.product(*varied):
+                pairs = zip(anchor, moving, strict=True)
+                place = tuple(a if a is not None else m for a, m in pairs)
+                members.append(self.rank_of(place))  # type: ignore[arg-type]
+            found.append(sorted(members))
+        return found
+
+    def __str__(self) -> str:
+        if self.dp_replicate > 1 and self.dp_shard > 1:
+            dp = f"dp={self.dp} ({self.dp_replicate} replicas x {self.dp_shard} shards)"
+        elif self.dp_shard > 1:
+            dp = f"dp={self.dp} (sharded)"
+        else:
+            dp = f"dp={self.dp}"
+        return f"{dp} x cp={self.cp} x tp={self.tp}"
+
+
+def default_topology(world_size: int) -> Topology:
+    """The largest mesh of `world_size` ranks that uses as many of the three axes as it can, each at least 2.
+
+    8 ranks are 2 x 2 x 2, 16 are 4 x 2 x 2; 4 ranks have room for two axes (dp 2, tp 2), 2 or an odd number for dp.
+    """
+    if world_size % 8 == 0:
+        return Topology(dp_replicate=world_size // 4, cp=2, tp=2)
+    if world_size % 4 == 0:
+        return Topology(dp_replicate=world_size // 2, tp=2)
+    return Topology(dp_replicate=world_size)
+
+
+def resolve(mesh: MeshConfig, *, launched_world_size: int | None, num_devices: int | None) -> tuple[Topology, str]:
+    """Sizes of the mesh, and why they are what they are.
+
+    Args:
+        mesh: what the user asked for (environment defaults already folded in).
+        launched_world_size: number of ranks where a launcher started them, else None.
+        num_devices: accelerators of this machine, or None on a CPU.
+
+    Raises:
+        ConfigError: sizes that do not fit one another or the number of ranks, with the settings to change.
+    """
+    if mesh.dp is None and mesh.dp_shard is None and mesh.cp is None and mesh.tp is None:
+        if launched_world_size is not None:
+            return Topology(dp_replicate=launched_world_size), "dp is the launcher's world size: no mesh key was given"
+        if num_devices is None:
+            return default_topology(8), "the default on a CPU"
+        return default_topology(num_devices), f"one rank for each of {num_devices} devices: no mesh key was given"
+    sizes = {axis: getattr(mesh, axis) for axis in ("dp", "cp", "tp")}
+    automatic = [axis for axis, size in sizes.items() if size == "auto"]
+    if len(automatic) > 1:
+        raise ConfigError(
+            " and ".join(f"mesh.{axis} = auto" for axis in automatic) + " leave more than one axis open",
+            expected="at most one axis on auto, filled from the number of ranks and the others",
+            fix=f"--mesh.{automatic[1]} 1",
+        )
+    ranks = launched_world_size if launched_world_size is not None else num_devices
+    why = "as given"
+    if automatic:
+        axis = automatic[0]
+        others = _product(size for name, size in sizes.items() if name != axis and isinstance(size, int))
+        available = ranks if ranks is not None else 8
+        if available % others:
+            raise ConfigError(
+                f"mesh.{axis} = auto cannot be filled: {available} ranks are not a multiple of {others}",
+                expected="world size = dp x cp x tp",
+                fix=_fitting(available),
+            )
+        sizes[axis] = available // others
+        why = f"{axis} filled from {available} ranks"
+    dp, cp, tp = (sizes[axis] or 1 for axis in ("dp", "cp", "tp"))
+    if sizes["dp"] is None and isinstance(mesh.dp_shard, int):
+        dp = mesh.dp_shard
+    shard = dp if mesh.dp_shard == "auto" else mesh.dp_shard or 1
+    if dp % shard:
+        raise ConfigError(
+            f"mesh.dp_shard = {shard} does not divide mesh.dp = {dp}",
+            expected="dp = dp_replicate x dp_shard: 1 (DDP), dp (FSDP), or a divisor of dp between (HSDP)",
+            fix=f"--mesh.dp_shard {dp}   (or 1)",
+        )
+    topology = Topology(dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp)
+    if launched_world_size is not None and topology.world_size != launched_world_size:
+        raise ConfigError(
+            f"mesh.dp x mesh.cp x mesh.tp = {dp} x {cp} x {tp} = {topology.world_size}, "
+            f"but {launched_world_size} ranks were started",
+            expected="world size = dp x cp x tp, so that every rank has a place on the mesh",
+            fix=f"start {topology.world_size} ranks, or set {_fitting(launched_world_size)}",
+        )
+    return topology, why
+
+
+def _product(sizes: object) -> int:
+    product = 1
+    for size in sizes:  # type: ignore[attr-defined]
+        product *= size
+    return product
+
+
+def _fitting(world_size: int) -> str:
+    mesh = default_topology(world_size)
+    return f"--mesh.dp {mesh.dp} --mesh.cp {mesh.cp} --mesh.tp {mesh.tp}"

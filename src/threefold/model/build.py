@@ -1,0 +1,79 @@
+"""From a config to a model that is ready to step, in the one order that is right.
+
+load (without storage) -> tensor parallel -> context parallel -> activation checkpointing -> compile -> data parallel ->
+read the weights. What is optimised is built afterwards, on the parameters as they are then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from threefold.config import Config
+from threefold.mesh.groups import Mesh
+from threefold.model import data_parallel, load, tensor_parallel
+from threefold.model.context_parallel import ContextParallel
+from threefold.model.tensor_parallel import TensorParallelism
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """A model on the mesh.
+
+    Attributes:
+        forward: what to call (the model, or the wrapper of data parallelism around it).
+        module: the model itself, whose names a checkpoint uses.
+        context: the cp axis: splits batches, owns masks.
+        tensor: what was split over tp.
+        dtype: type of the computation; the weights are float32.
+        choices: (what was chosen, why), to be printed.
+    """
+
+    forward: nn.Module
+    module: PreTrainedModel
+    context: ContextParallel
+    tensor: TensorParallelism
+    dtype: torch.dtype
+    choices: tuple[tuple[str, str], ...] = field(default=())
+
+
+def build(
+    config: Config, architecture: PretrainedConfig, mesh: Mesh, *, local_rank: int, wait: Callable[[], None]
+) -> ParallelModel:
+    """The user's model on the mesh, filled with its weights.
+
+    Args:
+        architecture: from `load.read_config`, checked against the mesh.
+        wait: returns when every rank has called it.
+    """
+    dtype = DTYPES[config.model.dtype]
+    context = ContextParallel(mesh)
+    model: Any = load.build_without_storage(
+        architecture, attention=context.name, trust_remote_code=config.model.trust_remote_code
+    )
+    model.config.use_cache = False
+    names = load.stored_names(model)
+    tensor = tensor_parallel.apply(model, mesh)
+    if config.train.activation_checkpointing == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.train.compile:
+        for layer in data_parallel.layers_of(model):
+            layer.compile()
+    kind, why = data_parallel.choose(mesh.topology)
+    if kind == "fsdp":
+        data_parallel.shard(model, mesh, dtype=dtype)
+    files = load.weight_files(
+        config.model, architecture, names, seed=config.train.seed, mesh=mesh, local_rank=local_rank, wait=wait
+    )
+    with files as found:
+        load.fill(model, found, mesh=mesh, tp_placements=tensor.placements, fsdp_sharded=kind == "fsdp")
+    model.train()
+    forward = data_parallel.replicate(model, mesh) if kind == "ddp" else model
+    return ParallelModel(forward, model, context, tensor, dtype, ((f"data parallelism: {kind}", why),))

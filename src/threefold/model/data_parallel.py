@@ -1,0 +1,68 @@
+"""Copies and shards of the model over the data ranks.
+
+`dp_shard` chooses: 1 is DDP (torch's own where a rank holds a whole model, FSDP2's replicate axis where it does not), dp
+is FSDP2, between is HSDP. With cp > 1 the shards are shared over cp as well. All of them average gradients over the
+dp x cp ranks; `step` multiplies that away, because the loss is already divided by the global count of target tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from threefold.mesh.groups import Mesh
+from threefold.mesh.topology import Topology
+
+
+def choose(topology: Topology) -> tuple[str, str]:
+    """Which kind of data parallelism a mesh uses (`none`, `ddp`, `fsdp`), and why."""
+    if topology.dp == 1 and topology.cp == 1:
+        return "none", "one copy of the model"
+    if topology.dp_shard == 1 and topology.cp == 1 and topology.tp == 1:
+        return "ddp", "dp_shard is 1: torch's DistributedDataParallel, every rank holds a whole model"
+    if topology.dp_shard == 1 and topology.cp == 1:
+        return "fsdp", "dp_shard is 1 with tp: FSDP2 replicates what tp has split"
+    if topology.dp_replicate > 1:
+        sharers = topology.dp_shard * topology.cp
+        return "fsdp", f"HSDP: {topology.dp_replicate} replicas of {sharers} shards (dp_shard x cp)"
+    return "fsdp", f"FSDP2: {topology.dp_shard * topology.cp} shards (dp_shard x cp)"
+
+
+def shard(model: PreTrainedModel, mesh: Mesh, *, dtype: torch.dtype) -> None:
+    """Applies FSDP2 to each layer and to the rest, in place, over (dp_replicate, fsdp)."""
+    assert mesh.device_mesh is not None
+    axes = ("dp_replicate", "fsdp") if mesh.topology.dp_replicate > 1 else ("fsdp",)
+    policy = MixedPrecisionPolicy(param_dtype=dtype if dtype != torch.float32 else None, reduce_dtype=torch.float32)
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh.device_mesh[axes], mp_policy=policy)
+    fully_shard(model, mesh=mesh.device_mesh[axes], mp_policy=policy)
+
+
+def replicate(model: PreTrainedModel, mesh: Mesh) -> DistributedDataParallel:
+    """The model under torch's DistributedDataParallel over the dp ranks."""
+    devices = [mesh.device.index] if mesh.device.type == "cuda" else None
+    return DistributedDataParallel(
+        model, device_ids=devices, process_group=mesh.group("dp"), gradient_as_bucket_view=True, broadcast_buffers=False
+    )
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The model's repeated blocks, in order."""
+    blocks = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in blocks]
+
+
+@contextmanager
+def last_backward(model: nn.Module, last: bool) -> Iterator[None]:
+    """Reduces gradients in the backward of the `last` micro-batch only."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+    with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
+        yield

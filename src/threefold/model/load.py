@@ -1,0 +1,260 @@
+"""Hugging Face config and weights -> the shards of this rank.
+
+A model is built without storage, split, and then filled: each rank reads its own part of each tensor from memory-mapped
+safetensors files. Weights that are not in such files under the model's own names (random ones, other formats, layouts
+that transformers converts) are first written there by one process of each machine, from the seed or by transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from threefold.config import ModelConfig
+from threefold.errors import ConfigError
+from threefold.mesh.groups import Mesh
+
+_STAGED_FILE_BYTES = 2 * 1024**3
+_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.json")
+
+# About one million parameters: what is trained where no model is named. Sizes divide by 2, 4 and 8 ranks.
+EMBEDDED_DEFAULT: Mapping[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+
+
+def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> PretrainedConfig:
+    """The architecture that the user asked for.
+
+    Args:
+        vocab_size: entries of the tokenizer, used where `model.config` (or nothing) is given without a size of its own.
+
+    Raises:
+        ConfigError: an unknown model type, a folder without config, or a Hub model that cannot be reached.
+    """
+    if asked.name_or_path is None:
+        values = dict(asked.config or EMBEDDED_DEFAULT)
+        if vocab_size is not None:
+            values.setdefault("vocab_size", vocab_size)
+        return _config_from_values(values)
+    try:
+        return AutoConfig.from_pretrained(
+            asked.name_or_path, revision=asked.revision, trust_remote_code=asked.trust_remote_code
+        )
+    except (OSError, ValueError, HFValidationError) as error:
+        raise _unreachable(asked.name_or_path, error) from error
+
+
+def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
+    model_type = values.pop("model_type", None)
+    if model_type is None:
+        raise ConfigError(
+            "model.config has no model_type",
+            expected="the architecture's name in transformers, next to its sizes",
+            fix="--model.config '{model_type: llama, hidden_size: 128, num_hidden_layers: 4}'",
+        )
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # transformers validates with exceptions of several families
+        raise ConfigError(
+            f"model.config is refused by transformers: {str(error).splitlines()[0]}",
+            expected=f"the keys and values of the {model_type!r} architecture",
+            fix="see the architecture's config page in the transformers documentation",
+        ) from error
+
+
+def _unreachable(name: str, error: Exception) -> ConfigError:
+    local = Path(name).is_dir()
+    return ConfigError(
+        f"model.name_or_path = {name!r} cannot be read: {str(error).strip().splitlines()[0]}",
+        expected="a folder with config.json and weights" if local else "a local folder, or a Hub id that can be reached",
+        fix="check the path" if local else "check the name, your connection, and `hf auth login` for gated models",
+    )
+
+
+def build_without_storage(config: PretrainedConfig, *, attention: str, trust_remote_code: bool = False) -> Any:
+    """The model's modules with parameters on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+
+
+@contextmanager
+def weight_files(
+    asked: ModelConfig, config: PretrainedConfig, names: set[str], *, seed: int, mesh: Mesh, local_rank: int, wait: Callable[[], None]
+) -> Iterator[Mapping[str, Path]]:
+    """For each of the model's tensors the safetensors file that holds it under its own name.
+
+    Args:
+        names: the model's parameters and stored buffers, tied ones once.
+        seed: of random weights; they depend on it and not on the mesh.
+        local_rank: 0 stages for its machine where the weights are not in such files.
+        wait: called by every rank; returns when every rank has called it.
+    """
+    if asked.name_or_path is not None:
+        folder = _download(asked)
+        found = _index(folder)
+        if names <= found.keys():
+            yield found
+            return
+        if not list(folder.glob("*.safetensors")) and not list(folder.glob("*.bin")):
+            raise ConfigError(
+                f"model.name_or_path = {asked.name_or_path!r} has a config but no weights",
+                expected="*.safetensors files beside config.json",
+                fix="point to a complete folder, or give the sizes as --model.config '{model_type: ...}' for random weights",
+            )
+    shared = Path(tempfile.gettempdir()) / f"threefold-weights-{_stage_key(mesh)}"
+    if local_rank == 0:
+        shutil.rmtree(shared, ignore_errors=True)
+        shared.mkdir(mode=0o700)
+        _stage(asked, config, names, seed=seed, folder=shared)
+    wait()
+    try:
+        yield _index(shared)
+        wait()
+    finally:
+        if local_rank == 0:
+            shutil.rmtree(shared, ignore_errors=True)
+
+
+def _stage_key(mesh: Mesh) -> str:
+    # The same for all ranks of a run and for no other run on this machine.
+    if mesh.store is None:
+        return secrets.token_hex(8)
+    key = "threefold/stage"
+    if mesh.rank == 0:
+        mesh.store.set(key, secrets.token_hex(8))
+    return bytes(mesh.store.get(key)).decode()
+
+
+def _download(asked: ModelConfig) -> Path:
+    assert asked.name_or_path is not None
+    if Path(asked.name_or_path).is_dir():
+        return Path(asked.name_or_path)
+    try:
+        return Path(
+            snapshot_download(asked.name_or_path, revision=asked.revision, allow_patterns=list(_WEIGHT_PATTERNS))
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise _unreachable(asked.name_or_path, error) from error
+
+
+def _index(folder: Path) -> dict[str, Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        # Only names inside the folder: an index is somebody else's text.
+        return {name: folder / Path(file).name for name, file in weight_map.items()}
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            found.update({name: file for name in tensors.keys()})  # noqa: SIM118 (no mapping)
+    return found
+
+
+def _stage(asked: ModelConfig, config: PretrainedConfig, names: set[str], *, seed: int, folder: Path) -> None:
+    if asked.name_or_path is None:
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32
+        )
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            asked.name_or_path,
+            revision=asked.revision,
+            trust_remote_code=asked.trust_remote_code,
+            dtype="auto",
+        )
+    state = {name: tensor for name, tensor in model.state_dict().items() if name in names}
+    part: dict[str, Tensor] = {}
+    parts = 0
+    for name in list(state):
+        part[name] = state.pop(name).contiguous()
+        if sum(tensor.nbytes for tensor in part.values()) >= _STAGED_FILE_BYTES or not state:
+            save_file(part, folder / f"part-{parts:05d}.safetensors")
+            part, parts = {}, parts + 1
+
+
+def fill(
+    model: PreTrainedModel,
+    files: Mapping[str, Path],
+    *,
+    mesh: Mesh,
+    tp_placements: Mapping[str, Placement],
+    fsdp_sharded: bool,
+) -> None:
+    """Gives a split model its storage on the mesh's device and reads this rank's part of every tensor.
+
+    A tensor is cut first over tp by its placement, then over fsdp along dim 0, the order in which it was split. Peak
+    memory beyond the shards is one tensor.
+    """
+    model.to_empty(device=mesh.device)
+    tied = set(model.all_tied_weights_keys)
+    fsdp_rank = (mesh.topology.coordinates(mesh.rank)[1] * mesh.topology.cp) + mesh.cp_rank
+    fsdp_size = mesh.size("fsdp") if fsdp_sharded else 1
+    with torch.no_grad():
+        for name, target in _stored(model):
+            if name in tied and name not in files:
+                continue
+            whole = _read(files[name], name)
+            part = _cut(whole, tp_placements.get(name), mesh=mesh)
+            if fsdp_size > 1 and isinstance(target, nn.Parameter):
+                pieces = part.chunk(fsdp_size, dim=0)
+                part = pieces[fsdp_rank] if fsdp_rank < len(pieces) else part[:0]
+            local = target.to_local() if isinstance(target, DTensor) else target
+            local.copy_(part)
+            target._is_hf_initialized = True  # type: ignore[union-attr]
+    # Buffers that are not stored (rotary frequencies) are computed by the model's own initialisation.
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    model.initialize_weights()
+
+
+def stored_names(model: PreTrainedModel) -> set[str]:
+    """Names of the tensors that a checkpoint of this model holds, tied ones once."""
+    return {name for name, _ in _stored(model)} - set(model.all_tied_weights_keys)
+
+
+def _stored(model: nn.Module) -> list[tuple[str, Tensor]]:
+    volatile = {name for name, _ in model.named_buffers()} - set(model.state_dict(keep_vars=True))
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name not in volatile]
+    return [*model.named_parameters(), *buffers]
+
+
+def _read(file: Path, name: str) -> Tensor:
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(name)
+
+
+def _cut(whole: Tensor, placement: Placement | None, *, mesh: Mesh) -> Tensor:
+    if placement is None:
+        return whole
+    assert mesh.device_mesh is not None
+    with torch.device("cpu"):
+        split = distribute_tensor(whole, mesh.device_mesh["tp"], [placement], src_data_rank=None)
+    return split.to_local()

@@ -1,0 +1,128 @@
+"""One layer over several ranks: the model's own plan, made exact.
+
+transformers gives each architecture a plan (which projection is split by columns, which by rows). Three things are
+changed: the head stays split over the vocabulary, so that no rank ever holds full logits; a tied embedding is split the
+same way as the head it shares its weight with; norms that see only this rank's heads get their gradient summed once, at
+the end of a step, because the plan's own hook would sum an accumulated gradient again at every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+from threefold.errors import Problem
+from threefold.mesh.groups import Mesh
+
+_SUMMED_EVERY_BACKWARD = "replicated_with_grad_allreduce"
+
+
+@dataclass(frozen=True)
+class TensorParallelism:
+    """What was split and how.
+
+    Attributes:
+        placements: parameter name -> its placement on the tp axis, for the parameters that are split.
+        partial_gradients: names of the replicated parameters whose gradient each tp rank knows only in part.
+        vocabulary_start: first vocabulary entry of this rank's logits; None where its logits are complete.
+    """
+
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    partial_gradients: tuple[str, ...] = ()
+    vocabulary_start: int | None = None
+
+
+def problems(config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, str] | None) -> list[Problem]:
+    """What stands against splitting this architecture over `tp_size` ranks; empty where nothing does.
+
+    Args:
+        plan: the model's own tensor-parallel plan (None or empty where it has none).
+    """
+    if tp_size == 1:
+        return []
+    text = config.get_text_config()
+    name = config.model_type
+    if not plan:
+        return [
+            Problem(
+                f"mesh.tp = {tp_size}, but transformers has no tensor-parallel plan for {name!r}",
+                expected="a model whose layers can be split, or one tp rank",
+                fix="--mesh.tp 1   (use mesh.dp, mesh.dp_shard or mesh.cp instead)",
+            )
+        ]
+    found = []
+    heads = getattr(text, "num_attention_heads", None)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    for what, count in (("attention heads", heads), ("key-value heads", kv_heads)):
+        if isinstance(count, int) and count % tp_size:
+            fitting = [size for size in range(1, count + 1) if count % size == 0 and not (heads or count) % size]
+            found.append(
+                Problem(
+                    f"mesh.tp = {tp_size} cannot divide the {count} {what} of {name!r}",
+                    expected=f"whole heads on every rank: one of {', '.join(map(str, fitting))}",
+                    fix=f"--mesh.tp {max(size for size in fitting if size <= tp_size)}",
+                )
+            )
+    return found
+
+
+def model_plan(model: PreTrainedModel) -> dict[str, str]:
+    """The model's own plan, one entry for each module or parameter that it names; empty where it has none."""
+    return model._expand_parallel_plan(dict(model.tp_plan or {}))
+
+
+def apply(model: PreTrainedModel, mesh: Mesh) -> TensorParallelism:
+    """Splits `model` (on the meta device) over the tp axis and says what was split."""
+    if mesh.size("tp") == 1:
+        return TensorParallelism()
+    assert mesh.device_mesh is not None
+    head_name, head = _named(model, model.get_output_embeddings())
+    embedding_name, embedding = _named(model, model.get_input_embeddings())
+    tied = head is not None and embedding is not None and head.weight is embedding.weight
+    plan = model_plan(model)
+    partial = tuple(name for name, style in plan.items() if style == _SUMMED_EVERY_BACKWARD)
+    plan = {name: "replicate" if style == _SUMMED_EVERY_BACKWARD else style for name, style in plan.items()}
+    if head_name:
+        plan |= {name: "colwise" for name in (f"{head_name}.weight", f"{head_name}.bias") if _has(model, name)}
+        plan[head_name] = "colwise"
+    if tied:
+        plan |= {f"{embedding_name}.weight": "embedding_rowwise", embedding_name: "embedding_rowwise"}
+    apply_tensor_parallelism(model, mesh.device_mesh["tp"], plan)
+    if tied:
+        # Splitting gave each of the two modules a parameter of its own; they are one again.
+        head._parameters["weight"] = embedding._parameters["weight"]
+    placements = {
+        name: parameter.placements[0] for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)
+    }
+    names = {name for name, _ in model.named_parameters()}
+    return TensorParallelism(
+        placements=placements,
+        partial_gradients=tuple(name for name in partial if name in names),
+        vocabulary_start=_vocabulary_start(head, mesh) if head_name else None,
+    )
+
+
+def _vocabulary_start(head: nn.Module, mesh: Mesh) -> int:
+    # The chunking of torch.chunk and of DTensor's Shard: all but the last parts have the rounded-up size.
+    entries: int = head.weight.shape[0]  # type: ignore[union-attr]
+    return min(entries, mesh.tp_rank * -(-entries // mesh.size("tp")))
+
+
+def _named(model: nn.Module, module: nn.Module | None) -> tuple[str, Any]:
+    for name, candidate in model.named_modules():
+        if module is not None and candidate is module:
+            return name, module
+    return "", None
+
+
+def _has(model: nn.Module, parameter_name: str) -> bool:
+    module_name, _, name = parameter_name.rpartition(".")
+    return isinstance(model.get_submodule(module_name)._parameters.get(name), torch.Tensor)

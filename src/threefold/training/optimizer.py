@@ -1,0 +1,47 @@
+"""AdamW over parameters of any mesh, and the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from threefold.config import OptimizerConfig
+
+
+def adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over the parameters as they are now; build it right after the model and before any forward.
+
+    Weight decay falls on matrices only. A group holds parameters of one mesh, because torch's fused kernel takes no mix.
+    """
+    groups: dict[tuple[object, bool], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault((mesh, parameter.ndim >= 2), []).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
+            for (_, decays), parameters in groups.items()
+        ],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def learning_rate(step: int, *, num_steps: int, config: OptimizerConfig) -> float:
+    """The rate used in `step` (from 1): lr * min(1, step / warmup_steps) * shape.
+
+    The shape is 1 until the warm-up is over; a falling one then goes to min_lr / lr at the last step.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    done = min(1.0, (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
+    share = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.min_lr + (config.lr - config.min_lr) * share

@@ -1,0 +1,165 @@
+"""One optimizer step: micro-batches, backward, one global norm, update; and the evaluation step.
+
+The loss of the step is the sum over all target tokens of the global batch divided by their number, whatever the mesh and
+the micro-batching. No other file sees a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from threefold.mesh.groups import Mesh
+from threefold.model.build import ParallelModel
+from threefold.model.data_parallel import last_backward
+from threefold.training.loss import IGNORED, cross_entropy_sum
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step computed, still on the device.
+
+    Attributes:
+        loss_sum: this rank's sum over its target tokens; sum it over the `loss` group for the step's own.
+        target_tokens: number of target tokens of the global batch.
+        grad_norm: of the global gradient, before clipping.
+    """
+
+    loss_sum: Tensor
+    target_tokens: Tensor
+    grad_norm: Tensor
+
+
+class TrainStep:
+    """A model, its optimizer and the mesh they live on; each call is one optimizer step."""
+
+    def __init__(
+        self, model: ParallelModel, optimizer: torch.optim.Optimizer, mesh: Mesh, *, grad_clip: float = 0.0
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._mesh = mesh
+        self._grad_clip = grad_clip
+
+    def __call__(self, batches: Sequence[Batch], *, lr: float) -> StepResult:
+        """Runs forward and backward over the micro-batches of this dp rank, then updates the weights.
+
+        Args:
+            batches: [batch, sequence] rows of this dp rank, the same on its cp and tp ranks, on any device.
+        """
+        target_tokens = self._count_targets(batches)
+        # FSDP2 and DDP average over the dp x cp ranks; the loss is divided by a count that is global already.
+        scale = self._mesh.size("loss") / target_tokens.clamp(min=1)
+        loss_sum = torch.zeros((), device=self._mesh.device)
+        for number, batch in enumerate(batches, start=1):
+            with last_backward(self._model.forward, number == len(batches)):
+                loss = forward_loss(self._model, batch, self._mesh)
+                (loss * scale).backward()
+            loss_sum += loss.detach()
+        grad_norm = self._reduce_and_clip()
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepResult(loss_sum, target_tokens, grad_norm)
+
+    def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
+        counted = torch.zeros((), dtype=torch.int64)
+        for batch in batches:
+            counted += (batch["labels"] != IGNORED).sum()
+        counted = counted.to(self._mesh.device)
+        # Counted before the cp split, so the dp ranks alone hold distinct rows.
+        if (group := self._mesh.group("dp")) is not None:
+            dist.all_reduce(counted, group=group)
+        return counted
+
+    def _reduce_and_clip(self) -> Tensor:
+        parameters = dict(self._model.module.named_parameters())
+        tp = self._mesh.group("tp")
+        for name in self._model.tensor.partial_gradients:
+            if tp is not None and parameters[name].grad is not None:
+                dist.all_reduce(_local(parameters[name].grad), group=tp)
+        split = self._model.tensor.placements
+        gradients: dict[bool, list[Tensor]] = {True: [], False: []}
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                _place_as_parameter(parameter)
+                gradients[name in split and not split[name].is_replicate()].append(_local(parameter.grad))
+        norm = self._global_norm(gradients[True], gradients[False])
+        if self._grad_clip:
+            factor = (self._grad_clip / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients[True] + gradients[False], factor)
+        return norm
+
+    def _global_norm(self, split: list[Tensor], whole: list[Tensor]) -> Tensor:
+        """Norm of the whole gradient; `split` differs between tp ranks, `whole` is the same on each and counts once."""
+        squares = torch.stack([_square_sum(split, self._mesh.device), _square_sum(whole, self._mesh.device)])
+        # Among replicas gradients are equal; only the sharers of one copy hold different parts.
+        if (fsdp := self._mesh.group("fsdp")) is not None:
+            dist.all_reduce(squares, group=fsdp)
+        if (tp := self._mesh.group("tp")) is not None:
+            dist.all_reduce(squares[:1], group=tp)
+        return squares.sum().sqrt()
+
+
+def forward_loss(model: ParallelModel, batch: Batch, mesh: Mesh) -> Tensor:
+    """Sum of the cross entropy over the target tokens that this rank holds of a batch [batch, sequence]."""
+    local = model.context.shard({name: rows.to(mesh.device, non_blocking=True) for name, rows in batch.items()})
+    # Ones keep transformers from guessing packed documents out of the positions; `context` owns every mask.
+    ones = torch.ones_like(local["input_ids"])
+    with torch.autocast(mesh.device.type, dtype=model.dtype, enabled=model.dtype != torch.float32):
+        logits = model.forward(
+            input_ids=local["input_ids"], position_ids=local["position_ids"], attention_mask=ones, use_cache=False
+        ).logits
+    return cross_entropy_sum(
+        logits, local["labels"], group=mesh.group("tp"), vocabulary_start=model.tensor.vocabulary_start
+    )
+
+
+@torch.no_grad()
+def evaluate(model: ParallelModel, batches: Sequence[Batch], mesh: Mesh) -> tuple[float, int]:
+    """Sum of the loss and number of target tokens over the rows of all dp ranks; every rank gives as many batches."""
+    model.module.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    for batch in batches:
+        totals[0] += forward_loss(model, batch, mesh)
+        totals[1] += (batch["labels"] != IGNORED).sum() / mesh.size("cp")
+    if (group := mesh.group("loss")) is not None:
+        dist.all_reduce(totals, group=group)
+    model.module.train()
+    return totals[0].item(), round(totals[1].item())
+
+
+def mean_loss(result: StepResult, mesh: Mesh) -> float:
+    """The step's own loss: one small collective, then a wait for the device."""
+    total = result.loss_sum.double()
+    if (group := mesh.group("loss")) is not None:
+        dist.all_reduce(total, group=group)
+    return (total / result.target_tokens).item() if result.target_tokens.item() else math.nan
+
+
+def _place_as_parameter(parameter: torch.nn.Parameter) -> None:
+    """Gives a gradient its parameter's placement; autograd may leave it as a sum still to be made (embeddings do)."""
+    gradient = parameter.grad
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+        if gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def _local(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _square_sum(tensors: list[Tensor], device: torch.device) -> Tensor:
+    if not tensors:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).square().sum()

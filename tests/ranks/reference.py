@@ -1,0 +1,64 @@
+"""A hand-written single-process loop, the curve that every mesh must follow; knows nothing of the package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+TINY_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    # Wide enough for attention to be far from uniform, so that a wrong mask or position shows.
+    "initializer_range": 0.2,
+}
+
+
+def make_batches(*, steps: int, rows: int, seq_len: int, vocab: int = 67) -> list[dict[str, torch.Tensor]]:
+    """`steps` global batches [rows, seq_len] whose ignored labels are spread unevenly over the rows."""
+    generator = torch.Generator().manual_seed(7)
+    batches = []
+    for _ in range(steps):
+        tokens = torch.randint(vocab, (rows, seq_len + 1), generator=generator)
+        labels = tokens[:, 1:].clone()
+        for row in range(rows):
+            ignored = (row * seq_len) // rows
+            labels[row, torch.randperm(seq_len, generator=generator)[:ignored]] = -100
+        positions = torch.arange(seq_len).expand(rows, -1).contiguous()
+        batches.append({"input_ids": tokens[:, :-1].contiguous(), "labels": labels, "position_ids": positions})
+    return batches
+
+
+def train_alone(
+    model_config: dict[str, Any], batches: list[dict[str, torch.Tensor]], *, lr: float, clip: float, decay: float
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, gradient norms before clipping, and the first step's clipped gradients, of one process."""
+    torch.manual_seed(0)
+    values = dict(model_config)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
+    losses, norms, first = [], [], {}
+    for batch in batches:
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        total = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        loss = total / (batch["labels"] != -100).sum()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        first = first or {name: p.grad.clone() for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, first

@@ -1,0 +1,88 @@
+"""Real gloo ranks for tests: forked from a server with torch imported, joined through a file, bounded in time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint",
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "threefold.mesh.groups",
+]
+
+
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Calls `function(*args)` on `num_ranks` gloo ranks and returns their results in rank order.
+
+    Raises:
+        AssertionError: a rank raised (its traceback is shown) or did not answer in time (it is named).
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_rank, args=(function, rank, num_ranks, f"file://{folder}/join", args, results))
+            for rank in range(num_ranks)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return _collect(results, num_ranks, timeout_s)
+        finally:
+            for process in processes:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(results: Any, num_ranks: int, timeout_s: float) -> list[Any]:
+    answers: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(answers) < num_ranks:
+        try:
+            rank, value, error = results.get(timeout=max(0.01, deadline - time.monotonic()))
+        except queue.Empty:
+            missing = sorted(set(range(num_ranks)) - set(answers))
+            raise AssertionError(f"ranks {missing} did not answer within {timeout_s} s") from None
+        if error is not None:
+            raise AssertionError(f"rank {rank} failed:\n{error}")
+        answers[rank] = value
+    return [answers[rank] for rank in range(num_ranks)]
+
+
+def _rank(
+    function: Callable[..., Any], rank: int, num_ranks: int, rendezvous: str, args: tuple[Any, ...], results: Any
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        if num_ranks > 1:
+            dist.init_process_group(
+                "gloo", init_method=rendezvous, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
+            )
+        value = function(*args)
+        results.put((rank, value, None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+    finally:
+        results.close()
+        results.join_thread()
+        if dist.is_initialized():
+            dist.destroy_process_group()

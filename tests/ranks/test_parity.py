@@ -1,0 +1,106 @@
+"""Same curve: every mesh follows the hand-written single-process loop on the same global batches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from ranks.reference import TINY_LLAMA, make_batches, train_alone
+from ranks.spawn import run_ranks
+
+STEPS, ROWS, SEQ_LEN, LR, CLIP, DECAY = 20, 8, 16, 3e-3, 1.0, 0.1
+LOSS_TOLERANCE = 1e-4  # absolute, in nats: DESIGN's parity for float32
+RELATIVE_TOLERANCE = 1e-3  # of a gradient and of its norm
+
+MESHES = [
+    (1, 1, 1, 1),
+    (2, 1, 1, 1),
+    (1, 2, 1, 1),
+    (1, 1, 2, 1),
+    (1, 1, 1, 2),
+    (2, 2, 1, 1),
+    (2, 1, 2, 1),
+    (2, 1, 1, 2),
+    (1, 2, 2, 2),
+    (2, 1, 2, 2),
+    (2, 2, 1, 2),
+    (1, 1, 4, 2),
+]
+
+
+def _train_on_mesh(sizes: tuple[int, int, int, int], model_config: dict[str, Any], micro_batch: int) -> Any:
+    import torch
+
+    from threefold.config import Config
+    from threefold.mesh.groups import init_mesh
+    from threefold.model import load
+    from threefold.model.build import build
+    from threefold.training.optimizer import adamw
+    from threefold.training.step import TrainStep, mean_loss
+
+    replicate, shard, cp, tp = sizes
+    mesh = init_mesh(replicate * shard, dp_shard=shard, cp=cp, tp=tp, device="cpu")
+    config = Config.model_validate(
+        {
+            "model": {"config": model_config},
+            "optimizer": {"lr": LR, "weight_decay": DECAY},
+            "train": {"grad_clip": CLIP},
+        }
+    )
+    model = build(config, load.read_config(config.model), mesh, local_rank=mesh.rank, wait=mesh.barrier)
+    optimizer = adamw(model.module, config.optimizer)
+    first: dict[str, torch.Tensor] = {}
+    step_of_optimizer = optimizer.step
+
+    def capture_then_step() -> None:
+        if not first:
+            for name, parameter in model.module.named_parameters():
+                gradient = parameter.grad
+                assert gradient is not None, name
+                first[name] = (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).clone()
+        step_of_optimizer()
+
+    optimizer.step = capture_then_step  # type: ignore[method-assign]
+    step = TrainStep(model, optimizer, mesh, grad_clip=CLIP)
+    losses, norms = [], []
+    for batch in make_batches(steps=STEPS, rows=ROWS, seq_len=SEQ_LEN):
+        own = {name: rows[mesh.dp_rank :: mesh.dp_size] for name, rows in batch.items()}
+        count = len(own["labels"])
+        pieces = [
+            {name: rows[start : start + micro_batch] for name, rows in own.items()}
+            for start in range(0, count, micro_batch)
+        ]
+        result = step(pieces, lr=LR)
+        losses.append(mean_loss(result, mesh))
+        norms.append(result.grad_norm.item())
+    return losses, norms, {name: gradient.numpy() for name, gradient in first.items()}
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    batches = make_batches(steps=STEPS, rows=ROWS, seq_len=SEQ_LEN)
+    return train_alone(TINY_LLAMA, batches, lr=LR, clip=CLIP, decay=DECAY)
+
+
+def _differences(found: Any, expected: Any) -> tuple[float, float, float, str]:
+    losses, norms, first = found
+    by_parameter = {
+        name: float(abs(first[name] - gradient.numpy()).max() / max(1e-12, float(gradient.abs().max())))
+        for name, gradient in expected[2].items()
+    }
+    worst = max(by_parameter, key=lambda name: by_parameter[name])
+    loss = max(abs(a - b) for a, b in zip(losses, expected[0], strict=True))
+    norm = max(abs(a - b) / b for a, b in zip(norms, expected[1], strict=True))
+    return loss, norm, by_parameter[worst], worst
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_mesh_follows_one_process(sizes: tuple[int, int, int, int], alone: Any) -> None:
+    results = run_ranks(_train_on_mesh, math.prod(sizes), sizes, TINY_LLAMA, 2)
+    loss, norm, gradient, worst = _differences(results[0], alone)
+    print(f"parity {sizes}: loss {loss:.1e}, norm {norm:.1e}, gradient {gradient:.1e} ({worst})")
+    assert loss <= LOSS_TOLERANCE
+    assert norm <= RELATIVE_TOLERANCE
+    assert gradient <= RELATIVE_TOLERANCE, worst
+    assert all(result[0] == results[0][0] for result in results), "ranks disagree about the loss"

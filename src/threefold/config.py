@@ -1,29 +1,20 @@
-"""The frozen config tree and its strict loading.
+"""The frozen config tree: every key, its type, its default and what it does.
 
-In: a YAML file, `--section.key value` overrides and the environment's mesh defaults. Out: a `Config` that was validated
-as a whole, and the origin of each value. Unknown keys are refused with the nearest name; all errors are raised at once.
-The config is what the user asked for and is never edited; what is chosen automatically lives elsewhere.
+A config is what the user asked for and is never edited; what is chosen automatically lives elsewhere. `config_loading`
+makes one from files and the command line and says in three parts what is wrong with it.
 """
 
 from __future__ import annotations
 
-import difflib
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from threefold.errors import ConfigError, Problem
+from pydantic import BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 AxisSize = PositiveInt | Literal["auto"] | None
-
-MESH_VARIABLES = {"DP_SIZE": "mesh.dp", "CP_SIZE": "mesh.cp", "TP_SIZE": "mesh.tp"}
 
 
 class _Section(BaseModel):

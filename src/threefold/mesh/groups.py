@@ -8,8 +8,9 @@ tokens). Everything that needs a group asks the mesh for it by name.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -18,10 +19,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from threefold.config import MeshConfig
-from threefold.errors import ConfigError
+from threefold.errors import EXIT_FAILED, EXIT_WRONG_REQUEST, ConfigError, Problem, RunError, ThreefoldError
 from threefold.mesh import launch
 from threefold.mesh.topology import AXES, Topology, resolve
 
+_LONGEST_PREPARATION = timedelta(days=2)
 _PARAMETER_AXES = ("dp_replicate", "fsdp", "tp")
 _GROUPS = {"dp": ("dp_replicate", "dp_shard"), "cp": ("cp",), "loss": ("dp_replicate", "dp_shard", "cp")}
 
@@ -38,6 +40,7 @@ class Mesh:
         rank: global rank.
         device: the device this rank computes on.
         device_mesh: torch's DeviceMesh of (dp_replicate, fsdp, tp), or None in a single process.
+        local_world_size: ranks on this machine.
         groups: process groups of `dp`, `cp` and `loss`, where they have more than one member.
         store: the rendezvous store, or None in a single process.
     """
@@ -47,7 +50,9 @@ class Mesh:
     device: torch.device
     device_mesh: DeviceMesh | None = None
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    local_world_size: int = 1
     store: dist.Store | None = None
+    _exchanges: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def world_size(self) -> int:
@@ -84,6 +89,48 @@ class Mesh:
         if name == "world":
             return dist.group.WORLD
         return self.device_mesh.get_group(name) if name in _PARAMETER_AXES else self.groups[name]
+
+    def share(self, name: str, make: Callable[[], str]) -> str:
+        """What rank 0's `make` returns, on every rank; no collective, so it may take any time or fail.
+
+        Raises:
+            ThreefoldError: what rank 0 raised; on other ranks with the same text.
+        """
+        return self._share(name, make, maker=self.rank == 0)
+
+    def once_per_host(self, name: str, work: Callable[[], str]) -> str:
+        """As `share`, done by the first rank of each machine."""
+        host = self.rank // self.local_world_size
+        return self._share(f"{name}/{host}", work, maker=self.rank % self.local_world_size == 0)
+
+    def _share(self, name: str, make: Callable[[], str], *, maker: bool) -> str:
+        if self.store is None:
+            return make()
+        # Ranks ask for the same things in the same order, so counting names each exchange alike on all.
+        self._exchanges[name] = number = self._exchanges.get(name, 0) + 1
+        key = f"threefold/shared/{name}/{number}"
+        if maker:
+            try:
+                answer = {"value": make()}
+            except ThreefoldError as error:
+                problems = [dataclasses.astuple(problem) for problem in error.problems]
+                self.store.set(key, json.dumps({"problems": problems, "exit_code": error.exit_code}))
+                raise
+            except BaseException:
+                self.store.set(key, json.dumps({"problems": [], "exit_code": EXIT_FAILED}))
+                raise
+            self.store.set(key, json.dumps(answer))
+            return answer["value"]
+        self.store.wait([key], _LONGEST_PREPARATION)
+        answer = json.loads(self.store.get(key))
+        if "value" in answer:
+            return answer["value"]
+        if not answer["problems"]:
+            raise RunError(
+                f"another rank failed in {name!r}", expected="its result", fix="see that rank's traceback"
+            )
+        family = ConfigError if answer["exit_code"] == EXIT_WRONG_REQUEST else RunError
+        raise family.of(Problem(*problem) for problem in answer["problems"])
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -125,7 +172,7 @@ def init_mesh(
     asked = MeshConfig.model_validate(
         {**{key: value for key, value in given.items() if value is not None}, "device": device, "timeout_s": timeout_s}
     )
-    info = launch.read(os.environ)
+    info = launch.current()
     if dist.is_initialized() and dist.get_world_size() != info.world_size:
         info = launch.LaunchInfo(rank=dist.get_rank(), world_size=dist.get_world_size(), launcher="process group")
     topology, _ = resolve(asked, launched_world_size=info.world_size, num_devices=None)
@@ -155,7 +202,7 @@ def join_mesh(topology: Topology, info: launch.LaunchInfo, *, device: str, timeo
     groups = {name: _group_of(topology, axes) for name, axes in _GROUPS.items()}
     present = {name: group for name, group in groups.items() if group is not None}
     store = dist.distributed_c10d._get_default_store()
-    _active = Mesh(topology, dist.get_rank(), own_device, device_mesh, present, store)
+    _active = Mesh(topology, dist.get_rank(), own_device, device_mesh, present, info.local_world_size, store)
     return _active
 
 

@@ -81,10 +81,26 @@ def read(environ: Mapping[str, str]) -> LaunchInfo:
     )
 
 
+def current() -> LaunchInfo:
+    """What the launcher of this very process says."""
+    return read(os.environ)
+
+
+def environment() -> Mapping[str, str]:
+    """The environment, for those who look up their own variables in it."""
+    return os.environ
+
+
+def cache_folder() -> Path:
+    """Where prepared data is kept between runs: $XDG_CACHE_HOME/threefold, or ~/.cache/threefold."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "threefold"
+
+
 def preload(modules: Sequence[str]) -> None:
     """Starts the server that ranks are forked from, importing `modules` in the background.
 
-    OpenMP sizes its thread pool when its library is loaded, so the number of threads per rank is set beforehand.
+    OpenMP sizes its thread pool when its library is loaded: one thread here, more are asked for by the ranks.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     multiprocessing.set_forkserver_preload(list(modules))
@@ -120,8 +136,9 @@ def start_ranks(entry: Callable[..., None], args: Sequence[Any], *, num_ranks: i
             monitor_interval=0.1,
             shutdown_timeout=grace_s,
         )
+        threads = max(1, (os.cpu_count() or 1) // num_ranks)
         try:
-            elastic_launch(launch_config, _rank_process)(entry, tuple(args), str(outcome))
+            elastic_launch(launch_config, _rank_process)(entry, tuple(args), threads, str(outcome))
         except ChildFailedError as error:
             _, failure = error.get_first_failure()
             return failure.exitcode if failure.exitcode > 0 else EXIT_FAILED
@@ -130,8 +147,11 @@ def start_ranks(entry: Callable[..., None], args: Sequence[Any], *, num_ranks: i
     return 0
 
 
-def _rank_process(entry: Callable[..., None], args: Sequence[Any], outcome: str) -> None:
+def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int, outcome: str) -> None:
+    import torch
+
     _die_with_parent()
+    torch.set_num_threads(threads)
     code = EXIT_FAILED
     try:
         entry(*args)

@@ -6,7 +6,6 @@ read the weights. What is optimised is built afterwards, on the parameters as th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,14 +43,11 @@ class ParallelModel:
     choices: tuple[tuple[str, str], ...] = field(default=())
 
 
-def build(
-    config: Config, architecture: PretrainedConfig, mesh: Mesh, *, local_rank: int, wait: Callable[[], None]
-) -> ParallelModel:
-    """The user's model on the mesh, filled with its weights.
+def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> ParallelModel:
+    """The user's model on the mesh, filled with its weights; every rank calls it.
 
     Args:
         architecture: from `load.read_config`, checked against the mesh.
-        wait: returns when every rank has called it.
     """
     dtype = DTYPES[config.model.dtype]
     context = ContextParallel(mesh)
@@ -69,10 +65,7 @@ def build(
     kind, why = data_parallel.choose(mesh.topology)
     if kind == "fsdp":
         data_parallel.shard(model, mesh, dtype=dtype)
-    files = load.weight_files(
-        config.model, architecture, names, seed=config.train.seed, mesh=mesh, local_rank=local_rank, wait=wait
-    )
-    with files as found:
+    with load.weight_files(config.model, architecture, names, seed=config.train.seed, mesh=mesh) as found:
         load.fill(model, found, mesh=mesh, tp_placements=tensor.placements, fsdp_sharded=kind == "fsdp")
     model.train()
     forward = data_parallel.replicate(model, mesh) if kind == "ddp" else model

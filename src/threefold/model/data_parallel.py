@@ -7,6 +7,7 @@ dp x cp ranks; `step` multiplies that away, because the loss is already divided 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -47,8 +48,11 @@ def shard(model: PreTrainedModel, mesh: Mesh, *, dtype: torch.dtype) -> None:
 def replicate(model: PreTrainedModel, mesh: Mesh) -> DistributedDataParallel:
     """The model under torch's DistributedDataParallel over the dp ranks."""
     devices = [mesh.device.index] if mesh.device.type == "cuda" else None
+    # Buffers are equal on all ranks and do not change; torch 2.13 renamed the setting and warns at the old name.
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return DistributedDataParallel(
-        model, device_ids=devices, process_group=mesh.group("dp"), gradient_as_bucket_view=True, broadcast_buffers=False
+        model, device_ids=devices, process_group=mesh.group("dp"), gradient_as_bucket_view=True, **{buffers: False}
     )
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import copy
 import json
-import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,64 +103,64 @@ def build_without_storage(config: PretrainedConfig, *, attention: str, trust_rem
         )
 
 
+def plan_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Mapping[str, str]:
+    """The tensor-parallel plan that transformers has for this architecture; empty where it has none."""
+    model = build_without_storage(copy.deepcopy(config), attention="eager", trust_remote_code=trust_remote_code)
+    return dict(model.tp_plan or {})
+
+
 @contextmanager
 def weight_files(
-    asked: ModelConfig, config: PretrainedConfig, names: set[str], *, seed: int, mesh: Mesh, local_rank: int, wait: Callable[[], None]
+    asked: ModelConfig, config: PretrainedConfig, names: set[str], *, seed: int, mesh: Mesh
 ) -> Iterator[Mapping[str, Path]]:
     """For each of the model's tensors the safetensors file that holds it under its own name.
 
     Args:
         names: the model's parameters and stored buffers, tied ones once.
         seed: of random weights; they depend on it and not on the mesh.
-        local_rank: 0 stages for its machine where the weights are not in such files.
-        wait: called by every rank; returns when every rank has called it.
     """
+    folder = None
     if asked.name_or_path is not None:
-        folder = _download(asked)
+        folder = Path(mesh.once_per_host("download", lambda: str(_download(asked))))
         found = _index(folder)
         if names <= found.keys():
             yield found
             return
-        if not list(folder.glob("*.safetensors")) and not list(folder.glob("*.bin")):
-            raise ConfigError(
-                f"model.name_or_path = {asked.name_or_path!r} has a config but no weights",
-                expected="*.safetensors files beside config.json",
-                fix="point to a complete folder, or give the sizes as --model.config '{model_type: ...}' for random weights",
-            )
-    shared = Path(tempfile.gettempdir()) / f"threefold-weights-{_stage_key(mesh)}"
-    if local_rank == 0:
-        shutil.rmtree(shared, ignore_errors=True)
-        shared.mkdir(mode=0o700)
-        _stage(asked, config, names, seed=seed, folder=shared)
-    wait()
+
+    def stage() -> str:
+        staged = Path(tempfile.mkdtemp(prefix="threefold-weights-"))
+        try:
+            _stage(asked, config, names, seed=seed, folder=staged)
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        return str(staged)
+
+    staged = Path(mesh.once_per_host("weights", stage))
     try:
-        yield _index(shared)
-        wait()
+        yield _index(staged)
+        mesh.barrier()
     finally:
-        if local_rank == 0:
-            shutil.rmtree(shared, ignore_errors=True)
-
-
-def _stage_key(mesh: Mesh) -> str:
-    # The same for all ranks of a run and for no other run on this machine.
-    if mesh.store is None:
-        return secrets.token_hex(8)
-    key = "threefold/stage"
-    if mesh.rank == 0:
-        mesh.store.set(key, secrets.token_hex(8))
-    return bytes(mesh.store.get(key)).decode()
+        if mesh.rank % mesh.local_world_size == 0:
+            shutil.rmtree(staged, ignore_errors=True)
 
 
 def _download(asked: ModelConfig) -> Path:
     assert asked.name_or_path is not None
-    if Path(asked.name_or_path).is_dir():
-        return Path(asked.name_or_path)
-    try:
-        return Path(
-            snapshot_download(asked.name_or_path, revision=asked.revision, allow_patterns=list(_WEIGHT_PATTERNS))
+    folder = Path(asked.name_or_path)
+    if not folder.is_dir():
+        try:
+            patterns = list(_WEIGHT_PATTERNS)
+            folder = Path(snapshot_download(asked.name_or_path, revision=asked.revision, allow_patterns=patterns))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            raise _unreachable(asked.name_or_path, error) from error
+    if not list(folder.glob("*.safetensors")) and not list(folder.glob("*.bin")):
+        raise ConfigError(
+            f"model.name_or_path = {asked.name_or_path!r} has a config but no weights",
+            expected="*.safetensors files beside config.json",
+            fix="point to a complete folder, or give the sizes as --model.config '{model_type: ...}' for random weights",
         )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise _unreachable(asked.name_or_path, error) from error
+    return folder
 
 
 def _index(folder: Path) -> dict[str, Path]:

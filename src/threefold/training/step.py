@@ -7,7 +7,7 @@ the micro-batching. No other file sees a gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,7 +125,7 @@ def forward_loss(model: ParallelModel, batch: Batch, mesh: Mesh) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: ParallelModel, batches: Sequence[Batch], mesh: Mesh) -> tuple[float, int]:
+def evaluate(model: ParallelModel, batches: Iterable[Batch], mesh: Mesh) -> tuple[float, int]:
     """Sum of the loss and number of target tokens over the rows of all dp ranks; every rank gives as many batches."""
     model.module.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)

@@ -1,0 +1,57 @@
+# Everything a newcomer or CI needs; each target installs what it uses, once, into .venv.
+#   make train                       train the default model on 8 local ranks
+#   make train ARGS="CONFIG.yaml"    any arguments of `threefold train`
+#   make train TORCH_INDEX=URL       take torch from that index (see pytorch.org/get-started)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS ?= constraints.txt
+TORCH_INDEX ?=
+ARGS ?=
+TESTS ?= tests
+
+.PHONY: train test check fix wheel clean help
+
+help:
+	@sed -n 's/^#   //p' Makefile; echo "make test | check | fix | wheel | clean"
+
+$(VENV)/.python:
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# Torch comes first and alone: with an index of one's own it is not held to the constraints' version.
+$(VENV)/.runtime: $(VENV)/.python pyproject.toml constraints.txt
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install -q --index-url "$(TORCH_INDEX)" "torch>=2.11",)
+	grep -v $(if $(TORCH_INDEX),'^torch==','^$$') $(CONSTRAINTS) > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e '.[dev]'
+	@touch $@
+
+train: $(VENV)/.runtime
+	$(BIN)/threefold train $(ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -q $(TESTS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/test_imports.py
+
+fix: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(VENV)/.python
+	$(BIN)/python -m pip install -q build
+	$(BIN)/python -m build --wheel --outdir dist
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,298 @@
+"""From a config and a live mesh to a run that can start: model, data, optimizer, checkpoints, trackers."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig
+
+from threefold import __version__
+from threefold.app.run_folder import RunFolder
+from threefold.checkpoint import dcp
+from threefold.config import Config
+from threefold.data.loader import Batch, Order, TokenLoader, evaluation_batches
+from threefold.data.packing import Rows
+from threefold.data.source import open_rows
+from threefold.data.tokens import Tokenizer, load_tokenizer
+from threefold.errors import CheckpointError, ConfigError, Problem
+from threefold.mesh.groups import Mesh
+from threefold.mesh.launch import cache_folder
+from threefold.mesh.topology import Topology
+from threefold.model import load, tensor_parallel
+from threefold.model.build import ParallelModel
+
+DEFAULT_STEPS = 150
+_FORMAT = 1
+
+
+def tokenizer_name(config: Config) -> tuple[str, str]:
+    """(name of the tokenizer, why)."""
+    if config.data.tokenizer is not None:
+        return config.data.tokenizer, "as given"
+    if config.model.name_or_path is not None:
+        return config.model.name_or_path, "the model's own"
+    return "bytes", "the model has random weights and none was given"
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    """The tokenizer that the config asks for."""
+    name, _ = tokenizer_name(config)
+    revision = config.model.revision if name == config.model.name_or_path else None
+    return load_tokenizer(name, revision=revision)
+
+
+def check(config: Config, architecture: PretrainedConfig, tokenizer: Tokenizer, topology: Topology) -> None:
+    """Everything about the model, the batch and the mesh that can be known before anything is sent.
+
+    Raises:
+        ConfigError: all that is wrong, at once.
+    """
+    problems = _batch_problems(config, topology)
+    plan = load.plan_of(architecture, trust_remote_code=config.model.trust_remote_code)
+    problems += tensor_parallel.problems(architecture, topology.tp, plan=plan)
+    text = architecture.get_text_config()
+    if (known := getattr(text, "vocab_size", None)) is not None and known < tokenizer.vocab_size:
+        problems.append(
+            Problem(
+                f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, the model only {known}",
+                "an embedding for every token that the tokenizer can give",
+                f"--model.config '{{..., vocab_size: {tokenizer.vocab_size}}}', or the model's own tokenizer",
+            )
+        )
+    longest = getattr(text, "max_position_embeddings", None)
+    if isinstance(longest, int) and 0 < longest < config.data.seq_len:
+        problems.append(
+            Problem(
+                f"data.seq_len = {config.data.seq_len}, but the model knows {longest} positions",
+                "rows that are no longer than the model's max_position_embeddings",
+                f"--data.seq_len {longest}",
+            )
+        )
+    if getattr(text, "output_router_logits", False):
+        problems.append(
+            Problem(
+                "the model's config has output_router_logits = true",
+                "no auxiliary loss: the router's loss over the global batch is not computed yet",
+                "set output_router_logits to false in the model's config",
+            )
+        )
+    if problems:
+        raise ConfigError.of(problems)
+
+
+def _batch_problems(config: Config, topology: Topology) -> list[Problem]:
+    problems = []
+    rows, dp, cp = config.train.global_batch, topology.dp, topology.cp
+    if rows % dp:
+        below = rows // dp * dp
+        problems.append(
+            Problem(
+                f"train.global_batch = {rows} cannot be divided equally among {dp} dp ranks",
+                f"a multiple of mesh.dp ({dp}), so that every dp rank makes the same number of steps",
+                f"--train.global_batch {-(-rows // dp) * dp}" + (f"   (or {below})" if below else ""),
+            )
+        )
+    elif config.train.micro_batch != "auto" and (rows // dp) % config.train.micro_batch:
+        problems.append(
+            Problem(
+                f"train.micro_batch = {config.train.micro_batch} does not divide the {rows // dp} rows of a dp rank",
+                "micro-batches of equal size",
+                f"--train.micro_batch {_divisor(rows // dp, config.train.micro_batch)}   (or auto)",
+            )
+        )
+    if cp > 1 and config.data.seq_len % (2 * cp):
+        unit = 2 * cp
+        problems.append(
+            Problem(
+                f"data.seq_len = {config.data.seq_len} cannot be split over {cp} cp ranks",
+                f"a multiple of 2 x mesh.cp ({unit}): each rank takes a chunk of the head and one of the tail",
+                f"--data.seq_len {-(-config.data.seq_len // unit) * unit}",
+            )
+        )
+    return problems
+
+
+def _divisor(count: int, at_most: int) -> int:
+    return max(size for size in range(1, count + 1) if count % size == 0 and size <= at_most)
+
+
+def rows_of(config: Config, tokenizer: Tokenizer, mesh: Mesh, *, held_out: bool = False) -> Rows:
+    """The rows of data.source, or of eval.source; text is prepared by one rank of each machine."""
+    data = config.data
+    source = config.eval.source if held_out else data.source
+    assert source is not None
+
+    def open_here() -> Rows:
+        return open_rows(
+            source,
+            seq_len=data.seq_len,
+            tokenizer=tokenizer,
+            cache=cache_folder() / "tokens",
+            packing=data.packing,
+            text_field=data.text_field,
+            split=config.eval.split if held_out else data.split,
+            config_name=data.config_name,
+            revision=data.revision,
+        )
+
+    mesh.once_per_host("evaluation data" if held_out else "data", lambda: open_here().fingerprint)
+    return open_here()
+
+
+def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
+    """The training batches of this rank."""
+    order = Order(
+        num_rows=rows.num_rows,
+        global_batch=config.train.global_batch,
+        seed=config.data.seed,
+        shuffle=config.data.shuffle,
+        tail="drop",
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+    )
+    return TokenLoader(
+        rows, order, num_workers=config.data.num_workers, pin_memory=mesh.device.type == "cuda"
+    )
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Makes the evaluation batches of this rank anew at each call."""
+
+    rows: Rows
+    rows_per_rank: int
+    mesh: Mesh
+
+    def __call__(self) -> Iterable[Batch]:
+        return evaluation_batches(
+            self.rows, rows_per_rank=self.rows_per_rank, dp_rank=self.mesh.dp_rank, dp_size=self.mesh.dp_size
+        )
+
+
+class Keeper:
+    """Saves and resumes the state of a run."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        mesh: Mesh,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        loader: TokenLoader,
+        architecture: PretrainedConfig,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._mesh = mesh
+        self._model = model
+        self._optimizer = optimizer
+        self._loader = loader
+        self._architecture = architecture
+        best = json.loads(mesh.share("best", lambda: json.dumps(folder.checkpoints.best())))
+        self._best: float | None = best[1] if best else None
+
+    def keep(self, step: int, eval_loss: float | None, due: bool) -> None:
+        """Saves after `step` where it is due, or where the evaluation loss is the best so far; every rank calls it."""
+        better = eval_loss is not None and (self._best is None or eval_loss < self._best)
+        if not (due or better):
+            return
+        checkpoints = self._folder.checkpoints
+        self._mesh.share("begin", lambda: str(checkpoints.begin(step)))
+        dcp.save(
+            checkpoints.partial(step) / "state",
+            self._model.module,
+            self._optimizer,
+            self._mesh,
+            group=self._mesh.group("world"),
+        )
+        self._mesh.barrier()
+        self._mesh.share("commit", lambda: self._commit(step, eval_loss if better else None))
+        if better:
+            self._best = eval_loss
+
+    def _commit(self, step: int, best: float | None) -> str:
+        checkpoints = self._folder.checkpoints
+        manifest = {
+            "format": _FORMAT,
+            "step": step,
+            "mesh": list(self._mesh.topology.sizes),
+            "data": self._loader.state_dict(),
+            "seed": self._config.train.seed,
+            "architecture": architecture_of(self._architecture),
+            "config": self._config.model_dump(mode="json"),
+            "versions": {
+                "threefold": __version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+        }
+        path = checkpoints.commit(step, manifest).path
+        if best is not None:
+            checkpoints.mark_best(step, best)
+        checkpoints.prune(self._config.checkpoint.keep)
+        return str(path)
+
+    def resume(self) -> int:
+        """Reads the checkpoint that the run folder found; returns the last step done (0 where there is none).
+
+        Raises:
+            CheckpointError: it belongs to another model or seed. DataError: to other data or another order.
+        """
+        checkpoint = self._folder.resume
+        if checkpoint is None:
+            return 0
+        manifest = checkpoint.manifest()
+        _refuse_other(manifest, self._config, self._architecture, checkpoint.path)
+        self._loader.load_state_dict(manifest["data"])
+        dcp.load(
+            checkpoint.state,
+            self._model.module,
+            self._optimizer,
+            self._mesh,
+            same_mesh=tuple(manifest["mesh"]) == self._mesh.topology.sizes,
+            group=self._mesh.group("world"),
+        )
+        return checkpoint.step
+
+
+def architecture_of(config: PretrainedConfig) -> dict[str, Any]:
+    """The model's config as plain values, without what does not belong to the weights."""
+    values = json.loads(config.to_json_string(use_diff=False))
+    for volatile in ("_name_or_path", "transformers_version", "dtype", "use_cache", "_attn_implementation"):
+        values.pop(volatile, None)
+    return values
+
+
+def _refuse_other(
+    manifest: dict[str, Any], config: Config, architecture: PretrainedConfig, checkpoint: Path
+) -> None:
+    problems = []
+    now, then = architecture_of(architecture), manifest["architecture"]
+    for key in sorted(now.keys() | then.keys()):
+        if now.get(key) != then.get(key):
+            problems.append(
+                Problem(
+                    f"the checkpoint {checkpoint} has a model with {key} = {then.get(key)}, this run {now.get(key)}",
+                    "the same model: its tensors would not fit, or would mean something else",
+                    "use the model of the run, or --log.dir ANOTHER_FOLDER for a new one",
+                )
+            )
+    if manifest["seed"] != config.train.seed:
+        problems.append(
+            Problem(
+                f"the checkpoint {checkpoint} was made with train.seed = {manifest['seed']}, not {config.train.seed}",
+                "the seed of the run, so that it goes on as it would have without the stop",
+                f"--train.seed {manifest['seed']}",
+            )
+        )
+    if problems:
+        raise CheckpointError.of(problems)

@@ -1,0 +1,200 @@
+"""One rank of a run, from its place on the mesh to its exit code.
+
+Everything that can be wrong with the request is found before the first collective: each rank finds the same, one prints
+it. What goes wrong later is printed once, by the rank where it went wrong first.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+
+from threefold import __version__
+from threefold.app import assemble
+from threefold.app.export import generate_sample
+from threefold.app.run_folder import RunFolder, log_to_file, open_run
+from threefold.app.training import report_failure
+from threefold.checkpoint.layout import CheckpointFolder
+from threefold.config import Config
+from threefold.config_loading import Loaded
+from threefold.data.packing import Rows
+from threefold.data.tokens import Tokenizer
+from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ThreefoldError
+from threefold.integrations.terminal import Terminal
+from threefold.mesh import launch
+from threefold.mesh.groups import Mesh, join_mesh
+from threefold.mesh.topology import Topology
+from threefold.model import load
+from threefold.model.build import build
+from threefold.training.loop import Outcome, Run, train_loop
+from threefold.training.metrics import MetricsFile, Tracker, flops_per_token, peak_flops
+from threefold.training.optimizer import adamw
+from threefold.training.step import TrainStep
+
+log = logging.getLogger("threefold")
+
+_FIRST_ROW = np.zeros(1, dtype=np.int64)
+_LARGEST_SAMPLED = 500_000_000
+
+
+def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
+    """Trains as one rank of `topology` and returns its exit code; failures are printed once for all ranks."""
+    _quieten_libraries()
+    config = loaded.config
+    info = launch.current()
+    mesh: Mesh | None = None
+    try:
+        mesh = join_mesh(topology, info, device=config.mesh.device, timeout_s=config.mesh.timeout_s)
+        return _train(config, mesh, why)
+    except BaseException as error:
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            raise
+        code = report_failure(error, first=_is_first_failure(mesh, info.rank))
+        if isinstance(error, ThreefoldError) and mesh is not None:
+            mesh.close()
+        return code
+    finally:
+        sys.stdout.flush()
+
+
+def _quieten_libraries() -> None:
+    # Their warnings go to the rank's log file: eight ranks would print each of them eight times.
+    logging.captureWarnings(True)
+    log.addHandler(logging.NullHandler())  # until the run's folder is known
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def _is_first_failure(mesh: Mesh | None, rank: int) -> bool:
+    if mesh is None or mesh.store is None:
+        return rank == 0
+    try:
+        return mesh.store.add("threefold/failures", 1) == 1
+    except Exception:  # the store is gone: rank 0 kept it, and has failed before
+        return False
+
+
+def _train(config: Config, mesh: Mesh, why: str) -> int:
+    console = Console(quiet=mesh.rank != 0, soft_wrap=True)
+    tokenizer = assemble.tokenizer_of(config)
+    architecture = load.read_config(config.model, vocab_size=tokenizer.vocab_size)
+    assemble.check(config, architecture, tokenizer, mesh.topology)
+    folder = RunFolder.from_json(mesh.share("run", lambda: open_run(config).to_json()))
+    log_to_file(folder.path, mesh.rank)
+    rows = assemble.rows_of(config, tokenizer, mesh)
+    held_out = assemble.rows_of(config, tokenizer, mesh, held_out=True) if config.eval.source else None
+    loader = assemble.loader_of(config, rows, mesh)
+    steps = config.train.steps or (config.train.epochs or 0) * loader.steps_per_epoch or assemble.DEFAULT_STEPS
+    model = build(config, architecture, mesh)
+    optimizer = adamw(model.module, config.optimizer)
+    # Dropout differs between rows and places in a row, and agrees where tp ranks hold the same activations.
+    torch.manual_seed(hash((config.train.seed, mesh.dp_rank, mesh.cp_rank)) % 2**63)
+    keeper = assemble.Keeper(config, folder, mesh, model, optimizer, loader, architecture)
+    done = keeper.resume()
+    per_dp_rank = config.train.global_batch // mesh.dp_size
+    micro_batch = per_dp_rank if config.train.micro_batch == "auto" else config.train.micro_batch
+    num_parameters = sum(parameter.numel() for parameter in model.module.parameters())
+    _introduce(console, config, mesh, why, folder, rows, tokenizer, num_parameters, model.choices, done, steps)
+    if done >= steps:
+        console.print(f"nothing to do: step {done} of {steps} is done. More: --train.steps N", highlight=False)
+        mesh.close()
+        return 0
+    text = architecture.get_text_config()
+    trackers: list[Tracker] = []
+    if mesh.rank == 0:
+        trackers = [MetricsFile(folder.metrics), Terminal(console, num_steps=steps, done=done)]
+    run = Run(
+        config,
+        mesh,
+        model,
+        TrainStep(model, optimizer, mesh, grad_clip=config.train.grad_clip),
+        loader,
+        steps,
+        micro_batch,
+        keeper.keep,
+        eval_batches=assemble.HeldOut(held_out, micro_batch, mesh) if held_out is not None else None,
+        trackers=trackers,
+        flops_per_token=flops_per_token(
+            num_parameters,
+            num_layers=text.num_hidden_layers,
+            hidden_size=text.hidden_size,
+            seq_len=config.data.seq_len,
+        ),
+        peak_flops=peak_flops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None,
+    )
+    try:
+        outcome = train_loop(run, first_step=done + 1)
+    finally:
+        for tracker in trackers:
+            tracker.close()
+    mesh.barrier()
+    mesh.close()
+    return _conclude(console, config, folder, outcome, rows, tokenizer, num_parameters)
+
+
+def _introduce(
+    console: Console,
+    config: Config,
+    mesh: Mesh,
+    why: str,
+    folder: RunFolder,
+    rows: Rows,
+    tokenizer: Tokenizer,
+    num_parameters: int,
+    choices: tuple[tuple[str, str], ...],
+    done: int,
+    steps: int,
+) -> None:
+    name = config.model.name_or_path or f"random weights from seed {config.train.seed}"
+    ranks = f"{mesh.world_size} ranks" if mesh.world_size > 1 else "1 process"
+    origin = (config.model.config or load.EMBEDDED_DEFAULT)["model_type"] + ", " if not config.model.name_or_path else ""
+    lines = [
+        f"threefold {__version__}  {folder.path}",
+        f"  model  {origin}{num_parameters:,} parameters, {name}, {config.model.dtype}",
+        f"  mesh   {mesh.topology} on {ranks} ({mesh.device.type}): {why}",
+        f"  data   {config.data.source}: {rows.num_rows:,} rows of {config.data.seq_len} tokens "
+        f"({tokenizer.name}), {rows.report}",
+        f"  steps  {done + 1} to {steps}, {config.train.global_batch} rows each",
+    ]
+    lines += [f"  {choice}: {reason}" for choice, reason in choices]
+    if folder.resume is not None:
+        lines.append(f"  resumed from {folder.resume.path}")
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+
+
+def _conclude(
+    console: Console,
+    config: Config,
+    folder: RunFolder,
+    outcome: Outcome,
+    rows: Rows,
+    tokenizer: Tokenizer,
+    num_parameters: int,
+) -> int:
+    if outcome.stopped:
+        console.print(f"stopped by a signal after step {outcome.step}; the checkpoint is saved in {folder.path}")
+        console.print(f"go on: threefold train {folder.path}/config.yaml --log.dir {folder.path}", highlight=False)
+        return EXIT_STOPPED_WITH_CHECKPOINT
+    if console.quiet:
+        return 0
+    if config.log.sample_tokens and num_parameters <= _LARGEST_SAMPLED:
+        checkpoint = CheckpointFolder(folder.path).newest()
+        assert checkpoint is not None
+        prompt = rows.rows(_FIRST_ROW)["input_ids"][0][: max(1, min(48, config.data.seq_len // 2))]
+        text = generate_sample(checkpoint, tokenizer, prompt.tolist(), num_tokens=config.log.sample_tokens)
+        console.print("a sample (the prompt, then what the model wrote):", highlight=False)
+        for line in text.splitlines():
+            console.print(f"  | {line}", highlight=False, markup=False)
+    elif config.log.sample_tokens:
+        console.print(f"no sample: {num_parameters:,} parameters are too many for one process after training")
+    loss = f"loss {outcome.loss:.4f}" if outcome.loss is not None else ""
+    console.print(f"done: {outcome.step} steps, {loss}, in {folder.path}", highlight=False)
+    console.print(f"export: threefold export {folder.path} --to DIR", highlight=False)
+    return 0

@@ -1,0 +1,136 @@
+"""`threefold train` and `threefold.train`: start ranks where nobody did, and be one where somebody did."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from threefold import config_loading
+from threefold.config import Config
+from threefold.config_loading import Loaded
+from threefold.errors import (
+    EXIT_FAILED,
+    EXIT_STOPPED_WITH_CHECKPOINT,
+    ConfigError,
+    RunError,
+    ThreefoldError,
+)
+from threefold.mesh import launch
+from threefold.mesh.topology import Topology, resolve
+
+log = logging.getLogger("threefold")
+
+# What every rank imports; the server that ranks are forked from has it ready.
+_PRELOAD = (
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+    "transformers",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.distributed.tensor_parallel",
+    "threefold.app.rank",
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+        exit_code: 0 done, 1 failed, 2 wrong request, 75 stopped by a signal with a checkpoint saved.
+        folder: the run's folder, where it was given or this process was a rank.
+    """
+
+    exit_code: int
+    folder: Path | None
+
+
+def train(config: Config | Mapping[str, Any] | str | Path | None = None) -> Result:
+    """Trains as `threefold train` does: as a rank where a launcher started this process, else on ranks of its own.
+
+    Args:
+        config: a Config, nested plain values, the path of a YAML file, or None for the embedded default.
+
+    Raises:
+        ConfigError: the config is wrong; all of it is said at once.
+        RunError: a rank failed, and has said why on stderr.
+    """
+    if isinstance(config, Config):
+        loaded = Loaded(config)
+    elif isinstance(config, Mapping):
+        loaded = Loaded(config_loading.validate(config))
+    else:
+        loaded = config_loading.load(str(config) if config is not None else None, environ=launch.environment())
+    code = train_command(loaded)
+    if code not in (0, EXIT_STOPPED_WITH_CHECKPOINT):
+        raise RunError(
+            f"training ended with exit code {code}",
+            expected="exit code 0, or 75 after a stop signal",
+            fix="the reason is above, and in logs/ of the run's folder",
+        )
+    folder = loaded.config.log.dir
+    return Result(code, Path(folder) if folder is not None else None)
+
+
+def train_command(loaded: Loaded) -> int:
+    """Trains and returns the exit code; errors that users can mend are raised or, on ranks, printed once."""
+    info = launch.current()
+    if info.launcher is not None:
+        from threefold.app.rank import run_rank
+
+        placed = resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None)
+        return run_rank(loaded, *placed)
+    launch.preload(_PRELOAD)
+    topology, why = _topology_here(loaded.config)
+    if topology.world_size == 1:
+        from threefold.app.rank import run_rank
+
+        return run_rank(loaded, topology, why)
+    return launch.start_ranks(_rank_entry, (loaded, topology, why), num_ranks=topology.world_size)
+
+
+def _topology_here(config: Config) -> tuple[Topology, str]:
+    num_devices = None
+    if config.mesh.device != "cpu":
+        import torch
+
+        num_devices = torch.cuda.device_count() or None
+        if config.mesh.device == "cuda" and num_devices is None:
+            raise ConfigError(
+                "mesh.device = cuda, but torch sees no CUDA device",
+                expected="a CUDA device and a torch build for it",
+                fix="--mesh.device cpu, or install torch for your CUDA version (pytorch.org/get-started)",
+            )
+    topology, why = resolve(config.mesh, launched_world_size=None, num_devices=num_devices)
+    if num_devices is not None and topology.world_size > num_devices:
+        raise ConfigError(
+            f"mesh.dp x mesh.cp x mesh.tp = {topology.world_size}, but this machine has {num_devices} devices",
+            expected="one device for each rank",
+            fix="smaller mesh sizes, --mesh.device cpu, or torchrun on several machines",
+        )
+    return topology, why
+
+
+def _rank_entry(loaded: Loaded, topology: Topology, why: str) -> None:
+    from threefold.app.rank import run_rank
+
+    sys.exit(run_rank(loaded, topology, why))
+
+
+def report_failure(error: BaseException, *, first: bool) -> int:
+    """Prints a failed rank's reason where it is the run's first, logs it everywhere, and returns the exit code."""
+    expected = isinstance(error, ThreefoldError)
+    text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
+    log.error("%s", text)
+    if first:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+    return error.exit_code if isinstance(error, ThreefoldError) else EXIT_FAILED

@@ -1,0 +1,50 @@
+"""The part of a command line that is the config: an optional file, and `--section.key value` pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from threefold.errors import ConfigError, Problem
+
+
+def split(arguments: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
+    """(config file or None, (section.key, value text) pairs) of the arguments that no option of the command took.
+
+    Each `--key` takes exactly one value, as its next argument or after `=`.
+
+    Raises:
+        ConfigError: a key without a value, a second file, or a single-dash option; all at once.
+    """
+    path: str | None = None
+    overrides: list[tuple[str, str]] = []
+    problems: list[Problem] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument.startswith("--"):
+            key, equals, value = argument[2:].partition("=")
+            if not equals:
+                if not rest or rest[0].startswith("--"):
+                    problems.append(
+                        Problem(f"--{key} has no value", "exactly one value for each key", f"--{key} VALUE")
+                    )
+                    continue
+                value = rest.pop(0)
+            overrides.append((key, value))
+        elif argument.startswith("-") and argument != "-":
+            problems.append(
+                Problem(f"unknown option {argument}", "--section.key value", "`threefold train --help` shows the options")
+            )
+        elif path is None:
+            path = argument
+        else:
+            problems.append(
+                Problem(
+                    f"a second config file: {argument}",
+                    f"one config file ({path}) and --section.key value pairs",
+                    f"a value belongs behind its key: --section.key {argument}",
+                )
+            )
+    if problems:
+        raise ConfigError.of(problems)
+    return path, overrides

@@ -1,0 +1,52 @@
+"""The command's root: its subcommands, `--version`, and how errors leave the process.
+
+Only what `--help` needs is imported here; each command imports what it uses.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from threefold import __version__
+from threefold.cli import export, train
+from threefold.errors import ThreefoldError
+
+app = typer.Typer(
+    name="threefold",
+    help="Train Hugging Face language models on a data x context x tensor mesh: exact, and it can prove it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("train", context_settings=train.CONTEXT)(train.command)
+app.command("export")(export.command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"threefold {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+def run() -> None:
+    """Runs the command line; a user's error is printed in its three parts and decides the exit code."""
+    try:
+        app()
+    except ThreefoldError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)

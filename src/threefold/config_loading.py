@@ -1,0 +1,281 @@
+"""Strict loading of the config.
+
+In: a YAML file, `--section.key value` overrides and the environment's mesh defaults. Out: a `Config` that was validated
+as a whole, and the origin of each value. Unknown keys are refused with the nearest name; all errors are raised at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from threefold.config import Config
+from threefold.errors import ConfigError, Problem
+
+MESH_VARIABLES = {"DP_SIZE": "mesh.dp", "CP_SIZE": "mesh.cp", "TP_SIZE": "mesh.tp"}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A validated config, and for each `section.key` that is no default where its value came from."""
+
+    config: Config
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def describe(self) -> Iterator[tuple[str, Any, str]]:
+        """(section.key, value, origin) of every key, in the order of the schema."""
+        for section in Config.model_fields:
+            for key, value in getattr(self.config, section):
+                yield f"{section}.{key}", value, self.origins.get(f"{section}.{key}", "default")
+
+
+def load(path: str | None = None, overrides: Sequence[tuple[str, str]] = (), *, environ: Mapping[str, str]) -> Loaded:
+    """Reads a YAML file, then the environment's mesh defaults, then `section.key` overrides, each over the one before.
+
+    The environment gives defaults only: what a file or an override sets, stays.
+
+    Args:
+        path: YAML 1.2 file of sections, or None.
+        overrides: (section.key, value as YAML 1.2 text).
+        environ: read for DP_SIZE, CP_SIZE and TP_SIZE.
+
+    Raises:
+        ConfigError: everything that is wrong, at once.
+    """
+    problems: list[Problem] = []
+    values: dict[str, dict[str, Any]] = {}
+    origins: dict[str, str] = {}
+
+    def put(key: str, value: Any, origin: str) -> None:
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = value
+        origins[key] = origin
+
+    for variable, key in MESH_VARIABLES.items():
+        if (text := environ.get(variable)) is not None:
+            put(key, _parse(text, variable, problems), f"environment {variable}")
+    if path is not None:
+        for key, value in _read_file(path, problems):
+            put(key, value, path)
+    for key, text in overrides:
+        put(key, _parse(text, f"--{key}", problems), "command line")
+    problems += _unknown(values)
+    if not problems:
+        return Loaded(validate(values, origins), origins)
+    known = {name: section for name, section in values.items() if name in Config.model_fields}
+    try:
+        validate(known, origins)
+    except ConfigError as error:
+        problems += [problem for problem in error.problems if not problem.what.startswith("unknown key")]
+    raise ConfigError.of(problems)
+
+
+def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Config:
+    """A Config of nested plain values.
+
+    Raises:
+        ConfigError: everything that is wrong, at once.
+    """
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        problems = _unknown(values) + [
+            _problem(entry, origins or {}) for entry in error.errors() if entry["type"] != "extra_forbidden"
+        ]
+        raise ConfigError.of(_once(problems)) from None
+    if problems := _contradictions(config):
+        raise ConfigError.of(problems)
+    return config
+
+
+def _once(problems: Iterable[Problem]) -> list[Problem]:
+    # A value of several possible types is refused once for each type.
+    return list({problem.what: problem for problem in problems}.values())
+
+
+def _contradictions(config: Config) -> list[Problem]:
+    found = []
+    if config.model.name_or_path is not None and config.model.config is not None:
+        found.append(
+            Problem(
+                "model.name_or_path and model.config are both set",
+                "one of them: trained weights by name, or random ones by sizes",
+                "leave one of them out",
+            )
+        )
+    if config.train.steps is not None and config.train.epochs is not None:
+        found.append(
+            Problem(
+                f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs} are both set",
+                "one measure of how long to train",
+                "leave one of them out",
+            )
+        )
+    if config.eval.source is None and config.eval.every:
+        found.append(
+            Problem(
+                f"eval.every = {config.eval.every} has no effect without eval.source",
+                "held-out data to evaluate on",
+                "--eval.source FILE_OR_FOLDER, or leave eval.every out",
+            )
+        )
+    for number, beta in enumerate(config.optimizer.betas):
+        if not 0 <= beta < 1:
+            found.append(
+                Problem(
+                    f"optimizer.betas[{number}] = {beta} is not a decay",
+                    "0 <= beta < 1",
+                    "--optimizer.betas '[0.9, 0.95]'",
+                )
+            )
+    if config.optimizer.min_lr > config.optimizer.lr:
+        found.append(
+            Problem(
+                f"optimizer.min_lr = {config.optimizer.min_lr} is above optimizer.lr = {config.optimizer.lr}",
+                "a schedule that falls from lr to min_lr",
+                f"--optimizer.min_lr 0   (or raise optimizer.lr above {config.optimizer.min_lr})",
+            )
+        )
+    return found
+
+
+def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        problems.append(Problem(f"{path}: {reason}", "a YAML file that can be read", "check the path"))
+        return []
+    content = _parse(text, path, problems)
+    if content is None:
+        return []
+    if not isinstance(content, Mapping):
+        problems.append(
+            Problem(f"{path} is no mapping of sections", "sections with keys: `train:` and below it `  steps: 100`",
+                    f"sections are {', '.join(Config.model_fields)}")
+        )
+        return []
+    pairs: list[tuple[str, Any]] = []
+    for section, keys in content.items():
+        if isinstance(keys, Mapping):
+            pairs += [(f"{section}.{key}", value) for key, value in keys.items()]
+        elif keys is not None:
+            problems.append(
+                Problem(
+                    f"{path}: {section} = {keys!r} is no section",
+                    "keys below the section's name",
+                    f"sections are {', '.join(Config.model_fields)}",
+                )
+            )
+    return pairs
+
+
+def _parse(text: str, origin: str, problems: list[Problem]) -> Any:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        return _plain(YAML(typ="safe", pure=True).load(text))
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{origin}, line {mark.line + 1}" if mark is not None and "\n" in text else origin
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        problems.append(Problem(f"{place}: {reason}", "YAML 1.2", f"quote the value: '{text.strip()}'"
+                                if "\n" not in text else "correct the line"))
+        return None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+def _unknown(values: Mapping[str, Any]) -> list[Problem]:
+    found = []
+    every = [f"{section}.{key}" for section in Config.model_fields for key in _keys(section)]
+    for section, keys in values.items():
+        names = [f"{section}.{key}" if key else section for key in keys] if isinstance(keys, Mapping) else [section]
+        for name in names:
+            if name in every:
+                continue
+            nearest = difflib.get_close_matches(name, every, n=1, cutoff=0.5)
+            ends = [key for key in every if key.rpartition(".")[2] == name.rpartition(".")[2]]
+            meant = (ends or nearest or [None])[0]
+            in_section = section in Config.model_fields
+            expected = (
+                f"one of {section}.{{{', '.join(_keys(section))}}}"
+                if in_section
+                else f"a key of the sections {', '.join(Config.model_fields)}"
+            )
+            fix = f"did you mean {meant}?" if meant else "`threefold train --print-config` lists every key"
+            found.append(Problem(f"unknown key {name}", expected, fix))
+    return found
+
+
+def _keys(section: str) -> list[str]:
+    annotation: Any = Config.model_fields[section].annotation
+    return list(annotation.model_fields)
+
+
+_EXPECTED = {
+    "greater_than": "a number greater than {gt}",
+    "greater_than_equal": "a number of at least {ge}",
+    "finite_number": "a finite number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "literal_error": "one of {expected}",
+    "missing": "another entry",
+    "dict_type": "a mapping: {{key: value}}",
+}
+
+
+def _problem(entry: Any, origins: Mapping[str, str]) -> Problem:
+    path = [str(part) for part in entry["loc"]]
+    key = ".".join(path[:2])
+    template = _EXPECTED.get(entry["type"])
+    expected = template.format(**entry.get("ctx", {})) if template else entry["msg"]
+    if key in ("mesh.dp", "mesh.dp_shard", "mesh.cp", "mesh.tp"):
+        expected = "a whole number greater than 0, or auto"
+    elif key == "optimizer.betas":
+        expected = "two numbers, both at least 0 and below 1"
+    elif key == "train.micro_batch":
+        expected = "a whole number greater than 0, or auto"
+    origin = origins.get(key)
+    default = Config().model_dump().get(path[0], {}).get(path[1]) if len(path) > 1 else None
+    fix = f"--{key} {as_yaml(default)}" if default is not None else f"leave {key} out"
+    where = f" ({origin})" if origin else ""
+    return Problem(f"{key} = {as_yaml(entry['input'])} is not accepted{where}", expected, fix + "   (the default)")
+
+
+def as_yaml(value: Any) -> str:
+    """A plain value as YAML text that fits one line."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return str(list(value))
+    return "null" if value is None else str(value)
+
+
+def dump(config: Config) -> str:
+    """The config as YAML text that `load` reads back."""
+    import io
+
+    from ruamel.yaml import YAML
+
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    buffer = io.StringIO()
+    yaml.dump(config.model_dump(mode="json"), buffer)
+    return buffer.getvalue()

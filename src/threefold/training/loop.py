@@ -1,0 +1,147 @@
+"""The run: steps, evaluation, save points, stop signals.
+
+Reads top to bottom. What is done in a step is `step`'s, what is kept is `checkpoint`'s; here is when. Every decision is
+taken on facts that all ranks share, so that no rank enters a collective alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from threefold.config import Config
+from threefold.data.loader import TokenLoader
+from threefold.mesh.groups import Mesh
+from threefold.model.build import ParallelModel
+from threefold.training.metrics import Metrics, Stopwatch, Tracker, peak_memory_bytes
+from threefold.training.optimizer import learning_rate
+from threefold.training.signals import StopRequest
+from threefold.training.step import Batch, StepResult, TrainStep, evaluate, mean_loss
+
+log = logging.getLogger("threefold")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run consists of; `app` puts it together.
+
+    Attributes:
+        num_steps: the last step's number (steps count from 1).
+        micro_batch: rows of this dp rank in one forward.
+        keep: given (step, evaluation loss, due), saves the state where it is due or the best so far; every rank calls it.
+        eval_batches: makes the held-out batches anew, or None where there is no evaluation.
+        flops_per_token, peak_flops: for MFU; None where the device's peak is not known.
+    """
+
+    config: Config
+    mesh: Mesh
+    model: ParallelModel
+    step: TrainStep
+    loader: TokenLoader
+    num_steps: int
+    micro_batch: int
+    keep: Callable[[int, float | None, bool], None]
+    eval_batches: Callable[[], Iterable[Batch]] | None = None
+    trackers: Sequence[Tracker] = field(default_factory=tuple)
+    flops_per_token: float | None = None
+    peak_flops: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: the last step done, its loss, and whether a signal ended it."""
+
+    step: int
+    loss: float | None
+    stopped: bool
+
+
+def train_loop(run: Run, *, first_step: int) -> Outcome:
+    """Steps from `first_step` to the last one or to a stop signal; the state is saved at the end either way."""
+    config, mesh = run.config, run.mesh
+    batches = iter(run.loader)
+    window = _Window()
+    loss: float | None = None
+    with StopRequest(mesh) as stop:
+        for step in range(first_step, run.num_steps + 1):
+            epoch = run.loader.epoch
+            watch = Stopwatch()
+            batch = next(batches)
+            window.data_wait_s += watch.lap()
+            lr = learning_rate(step, num_steps=run.num_steps, config=config.optimizer)
+            result = run.step(_micro_batches(batch, run.micro_batch), lr=lr)
+            window.steps += 1
+            last = step == run.num_steps
+            stopping = stop.after(step)
+            if last or stopping or step == first_step or step % config.log.every == 0:
+                loss = mean_loss(result, mesh)
+                _tell(run.trackers, _step_metrics(run, step, epoch, loss, lr, result, window))
+                window = _Window()
+            eval_loss = None
+            if run.eval_batches and (last or (config.eval.every and step % config.eval.every == 0)):
+                eval_loss = _evaluate(run, step)
+            due = last or stopping or bool(config.checkpoint.every and step % config.checkpoint.every == 0)
+            if due or eval_loss is not None:
+                run.keep(step, eval_loss, due)
+                window = _Window()  # saving and evaluating is not stepping
+            if stopping and not last:
+                return Outcome(step, loss, stopped=True)
+    return Outcome(run.num_steps, loss, stopped=False)
+
+
+class _Window:
+    """What happened since the last logged step."""
+
+    def __init__(self) -> None:
+        self._watch = Stopwatch()
+        self.steps = 0
+        self.data_wait_s = 0.0
+
+    def elapsed_s(self) -> float:
+        return self._watch.lap()
+
+
+def _micro_batches(batch: Batch, rows: int) -> list[Batch]:
+    tensors = {name: values for name, values in batch.items() if name != "indices"}
+    count = len(tensors["labels"])
+    return [
+        {name: values[start : start + rows] for name, values in tensors.items()} for start in range(0, count, rows)
+    ]
+
+
+def _step_metrics(
+    run: Run, step: int, epoch: int, loss: float, lr: float, result: StepResult, window: _Window
+) -> Metrics:
+    rows, seq_len = run.config.train.global_batch, run.config.data.seq_len
+    step_time_s = window.elapsed_s() / window.steps
+    tokens_per_s = rows * seq_len / step_time_s
+    metrics: Metrics = {
+        "step": step,
+        "epoch": epoch,
+        "loss": loss,
+        "grad_norm": result.grad_norm.item(),
+        "lr": lr,
+        "tokens": step * rows * seq_len,
+        "samples": step * rows,
+        "step_time_s": step_time_s,
+        "data_wait_s": window.data_wait_s / window.steps,
+        "tokens_per_s": tokens_per_s,
+        "peak_memory_bytes": peak_memory_bytes(run.mesh.device.type),
+    }
+    if run.peak_flops is not None and run.flops_per_token is not None:
+        metrics["mfu"] = tokens_per_s * run.flops_per_token / (run.peak_flops * run.mesh.world_size)
+    return metrics
+
+
+def _evaluate(run: Run, step: int) -> float:
+    assert run.eval_batches is not None
+    total, tokens = evaluate(run.model, run.eval_batches(), run.mesh)
+    loss = total / max(1, tokens)
+    _tell(run.trackers, {"step": step, "eval_loss": loss, "eval_tokens": tokens})
+    return loss
+
+
+def _tell(trackers: Sequence[Tracker], metrics: Metrics) -> None:
+    for tracker in trackers:
+        tracker.log(metrics)

@@ -1,0 +1,96 @@
+"""What a run measures of itself: the metrics file, rates, and the protocol by which others listen.
+
+`metrics.jsonl` holds one object a logged step; a resumed run appends, and the last line of a step stands. Floats are
+written so that they read back to the same value.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+Metrics = dict[str, Any]
+
+# Dense bfloat16 FLOP/s by the vendors' data sheets; MFU is given where the device is named here.
+_PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "B200": 2250e12}
+
+
+class Tracker(Protocol):
+    """Hears what a run logs, on rank 0 only."""
+
+    def log(self, metrics: Metrics) -> None:
+        """One logged step or one evaluation."""
+
+    def close(self) -> None:
+        """The run is over, whole or not."""
+
+
+class MetricsFile:
+    """Appends to a run's metrics.jsonl; a torn last line is cut before the first append."""
+
+    def __init__(self, path: Path) -> None:
+        cut_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, metrics: Metrics) -> None:
+        self._file.write(json.dumps(metrics) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def cut_torn_line(path: Path) -> None:
+    """Removes what a killed run left after the last complete line."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        end = content.rfind(b"\n") + 1
+        if end != len(content):
+            file.truncate(end)
+
+
+def read_metrics(path: Path) -> list[Metrics]:
+    """The lines of a metrics file, without a torn last one."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+class Stopwatch:
+    """Time since it was last read, in seconds."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        elapsed, self._since = now - self._since, now
+        return elapsed
+
+
+def flops_per_token(num_parameters: int, *, num_layers: int, hidden_size: int, seq_len: int) -> float:
+    """Forward and backward: 6 per parameter, and 12 x layers x hidden x length of attention (PaLM, appendix B)."""
+    return 6.0 * num_parameters + 12.0 * num_layers * hidden_size * seq_len
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The device's dense bfloat16 peak, FLOP/s, where it is known."""
+    return next((peak for name, peak in _PEAK_FLOPS.items() if name in device_name), None)
+
+
+def peak_memory_bytes(device_type: str) -> int:
+    """Most memory that this rank has held: allocated on the device, or resident on a CPU."""
+    if device_type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,62 @@
+"""What may be imported without torch, and that the public names are there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+TORCH_FREE = [
+    "threefold",
+    "threefold.__main__",
+    "threefold.app.run_folder",
+    "threefold.checkpoint.layout",
+    "threefold.cli.main",
+    "threefold.config",
+    "threefold.config_loading",
+    "threefold.data.best_fit",
+    "threefold.data.cursor",
+    "threefold.data.mixture",
+    "threefold.data.packing",
+    "threefold.data.partition",
+    "threefold.data.permutation",
+    "threefold.data.prepare",
+    "threefold.data.source",
+    "threefold.data.store",
+    "threefold.data.text",
+    "threefold.data.tokens",
+    "threefold.errors",
+    "threefold.integrations.terminal",
+    "threefold.mesh.launch",
+    "threefold.mesh.topology",
+    "threefold.training.metrics",
+]
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_module_loads_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_help_loads_no_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['threefold', '--help']\n"
+        "from threefold.__main__ import main\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "train" in done.stdout
+
+
+def test_public_names_are_there() -> None:
+    import threefold
+
+    for name in threefold.__all__:
+        if name not in ("distribute", "load_model"):
+            assert getattr(threefold, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = threefold.nothing

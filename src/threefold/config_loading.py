@@ -156,8 +156,11 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
         return []
     if not isinstance(content, Mapping):
         problems.append(
-            Problem(f"{path} is no mapping of sections", "sections with keys: `train:` and below it `  steps: 100`",
-                    f"sections are {', '.join(Config.model_fields)}")
+            Problem(
+                f"{path} is no mapping of sections",
+                "sections with keys: `train:` and below it `  steps: 100`",
+                f"sections are {', '.join(Config.model_fields)}",
+            )
         )
         return []
     pairs: list[tuple[str, Any]] = []
@@ -185,8 +188,13 @@ def _parse(text: str, origin: str, problems: list[Problem]) -> Any:
         mark = getattr(error, "problem_mark", None)
         place = f"{origin}, line {mark.line + 1}" if mark is not None and "\n" in text else origin
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        problems.append(Problem(f"{place}: {reason}", "YAML 1.2", f"quote the value: '{text.strip()}'"
-                                if "\n" not in text else "correct the line"))
+        problems.append(
+            Problem(
+                f"{place}: {reason}",
+                "YAML 1.2",
+                f"quote the value: '{text.strip()}'" if "\n" not in text else "correct the line",
+            )
+        )
         return None
 
 
@@ -208,7 +216,7 @@ def _unknown(values: Mapping[str, Any]) -> list[Problem]:
                 continue
             nearest = difflib.get_close_matches(name, every, n=1, cutoff=0.5)
             ends = [key for key in every if key.rpartition(".")[2] == name.rpartition(".")[2]]
-            meant = (ends or nearest or [None])[0]
+            meant = next(iter(ends or nearest), None)
             in_section = section in Config.model_fields
             expected = (
                 f"one of {section}.{{{', '.join(_keys(section))}}}"

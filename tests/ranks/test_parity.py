@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+
 from ranks.reference import TINY_LLAMA, make_batches, train_alone
 from ranks.spawn import run_ranks
 
@@ -48,7 +49,7 @@ def _train_on_mesh(sizes: tuple[int, int, int, int], model_config: dict[str, Any
             "train": {"grad_clip": CLIP},
         }
     )
-    model = build(config, load.read_config(config.model), mesh, local_rank=mesh.rank, wait=mesh.barrier)
+    model = build(config, load.read_config(config.model), mesh)
     optimizer = adamw(model.module, config.optimizer)
     first: dict[str, torch.Tensor] = {}
     step_of_optimizer = optimizer.step

@@ -157,9 +157,7 @@ def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
     )
-    return TokenLoader(
-        rows, order, num_workers=config.data.num_workers, pin_memory=mesh.device.type == "cuda"
-    )
+    return TokenLoader(rows, order, num_workers=config.data.num_workers, pin_memory=mesh.device.type == "cuda")
 
 
 @dataclass(frozen=True)
@@ -272,9 +270,7 @@ def architecture_of(config: PretrainedConfig) -> dict[str, Any]:
     return values
 
 
-def _refuse_other(
-    manifest: dict[str, Any], config: Config, architecture: PretrainedConfig, checkpoint: Path
-) -> None:
+def _refuse_other(manifest: dict[str, Any], config: Config, architecture: PretrainedConfig, checkpoint: Path) -> None:
     problems = []
     now, then = architecture_of(architecture), manifest["architecture"]
     for key in sorted(now.keys() | then.keys()):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from threefold.checkpoint import dcp
@@ -28,6 +29,7 @@ def export(run: Path, to: Path) -> str:
             expected="a new or empty folder, so that no other model's files are mixed in",
             fix="--to ANOTHER_FOLDER",
         )
+    transformers.utils.logging.disable_progress_bar()
     checkpoint = find(run)
     model, config = load_whole(checkpoint)
     model.save_pretrained(to)

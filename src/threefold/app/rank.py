@@ -153,15 +153,17 @@ def _introduce(
 ) -> None:
     name = config.model.name_or_path or f"random weights from seed {config.train.seed}"
     ranks = f"{mesh.world_size} ranks" if mesh.world_size > 1 else "1 process"
-    origin = (config.model.config or load.EMBEDDED_DEFAULT)["model_type"] + ", " if not config.model.name_or_path else ""
+    origin = (
+        (config.model.config or load.EMBEDDED_DEFAULT)["model_type"] + ", " if not config.model.name_or_path else ""
+    )
     lines = [
         f"threefold {__version__}  {folder.path}",
         f"  model  {origin}{num_parameters:,} parameters, {name}, {config.model.dtype}",
         f"  mesh   {mesh.topology} on {ranks} ({mesh.device.type}): {why}",
-        f"  data   {config.data.source}: {rows.num_rows:,} rows of {config.data.seq_len} tokens "
-        f"({tokenizer.name}), {rows.report}",
-        f"  steps  {done + 1} to {steps}, {config.train.global_batch} rows each",
+        f"  data   {config.data.source} ({tokenizer.name}): {rows.report}; {config.data.seq_len} tokens a row",
     ]
+    if done < steps:
+        lines.append(f"  steps  {done + 1} to {steps}, {config.train.global_batch} rows each")
     lines += [f"  {choice}: {reason}" for choice, reason in choices]
     if folder.resume is not None:
         lines.append(f"  resumed from {folder.resume.path}")

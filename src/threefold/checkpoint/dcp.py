@@ -1,7 +1,7 @@
 """Saving and loading the state of a run with torch.distributed.checkpoint, from any mesh to any mesh.
 
-The state is flat: the model's tensors by name, AdamW's moments by the same names, and each rank's random state. It holds
-no layout, so what was saved on one mesh is read by another: every rank asks for its own part.
+The state is flat: the model's tensors by name, AdamW's moments by the same names, and each rank's random state. It
+holds no layout, so what was saved on one mesh is read by another: every rank asks for its own part.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ def split(arguments: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
             overrides.append((key, value))
         elif argument.startswith("-") and argument != "-":
             problems.append(
-                Problem(f"unknown option {argument}", "--section.key value", "`threefold train --help` shows the options")
+                Problem(
+                    f"unknown option {argument}", "--section.key value", "`threefold train --help` shows the options"
+                )
             )
         elif path is None:
             path = argument

@@ -5,6 +5,7 @@ Only what `--help` needs is imported here; each command imports what it uses.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -46,7 +47,9 @@ def run() -> None:
     try:
         app()
     except ThreefoldError as error:
-        sys.stderr.write(f"{error}\n")
+        # Under a launcher every rank finds the same.
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

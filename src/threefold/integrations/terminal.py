@@ -30,8 +30,10 @@ class Terminal:
     def log(self, metrics: Metrics) -> None:
         """Prints one logged step or evaluation."""
         if "eval_loss" in metrics:
-            self._print(f"evaluation after step {metrics['step']}: {loss_text(metrics['eval_loss'])} over "
-                        f"{metrics['eval_tokens']:,} tokens")
+            self._print(
+                f"evaluation after step {metrics['step']}: {loss_text(metrics['eval_loss'])} over "
+                f"{metrics['eval_tokens']:,} tokens"
+            )
             return
         mfu = f"  mfu {metrics['mfu']:.1%}" if "mfu" in metrics else ""
         self._print(

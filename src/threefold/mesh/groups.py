@@ -1,9 +1,9 @@
 """From sizes to live process groups: init_process_group, the parameters' DeviceMesh, further axes, teardown.
 
 A `Mesh` is the live counterpart of a `Topology`. Parameters live on a DeviceMesh of (dp_replicate, fsdp, tp), where
-`fsdp` = dp_shard x cp are the ranks that share the shards of one copy of the weights. Three more groups carry what is no
-parameter: `dp` (who reads distinct rows), `cp` (who shares a sequence) and `loss` = dp x cp (who holds distinct target
-tokens). Everything that needs a group asks the mesh for it by name.
+`fsdp` = dp_shard x cp are the ranks that share the shards of one copy of the weights. Three more groups carry what is
+no parameter: `dp` (who reads distinct rows), `cp` (who shares a sequence) and `loss` = dp x cp (who holds distinct
+target tokens). Everything that needs a group asks the mesh for it by name.
 """
 
 from __future__ import annotations
@@ -126,9 +126,7 @@ class Mesh:
         if "value" in answer:
             return answer["value"]
         if not answer["problems"]:
-            raise RunError(
-                f"another rank failed in {name!r}", expected="its result", fix="see that rank's traceback"
-            )
+            raise RunError(f"another rank failed in {name!r}", expected="its result", fix="see that rank's traceback")
         family = ConfigError if answer["exit_code"] == EXIT_WRONG_REQUEST else RunError
         raise family.of(Problem(*problem) for problem in answer["problems"])
 

@@ -1,8 +1,8 @@
 """Where a rank stands on the mesh: arithmetic only, no torch.
 
-A mesh has four axes in one fixed order, last fastest: dp_replicate, dp_shard, cp, tp. Tensor parallelism talks most, so
-its ranks are neighbours. The dp = dp_replicate x dp_shard data ranks read distinct rows; the cp and tp ranks of one data
-rank read the same ones. `resolve` turns what the user asked for into sizes, and says why.
+A mesh has four axes in one fixed order, last fastest: dp_replicate, dp_shard, cp, tp. Tensor parallelism talks most,
+so its ranks are neighbours. The dp = dp_replicate x dp_shard data ranks read distinct rows; the cp and tp ranks of
+one data rank read the same ones. `resolve` turns what the user asked for into sizes, and says why.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 from dataclasses import dataclass
 
 from threefold.config import MeshConfig
-from threefold.errors import ConfigError, Problem
+from threefold.errors import ConfigError
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 

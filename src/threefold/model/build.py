@@ -6,6 +6,7 @@ read the weights. What is optimised is built afterwards, on the parameters as th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from threefold.config import Config
+from threefold.config_loading import validate
+from threefold.errors import ConfigError
 from threefold.mesh.groups import Mesh
 from threefold.model import data_parallel, load, tensor_parallel
 from threefold.model.context_parallel import ContextParallel
@@ -41,6 +44,46 @@ class ParallelModel:
     tensor: TensorParallelism
     dtype: torch.dtype
     choices: tuple[tuple[str, str], ...] = field(default=())
+
+
+def load_model(
+    name_or_path: str | None = None,
+    *,
+    mesh: Mesh,
+    config: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
+    seed: int = 0,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> ParallelModel:
+    """A Hugging Face causal language model on the mesh; every rank calls it.
+
+    Args:
+        name_or_path: Hub id or local folder with weights.
+        config: instead of a name: the architecture as a mapping with `model_type`; its weights are random.
+        dtype: type of the computation, `float32` or `bfloat16`; the weights are float32.
+        seed: of random weights, which depend on it and not on the mesh.
+
+    Raises:
+        ConfigError: the model cannot be read, or not be split as the mesh asks.
+    """
+    asked = validate(
+        {
+            "model": {
+                "name_or_path": name_or_path,
+                "config": dict(config) if config is not None else None,
+                "dtype": dtype,
+                "revision": revision,
+                "trust_remote_code": trust_remote_code,
+            },
+            "train": {"seed": seed},
+        }
+    )
+    architecture = load.read_config(asked.model)
+    plan = load.plan_of(architecture, trust_remote_code=trust_remote_code)
+    if problems := tensor_parallel.problems(architecture, mesh.topology.tp, plan=plan):
+        raise ConfigError.of(problems)
+    return build(asked, architecture, mesh)
 
 
 def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> ParallelModel:

@@ -1,8 +1,9 @@
 """Copies and shards of the model over the data ranks.
 
-`dp_shard` chooses: 1 is DDP (torch's own where a rank holds a whole model, FSDP2's replicate axis where it does not), dp
-is FSDP2, between is HSDP. With cp > 1 the shards are shared over cp as well. All of them average gradients over the
-dp x cp ranks; `step` multiplies that away, because the loss is already divided by the global count of target tokens.
+`dp_shard` chooses: 1 is DDP (torch's own where a rank holds a whole model, FSDP2's replicate axis where it does not),
+dp is FSDP2, between is HSDP. With cp > 1 the shards are shared over cp as well. All of them average gradients over
+the dp x cp ranks; `step` multiplies that away, because the loss is already divided by the global count of target
+tokens.
 """
 
 from __future__ import annotations

@@ -90,7 +90,9 @@ def _unreachable(name: str, error: Exception) -> ConfigError:
     local = Path(name).is_dir()
     return ConfigError(
         f"model.name_or_path = {name!r} cannot be read: {str(error).strip().splitlines()[0]}",
-        expected="a folder with config.json and weights" if local else "a local folder, or a Hub id that can be reached",
+        expected="a folder with config.json and weights"
+        if local
+        else "a local folder, or a Hub id that can be reached",
         fix="check the path" if local else "check the name, your connection, and `hf auth login` for gated models",
     )
 
@@ -158,7 +160,7 @@ def _download(asked: ModelConfig) -> Path:
         raise ConfigError(
             f"model.name_or_path = {asked.name_or_path!r} has a config but no weights",
             expected="*.safetensors files beside config.json",
-            fix="point to a complete folder, or give the sizes as --model.config '{model_type: ...}' for random weights",
+            fix="point to a complete folder, or --model.config '{model_type: ...}' for random weights",
         )
     return folder
 

@@ -29,7 +29,8 @@ class Run:
     Attributes:
         num_steps: the last step's number (steps count from 1).
         micro_batch: rows of this dp rank in one forward.
-        keep: given (step, evaluation loss, due), saves the state where it is due or the best so far; every rank calls it.
+        keep: given (step, evaluation loss, due), saves the state where it is due or the best so far; called by every
+            rank.
         eval_batches: makes the held-out batches anew, or None where there is no evaluation.
         flops_per_token, peak_flops: for MFU; None where the device's peak is not known.
     """
@@ -103,11 +104,8 @@ class _Window:
 
 
 def _micro_batches(batch: Batch, rows: int) -> list[Batch]:
-    tensors = {name: values for name, values in batch.items() if name != "indices"}
-    count = len(tensors["labels"])
-    return [
-        {name: values[start : start + rows] for name, values in tensors.items()} for start in range(0, count, rows)
-    ]
+    count = len(batch["labels"])
+    return [{name: values[start : start + rows] for name, values in batch.items()} for start in range(0, count, rows)]
 
 
 def _step_metrics(

@@ -1,7 +1,7 @@
 """Sum of the cross entropy over target tokens, also where logits are split over the vocabulary.
 
-The loss of a step is this sum divided by the number of target tokens of the whole global batch (labels of -100 are none);
-the division is `step`'s, which knows the count. Computed in float32 whatever the type of the logits.
+The loss of a step is this sum divided by the number of target tokens of the whole global batch (labels of -100 are
+none); the division is `step`'s, which knows the count. Computed in float32 whatever the type of the logits.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from threefold.config import OptimizerConfig
 def adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over the parameters as they are now; build it right after the model and before any forward.
 
-    Weight decay falls on matrices only. A group holds parameters of one mesh, because torch's fused kernel takes no mix.
+    Weight decay falls on matrices only. A group holds parameters of one mesh, because torch's fused kernel takes no
+    mix.
     """
     groups: dict[tuple[object, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():

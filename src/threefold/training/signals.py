@@ -1,8 +1,8 @@
 """Stopping on request: a signal to any rank lets all of them finish the same step.
 
 No collective is spent on it. The rank that is signalled in step s publishes s + 2 in the rendezvous store before it
-enters step s + 1; no other rank can finish step s + 1 without it, so every rank reads the same answer at the end of that
-step at the latest.
+enters step s + 1; no other rank can finish step s + 1 without it, so every rank reads the same answer at the end of
+that step at the latest.
 """
 
 from __future__ import annotations

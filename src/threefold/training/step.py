@@ -1,7 +1,7 @@
 """One optimizer step: micro-batches, backward, one global norm, update; and the evaluation step.
 
-The loss of the step is the sum over all target tokens of the global batch divided by their number, whatever the mesh and
-the micro-batching. No other file sees a gradient.
+The loss of the step is the sum over all target tokens of the global batch divided by their number, whatever the mesh
+and the micro-batching. No other file sees a gradient.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from threefold.model.data_parallel import last_backward
 from threefold.training.loss import IGNORED, cross_entropy_sum
 
 Batch = dict[str, Tensor]
+
+_PER_TOKEN = ("input_ids", "labels", "position_ids", "document_ids")
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,8 @@ class TrainStep:
 
 def forward_loss(model: ParallelModel, batch: Batch, mesh: Mesh) -> Tensor:
     """Sum of the cross entropy over the target tokens that this rank holds of a batch [batch, sequence]."""
-    local = model.context.shard({name: rows.to(mesh.device, non_blocking=True) for name, rows in batch.items()})
+    tokens = {name: batch[name].to(mesh.device, non_blocking=True) for name in _PER_TOKEN if name in batch}
+    local = model.context.shard(tokens)
     # Ones keep transformers from guessing packed documents out of the positions; `context` owns every mask.
     ones = torch.ones_like(local["input_ids"])
     with torch.autocast(mesh.device.type, dtype=model.dtype, enabled=model.dtype != torch.float32):
@@ -149,9 +152,9 @@ def mean_loss(result: StepResult, mesh: Mesh) -> float:
 def _place_as_parameter(parameter: torch.nn.Parameter) -> None:
     """Gives a gradient its parameter's placement; autograd may leave it as a sum still to be made (embeddings do)."""
     gradient = parameter.grad
-    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-        if gradient.placements != parameter.placements:
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
+    whole = not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor)
+    if not whole and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _local(gradient: Tensor | None) -> Tensor:

@@ -1,0 +1,187 @@
+"""Which positions of an epoch a step reads, and which of them one dp rank takes: pure arithmetic.
+
+In: where a step begins (a global position in its epoch), the global batch and the dp axis. Out: positions, to be turned
+into rows by a permutation or a mixture. What stays true: a step owns consecutive positions whatever the number of dp
+ranks, who take turns in it, so every mesh reads the same set of samples in a step; all dp ranks make the same number of
+steps; a position is read by exactly one dp rank.
+
+The end of an epoch that the global batch does not divide has three treatments (`Tail`):
+
+- `drop`: the incomplete step is left out.
+- `pad`: the last step is filled up with the epoch's head, as torch's sampler does.
+- `exact`: nothing is left out, nothing repeated; a dp rank with fewer samples adds rows whose labels are all ignored,
+  so that it takes part in every collective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from threefold.errors import ConfigError
+
+Tail = Literal["drop", "pad", "exact"]
+TAILS: tuple[Tail, ...] = ("drop", "pad", "exact")
+
+
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """What one dp rank reads in one step: `len(positions) + num_ignored` rows, the same number on every dp rank."""
+
+    positions: npt.NDArray[np.int64]
+    """[rows] positions in [0, num_rows), in reading order."""
+    num_ignored: int
+    """rows to add whose labels are all ignored (only with the tail `exact`)."""
+
+
+def positions_for_step(step: int, *, global_batch: int, dp_rank: int, dp_size: int) -> range:
+    """Global sample positions that one dp rank reads in one step.
+
+    Step t owns positions [t * global_batch, (t + 1) * global_batch); the dp ranks take turns, so the set of
+    samples of a step is the same for every dp_size.
+
+    Args:
+        step: optimizer steps already done (0 for the first).
+        global_batch: rows per optimizer step over all dp ranks.
+        dp_rank, dp_size: position in, and size of, the dp axis; the cp and tp ranks of one dp rank share it.
+
+    Returns:
+        range of length global_batch // dp_size.
+
+    Raises:
+        ConfigError: global_batch is not a multiple of dp_size.
+    """
+    check_global_batch(global_batch, dp_size=dp_size)
+    first = step * global_batch
+    return range(first + dp_rank, first + global_batch, dp_size)
+
+
+def rows_for_step(
+    position: int, *, num_rows: int, global_batch: int, dp_rank: int, dp_size: int, tail: Tail
+) -> StepRows:
+    """What one dp rank reads in the step that begins at `position` of its epoch.
+
+    A step is named by where it begins, not by its number, so that a run may go on with another global batch.
+
+    Raises:
+        ConfigError: global_batch is not a multiple of dp_size.
+        IndexError: the epoch has no step that begins there.
+    """
+    check_global_batch(global_batch, dp_size=dp_size)
+    if position < 0 or steps_left(position, num_rows=num_rows, global_batch=global_batch, tail=tail) == 0:
+        raise IndexError(f"no step begins at position {position} of {num_rows} rows with {global_batch} rows a step")
+    wanted = np.arange(position + dp_rank, position + global_batch, dp_size, dtype=np.int64)
+    if tail == "exact":
+        wanted = wanted[wanted < num_rows]
+    return StepRows(wanted % num_rows, num_ignored=global_batch // dp_size - len(wanted))
+
+
+def steps_left(position: int, *, num_rows: int, global_batch: int, tail: Tail) -> int:
+    """Steps that an epoch of num_rows still has from `position` on; 0 at its end."""
+    rows = max(num_rows - position, 0)
+    return rows // global_batch if tail == "drop" else -(-rows // global_batch)
+
+
+def steps_per_epoch(num_rows: int, *, global_batch: int, tail: Tail) -> int:
+    """Steps of a whole epoch, at least 1.
+
+    Raises:
+        ConfigError: there are no rows, or with `drop` fewer than one global batch, so that no epoch has a step.
+    """
+    steps = steps_left(0, num_rows=num_rows, global_batch=global_batch, tail=tail)
+    if steps == 0:
+        raise ConfigError(
+            f"the data has {num_rows} rows and train.global_batch is {global_batch}: an epoch has no step",
+            expected="at least one full global batch, because the incomplete one at an epoch's end is dropped"
+            if num_rows
+            else "at least one row",
+            fix=f"--train.global_batch {num_rows} or less, a shorter data.seq_len, or more data"
+            if num_rows
+            else "check data.source, or shorten data.seq_len: a row needs data.seq_len + 1 tokens",
+        )
+    return steps
+
+
+def step_begin(epoch: int, position: int, *, num_rows: int, global_batch: int, tail: Tail) -> tuple[int, int]:
+    """(epoch, position) where the next step really begins: here, or at the next epoch's head where this one is over.
+
+    Raises:
+        ConfigError: no epoch has a step.
+    """
+    if steps_left(position, num_rows=num_rows, global_batch=global_batch, tail=tail):
+        return epoch, position
+    steps_per_epoch(num_rows, global_batch=global_batch, tail=tail)
+    return epoch + 1, 0
+
+
+def after_step(epoch: int, position: int, *, num_rows: int, global_batch: int, tail: Tail) -> tuple[int, int]:
+    """(epoch, position) of the step that follows the one that begins at (epoch, position)."""
+    return step_begin(epoch, position + global_batch, num_rows=num_rows, global_batch=global_batch, tail=tail)
+
+
+def after_steps(
+    epoch: int, position: int, steps: int, *, num_rows: int, global_batch: int, tail: Tail
+) -> tuple[int, int]:
+    """(epoch, position) of the step that follows `steps` steps from (epoch, position), without walking them."""
+    epoch, position = step_begin(epoch, position, num_rows=num_rows, global_batch=global_batch, tail=tail)
+    left = steps_left(position, num_rows=num_rows, global_batch=global_batch, tail=tail)
+    if steps < left:
+        return epoch, position + steps * global_batch
+    per_epoch = steps_per_epoch(num_rows, global_batch=global_batch, tail=tail)
+    epochs, steps_in_epoch = divmod(steps - left, per_epoch)
+    return epoch + 1 + epochs, steps_in_epoch * global_batch
+
+
+def reader_of(position: int, *, global_batch: int, dp_size: int) -> tuple[int, int]:
+    """(step in its epoch, dp rank) that read a position, for an epoch read with one global batch from its head on."""
+    step, place = divmod(position, global_batch)
+    return step, place % dp_size
+
+
+def share(start: int, *, num_rows: int, dp_rank: int, dp_size: int, tail: Tail) -> range:
+    """Positions that one dp rank reads from `start` to the end of the epoch, without regard to steps.
+
+    For a bare sampler, which does not know the batch: the tail is that of whole rounds (one sample per dp rank).
+    From 0 it is torch's partition. With `pad` a position p >= num_rows stands for the head again: p % num_rows. With
+    `exact` the lengths differ by at most 1.
+    """
+    left = max(num_rows - start, 0)
+    if tail == "exact":
+        return range(start + dp_rank, start + left, dp_size)
+    rounds = left // dp_size if tail == "drop" else -(-left // dp_size)
+    return range(start + dp_rank, start + dp_rank + rounds * dp_size, dp_size)
+
+
+def tail_of_sampler(tail: str | None, *, drop_last: bool) -> Tail:
+    """The tail that `tail` and torch's `drop_last` ask for together; without `tail` what torch does.
+
+    Raises:
+        ConfigError: an unknown tail, or one that contradicts drop_last.
+    """
+    if tail is None:
+        return "drop" if drop_last else "pad"
+    if tail not in TAILS:
+        raise ConfigError(f"tail = {tail!r}", expected="drop, pad or exact", fix="tail='exact'")
+    if drop_last and tail != "drop":
+        raise ConfigError(
+            f"drop_last = True contradicts tail = {tail!r}",
+            expected="drop_last=True only with tail='drop' or without tail",
+            fix=f"leave out drop_last to keep tail={tail!r}",
+        )
+    return tail
+
+
+def check_global_batch(global_batch: int, *, dp_size: int) -> None:
+    """Refuse a global batch that dp ranks cannot share equally (ConfigError)."""
+    if global_batch > 0 and global_batch % dp_size == 0:
+        return
+    above = max(-(-global_batch // dp_size), 1) * dp_size
+    below = global_batch // dp_size * dp_size
+    raise ConfigError(
+        f"train.global_batch = {global_batch} cannot be divided equally among {dp_size} dp ranks",
+        expected=f"a multiple of mesh.dp ({dp_size}), so that every dp rank makes the same number of steps",
+        fix=f"--train.global_batch {above}" + (f"   (or {below})" if below > 0 else ""),
+    )

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 from threefold.errors import EXIT_FAILED, ConfigError
 
+_COLLECTED_WITHIN_S = 10.0
 _REQUIRED = ("RANK", "WORLD_SIZE")
 
 
@@ -103,6 +105,8 @@ def preload(modules: Sequence[str]) -> None:
     OpenMP sizes its thread pool when its library is loaded: one thread here, more are asked for by the ranks.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # A rank that ends makes the others' connections fail; torch's C++ log would cover the reason with theirs.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     multiprocessing.set_forkserver_preload(list(modules))
     from multiprocessing import forkserver
 
@@ -120,7 +124,9 @@ def start_ranks(entry: Callable[..., None], args: Sequence[Any], *, num_ranks: i
     from torch.distributed.launcher import LaunchConfig, elastic_launch
 
     # Its messages speak of agents and error files; the failed rank has said what is wrong.
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="threefold-") as folder:
         outcome = Path(folder) / "exit-code"
         launch_config = LaunchConfig(
@@ -135,6 +141,7 @@ def start_ranks(entry: Callable[..., None], args: Sequence[Any], *, num_ranks: i
             max_restarts=0,
             monitor_interval=0.1,
             shutdown_timeout=grace_s,
+            signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         )
         threads = max(1, (os.cpu_count() or 1) // num_ranks)
         try:
@@ -160,11 +167,14 @@ def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int,
         code = stop.code if isinstance(stop.code, int) else EXIT_FAILED
     if os.environ.get("RANK") == "0":
         Path(outcome).write_text(str(code))
+    sys.stdout.flush()
+    sys.stderr.flush()
     if code:
-        # After a signal the agent no longer collects return values: a rank that returned would wait for it for ever.
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
+    # A rank that returns waits until the agent has collected every rank's value; after a signal it collects none.
+    leave = threading.Timer(_COLLECTED_WITHIN_S, os._exit, (0,))
+    leave.daemon = True
+    leave.start()
 
 
 def _die_with_parent() -> None:

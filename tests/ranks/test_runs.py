@@ -1,0 +1,190 @@
+"""Whole runs of the real command: stop and go on, other meshes, torchrun, failures, evaluation, export."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks.runs import command, curve, environment, metrics, prepare, stop_after
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+MESH = ("--mesh.dp", "2", "--mesh.tp", "2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    prepare(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    """A run of dp 2 x tp 2 that nothing interrupted."""
+    done = command(folder, "train", "config.yaml", *MESH, "--log.dir", "whole")
+    assert done.returncode == 0, done.stderr
+    return folder / "whole"
+
+
+def test_loss_falls_and_every_step_is_logged(whole: Path) -> None:
+    steps = metrics(whole)
+    assert sorted(steps) == list(range(1, 13))
+    assert steps[12]["loss"] < steps[1]["loss"]
+    assert steps[12]["samples"] == 12 * 8
+    assert steps[12]["tokens"] == 12 * 8 * 32
+    expected = {"step", "epoch", "loss", "grad_norm", "lr", "tokens", "samples", "step_time_s", "data_wait_s"}
+    assert expected | {"tokens_per_s", "peak_memory_bytes"} <= steps[1].keys()
+
+
+@pytest.mark.parametrize(("step", "number"), [(1, signal.SIGTERM), (6, signal.SIGINT), (11, signal.SIGUSR1)])
+def test_stopped_run_goes_on_bit_for_bit(folder: Path, whole: Path, step: int, number: int) -> None:
+    name = f"stopped-{step}"
+    stopped = stop_after(folder, step, "train", "config.yaml", *MESH, "--log.dir", name, number=number)
+    steps_done = max(metrics(folder / name))
+    if steps_done < 12:  # a signal in the last steps lets the run end
+        assert stopped.returncode == 75, stopped.output  # type: ignore[attr-defined]
+        assert "the checkpoint is saved" in stopped.output  # type: ignore[attr-defined]
+    resumed = command(folder, "train", "config.yaml", *MESH, "--log.dir", name)
+    assert resumed.returncode == 0, resumed.stderr
+    assert curve(folder / name) == curve(whole)
+
+
+def test_resume_on_another_mesh_follows_the_run(folder: Path, whole: Path) -> None:
+    first = command(
+        folder, "train", "config.yaml", *MESH, "--log.dir", "moved", "--train.steps", "12", "--checkpoint.every", "5"
+    )
+    assert first.returncode == 0, first.stderr
+    checkpoint = folder / "moved" / "checkpoints" / "step-00000010"
+    sizes = ("--mesh.dp", "2", "--mesh.dp_shard", "2", "--mesh.cp", "2")
+    second = command(
+        folder, "train", "config.yaml", *sizes, "--log.dir", "elsewhere", "--checkpoint.resume", str(checkpoint)
+    )
+    assert second.returncode == 0, second.stderr
+    found = metrics(folder / "elsewhere")
+    assert sorted(found) == [11, 12]
+    for step in found:
+        assert found[step]["loss"] == pytest.approx(metrics(whole)[step]["loss"], abs=1e-4)
+        assert found[step]["grad_norm"] == pytest.approx(metrics(whole)[step]["grad_norm"], rel=1e-3)
+
+
+def test_torchrun_trains_the_same(folder: Path, whole: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", "-m", "threefold", "train"]
+        + ["config.yaml", *MESH, "--log.dir", "torchrun"],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert curve(folder / "torchrun") == curve(whole)
+
+
+def test_finished_run_has_nothing_to_do(folder: Path, whole: Path) -> None:
+    before = (whole / "metrics.jsonl").read_bytes()
+    again = command(folder, "train", "config.yaml", *MESH, "--log.dir", "whole")
+    assert again.returncode == 0
+    assert "nothing to do: step 12 of 12 is done" in again.stdout
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_other_data_model_or_seed_is_refused(folder: Path, whole: Path) -> None:
+    for arguments, named in [
+        (("--train.seed", "1"), "train.seed = 0, not 1"),
+        (("--data.seed", "1"), "seed = 0"),
+        (("--data.seq_len", "64"), "data = "),
+    ]:
+        refused = command(
+            folder, "train", "config.yaml", "--mesh.dp", "1", "--log.dir", "whole", "--train.steps", "14", *arguments
+        )
+        assert refused.returncode == 2, arguments
+        assert named in refused.stderr
+        assert "Traceback" not in refused.stderr
+
+
+def test_failing_rank_ends_the_run_with_one_traceback(folder: Path) -> None:
+    """A store that is cut short while the run reads it: one rank's traceback, exit code 1, no hang."""
+    code = (
+        "import os, sys\n"
+        "from threefold.training import step\n"
+        "from threefold.app.training import train\n"
+        "plain = step.TrainStep.__call__\n"
+        "def fail(self, batches, *, lr):\n"
+        "    if os.environ['RANK'] == '3':\n"
+        "        raise ValueError('planted')\n"
+        "    return plain(self, batches, lr=lr)\n"
+        "step.TrainStep.__call__ = fail\n"
+        "from threefold.__main__ import main\n"
+        "sys.argv = ['threefold', 'train', 'config.yaml', '--mesh.dp', '2', '--mesh.tp', '2', '--log.dir', 'failed']\n"
+        "main()\n"
+    )
+    (folder / "fail.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", "fail.py"],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: planted") == 1
+
+
+def test_evaluation_counts_each_row_once_and_keeps_the_best(folder: Path) -> None:
+    held_out = ("--eval.source", "corpus/part-3.txt", "--eval.every", "4", "--data.source", "corpus/part-0.txt")
+    losses = []
+    for name, sizes in (("eval-1", ("--mesh.dp", "1")), ("eval-4", ("--mesh.dp", "4"))):
+        done = command(folder, "train", "config.yaml", *sizes, "--log.dir", name, *held_out)
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        losses.append([(line["eval_loss"], line["eval_tokens"]) for line in lines if "eval_loss" in line])
+    assert len(losses[0]) == 3
+    for (alone, tokens), (spread, spread_tokens) in zip(*losses, strict=True):
+        assert tokens == spread_tokens
+        assert spread == pytest.approx(alone, rel=1e-4)
+    best = json.loads((folder / "eval-1" / "checkpoints" / "best.json").read_text())
+    assert best["eval_loss"] == min(loss for loss, _ in losses[0])
+    assert (folder / "eval-1" / "checkpoints" / f"step-{best['step']:08d}" / "COMPLETE").exists()
+
+
+def test_export_loads_in_transformers(folder: Path, whole: Path) -> None:
+    done = command(folder, "export", "whole", "--to", "exported")
+    assert done.returncode == 0, done.stderr
+    model = AutoModelForCausalLM.from_pretrained(folder / "exported")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "exported")
+    ids = tokenizer("word1 wörd", return_tensors="pt")["input_ids"]
+    assert ids.tolist()[0] == list("word1 wörd".encode())
+    assert tokenizer.decode(ids[0]) == "word1 wörd"
+    with torch.no_grad():
+        assert model(ids).logits.shape == (1, ids.shape[1], 257)
+    again = command(folder, "export", "whole", "--to", "exported")
+    assert again.returncode == 2
+    assert "is not empty" in again.stderr
+
+
+def test_training_goes_on_from_an_exported_folder(folder: Path, whole: Path) -> None:
+    if not (folder / "exported").exists():
+        assert command(folder, "export", "whole", "--to", "exported").returncode == 0
+    done = command(
+        folder,
+        *("train", "--model.name_or_path", "exported", "--data.source", "corpus", "--data.seq_len", "32"),
+        *("--mesh.dp", "2", "--mesh.dp_shard", "2", "--train.steps", "2", "--train.global_batch", "8"),
+        *("--log.dir", "tuned", "--log.every", "1", "--log.sample_tokens", "0"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert metrics(folder / "tuned")[1]["loss"] < metrics(whole)[1]["loss"] - 0.1
+
+
+def test_print_config_names_origins(folder: Path) -> None:
+    done = command(folder, "train", "config.yaml", "--print-config", "--optimizer.lr", "1e-4")
+    assert done.returncode == 0
+    assert "optimizer.lr: 0.0001  # command line" in done.stdout
+    assert "train.steps: 12  # config.yaml" in done.stdout
+    assert "data.shuffle: true\n" in done.stdout

@@ -7,6 +7,9 @@ as a whole, and the origin of each value. Unknown keys are refused with the near
 from __future__ import annotations
 
 import difflib
+import json
+import math
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,22 +58,31 @@ def load(path: str | None = None, overrides: Sequence[tuple[str, str]] = (), *, 
         values.setdefault(section, {})[name] = value
         origins[key] = origin
 
+    def put_text(key: str, text: str, name: str, origin: str) -> None:
+        before = len(problems)
+        value = _parse(text, name, problems)
+        if len(problems) == before:
+            put(key, value, origin)
+
     for variable, key in MESH_VARIABLES.items():
         if (text := environ.get(variable)) is not None:
-            put(key, _parse(text, variable, problems), f"environment {variable}")
+            put_text(key, text, variable, f"environment {variable}")
     if path is not None:
         for key, value in _read_file(path, problems):
             put(key, value, path)
     for key, text in overrides:
-        put(key, _parse(text, f"--{key}", problems), "command line")
+        put_text(key, text, f"--{key}", "command line")
     problems += _unknown(values)
     if not problems:
         return Loaded(validate(values, origins), origins)
-    known = {name: section for name, section in values.items() if name in Config.model_fields}
+    known = {
+        section: {key: value for key, value in values[section].items() if key in _keys(section)}
+        for section in values.keys() & Config.model_fields.keys()
+    }
     try:
         validate(known, origins)
     except ConfigError as error:
-        problems += [problem for problem in error.problems if not problem.what.startswith("unknown key")]
+        problems += error.problems
     raise ConfigError.of(problems)
 
 
@@ -165,7 +177,9 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
         return []
     pairs: list[tuple[str, Any]] = []
     for section, keys in content.items():
-        if isinstance(keys, Mapping):
+        if not keys and keys is not False and section not in Config.model_fields:
+            pairs.append((section, None))
+        elif isinstance(keys, Mapping):
             pairs += [(f"{section}.{key}", value) for key, value in keys.items()]
         elif keys is not None:
             problems.append(
@@ -179,12 +193,12 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
 
 
 def _parse(text: str, origin: str, problems: list[Problem]) -> Any:
-    from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
     try:
-        return _plain(YAML(typ="safe", pure=True).load(text))
-    except YAMLError as error:
+        return _read_yaml(text)
+    # Besides syntax: a date that does not exist, more digits than an int may have, a mapping inside itself.
+    except (YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{origin}, line {mark.line + 1}" if mark is not None and "\n" in text else origin
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -192,10 +206,18 @@ def _parse(text: str, origin: str, problems: list[Problem]) -> Any:
             Problem(
                 f"{place}: {reason}",
                 "YAML 1.2",
-                f"quote the value: '{text.strip()}'" if "\n" not in text else "correct the line",
+                f"text needs quotes inside the shell's quotes: {_pasted(text.strip())}"
+                if "\n" not in text
+                else "correct the line",
             )
         )
         return None
+
+
+def _read_yaml(text: str) -> Any:
+    from ruamel.yaml import YAML
+
+    return _plain(YAML(typ="safe", pure=True).load(text))
 
 
 def _plain(value: Any) -> Any:
@@ -210,14 +232,15 @@ def _unknown(values: Mapping[str, Any]) -> list[Problem]:
     found = []
     every = [f"{section}.{key}" for section in Config.model_fields for key in _keys(section)]
     for section, keys in values.items():
+        in_section = section in Config.model_fields
         names = [f"{section}.{key}" if key else section for key in keys] if isinstance(keys, Mapping) else [section]
         for name in names:
-            if name in every:
+            if name in every or (in_section and not isinstance(keys, Mapping)):
                 continue
-            nearest = difflib.get_close_matches(name, every, n=1, cutoff=0.5)
+            known = every if in_section else [*Config.model_fields, *every]
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             ends = [key for key in every if key.rpartition(".")[2] == name.rpartition(".")[2]]
             meant = next(iter(ends or nearest), None)
-            in_section = section in Config.model_fields
             expected = (
                 f"one of {section}.{{{', '.join(_keys(section))}}}"
                 if in_section
@@ -244,6 +267,7 @@ _EXPECTED = {
     "string_type": "text",
     "literal_error": "one of {expected}",
     "missing": "another entry",
+    "model_type": "keys below the section's name",
     "dict_type": "a mapping: {{key: value}}",
 }
 
@@ -259,20 +283,49 @@ def _problem(entry: Any, origins: Mapping[str, str]) -> Problem:
         expected = "two numbers, both at least 0 and below 1"
     elif key == "train.micro_batch":
         expected = "a whole number greater than 0, or auto"
-    origin = origins.get(key)
+    origin = origins.get(key, "")
     default = Config().model_dump().get(path[0], {}).get(path[1]) if len(path) > 1 else None
-    fix = f"--{key} {as_yaml(default)}" if default is not None else f"leave {key} out"
+    if origin.startswith("environment "):
+        fix = f"unset {origin.removeprefix('environment ')}"
+    elif entry["type"] == "string_type" and not isinstance(entry["input"], list | Mapping | None):
+        fix = f"in quotes it is text: --{key} {_pasted(str(entry['input']))}"
+    elif default is not None:
+        fix = f"--{key} {_pasted(default)}   (the default)"
+    else:
+        fix = f"leave {key} out"
     where = f" ({origin})" if origin else ""
-    return Problem(f"{key} = {as_yaml(entry['input'])} is not accepted{where}", expected, fix + "   (the default)")
+    place = "".join(f"[{part}]" for part in entry["loc"][2:] if isinstance(part, int) and entry["type"] != "missing")
+    return Problem(f"{key}{place} = {as_yaml(entry['input'])} is not accepted{where}", expected, fix)
 
 
 def as_yaml(value: Any) -> str:
-    """A plain value as YAML text that fits one line."""
+    """A plain value as YAML text that fits one line and reads back to the same value."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, tuple):
-        return str(list(value))
+    if isinstance(value, str):
+        return value if _is_plain_text(value) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{as_yaml(str(key))}: {as_yaml(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(as_yaml, value)) + "]"
     return "null" if value is None else str(value)
+
+
+def _pasted(value: Any) -> str:
+    """As `as_yaml`, quoted for the shell."""
+    return shlex.quote(as_yaml(value))
+
+
+def _is_plain_text(text: str) -> bool:
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        # More characters mean something inside brackets, others only outside of them.
+        return _read_yaml(text) == text and _read_yaml(f"[{text}]") == [text]
+    except (YAMLError, ValueError, RecursionError):
+        return False
 
 
 def dump(config: Config) -> str:

@@ -134,8 +134,12 @@ def rows_of(config: Config, tokenizer: Tokenizer, mesh: Mesh, *, held_out: bool 
             source,
             seq_len=data.seq_len,
             tokenizer=tokenizer,
-            cache=cache_folder() / "tokens",
+            cache=cache_folder(),
             packing=data.packing,
+            document_mask=data.document_mask,
+            truncate=data.truncate,
+            lookahead=data.lookahead,
+            skip_bad_lines=data.skip_bad_lines,
             text_field=data.text_field,
             split=config.eval.split if held_out else data.split,
             config_name=data.config_name,
@@ -157,7 +161,13 @@ def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
     )
-    return TokenLoader(rows, order, num_workers=config.data.num_workers, pin_memory=mesh.device.type == "cuda")
+    return TokenLoader(
+        rows,
+        order,
+        document_mask=config.data.document_mask,
+        num_workers=config.data.num_workers,
+        pin_memory=mesh.device.type == "cuda",
+    )
 
 
 @dataclass(frozen=True)
@@ -167,10 +177,15 @@ class HeldOut:
     rows: Rows
     rows_per_rank: int
     mesh: Mesh
+    document_mask: bool
 
     def __call__(self) -> Iterable[Batch]:
         return evaluation_batches(
-            self.rows, rows_per_rank=self.rows_per_rank, dp_rank=self.mesh.dp_rank, dp_size=self.mesh.dp_size
+            self.rows,
+            rows_per_rank=self.rows_per_rank,
+            dp_rank=self.mesh.dp_rank,
+            dp_size=self.mesh.dp_size,
+            document_mask=self.document_mask,
         )
 
 

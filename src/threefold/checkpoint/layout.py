@@ -67,19 +67,21 @@ class CheckpointFolder:
         (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         (partial / _MARKER).write_text(f"{step}\n")
         _sync_folder(partial)
-        shutil.rmtree(final, ignore_errors=True)
+        _remove(final)
         os.replace(partial, final)
         _sync_folder(self.path)
         return Checkpoint(final, step)
 
     def complete(self) -> list[Checkpoint]:
         """All complete checkpoints, oldest first."""
-        found = [
-            Checkpoint(path, int(path.name.removeprefix("step-")))
-            for path in self.path.glob("step-*")
-            if (path / _MARKER).exists()
-        ]
+        found = [Checkpoint(path, step) for path, step in self._named() if (path / _MARKER).exists()]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def _named(self) -> list[tuple[Path, int]]:
+        # A copy that a user gave another name is the user's.
+        return [
+            (path, step) for path in self.path.glob("step-*") if path.is_dir() and (step := _step(path)) is not None
+        ]
 
     def newest(self) -> Checkpoint | None:
         """The newest complete checkpoint, or None."""
@@ -91,7 +93,7 @@ class CheckpointFolder:
         try:
             found = json.loads((self.path / _BEST).read_text())
             return int(found["step"]), float(found["eval_loss"])
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def mark_best(self, step: int, eval_loss: float) -> None:
@@ -105,9 +107,10 @@ class CheckpointFolder:
         best = self.best()
         for checkpoint in self.complete()[:-keep]:
             if best is None or checkpoint.step != best[0]:
-                # The marker goes first: a removal cut short must not look complete.
-                (checkpoint.path / _MARKER).unlink()
-                shutil.rmtree(checkpoint.path, ignore_errors=True)
+                _remove(checkpoint.path)
+        remnants = [path for path, _ in self._named() if not (path / _MARKER).exists()]
+        for path in [*remnants, *self.path.glob(".step-*.partial")]:
+            _remove(path)
 
 
 def find(path: Path) -> Checkpoint:
@@ -116,8 +119,8 @@ def find(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: nothing complete is there.
     """
-    if (path / _MARKER).exists() and path.name.startswith("step-"):
-        return Checkpoint(path, int(path.name.removeprefix("step-")))
+    if (path / _MARKER).exists() and (step := _step(path)) is not None:
+        return Checkpoint(path, step)
     newest = CheckpointFolder(path).newest()
     if newest is not None:
         return newest
@@ -130,6 +133,17 @@ def find(path: Path) -> Checkpoint:
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def _step(path: Path) -> int | None:
+    digits = path.name.removeprefix("step-")
+    return int(digits) if path.name == f"step-{digits}" and digits.isascii() and digits.isdecimal() else None
+
+
+def _remove(folder: Path) -> None:
+    # The marker goes first: a removal cut short must not look complete.
+    (folder / _MARKER).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sync_folder(path: Path) -> None:

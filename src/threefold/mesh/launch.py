@@ -57,7 +57,7 @@ def read(environ: Mapping[str, str]) -> LaunchInfo:
     numbers = {}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
         value = environ.get(name)
-        if value is not None and not value.isdigit():
+        if value is not None and not (value.isascii() and value.isdecimal()):
             raise ConfigError(
                 f"{name} = {value!r} is not a number",
                 expected="the whole number that a launcher sets",

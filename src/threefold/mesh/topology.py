@@ -80,11 +80,11 @@ class Topology:
 def default_topology(world_size: int) -> Topology:
     """The largest mesh of `world_size` ranks that uses as many of the three axes as it can, each at least 2.
 
-    8 ranks are 2 x 2 x 2, 16 are 4 x 2 x 2; 4 ranks have room for two axes (dp 2, tp 2), 2 or an odd number for dp.
+    8 ranks are 2 x 2 x 2, 12 are 3 x 2 x 2; 4 or 6 have room for two axes (dp, tp 2), 2 or an odd number for dp.
     """
-    if world_size % 8 == 0:
+    if world_size % 4 == 0 and world_size >= 8:
         return Topology(dp_replicate=world_size // 4, cp=2, tp=2)
-    if world_size % 4 == 0:
+    if world_size % 2 == 0 and world_size >= 4:
         return Topology(dp_replicate=world_size // 2, tp=2)
     return Topology(dp_replicate=world_size)
 
@@ -107,6 +107,8 @@ def resolve(mesh: MeshConfig, *, launched_world_size: int | None, num_devices: i
             return default_topology(8), "the default on a CPU"
         return default_topology(num_devices), f"one rank for each of {num_devices} devices: no mesh key was given"
     sizes = {axis: getattr(mesh, axis) for axis in ("dp", "cp", "tp")}
+    if sizes["dp"] is None and isinstance(mesh.dp_shard, int):
+        sizes["dp"] = mesh.dp_shard
     automatic = [axis for axis, size in sizes.items() if size == "auto"]
     if len(automatic) > 1:
         raise ConfigError(
@@ -129,8 +131,6 @@ def resolve(mesh: MeshConfig, *, launched_world_size: int | None, num_devices: i
         sizes[axis] = available // others
         why = f"{axis} filled from {available} ranks"
     dp, cp, tp = (sizes[axis] or 1 for axis in ("dp", "cp", "tp"))
-    if sizes["dp"] is None and isinstance(mesh.dp_shard, int):
-        dp = mesh.dp_shard
     shard = dp if mesh.dp_shard == "auto" else mesh.dp_shard or 1
     if dp % shard:
         raise ConfigError(

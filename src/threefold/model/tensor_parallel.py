@@ -8,6 +8,7 @@ the end of a step, because the plan's own hook would sum an accumulated gradient
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,9 +62,10 @@ def problems(config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, str] 
     found = []
     heads = getattr(text, "num_attention_heads", None)
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    shared = math.gcd(*(count for count in (heads, kv_heads) if isinstance(count, int)))
+    fitting = [size for size in range(1, shared + 1) if shared % size == 0]
     for what, count in (("attention heads", heads), ("key-value heads", kv_heads)):
         if isinstance(count, int) and count % tp_size:
-            fitting = [size for size in range(1, count + 1) if count % size == 0 and not (heads or count) % size]
             found.append(
                 Problem(
                     f"mesh.tp = {tp_size} cannot divide the {count} {what} of {name!r}",

@@ -37,12 +37,14 @@ def adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
 def learning_rate(step: int, *, num_steps: int, config: OptimizerConfig) -> float:
     """The rate used in `step` (from 1): lr * min(1, step / warmup_steps) * shape.
 
-    The shape is 1 until the warm-up is over; a falling one then goes to min_lr / lr at the last step.
+    The shape is 1 up to the first step with the full rate, which is step 1 without warm-up; a falling one then goes to
+    min_lr / lr at the last step.
     """
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
+    full = max(1, config.warmup_steps)
+    if step <= full:
+        return config.lr * step / full
     if config.schedule == "constant":
         return config.lr
-    done = min(1.0, (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
+    done = min(1.0, (step - full) / max(1, num_steps - full))
     share = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return config.min_lr + (config.lr - config.min_lr) * share

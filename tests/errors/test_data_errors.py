@@ -1,0 +1,639 @@
+"""The texts of the errors about data: what is wrong, what was expected, and the text to paste."""
+
+from __future__ import annotations
+
+import errno
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tokenizers import Tokenizer, models
+
+from threefold.data import parts
+from threefold.data.packing_padded import PaddedRows
+from threefold.data.prepare import prepare
+from threefold.data.source import open_rows, open_store
+from threefold.data.store import TokenStore
+from threefold.data.text import documents, open_text
+from threefold.data.tokens import ByteTokenizer, load_tokenizer
+from threefold.errors import EXIT_WRONG_REQUEST, ConfigError, DataError, RunError, ThreefoldError
+
+BYTES = ByteTokenizer()
+SKIP = "--data.skip_bad_lines true (data prepare: --skip-bad-lines) to count it instead"
+CORRECT = f"correct the line, or {SKIP}"
+REMAKE = "threefold data prepare --source TEXT --tokenizer TOKENIZER --to DIR   (makes a store anew)"
+COPY = f"copy the .bin and .idx again from where they were made, or\n       {REMAKE}"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, without a way to the Hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def said(act: Callable[[], Any], kind: type[ThreefoldError] = DataError) -> list[tuple[str, str, str]]:
+    """The problems of the error that `act` raises, which asks for exit code 2 unless it is a RunError."""
+    with pytest.raises(kind) as caught:
+        act()
+    assert kind is RunError or caught.value.exit_code == EXIT_WRONG_REQUEST
+    return [(problem.what, problem.expected, problem.fix) for problem in caught.value.problems]
+
+
+def read(source: str, **options: Any) -> Callable[[], list[str]]:
+    return lambda: list(documents(open_text(source, **options)))
+
+
+def rows(source: str, **options: Any) -> Callable[[], Any]:
+    settings = {"tokenizer": BYTES, "cache": Path("cache"), "seq_len": 8, **options}
+    return lambda: open_rows(source, **settings)
+
+
+# --- sources -----------------------------------------------------------------------------------------------------
+
+
+def test_missing_source(folder: Path) -> None:
+    expected = f"stdlib, hf:ID, a prepared folder, or a file, folder or glob, seen from {folder}"
+    fix = "--data.source PATH   (or stdlib, or hf:ID for a dataset of the Hub)"
+    assert said(read("corpus")) == [("data.source = 'corpus' does not exist", expected, fix)]
+    (folder / "corpora").mkdir()
+    assert said(read("corpra"))[0][2] == "--data.source corpora"
+    assert said(read("stdlb"))[0][2] == "--data.source stdlib"
+
+
+def test_glob_without_a_match(folder: Path) -> None:
+    assert said(read("*.txt")) == [
+        (
+            "data.source = '*.txt' matches no file",
+            f"at least one .txt, .md, .py, .jsonl, .parquet file, seen from {folder}",
+            "check the pattern with   ls *.txt",
+        )
+    ]
+
+
+def test_folder_without_text(folder: Path) -> None:
+    (folder / "corpus").mkdir()
+    what = "data.source = 'corpus': no file in this folder can be read"
+    looked_for = ".txt, .md, .py, .jsonl, .parquet files at any depth, hidden ones left out; there "
+    fix = "--data.source FOLDER   (a folder that holds such files)"
+    assert said(read("corpus")) == [(what, looked_for + "is no file at all", fix)]
+    (folder / "corpus" / "x.arrow").touch()
+    (folder / "corpus" / "y.rst").touch()
+    assert said(read("corpus")) == [(what, looked_for + "are files of type .arrow, .rst", fix)]
+
+
+@pytest.mark.parametrize("source", ["saved", "hf:saved"])
+def test_folder_of_save_to_disk(folder: Path, source: str) -> None:
+    (folder / "saved").mkdir()
+    (folder / "saved" / "dataset_info.json").write_text("{}")
+    (folder / "saved" / "state.json").write_text("{}")
+    ((what, _, fix),) = said(read(source))
+    assert what == f"data.source = '{source}' is a folder of datasets' save_to_disk"
+    assert fix == "dataset.to_parquet('data.parquet')   in Python, then --data.source data.parquet"
+
+
+def test_unknown_extension(folder: Path) -> None:
+    (folder / "a.json").touch()
+    assert said(read("a.json")) == [
+        (
+            "data.source = 'a.json': files of type .json are not read",
+            "one of .txt, .md, .py, .jsonl, .parquet",
+            "rename or convert the file, for example as a.jsonl; "
+            "the files of one type in a folder: --data.source './*.txt'",
+        )
+    ]
+
+
+def test_file_that_is_not_utf8(folder: Path) -> None:
+    (folder / "a.txt").write_bytes("café".encode("latin1"))
+    assert said(read("a.txt")) == [
+        (
+            "a.txt is not UTF-8: byte 0xe9 at offset 3",
+            "text files in UTF-8",
+            f"iconv -f LATIN1 -t UTF-8 a.txt > NEW, or {SKIP}",
+        )
+    ]
+
+
+def test_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "a.txt").touch()
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.open", refuse)  # the superuser of a test machine may read everything
+    assert said(lambda: open_text("a.txt").fingerprint) == [
+        (
+            "a.txt cannot be read: Permission denied",
+            "files that this user may read",
+            "chmod u+r a.txt   (or leave the file out of the source)",
+        )
+    ]
+
+
+def test_source_without_text(folder: Path) -> None:
+    (folder / "a.txt").touch()
+    assert said(rows("a.txt")) == [
+        (
+            "data.source = 'a.txt' holds no text (empty documents: 1, skipped: 0)",
+            "at least one document with text",
+            "--data.source PATH   (a file or folder with text)",
+        )
+    ]
+    (folder / "b.jsonl").write_text("nope\n")
+    assert said(rows("b.jsonl", skip_bad_lines=True))[0][0].endswith("(empty documents: 0, skipped: 1)")
+
+
+def test_source_shorter_than_a_row(folder: Path) -> None:
+    (folder / "a.txt").write_text("four")
+    assert said(rows("a.txt")) == [
+        (
+            "data.source has 5 tokens: not one row",
+            "more than data.seq_len = 8 tokens",
+            "--data.seq_len 2   (or a larger source)",
+        )
+    ]
+
+
+def test_source_of_single_tokens(folder: Path) -> None:
+    made = prepare(open_text_of(folder, "ab"), BYTES, to=folder / "st")
+    index = made.prefix.with_suffix(".idx")
+    lengths, bounds = [1, 1, 1], [0, 1, 2, 3]
+    index.write_bytes(index_of(lengths=lengths, bounds=bounds))
+    made.prefix.with_suffix(".json").unlink()
+    assert said(lambda: PaddedRows(TokenStore(made.prefix), seq_len=8)) == [
+        (
+            "data.source has 3 documents, none of two tokens or more: not one row",
+            "a document with a token and one to predict after it",
+            "--data.packing concat   (or a larger source)",
+        )
+    ]
+
+
+# --- rows of .jsonl and .parquet ---------------------------------------------------------------------------------
+
+
+def test_lines_that_cannot_be_used_are_named_together(folder: Path) -> None:
+    lines = [
+        '{"text": "good"}',
+        '{"text": ',
+        "[1, 2]",
+        '{"body": 1}',
+        '{"text": null}',
+        '{"text": 5}',
+        r'{"text": "\ud800"}',
+    ]
+    (folder / "x.jsonl").write_text("\n".join(lines))
+    problems = said(rows("x.jsonl"))
+    assert [(what, expected) for what, expected, _ in problems] == [
+        ("x.jsonl, line 2: not JSON: Expecting value at character 8", "one JSON object a line"),
+        ("x.jsonl, line 3: a JSON list, not an object", 'one JSON object a line, as {"text": "..."}'),
+        ("x.jsonl, line 4: no field 'text'; it has body", "the text's field in every row"),
+        ("x.jsonl, line 5: field 'text' is null, not text", "a text in every row"),
+        ("x.jsonl, line 6: field 'text' is a number, not text", "a text in every row"),
+        (r"x.jsonl, line 7: half of a surrogate pair (\ud8xx) in the text", "text that can be written as UTF-8"),
+    ]
+    assert {fix for _, _, fix in problems} == {CORRECT}
+
+
+def test_many_bad_lines_are_counted(folder: Path) -> None:
+    (folder / "x.jsonl").write_text("nope\n" * 25)
+    problems = said(rows("x.jsonl"))
+    assert len(problems) == 10
+    assert problems[-1][0] == ("x.jsonl, line 10: not JSON: Expecting value at character 0\n  (and 15 more like these)")
+
+
+def test_field_that_no_row_has(folder: Path) -> None:
+    (folder / "x.jsonl").write_text('{"txt": "a", "id": 1}\n{"txt": "b", "url": ""}\n')
+    error = [
+        (
+            "data.text_field = 'text': x.jsonl: none of the first 2 rows has such a field",
+            "one of the fields there are: txt, id, url",
+            "--data.text_field txt",
+        )
+    ]
+    assert said(rows("x.jsonl")) == error
+    assert said(rows("x.jsonl", skip_bad_lines=True)) == error
+    assert said(read("x.jsonl", text_field="text")) == error
+
+
+def test_parquet_field(folder: Path) -> None:
+    for name in ("a", "b"):
+        pyarrow.parquet.write_table(pyarrow.table({"content": ["a"], "n": [1]}), f"{name}.parquet")
+    assert said(read("*.parquet", text_field="contents")) == [
+        (
+            f"data.text_field = 'contents': {name}.parquet: no such field",
+            "one of the fields there are: content, n",
+            "--data.text_field content",
+        )
+        for name in ("a", "b")
+    ]
+    assert said(read("a.parquet", text_field="n")) == [
+        (
+            "data.text_field = 'n': a.parquet: the field is int64, not text",
+            "a field of text; tokens that were made elsewhere are read as a .bin/.idx store",
+            "--data.text_field NAME   (a field that holds text)",
+        )
+    ]
+
+
+def test_file_that_is_no_parquet(folder: Path) -> None:
+    (folder / "a.parquet").write_bytes(b"PAR1 and then nothing")
+    ((what, expected, fix),) = said(read("a.parquet"))
+    assert what.startswith("a.parquet is not readable as .parquet: ")
+    assert (expected, fix) == ("a whole .parquet file", "copy or make the file again")
+
+
+# --- datasets of the Hub -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dataset(folder: Path) -> Path:
+    (folder / "ds").mkdir()
+    (folder / "ds" / "train.jsonl").write_text('{"body": "a", "n": 1}\n')
+    return folder / "ds"
+
+
+def test_dataset_field(dataset: Path) -> None:
+    assert said(read("hf:ds")) == [
+        (
+            "data.text_field = 'text': hf:ds: no such field",
+            "one of the fields there are: body, n",
+            "--data.text_field body",
+        )
+    ]
+    assert said(read("hf:ds", text_field="n"))[0][0] == "data.text_field = 'n': hf:ds: the field is int64, not text"
+
+
+def test_dataset_split_and_configuration(dataset: Path) -> None:
+    ((what, _, fix),) = said(read("hf:ds", text_field="body", split="validation"))
+    assert what.startswith("data.split = 'validation': 'hf:ds' has no such split: ")
+    assert "['train']" in what
+    assert fix == "--data.split NAME   (one of the splits above)"
+    ((what, _, fix),) = said(read("hf:ds", text_field="body", config_name="en"))
+    assert what.startswith("data.config_name = 'en': ") and "['default']" in what
+    assert fix == "--data.config_name NAME   (one of those above)"
+
+
+def test_dataset_folder_that_is_missing_or_empty(folder: Path) -> None:
+    fix = "--data.source hf:FOLDER   (a folder with .jsonl, .parquet, .csv or .txt files)"
+    assert said(read("hf:./nope")) == [
+        (
+            "data.source = 'hf:./nope': there is no such folder",
+            f"hf:OWNER/NAME as on the Hub, or hf:FOLDER, seen from {folder}",
+            fix,
+        )
+    ]
+    (folder / "ds").mkdir()
+    ((what, _, empty_fix),) = said(read("hf:ds"))
+    assert what.startswith("data.source = 'hf:ds' has no data: ") and empty_fix == fix
+
+
+def test_dataset_with_a_broken_file(dataset: Path) -> None:
+    (dataset / "train.jsonl").write_text('{"body": "a"}\nnope\n')
+    ((what, expected, fix),) = said(read("hf:ds", text_field="body"))
+    assert what.startswith("data.source = 'hf:ds' is there, but one of its files cannot be read: JSON parse error")
+    assert expected == "data files that datasets.load_dataset can read"
+    assert fix == "--data.source ds   (reads the files of a folder directly, and names the line)"
+
+
+def test_dataset_without_a_way_to_the_hub(folder: Path) -> None:
+    ((what, expected, fix),) = said(read("hf:owner/name"))
+    assert what.startswith("data.source = 'hf:owner/name' is not in the cache, and the Hub cannot be reached: ")
+    assert expected == "a dataset that was downloaded before, a folder, or a way to the Hub"
+    assert fix == (
+        "hf download --repo-type dataset owner/name   on a machine with internet, then --data.source hf:FOLDER"
+    )
+
+
+def test_dataset_that_is_not_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets.exceptions import DatasetNotFoundError
+
+    def not_found(*_: object, **__: object) -> None:
+        raise DatasetNotFoundError("Dataset 'owner/name' doesn't exist on the Hub or cannot be accessed.")
+
+    monkeypatch.setattr("datasets.load_dataset", not_found)
+    assert said(read("hf:owner/name")) == [
+        (
+            "data.source = 'hf:owner/name' is not on the Hub, or not open to you: "
+            "Dataset 'owner/name' doesn't exist on the Hub or cannot be accessed.",
+            "hf:OWNER/NAME as on the Hub, or hf:FOLDER",
+            "check the name and the revision; for a gated dataset   hf auth login",
+        )
+    ]
+
+
+# --- tokenizers --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokenizer(folder: Path) -> Path:
+    (folder / "tok").mkdir()
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save("tok/tokenizer.json")
+    return folder / "tok"
+
+
+def test_tokenizer_that_is_not_there(folder: Path) -> None:
+    assert said(lambda: load_tokenizer("./tok")) == [
+        (
+            "data.tokenizer = './tok' does not exist",
+            "bytes, a folder with tokenizer.json, or an id on the Hub as owner/name",
+            "--data.tokenizer bytes   (or the path of a folder)",
+        )
+    ]
+    ((what, _, fix),) = said(lambda: load_tokenizer("owner/name"))
+    assert what.startswith("data.tokenizer = 'owner/name' is no folder here, and the Hub cannot be reached: ")
+    assert fix == "hf download owner/name   on a machine with internet, then --data.tokenizer FOLDER (or bytes)"
+
+
+def test_folder_without_tokenizer(folder: Path) -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text('{"model_type": "llama"}')
+    assert said(lambda: load_tokenizer("model")) == [
+        (
+            "data.tokenizer = 'model' holds no tokenizer",
+            "tokenizer.json, or an older vocabulary "
+            "(*.model, vocab.json, vocab.txt, merges.txt, *.tiktoken, tekken.json), in model",
+            "--data.tokenizer bytes   (or the id or folder of a model that comes with its tokenizer)",
+        )
+    ]
+
+
+def test_tokenizer_without_end_token(tokenizer: Path) -> None:
+    (tokenizer / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')  # no token of the vocabulary
+    assert said(lambda: load_tokenizer("tok")) == [
+        (
+            "data.tokenizer = 'tok' names no end token",
+            '"eos_token" or "eos_token_id" in one of tokenizer_config.json, special_tokens_map.json, '
+            "generation_config.json, config.json: it ends each document",
+            'add   "eos_token": "TOKEN"   to tokenizer_config.json, a token of the vocabulary',
+        )
+    ]
+
+
+def test_tokenizer_with_damaged_files(tokenizer: Path) -> None:
+    (tokenizer / "config.json").write_text("{")
+    ((what, _, fix),) = said(lambda: load_tokenizer("tok"))
+    assert what.startswith("tok/config.json is not JSON: ") and fix == "download or save the tokenizer again"
+    (tokenizer / "tokenizer.json").write_text("{}")
+    ((what, expected, _),) = said(lambda: load_tokenizer("tok"))
+    assert what.startswith("data.tokenizer = 'tok' cannot be read: ")
+    assert expected == "a tokenizer that the installed tokenizers or transformers can read"
+
+
+def test_text_without_tokenizer(folder: Path) -> None:
+    (folder / "a.txt").write_text("text")
+    assert said(rows("a.txt", tokenizer=None)) == [
+        (
+            "data.source = 'a.txt' is text, and there is no tokenizer for it",
+            "a tokenizer, or a folder made by `threefold data prepare`",
+            "--data.tokenizer bytes   (or a Hub id or folder)",
+        )
+    ]
+
+
+# --- stores ------------------------------------------------------------------------------------------------------
+
+
+def open_text_of(folder: Path, text: str) -> Any:
+    (folder / "text.txt").write_text(text)
+    return open_text("text.txt")
+
+
+def index_of(
+    *,
+    lengths: list[int],
+    bounds: list[int],
+    magic: bytes = b"MMIDIDX\x00\x00",
+    version: int = 1,
+    code: int = 8,
+    offsets: list[int] | None = None,
+) -> bytes:
+    offsets = [2 * sum(lengths[:i]) for i in range(len(lengths))] if offsets is None else offsets
+    header = magic + struct.pack("<QBQQ", version, code, len(lengths), len(bounds))
+    return header + struct.pack(f"<{len(lengths)}i{len(offsets) + len(bounds)}q", *lengths, *offsets, *bounds)
+
+
+@pytest.fixture
+def store(folder: Path) -> Path:
+    """Four tokens of one document in st/tokens.*"""
+    prepare(open_text_of(folder, "abc"), BYTES, to=Path("st"))
+    return Path("st/tokens")
+
+
+def with_index(store: Path, data: bytes) -> list[tuple[str, str, str]]:
+    store.with_suffix(".idx").write_bytes(data)
+    return said(lambda: TokenStore(store))
+
+
+def test_store_that_is_not_there(store: Path) -> None:
+    assert said(lambda: TokenStore("st/other")) == [
+        (
+            "st/other.idx does not exist",
+            "a token store: PREFIX.bin with the tokens and PREFIX.idx with the documents, side by side",
+            f"give the prefix of both files, or\n       {REMAKE}",
+        )
+    ]
+    store.with_suffix(".bin").unlink()
+    assert said(lambda: TokenStore(store))[0][0] == "st/tokens.bin does not exist"
+
+
+def test_alien_index(store: Path) -> None:
+    expected = r"a Megatron-LM .idx file, which begins with b'MMIDIDX\x00\x00'"
+    what = "st/tokens.idx is no index of a token store: it "
+    assert with_index(store, b"") == [(what + "is empty", expected, REMAKE)]
+    old = index_of(lengths=[4], bounds=[0, 1], magic=b"TNTIDX\x00\x00\x00")
+    assert with_index(store, old) == [(what + r"begins with b'TNTIDX\x00\x00\x00'", expected, REMAKE)]
+
+
+def test_index_of_another_version_or_type(store: Path) -> None:
+    expected = "version 1 and a dtype code from 1 to 8"
+    what = "st/tokens.idx has version {} and dtype code {}"
+    assert with_index(store, index_of(lengths=[4], bounds=[0, 1], version=2)) == [(what.format(2, 8), expected, REMAKE)]
+    assert with_index(store, index_of(lengths=[4], bounds=[0, 1], code=9)) == [(what.format(1, 9), expected, REMAKE)]
+
+
+def test_cut_index(store: Path) -> None:
+    whole = index_of(lengths=[4], bounds=[0, 1])
+    expected = "62 bytes for the 1 sequences and 2 bounds of its header"
+    assert with_index(store, whole[:20]) == [
+        ("st/tokens.idx is cut: 20 bytes", "at least the 34 bytes of the header", COPY)
+    ]
+    assert with_index(store, whole[:-3]) == [("st/tokens.idx is cut: 59 bytes", expected, COPY)]
+    assert with_index(store, whole + b"12345") == [("st/tokens.idx is too long: 67 bytes", expected, COPY)]
+
+
+def test_cut_tokens(store: Path) -> None:
+    tokens = store.with_suffix(".bin").read_bytes()
+    expected = "8 bytes, as tokens.idx says: the two files belong together"
+    for data, how in ((tokens[:-2], "cut: 6"), (tokens + b"\0", "too long: 9")):
+        store.with_suffix(".bin").write_bytes(data)
+        assert said(lambda: TokenStore(store)) == [(f"st/tokens.bin is {how} bytes", expected, COPY)]
+
+
+def test_index_whose_documents_make_no_sense(store: Path) -> None:
+    error = (
+        "st/tokens.idx has document bounds that do not run from 0 to its 2 sequences",
+        "bounds that begin with 0, never decrease and end with the number of sequences",
+        REMAKE,
+    )
+    store.with_suffix(".json").unlink()
+    for bounds in ([], [1, 2], [0, 1], [0, 2, 1, 2]):
+        assert with_index(store, index_of(lengths=[2, 2], bounds=bounds)) == [error]
+
+
+def test_index_with_gaps(store: Path) -> None:
+    store.with_suffix(".json").unlink()
+    assert with_index(store, index_of(lengths=[1, 2], bounds=[0, 2], offsets=[0, 4])) == [
+        (
+            "st/tokens.idx describes sequences that overlap or leave gaps in the .bin",
+            "sequences that follow one another, so that the store is one stream of tokens",
+            REMAKE,
+        )
+    ]
+
+
+def test_record_beside_the_store(store: Path) -> None:
+    record = store.with_suffix(".json")
+    other = json.loads(record.read_text()) | {"num_tokens": 5}
+    record.write_text(json.dumps(other))
+    assert said(lambda: TokenStore(store)) == [
+        (
+            "st/tokens.json belongs to another store: it counts 5 tokens in 1 documents",
+            "the 4 tokens in 1 documents of the .bin and .idx",
+            "remove the .json to read the store as one made elsewhere, or copy all three files again",
+        )
+    ]
+    for text, why in (("{}", "its format is not threefold-store-1"), ("[]", ""), ("{", ""), ('{"format": 1}', "")):
+        record.write_text(text)
+        ((what, expected, _),) = said(lambda: TokenStore(store))
+        assert what.startswith(f"st/tokens.json does not describe a token store: {why}")
+        assert expected == "a record of format threefold-store-1, written beside the .bin and .idx"
+
+
+def test_store_of_another_tokenizer(store: Path, tokenizer: Path) -> None:
+    (tokenizer / "config.json").write_text('{"eos_token_id": 0}')
+    assert said(rows("st", tokenizer=load_tokenizer("tok"))) == [
+        (
+            "data.tokenizer = 'tok': st was made with another tokenizer, 'bytes' (257 ids, end token 256)",
+            "the store's tokenizer; 'tok' has 1 ids, end token 0, and gives the same ids another meaning",
+            "--data.tokenizer bytes   (or prepare the text again with tok)",
+        )
+    ]
+
+
+def test_several_stores_in_a_folder(folder: Path) -> None:
+    (folder / "two").mkdir()
+    for name in ("a.idx", "b.idx"):
+        (folder / "two" / name).touch()
+    assert said(lambda: open_store("two", tokenizer=None, cache=folder)) == [
+        (
+            "data.source = 'two' holds 2 token stores",
+            "one, or the prefix of one of them",
+            "--data.source two/a   or   --data.source two/b",
+        )
+    ]
+
+
+def test_store_that_was_never_finished(folder: Path) -> None:
+    (folder / "half" / ".parts-0").mkdir(parents=True)
+    assert said(lambda: open_store("half", tokenizer=None, cache=folder)) == [
+        (
+            "data.source = 'half' is a token store whose making was interrupted",
+            "a whole store: .bin, .idx and .json",
+            "run the same   threefold data prepare ... --to half   again: it goes on where it stopped",
+        )
+    ]
+
+
+def test_another_store_is_not_written_over(folder: Path, store: Path) -> None:
+    before = store.with_suffix(".bin").read_bytes()
+    error = [
+        (
+            "st holds another token store already: tokens.json",
+            "an empty folder, or the store of the same source and the same tokenizer",
+            "--to st-2   (or remove st/tokens.bin, st/tokens.idx and st/tokens.json)",
+        )
+    ]
+    assert said(lambda: prepare(open_text_of(folder, "other"), BYTES, to=Path("st"))) == error
+    store.with_suffix(".json").unlink()
+    ((what, _, _),) = said(lambda: prepare(open_text_of(folder, "other"), BYTES, to=Path("st")))
+    assert what == "st holds another token store already: tokens.idx"
+    assert store.with_suffix(".bin").read_bytes() == before
+
+
+def test_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert said(lambda: prepare(open_text_of(folder, "abc"), BYTES, to=Path("st")), RunError) == [
+        (
+            "no space left on the disk of st",
+            "room for twice the tokens, 2 bytes each (4 for a vocabulary above 65,536): the parts and the store",
+            "make room, or choose another folder, and run the same command again: finished parts are used again",
+        )
+    ]
+
+
+def test_document_too_long_for_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Long:
+        def __len__(self) -> int:
+            return 2**31 - 1
+
+    documents: Any = [Long()]
+    assert said(lambda: parts.joined(documents, end_id=0, dtype=np.dtype("<u2"))) == [
+        (
+            "a document of 2,147,483,648 tokens",
+            "at most 2,147,483,647 tokens a document: a store's index counts them in 32 bits",
+            "cut that document into several, for example one a line in a .jsonl file",
+        )
+    ]
+
+
+# --- packing -----------------------------------------------------------------------------------------------------
+
+
+def test_packing_settings_without_effect_are_named_together(store: Path) -> None:
+    assert said(rows("st", truncate=True, lookahead=3, pad_to_multiple=2), ConfigError) == [
+        (
+            "data.truncate = true has no effect with data.packing = concat",
+            "data.packing best_fit or none: concat cuts no document short",
+            "remove data.truncate, or --data.packing best_fit",
+        ),
+        (
+            "data.lookahead = 3 has no effect with data.packing = concat",
+            "data.packing best_fit: only it chooses among documents",
+            "remove data.lookahead, or --data.packing best_fit",
+        ),
+        (
+            "data.pad_to_multiple = 2 has no effect with data.packing = concat",
+            "data.packing none: other rows are filled",
+            "remove data.pad_to_multiple, or --data.packing none",
+        ),
+    ]
+
+
+def test_unknown_packing(folder: Path) -> None:
+    assert said(rows("nowhere", packing="bestfit"), ConfigError) == [
+        ("data.packing = 'bestfit' is no packing", "concat, best_fit, none", "--data.packing concat")
+    ]
+
+
+def test_multiple_that_does_not_divide_the_row(folder: Path) -> None:
+    assert said(rows("nowhere", packing="none", pad_to_multiple=3), ConfigError) == [
+        (
+            "data.pad_to_multiple = 3 does not divide data.seq_len = 8",
+            "a divisor of data.seq_len, so that the longest row keeps to it too",
+            "--data.seq_len 9",
+        )
+    ]

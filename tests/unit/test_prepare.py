@@ -1,0 +1,266 @@
+"""Making a store: the documents' tokens in order, the same for any number of processes and after any interruption."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from threefold.data import parts, prepare
+from threefold.data.prepare import PreparedStore, Progress, cached_store, request_of
+from threefold.data.store import TokenStore
+from threefold.data.text import Piece, documents, open_text
+from threefold.data.tokens import ByteTokenizer
+from threefold.errors import DataError, RunError
+
+BYTES = ByteTokenizer()
+
+
+class CountingBytes(ByteTokenizer):
+    """The byte tokenizer, noting what it encoded; fails, or kills its process, at a chosen document."""
+
+    def __init__(self, *, stop_at: str | None = None, kill: bool = False) -> None:
+        self.seen: list[str] = []
+        self.stop_at = stop_at
+        self.kill = kill
+
+    def encode_batch(self, texts: list[str]) -> list[npt.NDArray[Any]]:
+        for text in texts:
+            if text == self.stop_at:
+                if self.kill:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise KeyboardInterrupt
+        self.seen.extend(texts)
+        return super().encode_batch(texts)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """40 documents in 20 parts of two files each, small enough to look at."""
+    monkeypatch.setattr(parts, "PART_BYTES", 20)
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i:02}.txt").write_text(f"document {i:02}")
+    return folder
+
+
+def make(corpus: Path, to: Path, tokenizer: ByteTokenizer = BYTES, **options: Any) -> PreparedStore:
+    return prepare.prepare(open_text(str(corpus)), tokenizer, to=to, **options)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+
+
+def test_store_is_each_document_and_the_end_token(corpus: Path, tmp_path: Path) -> None:
+    made = make(corpus, tmp_path / "to")
+    store = made.open()
+    texts = list(documents(open_text(str(corpus))))
+    assert [store.document(i).tolist() for i in range(40)] == [[*text.encode(), 256] for text in texts]
+    assert store.dtype == np.uint16
+    assert sorted(contents(tmp_path / "to")) == ["tokens.bin", "tokens.idx", "tokens.json"]
+    assert (made.info.tokenizer, made.info.vocab_size, made.info.end_id) == ("bytes", 257, 256)
+    assert (made.info.num_documents, made.info.num_tokens, made.reused) == (40, 40 * 12, False)
+
+
+def test_processes_make_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
+    for workers in (1, 3):
+        make(corpus, tmp_path / str(workers), num_workers=workers)
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
+
+
+def test_part_size_does_not_show_in_the_store(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(corpus, tmp_path / "small")
+    monkeypatch.setattr(parts, "PART_BYTES", 1 << 20)
+    make(corpus, tmp_path / "large")
+    assert contents(tmp_path / "small") == contents(tmp_path / "large")
+
+
+@pytest.mark.parametrize("limit", ["_BATCH_DOCUMENTS", "_BATCH_CHARACTERS"])
+def test_batches_do_not_show_in_the_store(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    make(corpus, tmp_path / "whole")
+    monkeypatch.setattr(parts, "PART_BYTES", 1 << 20)
+    monkeypatch.setattr(parts, limit, 30)
+    seen: list[Progress] = []
+    make(corpus, tmp_path / "batches", progress=seen.append)
+    assert seen[-1].num_tokens == 480
+    assert contents(tmp_path / "batches") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("stop", [0, 1, 17, 39])
+def test_interrupted_it_goes_on_where_it_stopped(corpus: Path, tmp_path: Path, stop: int) -> None:
+    make(corpus, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        make(corpus, tmp_path / "to", CountingBytes(stop_at=f"document {stop:02}"))
+    assert not (tmp_path / "to" / "tokens.json").exists()
+    again = CountingBytes()
+    make(corpus, tmp_path / "to", again)
+    # Two documents a part: the part that was interrupted is encoded again, those before it are not.
+    assert again.seen == [f"document {i:02}" for i in range(stop // 2 * 2, 40)]
+    assert contents(tmp_path / "to") == contents(tmp_path / "whole")
+
+
+def test_a_damaged_part_is_made_again(corpus: Path, tmp_path: Path) -> None:
+    make(corpus, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        make(corpus, tmp_path / "to", CountingBytes(stop_at="document 10"))
+    (folder,) = (tmp_path / "to").glob(".parts-*")
+    (folder / "00001.bin").write_bytes(b"cut")
+    (folder / "00002.json").write_bytes(b"{")
+    again = CountingBytes()
+    make(corpus, tmp_path / "to", again)
+    assert again.seen[:4] == [f"document {i:02}" for i in (2, 3, 4, 5)]
+    assert contents(tmp_path / "to") == contents(tmp_path / "whole")
+
+
+def test_killed_process_ends_the_work_and_keeps_the_finished_parts(corpus: Path, tmp_path: Path) -> None:
+    make(corpus, tmp_path / "whole")
+    with pytest.raises(RunError, match="ended while it encoded part 10"):
+        make(corpus, tmp_path / "to", CountingBytes(stop_at="document 20", kill=True), num_workers=2)
+    (folder,) = (tmp_path / "to").glob(".parts-*")
+    assert len(list(folder.glob("*.json"))) >= 9
+    make(corpus, tmp_path / "to")
+    assert contents(tmp_path / "to") == contents(tmp_path / "whole")
+
+
+def test_error_in_a_process_travels_back(corpus: Path, tmp_path: Path) -> None:
+    (corpus / "20.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"20\.txt is not UTF-8"):
+        make(corpus, tmp_path / "to", num_workers=2)
+
+
+def test_bad_lines_are_counted_when_skipped(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\nnope\n{"text": "b"}\n')
+    made = make(tmp_path / "x.jsonl", tmp_path / "to", skip_bad=True)
+    assert (made.info.num_documents, made.info.num_skipped) == (2, 1)
+    # The strict request is another one: the store that left lines out does not pass for it.
+    with pytest.raises(DataError, match="holds another token store"):
+        make(tmp_path / "x.jsonl", tmp_path / "to")
+
+
+def test_progress_counts_up_to_the_whole(corpus: Path, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    make(corpus, tmp_path / "to", progress=seen.append)
+    assert (seen[0].done_bytes, seen[-1].done_bytes, seen[-1].total_bytes) == (0, 440, 440)
+    assert [p.num_documents for p in seen] == list(range(0, 41, 2))
+
+
+def test_whole_store_is_used_again(corpus: Path, tmp_path: Path) -> None:
+    make(corpus, tmp_path / "to")
+    again = CountingBytes()
+    made = make(corpus, tmp_path / "to", again)
+    assert made.reused and not again.seen
+
+
+def test_cache_is_named_by_content_and_tokenizer(corpus: Path, tmp_path: Path) -> None:
+    source = open_text(str(corpus))
+    first = cached_store(source, BYTES, cache=tmp_path / "cache")
+    assert not first.reused and cached_store(source, BYTES, cache=tmp_path / "cache").reused
+    (corpus / "00.txt").write_text("changed")
+    changed = cached_store(open_text(str(corpus)), BYTES, cache=tmp_path / "cache")
+    assert not changed.reused and changed.prefix != first.prefix
+    assert changed.info.fingerprint != first.info.fingerprint
+    assert first.prefix.parent.name == request_of(source, BYTES, skip_bad=False)
+
+
+def test_damaged_cached_store_is_made_again(corpus: Path, tmp_path: Path) -> None:
+    source = open_text(str(corpus))
+    made = cached_store(source, BYTES, cache=tmp_path / "cache")
+    whole = contents(made.prefix.parent)
+    made.prefix.with_suffix(".bin").write_bytes(b"cut")
+    assert not cached_store(source, BYTES, cache=tmp_path / "cache").reused
+    assert contents(made.prefix.parent) == whole
+
+
+def test_same_tokens_elsewhere_have_the_same_fingerprint(corpus: Path, tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in documents(open_text(str(corpus))))
+    (tmp_path / "x.jsonl").write_text(rows)
+    assert make(corpus, tmp_path / "a").info.fingerprint == make(tmp_path / "x.jsonl", tmp_path / "b").info.fingerprint
+
+
+class CountingFolder(ByteTokenizer):
+    """Leaves a file for each batch it encodes: counts over processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def encode_batch(self, texts: list[str]) -> list[npt.NDArray[Any]]:
+        (self.folder / f"{texts[0]} {os.getpid()} {time.monotonic_ns()}").touch()
+        return super().encode_batch(texts)
+
+
+def _open_cached(corpus: Path, cache: Path, counted: Path, barrier: Any, results: Any) -> None:
+    source = open_text(str(corpus))
+    barrier.wait(30)
+    made = cached_store(source, CountingFolder(counted), cache=cache, num_workers=1)
+    results.put((made.reused, made.open().num_tokens))
+
+
+def test_one_process_makes_it_while_the_others_wait(corpus: Path, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    (tmp_path / "counted").mkdir()
+    barrier, results = context.Barrier(3), context.Queue()
+    arguments = (corpus, tmp_path / "cache", tmp_path / "counted", barrier, results)
+    processes = [context.Process(target=_open_cached, args=arguments, daemon=True) for _ in range(3)]
+    for process in processes:
+        process.start()
+    answers = sorted(results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(30)
+    assert answers == [(False, 480), (True, 480), (True, 480)]
+    # The spawned processes know nothing of the small parts of this test: all documents are one batch.
+    assert len(list((tmp_path / "counted").iterdir())) == 1
+
+
+def _prepare_slowly(corpus: Path, to: Path) -> None:
+    parts.PART_BYTES = 20
+    prepare.prepare(open_text(str(corpus)), CountingBytes(stop_at="document 30", kill=True), to=to, num_workers=1)
+
+
+def test_killed_outright_it_goes_on_where_it_stopped(corpus: Path, tmp_path: Path) -> None:
+    make(corpus, tmp_path / "whole")
+    process = multiprocessing.get_context("spawn").Process(target=_prepare_slowly, args=(corpus, tmp_path / "to"))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    again = CountingBytes()
+    make(corpus, tmp_path / "to", again)
+    assert again.seen == [f"document {i:02}" for i in range(30, 40)]
+    assert contents(tmp_path / "to") == contents(tmp_path / "whole")
+
+
+def test_parts_hold_all_pieces_in_order() -> None:
+    pieces = [Piece(i, 0, size, size) for i, size in enumerate([5, 0, 1 << 30, 7 << 20, 1 << 20, 3])]
+    plan = parts.plan_parts(pieces)
+    assert [piece for part in plan for piece in part.pieces] == pieces
+    assert [part.number for part in plan] == list(range(len(plan)))
+    assert [len(part.pieces) for part in plan] == [3, 2, 1]
+    assert len(parts.plan_parts([Piece(0, i, i + 1, 8 << 20) for i in range(100_000)])) <= parts.MAX_PARTS + 1
+
+
+def test_joined_documents_end_with_the_end_token() -> None:
+    ids: Iterable[list[int]] = ([1, 2], [], [3])
+    tokens, lengths = parts.joined([np.array(a, np.uint8) for a in ids], end_id=9, dtype=np.dtype("<u2"))
+    assert (tokens.tolist(), lengths.tolist()) == ([1, 2, 9, 9, 3, 9], [3, 1, 2])
+
+
+def test_documents_of_one_file_larger_than_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PART_BYTES", 50)
+    monkeypatch.setattr("threefold.data.text_rows._PIECE_BYTES", 30)
+    texts = [f"{i} " * (i % 7) for i in range(60)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    make(tmp_path / "x.jsonl", tmp_path / "to", num_workers=2)
+    store = TokenStore(tmp_path / "to" / "tokens")
+    assert [bytes(store.document(i)[:-1].astype(np.uint8)).decode() for i in range(60)] == texts

@@ -1,0 +1,227 @@
+"""Sources of text: which documents, in which order, under which fingerprint."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sysconfig
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from threefold.data import text_files, text_hub, text_rows
+from threefold.data.text import Piece, ReadLog, documents, open_text
+from threefold.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def cache_of_datasets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+
+
+def write_jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path: Path, texts: list[str | None], group: int = 2) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts, "n": range(len(texts))}), path, row_group_size=group)
+    return path
+
+
+def read(source: str | Path, **options: object) -> list[str]:
+    return list(documents(open_text(str(source), **options)))  # type: ignore[arg-type]
+
+
+def test_stdlib_is_the_library_without_packages_and_tests() -> None:
+    source = open_text("stdlib")
+    assert isinstance(source, text_files.Files)
+    assert 400 < len(source.paths) < 1500
+    assert "json/decoder.py" in source.paths and "unittest/case.py" in source.paths
+    excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    assert not any(excluded & set(path.split("/")[:-1]) for path in source.paths)
+    assert list(source.paths) == sorted(source.paths)
+    first = source.paths.index("json/decoder.py")
+    text = next(iter(source.read(source.pieces[first], ReadLog())))
+    assert text.encode() == (Path(sysconfig.get_paths()["stdlib"]) / "json/decoder.py").read_bytes()
+
+
+def test_stdlib_leaves_undecodable_files_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in {
+        "b.py": b"b",
+        "a.py": b"\xe9",
+        "test/x.py": b"x",
+        "p/tests/x.py": b"x",
+        "a/z.py": b"z",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    source, log = open_text("stdlib"), ReadLog()
+    # "a.py" sorts before "a/z.py": "." before "/".
+    assert [text for piece in source.pieces for text in source.read(piece, log)] == ["z", "b"]
+    assert (log.num_skipped, log.num_bad) == (1, 0)
+
+
+def test_folder_is_recursive_sorted_and_without_hidden_files(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name in ("b/2.txt", "a.md", "c.py", "B.TXT", "skip.rst", ".hidden.txt", ".git/x.txt"):
+        (tmp_path / name).write_text(name)
+    write_jsonl(tmp_path / "b" / "1.jsonl", [{"text": "row 1"}, {"text": "row 2"}])
+    assert read(tmp_path) == ["B.TXT", "a.md", "row 1", "row 2", "b/2.txt", "c.py"]
+
+
+def test_glob(tmp_path: Path) -> None:
+    for name in ("a/x/1.txt", "a/2.txt", "b/3.txt", "b/4.md", "b/5.bin"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert read(tmp_path / "*" / "*.txt") == ["a/2.txt", "b/3.txt"]
+    assert read(tmp_path / "**" / "*") == ["a/2.txt", "a/x/1.txt", "b/3.txt", "b/4.md"]
+    assert read(tmp_path / "b" / "[34].*") == ["b/3.txt", "b/4.md"]
+
+
+def test_file_whose_name_looks_like_a_glob(tmp_path: Path) -> None:
+    (tmp_path / "a[1].txt").write_text("one")
+    (tmp_path / "a1.txt").write_text("other")
+    assert read(tmp_path / "a[1].txt") == ["one"]
+
+
+def test_text_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\rthree é\n".encode())
+    assert read(tmp_path / "a.txt") == ["\ufeffone\r\ntwo\rthree é\n"]
+
+
+@given(
+    lines=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=30),
+    piece_bytes=st.integers(1, 80),
+    blank=st.sampled_from(["", "\n", " \r\n\n"]),
+    last=st.booleans(),
+)
+def test_jsonl_gives_each_line_once_for_any_pieces(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], piece_bytes: int, blank: str, last: bool
+) -> None:
+    path = tmp_path_factory.mktemp("jsonl") / "x.jsonl"
+    body = (blank + "\n").join(json.dumps({"text": line}, ensure_ascii=False) for line in lines)
+    path.write_bytes((body + ("\n" if last else "")).encode())
+    size, log = path.stat().st_size, ReadLog()
+    stretches = [Piece(0, at, min(at + piece_bytes, size), piece_bytes) for at in range(0, size, piece_bytes)]
+    texts = [text for piece in stretches for text in text_rows.read_jsonl(path, piece, text_field="text", log=log)]
+    assert texts == lines
+    assert (log.num_rows, log.num_with_field, log.num_bad) == (len(lines), len(lines), 0)
+
+
+def test_jsonl_with_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}')
+    assert read(tmp_path / "x.jsonl") == ["a", "b"]
+
+
+def test_bad_line_is_named_in_whichever_piece_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_rows, "_PIECE_BYTES", 40)
+    lines = ["" if i == 5 else json.dumps({"text": f"line {i}"}) for i in range(1, 31)]
+    lines[22] = "{not json"
+    lines[26] = "[1]"
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    source, log = open_text(str(tmp_path / "x.jsonl")), ReadLog()
+    assert len(source.pieces) > 10
+    texts = [text for piece in source.pieces for text in source.read(piece, log)]
+    assert texts == [f"line {i}" for i in range(1, 31) if i not in (5, 23, 27)]
+    assert [problem.what.split(": ")[0].split(", ")[1] for problem in log.problems] == ["line 23", "line 27"]
+
+
+def test_bad_lines_are_counted_when_skipped(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\nnope\n{"text": 1}\n{"t": ""}\n{"text": "b"}\n')
+    (tmp_path / "y.txt").write_bytes(b"\xff")
+    source, log = open_text(str(tmp_path)), ReadLog(skip_bad=True)
+    assert [text for piece in source.pieces for text in source.read(piece, log)] == ["a", "b"]
+    assert (log.num_skipped, log.problems) == (4, [])
+    assert list(documents(source, skip_bad=True)) == ["a", "b"]
+
+
+def test_reading_stops_soon_where_every_line_is_bad(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "x.jsonl", [{"body": "b"}] * 5000)
+    source, log = open_text(str(tmp_path / "x.jsonl")), ReadLog()
+    assert list(source.read(source.pieces[0], log)) == []
+    assert (log.num_bad, len(log.problems)) == (1000, 10)
+
+
+def test_parquet_rows_in_order_by_row_groups(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "x.parquet", [f"row {i}" for i in range(7)])
+    source = open_text(str(tmp_path / "x.parquet"))
+    assert len(source.pieces) == 4
+    assert list(documents(source)) == [f"row {i}" for i in range(7)]
+
+
+def test_parquet_null_is_named_by_row(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "x.parquet", ["a", "b", "c", None, "e"])
+    source = open_text(str(tmp_path / "x.parquet"))
+    with pytest.raises(DataError, match="row 3: the text is null"):
+        list(documents(source))
+    assert list(documents(source, skip_bad=True)) == ["a", "b", "c", "e"]
+
+
+def test_parquet_text_in_a_dictionary(tmp_path: Path) -> None:
+    column = pyarrow.array(["a", "b", "a"]).dictionary_encode()
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "x.parquet")
+    assert read(tmp_path / "x.parquet") == ["a", "b", "a"]
+
+
+def test_text_field(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "x.jsonl", [{"text": "no", "body": "yes"}])
+    assert read(tmp_path / "x.jsonl", text_field="body") == ["yes"]
+
+
+def test_hub_source_through_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [{"text": f"train {i}", "id": i} for i in range(5)])
+    write_jsonl(tmp_path / "test.jsonl", [{"text": "held out", "id": 0}])
+    monkeypatch.setattr(text_hub, "_PIECE_BYTES", 30)
+    source = open_text(f"hf:{tmp_path}")
+    assert len(source.pieces) > 1
+    assert list(documents(source)) == [f"train {i}" for i in range(5)]
+    held_out = open_text(f"hf:{tmp_path}", split="test")
+    assert list(documents(held_out)) == ["held out"]
+    assert open_text(f"hf:{tmp_path}").fingerprint == source.fingerprint != held_out.fingerprint
+    assert read(f"hf:{tmp_path}", split="train[:2]") == ["train 0", "train 1"]
+
+
+def test_hub_null_is_named_by_row(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [{"text": "a"}, {"text": None}])
+    with pytest.raises(DataError, match="row 1: the text is null"):
+        read(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize("kind", ["files", "hub"])
+def test_sources_pickle(tmp_path: Path, kind: str) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [{"text": "a"}, {"text": "b"}])
+    source = open_text(f"hf:{tmp_path}" if kind == "hub" else str(tmp_path))
+    again = pickle.loads(pickle.dumps(source))
+    assert list(documents(again)) == ["a", "b"]
+    assert again.fingerprint == source.fingerprint
+
+
+def test_fingerprint_follows_content_names_and_field_but_not_the_place(tmp_path: Path) -> None:
+    def fingerprint(folder: str, files: dict[str, str], text_field: str = "text") -> str:
+        for name, content in files.items():
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / name).write_text(content)
+        return open_text(str(tmp_path / folder), text_field=text_field).fingerprint
+
+    base = fingerprint("a", {"1.txt": "one", "2.txt": "two"})
+    assert base == fingerprint("b", {"1.txt": "one", "2.txt": "two"})
+    # The field plays no part where no file has rows.
+    assert base == fingerprint("b", {}, text_field="body")
+    assert base != fingerprint("c", {"1.txt": "one", "2.txt": "twO"})
+    assert base != fingerprint("d", {"1.txt": "one", "3.txt": "two"})
+    assert base != fingerprint("e", {"1.txt": "onet", "2.txt": "wo"})
+    rows = fingerprint("f", {"x.jsonl": '{"text": "a", "body": "b"}'})
+    assert rows != fingerprint("f", {}, text_field="body")
+
+
+def test_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "x.txt").write_text("home")
+    assert read("~/x.txt") == ["home"]

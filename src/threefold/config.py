@@ -65,7 +65,7 @@ class MeshConfig(_Section):
 class TrainConfig(_Section):
     """How long, how much at a time."""
 
-    steps: PositiveInt | None = Field(None, description="optimizer steps; default: 150, or what train.epochs gives")
+    steps: PositiveInt | None = Field(None, description="optimizer steps; default: 120, or what train.epochs gives")
     epochs: PositiveInt | None = Field(None, description="passes over the rows, instead of train.steps")
     global_batch: PositiveInt = Field(16, description="rows per optimizer step over all dp ranks")
     micro_batch: PositiveInt | Literal["auto"] = Field("auto", description="rows per dp rank in one forward")

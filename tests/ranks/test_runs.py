@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks.runs import command, curve, environment, metrics, prepare, stop_after
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ranks.runs import command, curve, environment, metrics, prepare, stop_after
 
 MESH = ("--mesh.dp", "2", "--mesh.tp", "2")
 
@@ -74,8 +75,10 @@ def test_resume_on_another_mesh_follows_the_run(folder: Path, whole: Path) -> No
 
 def test_torchrun_trains_the_same(folder: Path, whole: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", "-m", "threefold", "train"]
-        + ["config.yaml", *MESH, "--log.dir", "torchrun"],
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", "-m", "threefold", "train"),
+            *("config.yaml", *MESH, "--log.dir", "torchrun"),
+        ],
         cwd=folder,
         env=environment(folder),
         capture_output=True,

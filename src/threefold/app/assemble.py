@@ -28,7 +28,7 @@ from threefold.mesh.topology import Topology
 from threefold.model import load, tensor_parallel
 from threefold.model.build import ParallelModel
 
-DEFAULT_STEPS = 150
+DEFAULT_STEPS = 120
 _FORMAT = 1
 
 

@@ -118,7 +118,7 @@ def _train(config: Config, mesh: Mesh, why: str) -> int:
         steps,
         micro_batch,
         keeper.keep,
-        eval_batches=assemble.HeldOut(held_out, micro_batch, mesh, config.data.document_mask) if held_out is not None else None,
+        eval_batches=assemble.HeldOut(held_out, micro_batch, mesh, config.data.document_mask) if held_out else None,
         trackers=trackers,
         flops_per_token=flops_per_token(
             num_parameters,

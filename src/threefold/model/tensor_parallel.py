@@ -18,11 +18,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_tensor_parallelism
 
 from threefold.errors import Problem
 from threefold.mesh.groups import Mesh
+from threefold.model.tensor_layers import SharedInput, column_forward, row_forward, vocabulary_forward
 
+_OUR_STYLES = {(nn.Linear, "colwise"), (nn.Linear, "rowwise"), (nn.Embedding, "embedding_rowwise")}
 _SUMMED_EVERY_BACKWARD = "replicated_with_grad_allreduce"
 
 
@@ -97,7 +99,7 @@ def apply(model: PreTrainedModel, mesh: Mesh) -> TensorParallelism:
         plan[head_name] = "colwise"
     if tied:
         plan |= {f"{embedding_name}.weight": "embedding_rowwise", embedding_name: "embedding_rowwise"}
-    apply_tensor_parallelism(model, mesh.device_mesh["tp"], plan)
+    _split(model, plan, mesh)
     if tied:
         # Splitting gave each of the two modules a parameter of its own; they are one again.
         head._parameters["weight"] = embedding._parameters["weight"]
@@ -110,6 +112,29 @@ def apply(model: PreTrainedModel, mesh: Mesh) -> TensorParallelism:
         partial_gradients=tuple(name for name in partial if name in names),
         vocabulary_start=_vocabulary_start(head, mesh) if head_name else None,
     )
+
+
+def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh) -> None:
+    """Splits parameters as transformers' styles do, and gives plain layers the forward of `tensor_layers`."""
+    group = mesh.group("tp")
+    assert mesh.device_mesh is not None and group is not None
+    modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters())
+    shared = SharedInput(group)
+    theirs: dict[str, str] = {}
+    for name, style in plan.items():
+        owner = modules[name if name in modules else name.rpartition(".")[0]]
+        if (type(owner), style) not in _OUR_STYLES:
+            theirs[name] = style
+        elif name in parameters:
+            ALL_PARALLEL_STYLES[style].shard_param(owner, name.rpartition(".")[2], mesh.device_mesh["tp"])
+        elif style == "colwise":
+            owner.forward = column_forward(owner, shared)
+        elif style == "rowwise":
+            owner.forward = row_forward(owner, shared, group)
+        else:
+            owner.forward = vocabulary_forward(owner, group, start=_vocabulary_start(owner, mesh))
+    apply_tensor_parallelism(model, mesh.device_mesh["tp"], theirs)
 
 
 def _vocabulary_start(head: nn.Module, mesh: Mesh) -> int:

@@ -1,0 +1,113 @@
+"""What a split layer computes on one tp rank, on local tensors.
+
+transformers' styles run every product through DTensor and sum the gradient of a layer's input once for each projection
+that reads it. Here a projection is a plain product with the local part of its weight, and projections that read the
+same tensor (query, key and value; gate and up) share one sum of its gradient. A layer then costs two all-reduces
+forward and two backward (Megatron-LM, arXiv:1909.08053). Parameters stay DTensors, so that everything else knows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class SharedInput:
+    """One model's split projections; lets those that read the same tensor share the sum of its gradient."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def take(self, x: Tensor) -> Tensor:
+        """`x`, whose gradient will be summed over the group; once for consecutive takers of the same tensor."""
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        if self._last is None or self._last[0] is not x:
+            self._last = (x, _SumGradient.apply(x, self._group))  # type: ignore[assignment]
+        assert self._last is not None
+        return self._last[1]
+
+    def forget(self) -> None:
+        """Lets go of the tensor taken last."""
+        self._last = None
+
+
+def column_forward(module: nn.Linear, shared: SharedInput) -> Callable[[Tensor], Tensor]:
+    """x [.., in] on every rank -> this rank's part [.., out / tp]."""
+
+    def forward(x: Tensor) -> Tensor:
+        return F.linear(shared.take(x), _local(module.weight), _local(module.bias))
+
+    return forward
+
+
+def row_forward(module: nn.Linear, shared: SharedInput, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """This rank's part [.., in / tp] -> the sum over the ranks [.., out] on every rank."""
+
+    def forward(x: Tensor) -> Tensor:
+        shared.forget()
+        y: Tensor = _Sum.apply(F.linear(x, _local(module.weight)), group)  # type: ignore[assignment]
+        return y if module.bias is None else y + _local(module.bias)
+
+    return forward
+
+
+def vocabulary_forward(module: nn.Embedding, group: dist.ProcessGroup, *, start: int) -> Callable[[Tensor], Tensor]:
+    """Token ids -> embeddings [.., hidden] on every rank; each rank looks up the entries it holds, from `start` on."""
+
+    def forward(ids: Tensor) -> Tensor:
+        weight = _local(module.weight)
+        own = (ids >= start) & (ids < start + weight.shape[0])
+        place = torch.where(own, ids - start, 0)
+        padding = module.padding_idx - start if module.padding_idx is not None else -1
+        padding_idx = padding if 0 <= padding < weight.shape[0] else None
+        found = (
+            F.embedding(place, weight, padding_idx)
+            if weight.shape[0]
+            else weight.new_zeros(*ids.shape, weight.shape[1])
+        )
+        y: Tensor = _Sum.apply(torch.where(own[..., None], found, 0.0), group)  # type: ignore[assignment]
+        return y
+
+    return forward
+
+
+def _local(parameter: Any) -> Any:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class _Sum(torch.autograd.Function):
+    """All-reduce forward; the gradient is on every rank already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x, group=group)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _SumGradient(torch.autograd.Function):
+    """Identity forward; all-reduce of what each rank's columns say of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient = gradients[0].contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from threefold.mesh.groups import Mesh
+from threefold.model.attention import attend
 
 _instance_numbers = itertools.count()
 
@@ -117,7 +117,7 @@ class ContextParallel:
             if attention_mask is None:
                 raise RuntimeError(f"{type(module).__name__} was given no mask under context parallelism")
             key, value = _gather_sequence(key, value, self._group)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return attend(module, query, key, value, attention_mask, **kwargs)
 
 
 def _gather_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

@@ -47,13 +47,13 @@ def problems(config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, str] 
     """What stands against splitting this architecture over `tp_size` ranks; empty where nothing does.
 
     Args:
-        plan: the model's own tensor-parallel plan (None or empty where it has none).
+        plan: the model's own tensor-parallel plan; without a rule for its layers it is none.
     """
     if tp_size == 1:
         return []
     text = config.get_text_config()
     name = config.model_type
-    if not plan:
+    if not any(".*." in name for name in plan or ()):
         return [
             Problem(
                 f"mesh.tp = {tp_size}, but transformers has no tensor-parallel plan for {name!r}",

@@ -26,7 +26,7 @@ from threefold.mesh.topology import Topology, resolve
 log = logging.getLogger("threefold")
 
 # What every rank imports; the server that ranks are forked from has it ready.
-_PRELOAD = (
+PRELOAD = (
     "torch",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -88,8 +88,8 @@ def train_command(loaded: Loaded) -> int:
 
         placed = resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None)
         return run_rank(loaded, *placed)
-    launch.preload(_PRELOAD)
-    topology, why = _topology_here(loaded.config)
+    launch.preload(PRELOAD)
+    topology, why = topology_here(loaded.config)
     if topology.world_size == 1:
         from threefold.app.rank import run_rank
 
@@ -97,7 +97,8 @@ def train_command(loaded: Loaded) -> int:
     return launch.start_ranks(_rank_entry, (loaded, topology, why), num_ranks=topology.world_size)
 
 
-def _topology_here(config: Config) -> tuple[Topology, str]:
+def topology_here(config: Config) -> tuple[Topology, str]:
+    """The mesh for the ranks that will be started on this machine, and why it is that one."""
     num_devices = None
     if config.mesh.device != "cpu":
         import torch

@@ -18,7 +18,7 @@ from threefold.config import Config
 from threefold.config_loading import validate
 from threefold.errors import ConfigError
 from threefold.mesh.groups import Mesh
-from threefold.model import data_parallel, load, tensor_parallel
+from threefold.model import context_parallel, data_parallel, load, tensor_parallel
 from threefold.model.context_parallel import ContextParallel
 from threefold.model.tensor_parallel import TensorParallelism
 
@@ -81,7 +81,9 @@ def load_model(
     )
     architecture = load.read_config(asked.model)
     plan = load.plan_of(architecture, trust_remote_code=trust_remote_code)
-    if problems := tensor_parallel.problems(architecture, mesh.topology.tp, plan=plan):
+    problems = tensor_parallel.problems(architecture, mesh.topology.tp, plan=plan)
+    problems += context_parallel.problems(asked.mesh.cp_method, architecture, mesh.topology)
+    if problems:
         raise ConfigError.of(problems)
     return build(asked, architecture, mesh)
 
@@ -93,7 +95,10 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
         architecture: from `load.read_config`, checked against the mesh.
     """
     dtype = DTYPES[config.model.dtype]
-    context = ContextParallel(mesh)
+    method, method_why = context_parallel.choose(
+        config.mesh.cp_method, architecture, mesh.topology, seq_len=config.data.seq_len
+    )
+    context = ContextParallel(mesh, method=method)
     model: Any = load.build_without_storage(
         architecture, attention=context.name, trust_remote_code=config.model.trust_remote_code
     )
@@ -112,4 +117,7 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
         load.fill(model, found, mesh=mesh, tp_placements=tensor.placements, fsdp_sharded=kind == "fsdp")
     model.train()
     forward = data_parallel.replicate(model, mesh) if kind == "ddp" else model
-    return ParallelModel(forward, model, context, tensor, dtype, ((f"data parallelism: {kind}", why),))
+    choices = [(f"data parallelism: {kind}", why)]
+    if mesh.size("cp") > 1:
+        choices.append((f"context parallelism: {method}", method_why))
+    return ParallelModel(forward, model, context, tensor, dtype, tuple(choices))

@@ -2,9 +2,10 @@
 
 A batch of rows [batch, sequence] becomes [batch, sequence / cp] on each cp rank: its head chunk and its tail chunk of
 2 x cp equal ones, so that causal work is balanced. Everything that depends on where a token stands (positions, masks,
-documents) is computed from its true place in the row before the split or from true positions after it. Keys and values
-are gathered over the axis with autograd; queries stay. A layer's mask is the model's own mask function, evaluated at
-the true positions, so windows and chunks mean what they mean in one process.
+documents) is computed from its true place in the row before the split or from true positions after it. A layer's mask
+is the model's own mask function, evaluated at the true positions, so windows and chunks mean what they mean in one
+process. Two methods: `gather` brings the keys and values of the whole row to every rank's queries, `ulysses` brings
+whole rows of some heads to every rank.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.masking_utils import sdpa_mask
 
+from threefold.errors import Problem
 from threefold.mesh.groups import Mesh
+from threefold.mesh.topology import Topology
 from threefold.model.attention import attend
+from threefold.model.context_collectives import gather_sequence, heads_to_sequence, sequence_to_heads
 
 _instance_numbers = itertools.count()
 
-# torch 2.13 renamed them and warns at the old names.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+# Below it all-to-all costs more than it saves (on a CPU, 2 ranks: 0.80 of one process' speed at 512, 0.92 at 2048).
+_ULYSSES_FROM = 2048
+# Layers that carry a state along the sequence; none of the two methods keeps it.
+_RECURRENT = ("mamba", "rwkv", "linear_attention", "recurrent", "xlstm", "conv", "hybrid")
 
 
 def local_positions(sequence: int, *, cp_size: int, cp_rank: int) -> Tensor:
@@ -44,6 +48,51 @@ def local_positions(sequence: int, *, cp_size: int, cp_rank: int) -> Tensor:
     return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
 
 
+def choose(method: str, config: PretrainedConfig, topology: Topology, *, seq_len: int) -> tuple[str, str]:
+    """(`gather` or `ulysses`, why) for what `mesh.cp_method` asks."""
+    if method != "auto":
+        return method, "as given"
+    if not _heads_divide(config, topology):
+        return "gather", "the heads of a tp rank do not divide by cp"
+    if seq_len < _ULYSSES_FROM:
+        return "gather", f"rows shorter than {_ULYSSES_FROM} tokens"
+    return "ulysses", f"the heads divide by cp, and rows have {_ULYSSES_FROM} tokens or more"
+
+
+def problems(method: str, config: PretrainedConfig, topology: Topology) -> list[Problem]:
+    """What stands against splitting this architecture's sequences; empty where nothing does."""
+    if topology.cp == 1:
+        return []
+    text = config.get_text_config()
+    found = []
+    kinds = [*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())]
+    carried = sorted({kind for kind in (config.model_type, *kinds) if any(word in kind for word in _RECURRENT)})
+    if carried:
+        found.append(
+            Problem(
+                f"mesh.cp = {topology.cp}, but {config.model_type!r} has recurrent layers ({', '.join(carried)})",
+                "attention layers only: a recurrent state runs along the whole sequence",
+                "--mesh.cp 1   (use mesh.dp or mesh.tp instead)",
+            )
+        )
+    if method == "ulysses" and not _heads_divide(config, topology):
+        found.append(
+            Problem(
+                f"mesh.cp_method = ulysses, but the heads of a tp rank do not divide by mesh.cp ({topology.cp})",
+                "attention heads and key-value heads that are multiples of mesh.tp x mesh.cp",
+                "--mesh.cp_method gather   (works for any number of heads)",
+            )
+        )
+    return found
+
+
+def _heads_divide(config: PretrainedConfig, topology: Topology) -> bool:
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    return heads % (topology.tp * topology.cp) == 0 and kv_heads % (topology.tp * topology.cp) == 0
+
+
 class ContextParallel:
     """The cp axis of one model: splits its batches and computes its attention.
 
@@ -51,14 +100,15 @@ class ContextParallel:
     use; several models, each with its own, can live in one process.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, *, method: str = "gather") -> None:
         self.size = mesh.size("cp")
         self.rank = mesh.cp_rank
         self.name = f"threefold_{next(_instance_numbers)}"
         self._group = mesh.group("cp")
+        self._method = method
         # What the mask function needs of the batch in flight; set by `shard`, read while the model builds its masks.
         self._query_positions = torch.empty(0, dtype=torch.long)
-        self._key_positions = torch.empty(0, dtype=torch.long)
+        self.key_positions = torch.empty(0, dtype=torch.long)
         self._documents: Tensor | None = None
         AttentionInterface.register(self.name, self._attention)
         AttentionMaskInterface.register(self.name, self._mask)
@@ -75,33 +125,37 @@ class ContextParallel:
         sequence = batch["input_ids"].shape[1]
         device = batch["input_ids"].device
         places = [local_positions(sequence, cp_size=self.size, cp_rank=rank) for rank in range(self.size)]
-        self._query_positions = places[self.rank].to(device)
-        self._key_positions = torch.cat(places).to(device)
+        own = places[self.rank].to(device)
+        self.key_positions = torch.cat(places).to(device)
+        self._query_positions = self.key_positions if self._method == "ulysses" else own
         self._documents = batch.get("document_ids")
         if self.size == 1:
             return batch
-        return {name: rows.index_select(1, self._query_positions) for name, rows in batch.items()}
+        return {name: rows.index_select(1, own) for name, rows in batch.items()}
 
     def _mask(
         self, batch_size: int, *, mask_function: Callable[..., Any], device: torch.device | str = "cpu", **kwargs: Any
     ) -> Tensor | None:
-        """Boolean mask [batch, 1, sequence / cp, sequence] of one kind of layer, at true positions.
+        """Boolean mask [batch, 1, queries, sequence] of one kind of layer, at true positions.
 
-        The keys stand in the order in which the gather delivers them. None where one process needs no mask.
+        The keys stand in the order in which the ranks deliver them. None where one process needs no mask.
         """
         documents = self._documents
         if self.size == 1 and documents is None:
             kwargs["attention_mask"] = None  # ones, and looking at them would wait for the device
             return sdpa_mask(batch_size=batch_size, mask_function=mask_function, device=device, **kwargs)
-        queries = self._query_positions[None, None, :, None]
-        keys = self._key_positions[None, None, None, :]
+        queries, keys = self._query_positions, self.key_positions
         rows = torch.arange(batch_size, device=device)[:, None, None, None]
         heads = torch.zeros(1, dtype=torch.long, device=device)[None, :, None, None]
-        mask = mask_function(rows, heads, queries, keys)
+        mask = mask_function(rows, heads, queries[None, None, :, None], keys[None, None, None, :])
+        halves = _visible_keys(mask) if self.size > 1 and self._method == "gather" else None
         if documents is not None:
-            own = documents.index_select(1, self._query_positions)[:, None, :, None]
-            mask = mask & (own == documents.index_select(1, self._key_positions)[:, None, None, :])
-        return mask.expand(batch_size, 1, len(self._query_positions), len(self._key_positions))
+            own = documents.index_select(1, queries)[:, None, :, None]
+            mask = mask & (own == documents.index_select(1, keys)[:, None, None, :])
+        mask = mask.expand(batch_size, 1, len(queries), len(keys))
+        # Rides on the mask, so that a layer that is recomputed in backward finds it again.
+        mask.threefold_visible_keys = halves
+        return mask
 
     def _attention(
         self,
@@ -113,38 +167,43 @@ class ContextParallel:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attention of local queries [batch, heads, sequence / cp, head] over the keys of the whole row."""
-        if self._group is not None:
-            if attention_mask is None:
-                raise RuntimeError(f"{type(module).__name__} was given no mask under context parallelism")
-            key, value = _gather_sequence(key, value, self._group)
-        return attend(module, query, key, value, attention_mask, **kwargs)
+        if self._group is None:
+            return attend(module, query, key, value, attention_mask, **kwargs)
+        if attention_mask is None:
+            raise RuntimeError(f"{type(module).__name__} was given no mask under context parallelism")
+        if self._method == "ulysses":
+            return self._by_heads(module, query, key, value, attention_mask, **kwargs)
+        key, value = gather_sequence(key, value, self._group)
+        halves = getattr(attention_mask, "threefold_visible_keys", None)
+        if halves is None:
+            return attend(module, query, key, value, attention_mask, **kwargs)
+        outputs = []
+        for part, visible in zip(torch.arange(query.shape[2]).chunk(2), halves, strict=True):
+            queries = slice(int(part[0]), int(part[-1]) + 1)
+            mask = attention_mask[:, :, queries]
+            seen = (key, value, mask)
+            if visible is not None:
+                seen = (key.index_select(2, visible), value.index_select(2, visible), mask.index_select(3, visible))
+            outputs.append(attend(module, query[:, :, queries], *seen, **kwargs)[0])
+        # (batch, queries, heads, head)
+        return torch.cat(outputs, dim=1), None
+
+    def _by_heads(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        assert self._group is not None
+        query, key, value = (heads_to_sequence(x, self._group) for x in (query, key, value))
+        if kwargs.get("s_aux") is not None:
+            kwargs["s_aux"] = kwargs["s_aux"].chunk(self.size)[self.rank]
+        output, _ = attend(module, query, key, value, mask, **kwargs)
+        # (batch, sequence, heads / cp, head) -> (batch, sequence / cp, heads, head)
+        return sequence_to_heads(output.transpose(1, 2), self._group).transpose(1, 2).contiguous(), None
 
 
-def _gather_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    # both: (batch, kv heads, sequence / cp, head), which may differ in the last dim
-    together = torch.cat([key, value], dim=-1)
-    whole: Tensor = _GatherSequence.apply(together, group)  # type: ignore[assignment]
-    return whole.split([key.shape[-1], value.shape[-1]], dim=-1)  # type: ignore[return-value]
-
-
-class _GatherSequence(torch.autograd.Function):
-    """All-gather along dim 2; backward sums what every rank's queries say of this rank's keys (reduce-scatter)."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        ctx.length = local.shape[2]
-        parts = local.new_empty((group.size() * local.shape[0], *local.shape[1:]))
-        _all_gather(parts, local.contiguous(), group=group)
-        # (cp x batch, heads, sequence / cp, head) -> (batch, heads, sequence, head)
-        return parts.view(group.size(), *local.shape).permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        batch, heads, _, width = gradient.shape
-        # (batch, heads, sequence, head) -> (cp x batch, heads, sequence / cp, head)
-        parts = gradient.view(batch, heads, -1, ctx.length, width).permute(2, 0, 1, 3, 4).flatten(0, 1).contiguous()
-        own = parts.new_empty((batch, *parts.shape[1:]))
-        _reduce_scatter(own, parts, group=ctx.group)
-        return own, None
+def _visible_keys(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """For the head half and the tail half of the queries the keys that any of them sees; None where that is most."""
+    found: list[Tensor | None] = []
+    for half in mask.chunk(2, dim=2):
+        visible = half.any(dim=2).flatten(0, 1).any(dim=0).nonzero()[:, 0]
+        found.append(visible if len(visible) < 0.9 * mask.shape[3] else None)
+    return found[0], found[1]

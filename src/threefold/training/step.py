@@ -7,7 +7,7 @@ and the micro-batching. No other file sees a gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,12 +44,20 @@ class TrainStep:
     """A model, its optimizer and the mesh they live on; each call is one optimizer step."""
 
     def __init__(
-        self, model: ParallelModel, optimizer: torch.optim.Optimizer, mesh: Mesh, *, grad_clip: float = 0.0
+        self,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        *,
+        grad_clip: float = 0.0,
+        observe: Callable[[], None] | None = None,
     ) -> None:
+        """Args: observe: called when the gradients are whole and not yet clipped; for those who compare them."""
         self._model = model
         self._optimizer = optimizer
         self._mesh = mesh
         self._grad_clip = grad_clip
+        self._observe = observe
 
     def __call__(self, batches: Sequence[Batch], *, lr: float) -> StepResult:
         """Runs forward and backward over the micro-batches of this dp rank, then updates the weights.
@@ -96,6 +104,8 @@ class TrainStep:
                 _place_as_parameter(parameter)
                 gradients[name in split and not split[name].is_replicate()].append(_local(parameter.grad))
         norm = self._global_norm(gradients[True], gradients[False])
+        if self._observe is not None:
+            self._observe()
         if self._grad_clip:
             factor = (self._grad_clip / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients[True] + gradients[False], factor)

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from threefold.config import Config
+from threefold.config import Config, DataConfig, MixtureSource
 from threefold.errors import ConfigError, Problem
 
 MESH_VARIABLES = {"DP_SIZE": "mesh.dp", "CP_SIZE": "mesh.cp", "TP_SIZE": "mesh.tp"}
@@ -96,7 +96,9 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None
         config = Config.model_validate(values)
     except ValidationError as error:
         problems = _unknown(values) + [
-            _problem(entry, origins or {}) for entry in error.errors() if entry["type"] != "extra_forbidden"
+            _problem(entry, origins or {})
+            for entry in error.errors()
+            if entry["type"] != "extra_forbidden" or len(entry["loc"]) > 2
         ]
         raise ConfigError.of(_once(problems)) from None
     if problems := _contradictions(config):
@@ -110,7 +112,7 @@ def _once(problems: Iterable[Problem]) -> list[Problem]:
 
 
 def _contradictions(config: Config) -> list[Problem]:
-    found = []
+    found = _mixture_contradictions(config)
     if config.model.name_or_path is not None and config.model.config is not None:
         found.append(
             Problem(
@@ -135,6 +137,7 @@ def _contradictions(config: Config) -> list[Problem]:
                 "--eval.source FILE_OR_FOLDER, or leave eval.every out",
             )
         )
+    found += _skip_problems(config.data.skip)
     for number, beta in enumerate(config.optimizer.betas):
         if not 0 <= beta < 1:
             found.append(
@@ -150,6 +153,55 @@ def _contradictions(config: Config) -> list[Problem]:
                 f"optimizer.min_lr = {config.optimizer.min_lr} is above optimizer.lr = {config.optimizer.lr}",
                 "a schedule that falls from lr to min_lr",
                 f"--optimizer.min_lr 0   (or raise optimizer.lr above {config.optimizer.min_lr})",
+            )
+        )
+    return found
+
+
+def _skip_problems(skip: Sequence[tuple[int, int]]) -> list[Problem]:
+    found = [
+        Problem(
+            f"data.skip has [{first}, {last}], which ends before it begins",
+            "[first, last], both steps included",
+            f"--data.skip '[[{last}, {first}]]'",
+        )
+        for first, last in skip
+        if last < first
+    ]
+    firsts = [first for first, _ in skip]
+    if any(later <= earlier for earlier, later in zip(firsts, firsts[1:], strict=False)):
+        ascending = sorted({first: [first, last] for first, last in skip}.values())
+        found.append(
+            Problem(
+                f"data.skip has ranges that begin with steps {', '.join(map(str, firsts))}: they do not ascend",
+                "the ranges in the order in which the run comes to them, each beginning with another step",
+                f"--data.skip '{ascending}'",
+            )
+        )
+    return found
+
+
+def _mixture_contradictions(config: Config) -> list[Problem]:
+    source, mixture = config.data.source, config.data.mixture
+    found: list[Problem] = []
+    if mixture is None:
+        return found
+    if not mixture:
+        found.append(Problem("data.mixture names no source", "at least one", _MIXTURE_FIX))
+    if source != DataConfig().source:
+        found.append(
+            Problem(
+                f"data.source = {source} and data.mixture are both set",
+                "one of them: a mixture names all of its sources itself, each with a weight",
+                f"leave data.source out, or make it one of the mixture: {{source: {as_yaml(source)}, weight: 1}}",
+            )
+        )
+    if config.train.epochs is not None:
+        found.append(
+            Problem(
+                f"train.epochs = {config.train.epochs} with data.mixture",
+                "train.steps: a mixture has no end of its own, each of its sources begins again when it is through",
+                "--train.steps N, and leave train.epochs out",
             )
         )
     return found
@@ -272,15 +324,39 @@ _EXPECTED = {
 }
 
 
+_MIXTURE_FIX = (
+    "--data.mixture '{code: {source: FOLDER, weight: 0.7}, prose: {source: hf:ID, weight: 0.3}}'   (any names)"
+)
+
+
+def _mixture_problem(entry: Any, where: str) -> Problem:
+    """What is wrong inside data.mixture, which alone has keys below a key."""
+    path = ".".join(map(str, entry["loc"]))
+    keys = ", ".join(MixtureSource.model_fields)
+    if entry["type"] == "extra_forbidden":
+        nearest = difflib.get_close_matches(str(entry["loc"][-1]), MixtureSource.model_fields, n=1, cutoff=0.5)
+        fix = f"did you mean {nearest[0]}?" if nearest else _MIXTURE_FIX
+        return Problem(f"unknown key {path}{where}", f"one of {keys}", fix)
+    if entry["type"] == "missing":
+        return Problem(f"there is no {path}{where}", "a source and its weight under each name", _MIXTURE_FIX)
+    template = _EXPECTED.get(entry["type"]) if len(entry["loc"]) > 3 else "{{name: {{source: ..., weight: ...}}, ...}}"
+    expected = template.format(**entry.get("ctx", {})) if template else entry["msg"]
+    return Problem(f"{path} = {as_yaml(entry['input'])} is not accepted{where}", expected, _MIXTURE_FIX)
+
+
 def _problem(entry: Any, origins: Mapping[str, str]) -> Problem:
     path = [str(part) for part in entry["loc"]]
     key = ".".join(path[:2])
+    if key == "data.mixture":
+        return _mixture_problem(entry, f" ({origins[key]})" if key in origins else "")
     template = _EXPECTED.get(entry["type"])
     expected = template.format(**entry.get("ctx", {})) if template else entry["msg"]
     if key in ("mesh.dp", "mesh.dp_shard", "mesh.cp", "mesh.tp"):
         expected = "a whole number greater than 0, or auto"
     elif key == "optimizer.betas":
         expected = "two numbers, both at least 0 and below 1"
+    elif key == "data.skip":
+        expected = "[first, last] ranges of steps, counted from 1: [[1000, 1100]]"
     elif key == "train.micro_batch":
         expected = "a whole number greater than 0, or auto"
     origin = origins.get(key, "")
@@ -306,6 +382,8 @@ def as_yaml(value: Any) -> str:
         return value if _is_plain_text(value) else json.dumps(value, ensure_ascii=False)
     if isinstance(value, float) and not math.isfinite(value):
         return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    if isinstance(value, BaseModel):
+        return as_yaml(value.model_dump(exclude_none=True))
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{as_yaml(str(key))}: {as_yaml(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -322,8 +400,8 @@ def _is_plain_text(text: str) -> bool:
     from ruamel.yaml.error import YAMLError
 
     try:
-        # More characters mean something inside brackets, others only outside of them.
-        return _read_yaml(text) == text and _read_yaml(f"[{text}]") == [text]
+        # Some characters mean something only inside brackets, some only outside of them, some only in a key.
+        return _read_yaml(text) == text and _read_yaml(f"{{{text}: [{text}]}}") == {text: [text]}
     except (YAMLError, ValueError, RecursionError):
         return False
 

@@ -42,7 +42,7 @@ def learning_rate(step: int, *, num_steps: int, config: OptimizerConfig) -> floa
     """
     full = max(1, config.warmup_steps)
     if step <= full:
-        return config.lr * step / full
+        return config.lr * (step / full)  # exactly lr when it is full
     if config.schedule == "constant":
         return config.lr
     done = min(1.0, (step - full) / max(1, num_steps - full))

@@ -1,0 +1,155 @@
+"""Wrong requests through the real command: exit code 2, one message in three parts, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 257,
+    "hidden_size": 36,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+}
+ALONE = ("--mesh.dp", "1", "--mesh.device", "cpu", "--data.source", "corpus.txt")
+# One rank of one: no server of forked ranks is started beside it, which would double the time of a test.
+ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+FROM_OUTSIDE = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "HF_", "XDG_")
+SIZES_FROM_OUTSIDE = ("DP_SIZE", "CP_SIZE", "TP_SIZE")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "corpus.txt").write_text("hello world " * 400)
+    return tmp_path
+
+
+def refused(folder: Path, *arguments: str, **variables: str) -> str:
+    """What `threefold train` prints of a wrong request; nothing is found outside of `folder`, or written there."""
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(FROM_OUTSIDE) and name not in SIZES_FROM_OUTSIDE
+    }
+    environ |= {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", **variables}
+    done = subprocess.run(
+        [sys.executable, "-m", "threefold", "train", *arguments],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    for message in done.stderr.removesuffix("\n").split("\n\n"):
+        _, expected, fix = message.split("\n")
+        assert expected.startswith("  expected: ") and fix.startswith("  fix: ")
+    return done.stderr
+
+
+# --- before torch is loaded --------------------------------------------------------------------------------------
+
+
+def test_unknown_key(folder: Path) -> None:
+    message = refused(folder, "--optimizer.lrr", "1e-3")
+    assert message.startswith("unknown key optimizer.lrr\n  expected: one of optimizer.{lr, ")
+    assert message.endswith("\n  fix: did you mean optimizer.lr?\n")
+
+
+def test_several_errors_are_said_at_once(folder: Path) -> None:
+    """Of the file, the command line and the environment together."""
+    (folder / "c.yaml").write_text("train:\n  stepz: 5\n  seed: -1\n")
+    message = refused(folder, "c.yaml", "--optimizer.lr", "fast", TP_SIZE="two")
+    assert [part.splitlines()[0] for part in message.split("\n\n")] == [
+        "unknown key train.stepz",
+        "mesh.tp = two is not accepted (environment TP_SIZE)",
+        "train.seed = -1 is not accepted (c.yaml)",
+        "optimizer.lr = fast is not accepted (command line)",
+    ]
+
+
+def test_key_without_a_value(folder: Path) -> None:
+    assert refused(folder, "--train.steps") == (
+        "--train.steps has no value\n  expected: exactly one value for each key\n  fix: --train.steps VALUE\n"
+    )
+
+
+def test_half_a_launcher(folder: Path) -> None:
+    assert refused(folder, RANK="0", WORLD_SIZE="2") == (
+        "RANK and WORLD_SIZE set, but MASTER_ADDR and MASTER_PORT not\n"
+        "  expected: all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (set by a launcher), or none of them\n"
+        "  fix: start with torchrun --nproc_per_node=N -m threefold ..., or: unset RANK WORLD_SIZE\n"
+    )
+
+
+# --- before anything is sent -------------------------------------------------------------------------------------
+
+
+def test_world_size(folder: Path) -> None:
+    """No rank waits for the others: the one that runs here alone ends at once."""
+    launcher = {**ONE_RANK, "WORLD_SIZE": "3"}
+    assert refused(folder, "--mesh.dp", "2", "--mesh.tp", "2", **launcher) == (
+        "mesh.dp x mesh.cp x mesh.tp = 2 x 1 x 2 = 4, but 3 ranks were started\n"
+        "  expected: world size = dp x cp x tp, so that every rank has a place on the mesh\n"
+        "  fix: start 4 ranks, or set --mesh.dp 3 --mesh.cp 1 --mesh.tp 1\n"
+    )
+
+
+def test_missing_source(folder: Path) -> None:
+    assert refused(folder, *ALONE, "--data.source", "nowhere") == (
+        "data.source = 'nowhere' does not exist\n"
+        f"  expected: stdlib, hf:ID, a prepared folder, or a file, folder or glob, seen from {folder}\n"
+        "  fix: --data.source PATH   (or stdlib, or hf:ID for a dataset of the Hub)\n"
+    )
+
+
+def test_line_that_does_not_parse(folder: Path) -> None:
+    (folder / "rows.jsonl").write_text('{"text": "good"}\n{"text": \n')
+    message = refused(folder, *ALONE, "--data.source", "rows.jsonl", **ONE_RANK)
+    assert message.startswith(
+        "rows.jsonl, line 2: not JSON: Expecting value at character 8\n  expected: one JSON object a line\n"
+    )
+
+
+def test_model_folder_without_weights(folder: Path) -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["LlamaForCausalLM"]}))
+    model = ("--model.name_or_path", "model", "--data.tokenizer", "bytes")
+    assert refused(folder, *ALONE, *model, **ONE_RANK) == (
+        "model.name_or_path = 'model' has a config but no weights\n"
+        "  expected: *.safetensors files beside config.json\n"
+        "  fix: point to a complete folder, or --model.config '{model_type: ...}' for random weights\n"
+    )
+
+
+def test_missing_resume_path(folder: Path) -> None:
+    assert refused(folder, *ALONE, "--checkpoint.resume", "runs/gone", **ONE_RANK) == (
+        "checkpoint.resume = runs/gone does not exist\n"
+        "  expected: auto, never, or the folder of a run or of one of its checkpoints\n"
+        "  fix: check the path; `ls RUN/checkpoints` lists what a run has kept\n"
+    )
+    assert sorted(path.name for path in folder.iterdir() if path.name != "cache") == ["corpus.txt"]
+
+
+def test_sizes_that_tp_cannot_divide(folder: Path) -> None:
+    """Two ranks find it, one says it."""
+    tp = ("--mesh.tp", "2", "--mesh.device", "cpu", "--data.source", "corpus.txt")
+    assert refused(folder, *tp, "--model.config", json.dumps(LLAMA)) == (
+        "mesh.tp = 2 cannot divide the 3 attention heads of 'llama'\n"
+        "  expected: whole heads on every rank: one of 1, 3\n"
+        "  fix: --mesh.tp 1\n"
+        "\n"
+        "mesh.tp = 2 cannot divide the 3 key-value heads of 'llama'\n"
+        "  expected: whole heads on every rank: one of 1, 3\n"
+        "  fix: --mesh.tp 1\n"
+    )

@@ -1,0 +1,490 @@
+"""The whole texts of the errors about a request: what is wrong, what was expected, and the text to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, PretrainedConfig
+
+from threefold import config_loading
+from threefold.app.assemble import check
+from threefold.app.run_folder import open_run
+from threefold.checkpoint.layout import CheckpointFolder, find
+from threefold.cli.arguments import split
+from threefold.config import Config, MeshConfig
+from threefold.data.tokens import ByteTokenizer
+from threefold.errors import EXIT_WRONG_REQUEST, CheckpointError, ConfigError, ThreefoldError
+from threefold.mesh import launch
+from threefold.mesh.topology import Topology, resolve
+from threefold.model import tensor_parallel
+from threefold.model.load import plan_of
+
+SECTIONS = ", ".join(Config.model_fields)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def text(act: Callable[[], Any], kind: type[ThreefoldError] = ConfigError) -> str:
+    """What the command prints of the error that `act` raises, which asks for exit code 2."""
+    with pytest.raises(kind) as caught:
+        act()
+    assert caught.value.exit_code == EXIT_WRONG_REQUEST
+    return str(caught.value)
+
+
+def problem(what: str, expected: str, fix: str) -> str:
+    return f"{what}\n  expected: {expected}\n  fix: {fix}"
+
+
+def test_problems_stand_below_one_another() -> None:
+    """The one place where the form itself is spelled out; below, `problem` makes it."""
+    assert text(lambda: split(["--train.steps", "--log.dir"])) == (
+        "--train.steps has no value\n"
+        "  expected: exactly one value for each key\n"
+        "  fix: --train.steps VALUE\n"
+        "\n"
+        "--log.dir has no value\n"
+        "  expected: exactly one value for each key\n"
+        "  fix: --log.dir VALUE"
+    )
+
+
+# --- the command line --------------------------------------------------------------------------------------------
+
+
+def test_unknown_option() -> None:
+    assert text(lambda: split(["-v"])) == problem(
+        "unknown option -v", "--section.key value", "`threefold train --help` shows the options"
+    )
+
+
+def test_second_config_file() -> None:
+    assert text(lambda: split(["a.yaml", "--optimizer.betas", "[0.9,", "0.95]"])) == problem(
+        "a second config file: 0.95]",
+        "one config file (a.yaml) and --section.key value pairs",
+        "a value belongs behind its key: --section.key 0.95]",
+    )
+
+
+# --- the config --------------------------------------------------------------------------------------------------
+
+
+def loading(*overrides: tuple[str, str], **environ: str) -> Callable[[], Any]:
+    return lambda: config_loading.load(None, overrides, environ=environ)
+
+
+def loading_file(content: str) -> Callable[[], Any]:
+    Path("c.yaml").write_text(content)
+    return lambda: config_loading.load("c.yaml", environ={})
+
+
+def test_missing_config_file() -> None:
+    assert text(lambda: config_loading.load("c.yaml", environ={})) == problem(
+        "c.yaml: No such file or directory", "a YAML file that can be read", "check the path"
+    )
+
+
+def test_config_file_of_another_encoding() -> None:
+    Path("c.yaml").write_bytes(b"log: {dir: caf\xe9}")
+    assert text(lambda: config_loading.load("c.yaml", environ={})) == problem(
+        "c.yaml: it is not UTF-8 text", "a YAML file that can be read", "check the path"
+    )
+
+
+def test_config_file_that_is_no_yaml() -> None:
+    assert text(loading_file("train:\n  steps: 1\n  steps: 2\n")) == problem(
+        'c.yaml, line 3: found duplicate key "steps" with value "2" (original value: "1")',
+        "YAML 1.2",
+        "correct the line",
+    )
+
+
+def test_config_file_that_is_a_list() -> None:
+    assert text(loading_file("- steps: 5\n")) == problem(
+        "c.yaml is no mapping of sections",
+        "sections with keys: `train:` and below it `  steps: 100`",
+        f"sections are {SECTIONS}",
+    )
+
+
+def test_section_that_is_a_value() -> None:
+    assert text(loading_file("train: 5\n")) == problem(
+        "c.yaml: train = 5 is no section", "keys below the section's name", f"sections are {SECTIONS}"
+    )
+
+
+def test_value_that_is_no_yaml() -> None:
+    assert text(loading(("data.source", "*.txt"))) == problem(
+        "--data.source: found undefined alias '.txt'",
+        "YAML 1.2",
+        """text needs quotes inside the shell's quotes: '"*.txt"'""",
+    )
+
+
+def test_unknown_key() -> None:
+    assert text(loading(("train.stepz", "5"))) == problem(
+        "unknown key train.stepz",
+        f"one of train.{{{', '.join(Config().train.model_dump())}}}",
+        "did you mean train.steps?",
+    )
+
+
+def test_unknown_section() -> None:
+    assert text(loading(("lr", "5"), ("zzz.qqq", "5"))) == "\n\n".join(
+        [
+            problem("unknown key lr", f"a key of the sections {SECTIONS}", "did you mean optimizer.lr?"),
+            problem(
+                "unknown key zzz.qqq",
+                f"a key of the sections {SECTIONS}",
+                "`threefold train --print-config` lists every key",
+            ),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown", "expected", "fix"),
+    [
+        ("train.steps", "1.5", "1.5", "a whole number", "leave train.steps out"),
+        ("train.steps", "0", "0", "a number greater than 0", "leave train.steps out"),
+        ("train.global_batch", "'1'", '"1"', "a whole number", "--train.global_batch 16   (the default)"),
+        ("train.seed", "-1", "-1", "a number of at least 0", "--train.seed 0   (the default)"),
+        ("train.compile", "yes", "yes", "true or false", "--train.compile false   (the default)"),
+        (
+            "train.micro_batch",
+            "none",
+            "none",
+            "a whole number greater than 0, or auto",
+            "--train.micro_batch auto   (the default)",
+        ),
+        ("optimizer.lr", "fast", "fast", "a number", "--optimizer.lr 0.002   (the default)"),
+        ("optimizer.lr", ".inf", ".inf", "a finite number", "--optimizer.lr 0.002   (the default)"),
+        (
+            "optimizer.schedule",
+            "cosin",
+            "cosin",
+            "one of 'constant', 'linear' or 'cosine'",
+            "--optimizer.schedule cosine   (the default)",
+        ),
+        (
+            "optimizer.betas",
+            "0.9",
+            "0.9",
+            "two numbers, both at least 0 and below 1",
+            "--optimizer.betas '[0.9, 0.95]'   (the default)",
+        ),
+        ("mesh.tp", "two", "two", "a whole number greater than 0, or auto", "leave mesh.tp out"),
+        ("model.config", "llama", "llama", "a mapping: {key: value}", "leave model.config out"),
+        ("model.revision", "1234567", "1234567", "text", """in quotes it is text: --model.revision '"1234567"'"""),
+        ("data.source", "null", "null", "text", "--data.source stdlib   (the default)"),
+        ("data.source", "[a, b]", "[a, b]", "text", "--data.source stdlib   (the default)"),
+    ],
+)
+def test_value_of_another_kind(key: str, value: str, shown: str, expected: str, fix: str) -> None:
+    what = f"{key} = {shown} is not accepted (command line)"
+    assert text(loading((key, value))) == problem(what, expected, fix)
+
+
+def test_value_of_the_environment_is_mended_there() -> None:
+    assert text(loading(DP_SIZE="two")) == problem(
+        "mesh.dp = two is not accepted (environment DP_SIZE)", "a whole number greater than 0, or auto", "unset DP_SIZE"
+    )
+
+
+def test_contradictions() -> None:
+    values: dict[str, Any] = {
+        "model": {"name_or_path": "x", "config": {}},
+        "train": {"steps": 5, "epochs": 2},
+        "eval": {"every": 5},
+        "optimizer": {"betas": [0.9, 1.0], "lr": 0.001, "min_lr": 0.01},
+    }
+    assert text(lambda: config_loading.validate(values)) == "\n\n".join(
+        [
+            problem(
+                "model.name_or_path and model.config are both set",
+                "one of them: trained weights by name, or random ones by sizes",
+                "leave one of them out",
+            ),
+            problem(
+                "train.steps = 5 and train.epochs = 2 are both set",
+                "one measure of how long to train",
+                "leave one of them out",
+            ),
+            problem(
+                "eval.every = 5 has no effect without eval.source",
+                "held-out data to evaluate on",
+                "--eval.source FILE_OR_FOLDER, or leave eval.every out",
+            ),
+            problem("optimizer.betas[1] = 1.0 is not a decay", "0 <= beta < 1", "--optimizer.betas '[0.9, 0.95]'"),
+            problem(
+                "optimizer.min_lr = 0.01 is above optimizer.lr = 0.001",
+                "a schedule that falls from lr to min_lr",
+                "--optimizer.min_lr 0   (or raise optimizer.lr above 0.01)",
+            ),
+        ]
+    )
+
+
+# --- the mesh ----------------------------------------------------------------------------------------------------
+
+
+def resolving(*, launched: int | None = None, devices: int | None = None, **keys: Any) -> Callable[[], Any]:
+    return lambda: resolve(MeshConfig(**keys), launched_world_size=launched, num_devices=devices)
+
+
+def test_world_size() -> None:
+    assert text(resolving(dp=2, cp=2, tp=1, launched=8)) == problem(
+        "mesh.dp x mesh.cp x mesh.tp = 2 x 2 x 1 = 4, but 8 ranks were started",
+        "world size = dp x cp x tp, so that every rank has a place on the mesh",
+        "start 4 ranks, or set --mesh.dp 2 --mesh.cp 2 --mesh.tp 2",
+    )
+
+
+def test_axis_that_cannot_be_filled() -> None:
+    assert text(resolving(dp="auto", tp=3, devices=4)) == problem(
+        "mesh.dp = auto cannot be filled: 4 ranks are not a multiple of 3",
+        "world size = dp x cp x tp",
+        "--mesh.dp 2 --mesh.cp 1 --mesh.tp 2",
+    )
+
+
+def test_two_open_axes() -> None:
+    assert text(resolving(dp="auto", tp="auto")) == problem(
+        "mesh.dp = auto and mesh.tp = auto leave more than one axis open",
+        "at most one axis on auto, filled from the number of ranks and the others",
+        "--mesh.tp 1",
+    )
+
+
+def test_dp_shard_that_does_not_divide() -> None:
+    assert text(resolving(dp=4, dp_shard=3)) == problem(
+        "mesh.dp_shard = 3 does not divide mesh.dp = 4",
+        "dp = dp_replicate x dp_shard: 1 (DDP), dp (FSDP), or a divisor of dp between (HSDP)",
+        "--mesh.dp_shard 4   (or 1)",
+    )
+
+
+# --- the launcher ------------------------------------------------------------------------------------------------
+
+
+def test_half_set_launcher() -> None:
+    assert text(lambda: launch.read({"RANK": "0", "WORLD_SIZE": "2"})) == problem(
+        "RANK and WORLD_SIZE set, but MASTER_ADDR and MASTER_PORT not",
+        "all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (set by a launcher), or none of them",
+        "start with torchrun --nproc_per_node=N -m threefold ..., or: unset RANK WORLD_SIZE",
+    )
+
+
+def test_launcher_of_words() -> None:
+    environ = {"RANK": "zero", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
+    assert text(lambda: launch.read(environ)) == problem(
+        "RANK = 'zero' is not a number",
+        "the whole number that a launcher sets",
+        "unset RANK, or start with torchrun",
+    )
+
+
+def test_rank_outside_of_the_world() -> None:
+    environ = {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
+    assert text(lambda: launch.read(environ)) == problem(
+        "RANK = 2 with WORLD_SIZE = 2",
+        "0 <= RANK < WORLD_SIZE",
+        "start with torchrun --nproc_per_node=N -m threefold ...",
+    )
+
+
+# --- the run's folder and its checkpoints ------------------------------------------------------------------------
+
+
+def opening(resume: str = "auto") -> Callable[[], Any]:
+    config = config_loading.validate({"log": {"dir": "run"}, "checkpoint": {"resume": resume}})
+    return lambda: open_run(config)
+
+
+def test_folder_that_holds_a_run() -> None:
+    Path("run").mkdir()
+    Path("run/metrics.jsonl").touch()
+    assert text(opening("never")) == problem(
+        "log.dir = run holds a run, and checkpoint.resume is never",
+        "an empty folder, so that no earlier run is mixed into this one",
+        "--log.dir ANOTHER_FOLDER, or --checkpoint.resume auto to go on with it",
+    )
+
+
+def test_folder_that_cannot_be_written() -> None:
+    Path("run").touch()  # the superuser of a test machine may write everywhere, but not below a file
+    assert text(opening()) == problem(
+        "log.dir = run cannot be written: Not a directory",
+        "a folder that this user can write, with room for checkpoints",
+        "--log.dir ANOTHER_FOLDER",
+    )
+
+
+def test_missing_resume_path() -> None:
+    assert text(opening("gone/step-00000005"), CheckpointError) == problem(
+        "checkpoint.resume = gone/step-00000005 does not exist",
+        "auto, never, or the folder of a run or of one of its checkpoints",
+        "check the path; `ls RUN/checkpoints` lists what a run has kept",
+    )
+
+
+@pytest.mark.parametrize("act", [opening("empty"), lambda: find(Path("empty"))], ids=["resume", "find"])
+def test_folder_without_a_checkpoint(act: Callable[[], Any]) -> None:
+    Path("empty").mkdir()
+    assert text(act, CheckpointError) == problem(
+        "no complete checkpoint in empty",
+        "the folder of a run, or of one of its checkpoints (checkpoints/step-...)",
+        "check the path; `ls RUN/checkpoints` lists what a run has kept",
+    )
+
+
+def test_manifest_that_cannot_be_read() -> None:
+    checkpoints = CheckpointFolder(Path("run"))
+    checkpoints.begin(5)
+    saved = checkpoints.commit(5, {})
+    manifest = saved.path / "manifest.json"
+    manifest.unlink()
+    assert text(saved.manifest, CheckpointError) == problem(
+        f"{manifest} cannot be read: [Errno 2] No such file or directory: '{manifest}'",
+        "the manifest that was written with the checkpoint",
+        "remove run/checkpoints/step-00000005, and resume from an older checkpoint",
+    )
+
+
+# --- the model, the batch and the mesh together ------------------------------------------------------------------
+
+
+def architecture(model_type: str = "llama", **sizes: Any) -> PretrainedConfig:
+    values = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    if model_type == "llama":
+        values |= {"intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    return AutoConfig.for_model(model_type, **{**values, **sizes})
+
+
+def checking(topology: Topology, model: PretrainedConfig | None = None, **train: Any) -> Callable[[], Any]:
+    config = config_loading.validate({"data": {"seq_len": 32}, "train": train})
+    return lambda: check(config, model or architecture(), ByteTokenizer(), topology)
+
+
+HEADS = problem(
+    "mesh.tp = 3 cannot divide the 4 attention heads of 'llama'",
+    "whole heads on every rank: one of 1, 2",
+    "--mesh.tp 2",
+)
+KV_HEADS = problem(
+    "mesh.tp = 3 cannot divide the 2 key-value heads of 'llama'",
+    "whole heads on every rank: one of 1, 2",
+    "--mesh.tp 2",
+)
+
+
+def test_what_fits_is_not_refused() -> None:
+    checking(Topology())()
+    checking(Topology(dp_replicate=2, dp_shard=2, cp=2, tp=2), micro_batch=2)()
+
+
+@pytest.mark.parametrize(("dp", "fix"), [(3, "18   (or 15)"), (32, "32")])
+def test_global_batch_by_dp(dp: int, fix: str) -> None:
+    assert text(checking(Topology(dp_replicate=dp))) == problem(
+        f"train.global_batch = 16 cannot be divided equally among {dp} dp ranks",
+        f"a multiple of mesh.dp ({dp}), so that every dp rank makes the same number of steps",
+        f"--train.global_batch {fix}",
+    )
+
+
+@pytest.mark.parametrize(("micro_batch", "fix"), [(3, 2), (9, 8)])
+def test_micro_batch(micro_batch: int, fix: int) -> None:
+    assert text(checking(Topology(dp_shard=2), micro_batch=micro_batch)) == problem(
+        f"train.micro_batch = {micro_batch} does not divide the 8 rows of a dp rank",
+        "micro-batches of equal size",
+        f"--train.micro_batch {fix}   (or auto)",
+    )
+
+
+def test_sequence_by_cp() -> None:
+    assert text(checking(Topology(cp=3))) == problem(
+        "data.seq_len = 32 cannot be split over 3 cp ranks",
+        "a multiple of 2 x mesh.cp (6): each rank takes a chunk of the head and one of the tail",
+        "--data.seq_len 36",
+    )
+
+
+def test_heads_by_tp() -> None:
+    assert text(checking(Topology(tp=3))) == f"{HEADS}\n\n{KV_HEADS}"
+
+
+def test_key_value_heads_by_tp() -> None:
+    assert text(checking(Topology(tp=4))) == problem(
+        "mesh.tp = 4 cannot divide the 2 key-value heads of 'llama'",
+        "whole heads on every rank: one of 1, 2",
+        "--mesh.tp 2",
+    )
+
+
+def test_size_to_paste_divides_heads_of_both_kinds() -> None:
+    """8 heads alone could be split over 4 ranks, 2 key-value heads not."""
+    model = architecture(num_attention_heads=8)
+    found = tensor_parallel.problems(model, 5, plan=plan_of(model))
+    assert [str(one) for one in found] == [
+        problem(
+            f"mesh.tp = 5 cannot divide the {heads} of 'llama'", "whole heads on every rank: one of 1, 2", "--mesh.tp 2"
+        )
+        for heads in ("8 attention heads", "2 key-value heads")
+    ]
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "stablelm"])
+def test_model_without_a_plan(model_type: str) -> None:
+    model = architecture(model_type)
+    no_plan = problem(
+        f"mesh.tp = 2, but transformers has no tensor-parallel plan for {model_type!r}",
+        "a model whose layers can be split, or one tp rank",
+        "--mesh.tp 1   (use mesh.dp, mesh.dp_shard or mesh.cp instead)",
+    )
+    assert [str(one) for one in tensor_parallel.problems(model, 2, plan=plan_of(model))] == [no_plan]
+    assert text(checking(Topology(tp=2), model)) == no_plan
+    assert tensor_parallel.problems(model, 1, plan=plan_of(model)) == []
+    checking(Topology(dp_replicate=2), model)()
+
+
+def test_tokenizer_larger_than_the_model() -> None:
+    assert text(checking(Topology(), architecture(vocab_size=100))) == problem(
+        "the tokenizer 'bytes' has 257 tokens, the model only 100",
+        "an embedding for every token that the tokenizer can give",
+        "--model.config '{..., vocab_size: 257}', or the model's own tokenizer",
+    )
+
+
+def test_rows_longer_than_the_model_knows() -> None:
+    assert text(checking(Topology(), architecture(max_position_embeddings=16))) == problem(
+        "data.seq_len = 32, but the model knows 16 positions",
+        "rows that are no longer than the model's max_position_embeddings",
+        "--data.seq_len 16",
+    )
+
+
+def test_router_loss() -> None:
+    model = architecture("mixtral", num_key_value_heads=2, intermediate_size=64, output_router_logits=True)
+    assert text(checking(Topology(), model)) == problem(
+        "the model's config has output_router_logits = true",
+        "no auxiliary loss: the router's loss over the global batch is not computed yet",
+        "set output_router_logits to false in the model's config",
+    )
+
+
+def test_everything_wrong_is_said_at_once() -> None:
+    found = text(checking(Topology(dp_replicate=3, cp=3, tp=3), architecture(vocab_size=100)))
+    assert [one.splitlines()[0] for one in found.split("\n\n")] == [
+        "train.global_batch = 16 cannot be divided equally among 3 dp ranks",
+        "data.seq_len = 32 cannot be split over 3 cp ranks",
+        HEADS.splitlines()[0],
+        KV_HEADS.splitlines()[0],
+        "the tokenizer 'bytes' has 257 tokens, the model only 100",
+    ]

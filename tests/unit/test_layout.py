@@ -1,0 +1,196 @@
+"""Checkpoints on disk: what is not whole is never taken for whole, and what is kept is what was promised."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, find
+from threefold.errors import CheckpointError
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> CheckpointFolder:
+    folder = CheckpointFolder(tmp_path / "run")
+    folder.path.mkdir(parents=True)
+    return folder
+
+
+def save(checkpoints: CheckpointFolder, step: int, content: str = "weights") -> Checkpoint:
+    (checkpoints.begin(step) / "state" / "0.distcp").write_text(content)
+    return checkpoints.commit(step, {"step": step})
+
+
+def steps(checkpoints: CheckpointFolder) -> list[int]:
+    return [checkpoint.step for checkpoint in checkpoints.complete()]
+
+
+class Interrupted(Exception):
+    """The process ends here."""
+
+
+def test_committed_checkpoint_is_whole(checkpoints: CheckpointFolder) -> None:
+    saved = save(checkpoints, 100)
+    assert saved.path == checkpoints.path / "step-00000100"
+    assert (saved.state / "0.distcp").read_text() == "weights"
+    assert saved.manifest() == {"step": 100}
+    assert checkpoints.complete() == [saved]
+    assert os.listdir(checkpoints.path) == ["step-00000100"]
+
+
+def test_newest_is_by_step_and_not_by_time_or_name(checkpoints: CheckpointFolder) -> None:
+    assert checkpoints.newest() is None
+    for step in (20, 3, 100_000_000, 99_999_999):
+        save(checkpoints, step)
+    assert steps(checkpoints) == [3, 20, 99_999_999, 100_000_000]
+    newest = checkpoints.newest()
+    assert newest is not None and newest.step == 100_000_000
+
+
+def test_folder_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path / "nothing")
+    assert checkpoints.complete() == [] and checkpoints.newest() is None and checkpoints.best() is None
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_partial_folder_is_never_complete(checkpoints: CheckpointFolder) -> None:
+    partial = checkpoints.begin(5)
+    assert steps(checkpoints) == []
+    (partial / "state" / "0.distcp").write_text("half")
+    (partial / "COMPLETE").write_text("5\n")  # killed between the marker and the new name
+    assert steps(checkpoints) == []
+    with pytest.raises(CheckpointError):
+        find(partial)
+
+
+def test_folder_without_marker_is_not_complete(checkpoints: CheckpointFolder) -> None:
+    saved = save(checkpoints, 5)
+    (saved.path / "COMPLETE").unlink()
+    assert steps(checkpoints) == []
+    with pytest.raises(CheckpointError):
+        find(saved.path)
+
+
+@pytest.mark.parametrize("name", ["step-", "step-00000005-copy", "step-five", "step-²", "old-step-00000005", "5"])
+def test_folder_of_another_name_is_the_users(checkpoints: CheckpointFolder, name: str) -> None:
+    shutil.copytree(save(checkpoints, 5).path, checkpoints.path / name)
+    assert steps(checkpoints) == [5]
+    checkpoints.prune(1)
+    assert (checkpoints.path / name / "COMPLETE").exists()
+
+
+def test_begin_removes_what_a_broken_save_left(checkpoints: CheckpointFolder) -> None:
+    (checkpoints.begin(5) / "state" / "stale").touch()
+    partial = checkpoints.begin(5)
+    assert list((partial / "state").iterdir()) == []
+
+
+def test_saving_a_step_again_replaces_it(checkpoints: CheckpointFolder) -> None:
+    save(checkpoints, 5, "first")
+    again = save(checkpoints, 5, "second")
+    assert (again.state / "0.distcp").read_text() == "second"
+    assert os.listdir(checkpoints.path) == ["step-00000005"]
+
+
+def test_prune_keeps_the_newest(checkpoints: CheckpointFolder) -> None:
+    for step in range(1, 6):
+        save(checkpoints, step)
+    checkpoints.prune(7)
+    assert steps(checkpoints) == [1, 2, 3, 4, 5]
+    checkpoints.prune(2)
+    assert steps(checkpoints) == [4, 5]
+    assert sorted(os.listdir(checkpoints.path)) == ["step-00000004", "step-00000005"]
+
+
+def test_prune_keeps_the_best(checkpoints: CheckpointFolder) -> None:
+    for step in range(1, 6):
+        save(checkpoints, step)
+    checkpoints.mark_best(2, 1.5)
+    checkpoints.prune(1)
+    assert steps(checkpoints) == [2, 5]
+    checkpoints.mark_best(5, 1.25)
+    save(checkpoints, 6)
+    checkpoints.prune(1)
+    assert steps(checkpoints) == [5, 6]
+
+
+def test_prune_removes_what_broken_saves_left(checkpoints: CheckpointFolder) -> None:
+    save(checkpoints, 1)
+    (save(checkpoints, 2).path / "COMPLETE").unlink()
+    checkpoints.begin(3)
+    save(checkpoints, 4)
+    checkpoints.prune(2)
+    assert sorted(os.listdir(checkpoints.path)) == ["step-00000001", "step-00000004"]
+
+
+def test_removal_cut_short_is_not_complete(checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens when the first file is gone: the rest does not look whole, and the next removal ends it."""
+    for step in (1, 2):
+        save(checkpoints, step)
+
+    def interrupted(path: Path, **_: Any) -> None:
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", interrupted)
+        with pytest.raises(Interrupted):
+            checkpoints.prune(1)
+    assert (checkpoints.path / "step-00000001" / "state" / "0.distcp").exists()
+    assert steps(checkpoints) == [2]
+    checkpoints.prune(1)
+    assert os.listdir(checkpoints.path) == ["step-00000002"]
+
+
+def test_replacement_cut_short_is_not_complete(checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(checkpoints, 1)
+    save(checkpoints, 2, "first")
+    (checkpoints.begin(2) / "state" / "0.distcp").write_text("second")
+
+    def interrupted(path: Path, **_: Any) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr("shutil.rmtree", interrupted)
+    with pytest.raises(Interrupted):
+        checkpoints.commit(2, {"step": 2})
+    assert steps(checkpoints) == [1]
+
+
+def test_best_reads_back(checkpoints: CheckpointFolder) -> None:
+    assert checkpoints.best() is None
+    checkpoints.mark_best(7, 0.1 + 0.2)
+    assert checkpoints.best() == (7, 0.1 + 0.2)
+    checkpoints.mark_best(8, 0.25)
+    assert checkpoints.best() == (8, 0.25)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"step": 1}', '{"step": 1, "eval_loss": null}', "5"])
+def test_damaged_record_of_the_best_is_none(checkpoints: CheckpointFolder, text: str) -> None:
+    (checkpoints.path / "best.json").write_text(text)
+    assert checkpoints.best() is None
+
+
+def test_find_takes_a_run_or_a_checkpoint(checkpoints: CheckpointFolder) -> None:
+    first, second = save(checkpoints, 1), save(checkpoints, 2)
+    assert find(checkpoints.path.parent) == second
+    assert find(first.path) == first
+
+
+def test_find_refuses_what_holds_nothing_complete(checkpoints: CheckpointFolder, tmp_path: Path) -> None:
+    for path in (tmp_path / "nothing", checkpoints.path.parent, checkpoints.path):
+        with pytest.raises(CheckpointError, match="no complete checkpoint in"):
+            find(path)
+
+
+@pytest.mark.parametrize("text", [None, "", "{"])
+def test_manifest_that_cannot_be_read_is_named(checkpoints: CheckpointFolder, text: str | None) -> None:
+    saved = save(checkpoints, 1)
+    manifest = saved.path / "manifest.json"
+    manifest.unlink()
+    if text is not None:
+        manifest.write_text(text)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        saved.manifest()

@@ -1,0 +1,126 @@
+"""The metrics file: floats read back to the same value, and a line torn by a kill never reaches a reader."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from threefold.training.metrics import (
+    MetricsFile,
+    Stopwatch,
+    cut_torn_line,
+    flops_per_token,
+    peak_flops,
+    peak_memory_bytes,
+    read_metrics,
+)
+
+LINES = b'{"step": 1}\n{"step": 2}\n'
+
+
+@settings(deadline=None)
+@given(losses=st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=20))
+def test_floats_read_back_to_the_same_value(tmp_path_factory: pytest.TempPathFactory, losses: list[float]) -> None:
+    """Bit for bit, the sign of zero and subnormal numbers included."""
+    path = tmp_path_factory.getbasetemp() / "floats.jsonl"
+    path.unlink(missing_ok=True)
+    file = MetricsFile(path)
+    for step, loss in enumerate(losses, start=1):
+        file.log({"step": step, "loss": loss})
+    file.close()
+    found = read_metrics(path)
+    assert [line["step"] for line in found] == list(range(1, len(losses) + 1))
+    assert [line["loss"].hex() for line in found] == [loss.hex() for loss in losses]
+
+
+def test_loss_without_targets_reads_back_as_nan(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.log({"step": 1, "loss": math.nan})
+    file.close()
+    assert math.isnan(read_metrics(tmp_path / "m.jsonl")[0]["loss"])
+
+
+def test_each_line_is_there_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    """A run may be killed at any time, and a user may read along."""
+    file = MetricsFile(tmp_path / "m.jsonl")
+    for step in (1, 2):
+        file.log({"step": step, "loss": 0.5})
+        assert len(read_metrics(tmp_path / "m.jsonl")) == step
+    file.close()
+
+
+def test_resumed_run_appends(tmp_path: Path) -> None:
+    for steps in ((1, 2), (2, 3)):
+        file = MetricsFile(tmp_path / "m.jsonl")
+        for step in steps:
+            file.log({"step": step})
+        file.close()
+    assert [line["step"] for line in read_metrics(tmp_path / "m.jsonl")] == [1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b'{"step": 3, "loss": 0.', b'{"step": 3}', "{é".encode()[:2]])
+def test_torn_last_line_is_cut_before_the_first_append(tmp_path: Path, torn: bytes) -> None:
+    """A line counts when its end is written; one that happens to parse may still be half a number."""
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(LINES + torn)
+    file = MetricsFile(path)
+    assert path.read_bytes() == LINES
+    file.log({"step": 3})
+    file.close()
+    assert path.read_bytes() == LINES + b'{"step": 3}\n'
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b'{"step": 3}'])
+def test_reader_leaves_a_torn_line_out_and_in_place(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(LINES + torn)
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+    assert path.read_bytes() == LINES + torn
+
+
+def test_file_of_nothing_but_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step"')
+    assert read_metrics(path) == []
+    cut_torn_line(path)
+    assert path.read_bytes() == b""
+    assert read_metrics(path) == []
+
+
+def test_cutting_makes_no_file(tmp_path: Path) -> None:
+    cut_torn_line(tmp_path / "nothing.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_of_any_language_is_one_line(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.log({"note": "line\nbreak \u2028 é"})
+    file.close()
+    assert (tmp_path / "m.jsonl").read_bytes().count(b"\n") == 1
+    assert read_metrics(tmp_path / "m.jsonl") == [{"note": "line\nbreak \u2028 é"}]
+    assert json.loads((tmp_path / "m.jsonl").read_text()) == {"note": "line\nbreak \u2028 é"}
+
+
+def test_stopwatch_laps_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 10.5, 13.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    watch = Stopwatch()
+    assert [watch.lap(), watch.lap()] == [0.5, 2.5]
+
+
+def test_rates() -> None:
+    """6 FLOPs a parameter and 12 x layers x hidden x length of attention: PaLM, appendix B."""
+    assert flops_per_token(1000, num_layers=2, hidden_size=8, seq_len=16) == 6 * 1000 + 12 * 2 * 8 * 16
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA L40S") == 362e12
+    assert peak_flops("NVIDIA L4") == 121e12
+    assert peak_flops("a device nobody named") is None
+
+
+def test_peak_memory_is_in_bytes() -> None:
+    assert 10 * 2**20 < peak_memory_bytes("cpu") < 2**40

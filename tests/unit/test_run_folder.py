@@ -1,0 +1,125 @@
+"""Opening a run's folder: what is made, and where the run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from threefold import config_loading
+from threefold.app.run_folder import RunFolder, open_run
+from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
+from threefold.config import Config
+from threefold.errors import CheckpointError, ConfigError
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(resume: str = "auto", log_dir: str | None = "run") -> Config:
+    values: dict[str, Any] = {"log": {"dir": log_dir}, "checkpoint": {"resume": resume}}
+    return config_loading.validate(values)
+
+
+def save(run: str, *steps: int) -> Checkpoint:
+    checkpoints = CheckpointFolder(Path(run))
+    for step in steps:
+        checkpoints.begin(step)
+        saved = checkpoints.commit(step, {})
+    return saved
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_new_folder_is_made_and_begins_at_step_1(resume: str) -> None:
+    opened = open_run(config(resume, "deep/er/run"))
+    assert opened == RunFolder(Path("deep/er/run"), None)
+    assert sorted(path.name for path in opened.path.iterdir()) == ["checkpoints", "config.yaml", "logs"]
+    assert opened.metrics == Path("deep/er/run/metrics.jsonl") and not opened.metrics.exists()
+
+
+def test_resolved_config_is_written_and_reads_back() -> None:
+    asked = config()
+    opened = open_run(asked)
+    assert config_loading.load(str(opened.path / "config.yaml"), environ={}).config == asked
+
+
+def test_default_folders_do_not_collide() -> None:
+    """Two runs of the same second have folders of their own."""
+    opened = [open_run(config(log_dir=None)).path for _ in range(4)]
+    assert len(set(opened)) == 4
+    assert {path.parent for path in opened} == {Path("runs")}
+
+
+def test_auto_goes_on_from_the_newest_complete_checkpoint() -> None:
+    newest = save("run", 5, 10)
+    CheckpointFolder(Path("run")).begin(15)
+    assert open_run(config()).resume == newest
+
+
+def test_auto_begins_at_step_1_where_nothing_is_complete() -> None:
+    open_run(config()).metrics.write_text('{"step": 1}\n')
+    CheckpointFolder(Path("run")).begin(5)
+    assert open_run(config()).resume is None
+
+
+def test_never_refuses_a_folder_with_a_run() -> None:
+    open_run(config()).metrics.write_text('{"step": 1}\n')
+    save("other", 5)
+    for name in ("run", "other"):
+        with pytest.raises(ConfigError, match=f"log.dir = {name} holds a run, and checkpoint.resume is never"):
+            open_run(config("never", name))
+    assert not Path("other/config.yaml").exists()
+
+
+def test_never_takes_a_folder_in_which_nothing_was_done() -> None:
+    """A request that was refused after the folder was made does not stand in the way of the next."""
+    open_run(config("never"))
+    assert open_run(config("never")).resume is None
+
+
+def test_path_of_a_checkpoint_or_of_a_run() -> None:
+    save("earlier", 5, 10)
+    older = Path("earlier/checkpoints/step-00000005")
+    assert open_run(config(str(older))).resume == Checkpoint(older, 5)
+    assert open_run(config("earlier", "another")).resume == Checkpoint(Path("earlier/checkpoints/step-00000010"), 10)
+
+
+def test_path_wins_over_what_the_folder_holds() -> None:
+    save("run", 5, 10)
+    older = Path("run/checkpoints/step-00000005")
+    assert open_run(config(str(older))).resume == Checkpoint(older, 5)
+
+
+def test_path_that_holds_nothing_is_refused_before_anything_is_made(folder: Path) -> None:
+    Path("empty").mkdir()
+    for path in ("nothing", "empty"):
+        with pytest.raises(CheckpointError):
+            open_run(config(path))
+    assert [path.name for path in folder.iterdir()] == ["empty"]
+
+
+@pytest.mark.parametrize("place", ["run", "run/logs", "run/checkpoints"])
+def test_file_in_the_place_of_a_folder_is_refused(place: str) -> None:
+    Path(place).parent.mkdir(exist_ok=True)
+    Path(place).touch()
+    with pytest.raises(ConfigError, match=r"log\.dir = run cannot be written: "):
+        open_run(config())
+
+
+def test_file_above_the_folder_is_refused() -> None:
+    Path("runs").touch()
+    with pytest.raises(ConfigError, match=r"log\.dir = runs/a cannot be written: Not a directory"):
+        open_run(config(log_dir="runs/a"))
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_other_ranks_open_the_same(resumes: bool) -> None:
+    if resumes:
+        save("run", 5)
+    opened = open_run(config())
+    assert RunFolder.from_json(opened.to_json()) == opened
+    assert (opened.resume is not None) == resumes

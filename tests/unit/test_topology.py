@@ -1,0 +1,198 @@
+"""The mesh's arithmetic: every rank has one place, groups partition the ranks, and sizes follow one set of rules."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from threefold.config import MeshConfig
+from threefold.errors import ConfigError
+from threefold.mesh.topology import AXES, Topology, default_topology, resolve
+
+SIZE = st.integers(1, 5)
+TOPOLOGIES = st.builds(Topology, dp_replicate=SIZE, dp_shard=SIZE, cp=SIZE, tp=SIZE)
+SUBSETS = [axes for count in range(5) for axes in itertools.combinations(AXES, count)]
+
+
+def sizes(
+    *, launched: int | None = None, devices: int | None = None, **keys: int | str
+) -> tuple[int, int, int, int] | str:
+    """(dp_replicate, dp_shard, cp, tp) of the mesh keys, or what is wrong with them."""
+    values: dict[str, Any] = keys
+    try:
+        return resolve(MeshConfig(**values), launched_world_size=launched, num_devices=devices)[0].sizes
+    except ConfigError as error:
+        (problem,) = error.problems
+        return problem.what
+
+
+# --- ranks and coordinates ---------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(topology=TOPOLOGIES)
+def test_rank_and_coordinates_are_a_bijection(topology: Topology) -> None:
+    """In row-major order of (dp_replicate, dp_shard, cp, tp): the last axis is the fastest."""
+    places = [topology.coordinates(rank) for rank in range(topology.world_size)]
+    assert places == list(itertools.product(*(range(size) for size in topology.sizes)))
+    assert [topology.rank_of(place) for place in places] == list(range(topology.world_size))
+
+
+def test_tp_ranks_are_neighbours() -> None:
+    topology = Topology(dp_replicate=2, cp=2, tp=2)
+    assert topology.coordinates(5) == (1, 0, 0, 1)
+    assert topology.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert topology.groups("cp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert topology.groups("dp_replicate", "dp_shard") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@settings(deadline=None)
+@given(topology=TOPOLOGIES)
+def test_dp_rank_is_shared_by_cp_and_tp_alone(topology: Topology) -> None:
+    for rank in range(topology.world_size):
+        replicate, shard, _, _ = topology.coordinates(rank)
+        assert topology.dp_rank(rank) == replicate * topology.dp_shard + shard
+    assert topology.dp * topology.cp * topology.tp == topology.world_size
+
+
+@settings(deadline=None)
+@given(topology=TOPOLOGIES, axes=st.sampled_from(SUBSETS))
+def test_groups_partition_the_ranks_and_vary_only_along_their_axes(topology: Topology, axes: tuple[str, ...]) -> None:
+    groups = topology.groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size))
+    assert {len(group) for group in groups} == {math.prod(topology.sizes[AXES.index(axis)] for axis in axes)}
+    for group in groups:
+        assert group == sorted(group)
+        places = [topology.coordinates(rank) for rank in group]
+        for axis, along in zip(AXES, zip(*places, strict=True), strict=True):
+            assert axis in axes or len(set(along)) == 1
+
+
+def test_text_says_how_dp_is_shared() -> None:
+    assert str(Topology(dp_replicate=4, cp=2)) == "dp=4 x cp=2 x tp=1"
+    assert str(Topology(dp_shard=4)) == "dp=4 (sharded) x cp=1 x tp=1"
+    assert str(Topology(dp_replicate=2, dp_shard=4, tp=2)) == "dp=8 (2 replicas x 4 shards) x cp=1 x tp=2"
+
+
+# --- the default -------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(world_size=st.integers(1, 4096))
+def test_default_uses_every_rank_and_as_many_axes_as_fit(world_size: int) -> None:
+    """A mesh of three axes of at least 2 exists for every multiple of 4 from 8 on, of two for every even number from 4.
+
+    Odd numbers may have such a mesh too (9 = 3 x 3); they go to dp, which every model and row length can be split over.
+    """
+    mesh = default_topology(world_size)
+    assert mesh.world_size == world_size
+    wanted = 3 if world_size % 4 == 0 and world_size > 4 else 2 if world_size % 2 == 0 and world_size > 2 else 1
+    assert sum(size > 1 for size in (mesh.dp, mesh.cp, mesh.tp)) == (wanted if world_size > 1 else 0)
+    assert mesh.dp_shard == 1 and mesh.cp <= 2 and mesh.tp <= 2
+
+
+def test_default_of_small_machines() -> None:
+    found = {ranks: (mesh.dp, mesh.cp, mesh.tp) for ranks in range(1, 17) if (mesh := default_topology(ranks))}
+    assert found[1] == (1, 1, 1)
+    assert found[2] == (2, 1, 1)
+    assert found[3] == (3, 1, 1)
+    assert found[4] == (2, 1, 2)
+    assert found[6] == (3, 1, 2)
+    assert found[8] == (2, 2, 2)
+    assert found[12] == (3, 2, 2)
+    assert found[16] == (4, 2, 2)
+
+
+# --- what was asked for ------------------------------------------------------------------------------------------
+
+
+def test_nothing_given() -> None:
+    """dp = world size under a launcher; one rank a device; 2 x 2 x 2 on a CPU."""
+    assert sizes(launched=6) == (6, 1, 1, 1)
+    assert sizes(launched=1) == (1, 1, 1, 1)
+    assert sizes(launched=8, devices=8) == (8, 1, 1, 1)
+    assert sizes(devices=8) == (2, 1, 2, 2)
+    assert sizes(devices=1) == (1, 1, 1, 1)
+    assert sizes() == (2, 1, 2, 2)
+
+
+@pytest.mark.parametrize("key", ["dp", "cp", "tp"])
+def test_one_given_leaves_the_others_at_one(key: str) -> None:
+    found = sizes(**{key: 4})
+    assert found == tuple(4 if axis == key else 1 for axis in ("dp", "dp_shard", "cp", "tp"))
+    assert sizes(launched=4, **{key: 4}) == found
+
+
+def test_one_given_as_one_asks_for_a_single_rank() -> None:
+    assert sizes(tp=1) == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("dp", "dp_shard", "replicate_and_shard"),
+    [(4, 1, (4, 1)), (4, 4, (1, 4)), (4, 2, (2, 2)), (4, "auto", (1, 4)), (6, 3, (2, 3)), (1, 1, (1, 1))],
+)
+def test_dp_shard(dp: int, dp_shard: int | str, replicate_and_shard: tuple[int, int]) -> None:
+    """1: DDP; dp (or auto): FSDP; between: HSDP."""
+    assert sizes(dp=dp, dp_shard=dp_shard, tp=2) == (*replicate_and_shard, 1, 2)
+
+
+def test_dp_shard_alone_is_the_size_of_dp() -> None:
+    assert sizes(dp_shard=4) == (1, 4, 1, 1)
+    assert sizes(dp_shard=2, cp=2, launched=4) == (1, 2, 2, 1)
+    assert sizes(dp_shard=2, cp="auto", launched=8) == (1, 2, 4, 1)
+    assert sizes(dp_shard=2, tp="auto") == (1, 2, 1, 4)
+
+
+@settings(deadline=None)
+@given(dp=SIZE, cp=SIZE, tp=SIZE, open_axis=st.sampled_from(["dp", "cp", "tp"]), where=st.sampled_from("ld"))
+def test_auto_fills_one_axis_from_the_rest(dp: int, cp: int, tp: int, open_axis: str, where: str) -> None:
+    keys: dict[str, Any] = {"dp": dp, "cp": cp, "tp": tp}
+    keys[open_axis] = "auto"
+    world = dp * cp * tp
+    found = sizes(**keys, launched=world) if where == "l" else sizes(**keys, devices=world)
+    assert found == (dp, 1, cp, tp)
+
+
+def test_auto_without_launcher_and_devices_fills_eight_ranks() -> None:
+    assert sizes(dp="auto", tp=2) == (4, 1, 1, 2)
+    assert sizes(dp="auto", dp_shard="auto", cp=2) == (1, 4, 2, 1)
+    assert sizes(dp="auto", dp_shard=2) == (4, 2, 1, 1)
+
+
+@settings(deadline=None)
+@given(dp=SIZE, cp=SIZE, tp=SIZE, launched=st.integers(1, 130))
+def test_world_size_is_the_product_or_an_error(dp: int, cp: int, tp: int, launched: int) -> None:
+    found = sizes(dp=dp, cp=cp, tp=tp, launched=launched)
+    if launched == dp * cp * tp:
+        assert found == (dp, 1, cp, tp)
+    else:
+        assert found == (
+            f"mesh.dp x mesh.cp x mesh.tp = {dp} x {cp} x {tp} = {dp * cp * tp}, but {launched} ranks were started"
+        )
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    assert sizes(dp=4, dp_shard=3) == "mesh.dp_shard = 3 does not divide mesh.dp = 4"
+    assert sizes(dp=2, dp_shard=4) == "mesh.dp_shard = 4 does not divide mesh.dp = 2"
+    assert sizes(dp="auto", cp="auto") == "mesh.dp = auto and mesh.cp = auto leave more than one axis open"
+    assert sizes(dp="auto", tp=3, launched=8) == "mesh.dp = auto cannot be filled: 8 ranks are not a multiple of 3"
+    assert sizes(dp="auto", tp=16, devices=8) == "mesh.dp = auto cannot be filled: 8 ranks are not a multiple of 16"
+    assert sizes(dp_shard=3, cp="auto", launched=8) == (
+        "mesh.cp = auto cannot be filled: 8 ranks are not a multiple of 3"
+    )
+
+
+def test_reason_is_given_with_the_sizes() -> None:
+    def why(launched: int | None, devices: int | None, **keys: Any) -> str:
+        return resolve(MeshConfig(**keys), launched_world_size=launched, num_devices=devices)[1]
+
+    assert why(4, None) == "dp is the launcher's world size: no mesh key was given"
+    assert why(None, 4) == "one rank for each of 4 devices: no mesh key was given"
+    assert why(None, None) == "the default on a CPU"
+    assert why(None, None, dp=2) == "as given"
+    assert why(4, None, dp="auto", tp=2) == "dp filled from 4 ranks"

@@ -15,6 +15,7 @@ Count = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 AxisSize = PositiveInt | Literal["auto"] | None
+StepRange = Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)]
 
 
 class _Section(BaseModel):
@@ -31,10 +32,24 @@ class ModelConfig(_Section):
     trust_remote_code: bool = Field(False, description="allow code from the model's repository to run")
 
 
+class MixtureSource(_Section):
+    """One source of a mixture; what it leaves out is as in the data section."""
+
+    source: str = Field(description="as data.source")
+    weight: PositiveFloat = Field(description="share of the rows, in any unit: only the ratio to the others counts")
+    split: str | None = Field(None, description="split of a Hub dataset")
+    config_name: str | None = Field(None, description="configuration of a Hub dataset")
+    revision: str | None = Field(None, description="branch, tag or commit of a Hub dataset")
+    text_field: str | None = Field(None, description="field that holds the text")
+
+
 class DataConfig(_Section):
     """What is read, in which order."""
 
     source: str = Field("stdlib", description="stdlib, a file, folder or glob, hf:ID, or a prepared folder")
+    mixture: dict[str, MixtureSource] | None = Field(
+        None, description="several sources in place of data.source: {name: {source: ..., weight: ...}, ...}"
+    )
     split: str = Field("train", description="split of a Hub dataset")
     config_name: str | None = Field(None, description="configuration of a Hub dataset")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub dataset")
@@ -49,6 +64,9 @@ class DataConfig(_Section):
     shuffle: bool = Field(True, description="keyed shuffle of the rows, new in every epoch")
     seed: Count = Field(0, description="seed of the order of rows")
     num_workers: Count = Field(0, description="loader processes per rank")
+    skip: Annotated[tuple[StepRange, ...], Field(strict=False)] = Field(
+        (), description="[first, last] ranges of steps whose batches are left out; given on resume"
+    )
 
 
 class MeshConfig(_Section):
@@ -58,6 +76,7 @@ class MeshConfig(_Section):
     dp_shard: AxisSize = Field(None, description="data ranks that share one copy of the weights: 1 DDP, dp FSDP")
     cp: AxisSize = Field(None, description="ranks that share one sequence")
     tp: AxisSize = Field(None, description="ranks that share one layer")
+    cp_method: Literal["auto", "gather", "ulysses"] = Field("auto", description="how cp ranks meet in attention")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cuda where there is one, else cpu")
     timeout_s: PositiveFloat = Field(600.0, description="longest wait in a collective, s")
 
@@ -71,6 +90,13 @@ class TrainConfig(_Section):
     micro_batch: PositiveInt | Literal["auto"] = Field("auto", description="rows per dp rank in one forward")
     seed: Count = Field(0, description="seed of the random weights and of dropout")
     grad_clip: NonNegativeFloat = Field(1.0, description="largest gradient norm; 0 turns clipping off")
+    label_smoothing: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
+        0.0, description="share of the target's probability that is spread over the vocabulary"
+    )
+    z_loss: NonNegativeFloat = Field(0.0, description="weight of the squared log of the softmax' sum; 0: none")
+    loss_chunk_tokens: Count | Literal["auto"] = Field(
+        "auto", description="tokens whose logits exist at a time; auto: 256 MiB of them; 0: all"
+    )
     compile: bool = Field(False, description="compile each layer")
     activation_checkpointing: Literal["none", "full"] = Field("none", description="recompute layers in backward")
 
@@ -111,6 +137,12 @@ class LogConfig(_Section):
     sample_tokens: Count = Field(64, description="tokens generated and shown at the end; 0: none")
 
 
+class AuditConfig(_Section):
+    """Proof of what was read: every rank's digests, compared while the run goes and kept in audit.jsonl."""
+
+    every: Count = Field(10, description="steps between audits; saving and the end of the run audit too; 0: none")
+
+
 class Config(_Section):
     """Everything a run is asked to do."""
 
@@ -122,3 +154,4 @@ class Config(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
+    audit: AuditConfig = AuditConfig()

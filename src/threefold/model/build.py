@@ -18,7 +18,7 @@ from threefold.config import Config
 from threefold.config_loading import validate
 from threefold.errors import ConfigError
 from threefold.mesh.groups import Mesh
-from threefold.model import context_parallel, data_parallel, load, tensor_parallel
+from threefold.model import context_parallel, data_parallel, head, load, tensor_parallel
 from threefold.model.context_parallel import ContextParallel
 from threefold.model.tensor_parallel import TensorParallelism
 
@@ -110,6 +110,7 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
     if config.train.compile:
         for layer in data_parallel.layers_of(model):
             layer.compile()
+    head.install(model, chunk=config.train.loss_chunk_tokens)
     kind, why = data_parallel.choose(mesh.topology)
     if kind == "fsdp":
         data_parallel.shard(model, mesh, dtype=dtype)

@@ -80,7 +80,7 @@ def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
         return AutoConfig.for_model(model_type, **values)
     except Exception as error:  # transformers validates with exceptions of several families
         raise ConfigError(
-            f"model.config is refused by transformers: {str(error).splitlines()[0]}",
+            f"model.config is refused by transformers: {' '.join(str(error).split())}",
             expected=f"the keys and values of the {model_type!r} architecture",
             fix="see the architecture's config page in the transformers documentation",
         ) from error

@@ -14,10 +14,11 @@ from threefold.config import Config
 from threefold.data.loader import TokenLoader
 from threefold.mesh.groups import Mesh
 from threefold.model.build import ParallelModel
+from threefold.training.audit import RunAudit
 from threefold.training.metrics import Metrics, Stopwatch, Tracker, peak_memory_bytes
 from threefold.training.optimizer import learning_rate
 from threefold.training.signals import StopRequest
-from threefold.training.step import Batch, StepResult, TrainStep, evaluate, mean_loss
+from threefold.training.step import Batch, StepResult, TrainStep, evaluate, mean_aux_loss, mean_loss
 
 log = logging.getLogger("threefold")
 
@@ -33,6 +34,7 @@ class Run:
             rank.
         eval_batches: makes the held-out batches anew, or None where there is no evaluation.
         flops_per_token, peak_flops: for MFU; None where the device's peak is not known.
+        audit: compares what the ranks have read, before anything is saved.
     """
 
     config: Config
@@ -47,6 +49,7 @@ class Run:
     trackers: Sequence[Tracker] = field(default_factory=tuple)
     flops_per_token: float | None = None
     peak_flops: float | None = None
+    audit: RunAudit | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ def train_loop(run: Run, *, first_step: int) -> Outcome:
             window.data_wait_s += watch.lap()
             lr = learning_rate(step, num_steps=run.num_steps, config=config.optimizer)
             result = run.step(_micro_batches(batch, run.micro_batch), lr=lr)
+            if run.audit is not None:
+                run.audit.observe(step, batch)
             window.steps += 1
             last = step == run.num_steps
             stopping = stop.after(step)
@@ -83,6 +88,8 @@ def train_loop(run: Run, *, first_step: int) -> Outcome:
             if run.eval_batches and (last or (config.eval.every and step % config.eval.every == 0)):
                 eval_loss = _evaluate(run, step)
             due = last or stopping or bool(config.checkpoint.every and step % config.checkpoint.every == 0)
+            if run.audit is not None and (due or eval_loss is not None or run.audit.due(step)):
+                run.audit.check()
             if due or eval_loss is not None:
                 run.keep(step, eval_loss, due)
                 window = _Window()  # saving and evaluating is not stepping
@@ -127,6 +134,8 @@ def _step_metrics(
         "tokens_per_s": tokens_per_s,
         "peak_memory_bytes": peak_memory_bytes(run.mesh.device.type),
     }
+    if (aux_loss := mean_aux_loss(result, run.mesh)) is not None:
+        metrics["aux_loss"] = aux_loss
     if run.peak_flops is not None and run.flops_per_token is not None:
         metrics["mfu"] = tokens_per_s * run.flops_per_token / (run.peak_flops * run.mesh.world_size)
     return metrics

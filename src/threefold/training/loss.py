@@ -1,11 +1,12 @@
-"""Sum of the cross entropy over target tokens, also where logits are split over the vocabulary.
+"""Cross entropy over target tokens, also where logits are split over the vocabulary, and what may be added to it.
 
-The loss of a step is this sum divided by the number of target tokens of the whole global batch (labels of -100 are
-none); the division is `step`'s, which knows the count. Computed in float32 whatever the type of the logits.
+Sums, not means: the loss of a step is the sum divided by the number of target tokens of the whole global batch (labels
+of -100 are none), and only `step` knows that count. Computed in float32 whatever the type of the logits.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,53 +17,98 @@ from torch import Tensor
 IGNORED = -100
 
 
-def cross_entropy_sum(
-    logits: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, vocabulary_start: int | None = None
-) -> Tensor:
-    """Scalar sum of -log softmax(logits)[label] over the labels that are not -100.
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of some tokens, as sums.
 
-    Args:
-        logits: [batch, sequence, vocabulary], or this rank's [batch, sequence, part of the vocabulary].
-        labels: int64 [batch, sequence], already aligned with the logits.
-        group: the ranks that hold the other parts of the vocabulary (the tp axis).
+    Attributes:
+        group: the ranks that hold the other parts of the vocabulary (the tp axis), or None.
         vocabulary_start: first entry of this rank's part.
+        vocabulary: entries of the whole vocabulary; needed for label smoothing on parts.
+        label_smoothing: share of the target's probability that is spread over the vocabulary (arXiv:1512.00567).
+        z_loss: weight of the squared logarithm of the softmax' sum (PaLM, arXiv:2204.02311, section 5).
     """
-    flat = logits.flatten(0, -2).float()
-    if group is None or vocabulary_start is None:
-        return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    return _SplitCrossEntropy.apply(flat, labels.flatten(), group, vocabulary_start)  # type: ignore[return-value]
+
+    group: dist.ProcessGroup | None = None
+    vocabulary_start: int | None = None
+    vocabulary: int = 0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(what is minimised, the cross entropy alone): scalar sums over the labels that are not -100.
+
+        Args:
+            logits: [tokens, vocabulary], or this rank's [tokens, part of the vocabulary].
+            labels: int64 [tokens].
+        """
+        logits = logits.float()
+        if self.group is not None and self.vocabulary_start is not None:
+            sums: tuple[Tensor, Tensor] = _SplitLoss.apply(logits, labels, self)  # type: ignore[assignment]
+            return sums[0], sums[1].detach()
+        if not self.label_smoothing and not self.z_loss:
+            total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+            return total, total.detach()
+        counted = labels != IGNORED
+        normaliser = logits.logsumexp(-1)
+        target = logits.gather(1, labels.where(counted, 0)[:, None])[:, 0]
+        objective = normaliser - (1 - self.label_smoothing) * target + self.z_loss * normaliser.square()
+        if self.label_smoothing:
+            objective = objective - self.label_smoothing * logits.mean(-1)
+        return objective.where(counted, 0.0).sum(), (normaliser - target).where(counted, 0.0).sum().detach()
 
 
-class _SplitCrossEntropy(torch.autograd.Function):
+class _SplitLoss(torch.autograd.Function):
     """Cross entropy over a vocabulary that several ranks share (Megatron-LM, arXiv:1909.08053, section 3).
 
-    Three numbers per token travel, never a logit: its largest logit, its sum of exponentials, its target's logit.
+    A few numbers per token travel, never a logit: the largest logit; the sum of exponentials, the target's logit, and
+    the sum of the logits where labels are smoothed.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup, start: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
         # logits: (tokens, part of the vocabulary); the last part may be shorter, or empty
         tokens, width = logits.shape
+        start = loss.vocabulary_start or 0
         largest = logits.amax(-1) if width else logits.new_full((tokens,), float("-inf"))
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        exponentials = (logits - largest[:, None]).exp_()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=loss.group)
+        shifted = logits - largest[:, None]
         own = (labels >= start) & (labels < start + width)
         place = torch.where(own, labels - start, 0)
-        if width:
-            target = torch.where(own, logits.gather(1, place[:, None])[:, 0] - largest, 0.0)
-        else:
-            target = torch.zeros_like(largest)
-        sums = torch.stack([exponentials.sum(-1), target])
-        dist.all_reduce(sums, group=group)
+        target = torch.where(own, shifted.gather(1, place[:, None])[:, 0], 0.0) if width else torch.zeros_like(largest)
+        parts = [target]
+        if loss.label_smoothing:
+            parts.append(shifted.sum(-1))
+        exponentials = shifted.exp_()
+        sums = torch.stack([exponentials.sum(-1), *parts])
+        dist.all_reduce(sums, group=loss.group)
         counted = labels != IGNORED
-        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), own, place, counted)
-        return torch.where(counted, sums[0].log() - sums[1], 0.0).sum()
+        # Of the true logits, not of the shifted ones.
+        log_sum = sums[0].log()
+        cross_entropy = torch.where(counted, log_sum - sums[1], 0.0)
+        objective = cross_entropy
+        normaliser = log_sum + largest
+        if loss.label_smoothing:
+            spread = log_sum - sums[2] / loss.vocabulary
+            objective = (1 - loss.label_smoothing) * cross_entropy + loss.label_smoothing * spread.where(counted, 0.0)
+        if loss.z_loss:
+            objective = objective + loss.z_loss * normaliser.square().where(counted, 0.0)
+        ctx.loss = loss
+        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), own, place, counted, normaliser)
+        totals = objective.sum(), cross_entropy.sum()
+        ctx.mark_non_differentiable(totals[1])
+        return totals
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, own, place, counted = ctx.saved_tensors
-        gradient = probabilities * (counted * gradients[0])[:, None]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        probabilities, own, place, counted, normaliser = ctx.saved_tensors
+        loss: TokenLoss = ctx.loss
+        scale = counted * gradients[0]
+        weight = scale * (1 + 2 * loss.z_loss * normaliser) if loss.z_loss else scale
+        gradient = probabilities * weight[:, None]
         if gradient.shape[1]:
+            if loss.label_smoothing:
+                gradient -= (scale * (loss.label_smoothing / loss.vocabulary))[:, None]
             rows = own.nonzero()[:, 0]
-            gradient[rows, place[rows]] -= gradients[0]
-        return gradient, None, None, None
+            gradient[rows, place[rows]] -= gradients[0] * (1 - loss.label_smoothing)
+        return gradient, None, None

@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 from threefold.mesh.groups import Mesh
 from threefold.model.build import ParallelModel
 from threefold.model.data_parallel import last_backward
-from threefold.training.loss import IGNORED, cross_entropy_sum
+from threefold.model.head import Sums
+from threefold.training.loss import IGNORED, TokenLoss
+from threefold.training.router import RouterLoss, summed
 
 Batch = dict[str, Tensor]
 
@@ -30,14 +32,16 @@ class StepResult:
     """What one step computed, still on the device.
 
     Attributes:
-        loss_sum: this rank's sum over its target tokens; sum it over the `loss` group for the step's own.
+        loss_sum: cross entropy over this rank's target tokens; sum it over the `loss` group for the step's own.
         target_tokens: number of target tokens of the global batch.
         grad_norm: of the global gradient, before clipping.
+        aux_loss: this rank's share of the routers' loss, or None where the model has none.
     """
 
     loss_sum: Tensor
     target_tokens: Tensor
     grad_norm: Tensor
+    aux_loss: Tensor | None = None
 
 
 class TrainStep:
@@ -50,6 +54,8 @@ class TrainStep:
         mesh: Mesh,
         *,
         grad_clip: float = 0.0,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
         observe: Callable[[], None] | None = None,
     ) -> None:
         """Args: observe: called when the gradients are whole and not yet clipped; for those who compare them."""
@@ -57,6 +63,8 @@ class TrainStep:
         self._optimizer = optimizer
         self._mesh = mesh
         self._grad_clip = grad_clip
+        self._token_loss = token_loss_of(model, mesh, label_smoothing=label_smoothing, z_loss=z_loss)
+        self._router = RouterLoss.of(model.module.config)
         self._observe = observe
 
     def __call__(self, batches: Sequence[Batch], *, lr: float) -> StepResult:
@@ -65,21 +73,41 @@ class TrainStep:
         Args:
             batches: [batch, sequence] rows of this dp rank, the same on its cp and tp ranks, on any device.
         """
+        ranks = self._mesh.size("loss")
         target_tokens = self._count_targets(batches)
         # FSDP2 and DDP average over the dp x cp ranks; the loss is divided by a count that is global already.
-        scale = self._mesh.size("loss") / target_tokens.clamp(min=1)
+        scale = ranks / target_tokens.clamp(min=1)
         loss_sum = torch.zeros((), device=self._mesh.device)
+        aux_loss = torch.zeros((), device=self._mesh.device) if self._router is not None else None
+        picks = self._picks_beforehand(batches) if self._router is not None and len(batches) > 1 else None
         for number, batch in enumerate(batches, start=1):
             with last_backward(self._model.forward, number == len(batches)):
-                loss = forward_loss(self._model, batch, self._mesh)
-                (loss * scale).backward()
-            loss_sum += loss.detach()
+                sums = forward_sums(self._model, batch, self._mesh, self._token_loss, routers=self._router is not None)
+                objective = sums.objective * scale
+                if self._router is not None and aux_loss is not None:
+                    if picks is None:
+                        picks = summed(self._router.picks(sums.router_logits), self._mesh.group("loss"))
+                    share = self._router.share(sums.router_logits, picks)
+                    objective = objective + self._router.coefficient * ranks * share
+                    aux_loss += share.detach()
+                objective.backward()
+            loss_sum += sums.cross_entropy
         grad_norm = self._reduce_and_clip()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss_sum, target_tokens, grad_norm)
+        return StepResult(loss_sum, target_tokens, grad_norm, aux_loss)
+
+    @torch.no_grad()
+    def _picks_beforehand(self, batches: Sequence[Batch]) -> Tensor:
+        """The routers' picks over the global batch. Costs one forward more: backward of the first needs them all."""
+        assert self._router is not None
+        picks = torch.zeros(self._router.num_experts + 1, dtype=torch.float64, device=self._mesh.device)
+        for batch in batches:
+            sums = forward_sums(self._model, batch, self._mesh, self._token_loss, routers=True)
+            picks += self._router.picks(sums.router_logits)
+        return summed(picks, self._mesh.group("loss"))
 
     def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
         counted = torch.zeros((), dtype=torch.int64)
@@ -122,28 +150,46 @@ class TrainStep:
         return squares.sum().sqrt()
 
 
-def forward_loss(model: ParallelModel, batch: Batch, mesh: Mesh) -> Tensor:
-    """Sum of the cross entropy over the target tokens that this rank holds of a batch [batch, sequence]."""
+def token_loss_of(model: ParallelModel, mesh: Mesh, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> TokenLoss:
+    """The loss of tokens whose logits this model gives on this rank."""
+    return TokenLoss(
+        group=mesh.group("tp"),
+        vocabulary_start=model.tensor.vocabulary_start,
+        vocabulary=model.module.config.get_text_config().vocab_size,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+    )
+
+
+def forward_sums(
+    model: ParallelModel, batch: Batch, mesh: Mesh, token_loss: TokenLoss, *, routers: bool = False
+) -> Sums:
+    """Sums over the target tokens that this rank holds of a batch [batch, sequence]."""
     tokens = {name: batch[name].to(mesh.device, non_blocking=True) for name in _PER_TOKEN if name in batch}
     local = model.context.shard(tokens)
     # Ones keep transformers from guessing packed documents out of the positions; `context` owns every mask.
     ones = torch.ones_like(local["input_ids"])
     with torch.autocast(mesh.device.type, dtype=model.dtype, enabled=model.dtype != torch.float32):
-        logits = model.forward(
-            input_ids=local["input_ids"], position_ids=local["position_ids"], attention_mask=ones, use_cache=False
-        ).logits
-    return cross_entropy_sum(
-        logits, local["labels"], group=mesh.group("tp"), vocabulary_start=model.tensor.vocabulary_start
-    )
+        sums: Sums = model.forward(
+            labels=local["labels"],
+            token_loss=token_loss,
+            output_router_logits=routers,
+            input_ids=local["input_ids"],
+            position_ids=local["position_ids"],
+            attention_mask=ones,
+            use_cache=False,
+        )
+    return sums
 
 
 @torch.no_grad()
 def evaluate(model: ParallelModel, batches: Iterable[Batch], mesh: Mesh) -> tuple[float, int]:
     """Sum of the loss and number of target tokens over the rows of all dp ranks; every rank gives as many batches."""
     model.module.eval()
+    token_loss = token_loss_of(model, mesh)
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for batch in batches:
-        totals[0] += forward_loss(model, batch, mesh)
+        totals[0] += forward_sums(model, batch, mesh, token_loss).cross_entropy
         totals[1] += (batch["labels"] != IGNORED).sum() / mesh.size("cp")
     if (group := mesh.group("loss")) is not None:
         dist.all_reduce(totals, group=group)
@@ -153,10 +199,20 @@ def evaluate(model: ParallelModel, batches: Iterable[Batch], mesh: Mesh) -> tupl
 
 def mean_loss(result: StepResult, mesh: Mesh) -> float:
     """The step's own loss: one small collective, then a wait for the device."""
-    total = result.loss_sum.double()
+    total = _over_ranks(result.loss_sum, mesh)
+    return (total / result.target_tokens).item() if result.target_tokens.item() else math.nan
+
+
+def mean_aux_loss(result: StepResult, mesh: Mesh) -> float | None:
+    """The routers' loss of the step, or None where the model has none; as `mean_loss`."""
+    return None if result.aux_loss is None else _over_ranks(result.aux_loss, mesh).item()
+
+
+def _over_ranks(part: Tensor, mesh: Mesh) -> Tensor:
+    total = part.double()
     if (group := mesh.group("loss")) is not None:
         dist.all_reduce(total, group=group)
-    return (total / result.target_tokens).item() if result.target_tokens.item() else math.nan
+    return total
 
 
 def _place_as_parameter(parameter: torch.nn.Parameter) -> None:

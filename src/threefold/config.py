@@ -98,7 +98,10 @@ class TrainConfig(_Section):
         "auto", description="tokens whose logits exist at a time; auto: 256 MiB of them; 0: all"
     )
     compile: bool = Field(False, description="compile each layer")
-    activation_checkpointing: Literal["none", "full"] = Field("none", description="recompute layers in backward")
+    activation_checkpointing: Literal["none", "full", "selective"] = Field(
+        "none", description="recompute layers in backward; selective: all of them but products and attention"
+    )
+    deterministic: bool = Field(False, description="only algorithms that give the same bits every time, or an error")
 
 
 class OptimizerConfig(_Section):

@@ -40,17 +40,16 @@ def verify_rank(config: Config, options: Options, topology: Topology, answer: st
     try:
         mesh = join_mesh(topology, info, device=config.mesh.device, timeout_s=config.mesh.timeout_s)
         found = compare_on(mesh, config, options)
-        holds = True
-        if mesh.rank == 0:
-            holds = found.holds
-            if answer is not None:
-                write_comparison(found, Path(answer))
-            else:
-                print("\n".join(found.lines()))
-                print("the mesh follows the single process" if holds else "the mesh departs from the single process")
+        code = 0
+        if mesh.rank == 0 and answer is not None:
+            write_comparison(found, Path(answer))
+        elif mesh.rank == 0:
+            print("\n".join(found.lines()))
+            print(f"the mesh {'follows' if found.holds else 'departs from'} the single process")
+            code = 0 if found.holds else EXIT_FAILED
         mesh.barrier()
         mesh.close()
-        return 0 if holds else EXIT_FAILED
+        return code
     except Exception as error:
         return report_failure(error, first=is_first_failure(mesh, info.rank))
 

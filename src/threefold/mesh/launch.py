@@ -125,7 +125,7 @@ def start_ranks(entry: Callable[..., None], args: Sequence[Any], *, num_ranks: i
 
     # Its messages speak of agents and error files; the failed rank has said what is wrong.
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed"):
+        if name.startswith(("torch.distributed", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="threefold-") as folder:
         outcome = Path(folder) / "exit-code"

@@ -107,7 +107,7 @@ def resolve(mesh: MeshConfig, *, launched_world_size: int | None, num_devices: i
             return default_topology(8), "the default on a CPU"
         return default_topology(num_devices), f"one rank for each of {num_devices} devices: no mesh key was given"
     sizes = {axis: getattr(mesh, axis) for axis in ("dp", "cp", "tp")}
-    if sizes["dp"] is None and isinstance(mesh.dp_shard, int):
+    if sizes["dp"] is None and mesh.dp_shard is not None:
         sizes["dp"] = mesh.dp_shard
     automatic = [axis for axis, size in sizes.items() if size == "auto"]
     if len(automatic) > 1:

@@ -18,7 +18,7 @@ from threefold.config import Config
 from threefold.config_loading import validate
 from threefold.errors import ConfigError
 from threefold.mesh.groups import Mesh
-from threefold.model import context_parallel, data_parallel, head, load, tensor_parallel
+from threefold.model import context_parallel, data_parallel, head, load, recompute, tensor_parallel
 from threefold.model.context_parallel import ContextParallel
 from threefold.model.tensor_parallel import TensorParallelism
 
@@ -34,7 +34,7 @@ class ParallelModel:
         module: the model itself, whose names a checkpoint uses.
         context: the cp axis: splits batches, owns masks.
         tensor: what was split over tp.
-        dtype: type of the computation; the weights are float32.
+        autocast: type that operations are cast to in forward, or None (float32, or FSDP2 casts the weights).
         choices: (what was chosen, why), to be printed.
     """
 
@@ -42,7 +42,7 @@ class ParallelModel:
     module: PreTrainedModel
     context: ContextParallel
     tensor: TensorParallelism
-    dtype: torch.dtype
+    autocast: torch.dtype | None
     choices: tuple[tuple[str, str], ...] = field(default=())
 
 
@@ -105,8 +105,8 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
     model.config.use_cache = False
     names = load.stored_names(model)
     tensor = tensor_parallel.apply(model, mesh)
-    if config.train.activation_checkpointing == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.train.activation_checkpointing != "none":
+        recompute.install(model, config.train.activation_checkpointing)
     if config.train.compile:
         for layer in data_parallel.layers_of(model):
             layer.compile()
@@ -121,4 +121,5 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
     choices = [(f"data parallelism: {kind}", why)]
     if mesh.size("cp") > 1:
         choices.append((f"context parallelism: {method}", method_why))
-    return ParallelModel(forward, model, context, tensor, dtype, tuple(choices))
+    autocast = None if kind == "fsdp" or dtype == torch.float32 else dtype
+    return ParallelModel(forward, model, context, tensor, autocast, tuple(choices))

@@ -88,10 +88,10 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        x = x.contiguous()
-        dist.all_reduce(x, group=group)
-        ctx.mark_dirty(x)
-        return x
+        # Not in place: selective recomputation keeps the product that this is the sum of.
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

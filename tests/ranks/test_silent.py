@@ -1,0 +1,206 @@
+"""Training that goes wrong without a word elsewhere: each way has a test on real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks.spawn import run_ranks
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "head_dim": 8,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def _compare(tmp: str, sizes: dict[str, int], values: dict[str, Any], steps: int = 2) -> Any:
+    import os
+
+    from threefold.app.verify import Options
+    from threefold.app.verify_rank import compare_on
+    from threefold.config_loading import validate
+    from threefold.mesh.groups import init_mesh
+
+    os.environ["XDG_CACHE_HOME"] = tmp
+    config = validate({**values, "data": {"source": f"{tmp}/corpus.txt", "seq_len": 32, **values.get("data", {})}})
+    found = compare_on(init_mesh(device="cpu", **sizes), config, Options(steps=steps))
+    return found.loss_difference, found.norm_difference, found.gradient_difference, found.holds, found.gradients
+
+
+@pytest.fixture
+def folder(tmp_path: Any) -> str:
+    text = "\n".join(" ".join(f"w{(line * 7 + word * word) % 89}" for word in range(9)) for line in range(300))
+    (tmp_path / "corpus.txt").write_text(text)
+    return str(tmp_path)
+
+
+def _holds(folder: str, sizes: dict[str, int], model: dict[str, Any], steps: int = 2, **values: Any) -> None:
+    world = sizes.get("dp", 1) * sizes.get("cp", 1) * sizes.get("tp", 1)
+    settings = {"model": {"config": {**SIZES, **model}}, **values}
+    settings.setdefault("train", {"global_batch": 8})
+    loss, norm, gradient, holds, by_group = run_ranks(_compare, world, folder, sizes, settings, steps)[0]
+    assert holds, (loss, norm, gradient, by_group)
+
+
+def test_tied_embeddings_sharded_unevenly(folder: str) -> None:
+    """A weight that two modules share is sharded once, and its later steps are right too (257 is odd)."""
+    model = {"model_type": "llama", "tie_word_embeddings": True}
+    _holds(folder, {"dp": 2, "dp_shard": 2}, model, steps=6)
+    _holds(folder, {"dp": 2, "dp_shard": 2, "tp": 2}, model, steps=6)
+
+
+def test_norms_of_heads_are_summed_once_over_micro_batches(folder: str) -> None:
+    """q_norm and k_norm see a tp rank's own heads: one sum after the last of four micro-batches."""
+    train = {"global_batch": 8, "micro_batch": 2}
+    _holds(folder, {"tp": 2}, {"model_type": "qwen3"}, train=train)
+    _holds(folder, {"dp": 2, "dp_shard": 2, "tp": 2}, {"model_type": "qwen3"}, train=train)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}], ids=str)
+def test_packed_documents_do_not_see_one_another(folder: str, sizes: dict[str, int]) -> None:
+    """The single process runs each document alone; several rows a batch, with and without a split."""
+    lines = Path(folder, "corpus.txt").read_text().splitlines()
+    documents = [f'{{"text": "{line[: 5 + number % 23]}"}}\n' for number, line in enumerate(lines)]
+    Path(folder, "corpus.jsonl").write_text("".join(documents))
+    data = {"source": f"{folder}/corpus.jsonl", "packing": "best_fit", "document_mask": True}
+    _holds(folder, sizes, {"model_type": "mistral", "sliding_window": 7}, data=data)
+
+
+def test_the_embedding_learns(folder: str) -> None:
+    """An optimizer made after a forward pass would keep the unsharded embedding and never update it."""
+    _holds(folder, {"dp": 2, "dp_shard": 2}, {"model_type": "llama"}, steps=6, optimizer={"lr": 0.05})
+
+
+def _router_losses(tmp: str, sizes: dict[str, int], micro_batch: int) -> Any:
+    import torch
+
+    from threefold.config import Config
+    from threefold.mesh.groups import init_mesh
+    from threefold.model import load
+    from threefold.model.build import build
+    from threefold.training.optimizer import adamw
+    from threefold.training.step import TrainStep, mean_aux_loss, mean_loss
+
+    mesh = init_mesh(device="cpu", **sizes)
+    router = {"model_type": "qwen3_moe", "output_router_logits": True, "router_aux_loss_coef": 0.5, **MOE}
+    config = Config.model_validate({"model": {"config": {**SIZES, **router}}})
+    model = build(config, load.read_config(config.model), mesh)
+    step = TrainStep(model, adamw(model.module, config.optimizer), mesh)
+    generator = torch.Generator().manual_seed(1)
+    answers = []
+    for _ in range(3):
+        tokens = torch.randint(257, (8, 33), generator=generator)
+        whole = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": torch.arange(32).expand(8, -1)}
+        own = {name: rows[mesh.dp_rank :: mesh.dp_size] for name, rows in whole.items()}
+        count = len(own["labels"])
+        pieces = [
+            {name: rows[start : start + micro_batch] for name, rows in own.items()}
+            for start in range(0, count, micro_batch)
+        ]
+        result = step(pieces, lr=1e-2)
+        answers.append((mean_loss(result, mesh), mean_aux_loss(result, mesh), result.grad_norm.item()))
+    return answers
+
+
+def _router_losses_alone() -> Any:
+    """transformers' own model and router loss on whole batches."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    settings = {"output_router_logits": True, "router_aux_loss_coef": 0.5, **MOE, **SIZES}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **settings), attn_implementation="eager")
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    generator = torch.Generator().manual_seed(1)
+    answers = []
+    for _ in range(3):
+        tokens = torch.randint(257, (8, 33), generator=generator)
+        output = model(input_ids=tokens[:, :-1], use_cache=False)
+        loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), tokens[:, 1:].flatten())
+        (loss + 0.5 * output.aux_loss).backward()
+        norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
+        optimizer.step()
+        optimizer.zero_grad()
+        answers.append((loss.item(), output.aux_loss.item(), norm.item()))
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("sizes", "micro_batch"),
+    [({}, 2), ({"dp": 2}, 4), ({"dp": 2, "dp_shard": 2}, 2), ({"cp": 2}, 8), ({"cp": 2, "tp": 2}, 4)],
+    ids=str,
+)
+def test_router_loss_is_that_of_the_global_batch(folder: str, sizes: dict[str, int], micro_batch: int) -> None:
+    world = sizes.get("dp", 1) * sizes.get("cp", 1) * sizes.get("tp", 1)
+    found = run_ranks(_router_losses, world, folder, sizes, micro_batch)[0]
+    for (loss, aux, norm), (loss_alone, aux_alone, norm_alone) in zip(found, _router_losses_alone(), strict=True):
+        assert loss == pytest.approx(loss_alone, abs=1e-4)
+        assert aux == pytest.approx(aux_alone, abs=1e-4)
+        assert norm == pytest.approx(norm_alone, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"loss_chunk_tokens": 7},
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective", "loss_chunk_tokens": 50, "micro_batch": 2},
+    ],
+    ids=str,
+)
+def test_what_is_computed_again_is_the_same(folder: str, train: dict[str, Any]) -> None:
+    """Chunks of logits and forgotten activations, where tp sums what selective recomputation keeps."""
+    sizes = {"dp": 2, "dp_shard": 2, "tp": 2}
+    _holds(folder, sizes, {"model_type": "gemma2", "sliding_window": 7}, train={"global_batch": 8, **train})
+
+
+def _split_losses() -> Any:
+    """Gradients of the split loss with smoothing and z-loss, beside autograd on whole logits."""
+    import torch
+    import torch.distributed as dist
+
+    from threefold.training.loss import TokenLoss
+
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(6, 11, generator=generator, dtype=torch.float32) * 3
+    labels = torch.tensor([0, 5, 6, -100, 10, 3])
+    rank = dist.get_rank()
+    start = 6 * rank
+    differences = []
+    for smoothing, z_loss in [(0.0, 0.0), (0.1, 0.0), (0.0, 0.3), (0.2, 0.1)]:
+        whole = logits.clone().requires_grad_()
+        expected = TokenLoss(label_smoothing=smoothing, z_loss=z_loss)(whole, labels)
+        expected[0].backward()
+        part = logits[:, start : start + 6].clone().requires_grad_()
+        split = TokenLoss(dist.group.WORLD, start, 11, smoothing, z_loss)
+        found = split(part, labels)
+        found[0].backward()
+        assert whole.grad is not None and part.grad is not None
+        differences += [
+            (found[0] - expected[0]).abs().item() / expected[0].item(),
+            (found[1] - expected[1]).abs().item() / expected[1].item(),
+            (part.grad - whole.grad[:, start : start + 6]).abs().max().item(),
+        ]
+    smoothed = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.2, reduction="sum")
+    own = TokenLoss(label_smoothing=0.2)(logits, labels)[0]
+    return max(differences), abs(own.item() - smoothed.item()) / smoothed.item()
+
+
+def test_split_loss_with_smoothing_and_z_loss() -> None:
+    for difference, against_torch in run_ranks(_split_losses, 2):
+        assert difference < 1e-5
+        assert against_torch < 1e-6

@@ -11,18 +11,20 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from threefold.app.training import train as train
+    from threefold.data.distribute import distribute as distribute
     from threefold.data.sampler import DistributedSampler as DistributedSampler
     from threefold.mesh.groups import init_mesh as init_mesh
     from threefold.model.build import load_model as load_model
 
 _HOME_OF_NAME = {
     "DistributedSampler": "threefold.data.sampler",
+    "distribute": "threefold.data.distribute",
     "init_mesh": "threefold.mesh.groups",
     "load_model": "threefold.model.build",
     "train": "threefold.app.training",
 }
 
-__all__ = ["DistributedSampler", "__version__", "init_mesh", "load_model", "train"]
+__all__ = ["DistributedSampler", "__version__", "distribute", "init_mesh", "load_model", "train"]
 
 
 def __getattr__(name: str) -> Any:

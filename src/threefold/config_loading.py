@@ -7,6 +7,7 @@ as a whole, and the origin of each value. Unknown keys are refused with the near
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import math
 import shlex
@@ -169,7 +170,7 @@ def _skip_problems(skip: Sequence[tuple[int, int]]) -> list[Problem]:
         if last < first
     ]
     firsts = [first for first, _ in skip]
-    if any(later <= earlier for earlier, later in zip(firsts, firsts[1:], strict=False)):
+    if any(later <= earlier for earlier, later in itertools.pairwise(firsts)):
         ascending = sorted({first: [first, last] for first, last in skip}.values())
         found.append(
             Problem(

@@ -470,15 +470,6 @@ def test_rows_longer_than_the_model_knows() -> None:
     )
 
 
-def test_router_loss() -> None:
-    model = architecture("mixtral", num_key_value_heads=2, intermediate_size=64, output_router_logits=True)
-    assert text(checking(Topology(), model)) == problem(
-        "the model's config has output_router_logits = true",
-        "no auxiliary loss: the router's loss over the global batch is not computed yet",
-        "set output_router_logits to false in the model's config",
-    )
-
-
 def test_everything_wrong_is_said_at_once() -> None:
     found = text(checking(Topology(dp_replicate=3, cp=3, tp=3), architecture(vocab_size=100)))
     assert [one.splitlines()[0] for one in found.split("\n\n")] == [

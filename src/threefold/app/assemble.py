@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,18 @@ from transformers import PretrainedConfig
 from threefold import __version__
 from threefold.app.run_folder import RunFolder
 from threefold.checkpoint import dcp
-from threefold.config import Config
+from threefold.config import Config, DataConfig, MixtureSource
 from threefold.data.loader import Batch, Order, TokenLoader, evaluation_batches
+from threefold.data.mixed_rows import MixedRows
+from threefold.data.mixture import Mixture
 from threefold.data.packing import Rows
 from threefold.data.source import open_rows
 from threefold.data.tokens import Tokenizer, load_tokenizer
-from threefold.errors import CheckpointError, ConfigError, Problem
+from threefold.errors import CheckpointError, ConfigError, Problem, ThreefoldError
 from threefold.mesh.groups import Mesh
 from threefold.mesh.launch import cache_folder
 from threefold.mesh.topology import Topology
-from threefold.model import load, tensor_parallel
+from threefold.model import context_parallel, load, tensor_parallel
 from threefold.model.build import ParallelModel
 
 DEFAULT_STEPS = 120
@@ -57,6 +59,7 @@ def check(config: Config, architecture: PretrainedConfig, tokenizer: Tokenizer, 
     problems = _batch_problems(config, topology)
     plan = load.plan_of(architecture, trust_remote_code=config.model.trust_remote_code)
     problems += tensor_parallel.problems(architecture, topology.tp, plan=plan)
+    problems += context_parallel.problems(config.mesh.cp_method, architecture, topology)
     text = architecture.get_text_config()
     if (known := getattr(text, "vocab_size", None)) is not None and known < tokenizer.vocab_size:
         problems.append(
@@ -73,14 +76,6 @@ def check(config: Config, architecture: PretrainedConfig, tokenizer: Tokenizer, 
                 f"data.seq_len = {config.data.seq_len}, but the model knows {longest} positions",
                 "rows that are no longer than the model's max_position_embeddings",
                 f"--data.seq_len {longest}",
-            )
-        )
-    if getattr(text, "output_router_logits", False):
-        problems.append(
-            Problem(
-                "the model's config has output_router_logits = true",
-                "no auxiliary loss: the router's loss over the global batch is not computed yet",
-                "set output_router_logits to false in the model's config",
             )
         )
     if problems:
@@ -124,30 +119,70 @@ def _divisor(count: int, at_most: int) -> int:
 
 
 def rows_of(config: Config, tokenizer: Tokenizer, mesh: Mesh, *, held_out: bool = False) -> Rows:
-    """The rows of data.source, or of eval.source; text is prepared by one rank of each machine."""
+    """The rows of data.source or data.mixture, or of eval.source; text is prepared by one rank of each machine."""
     data = config.data
-    source = config.eval.source if held_out else data.source
-    assert source is not None
+    if held_out:
+        assert config.eval.source is not None
+        own = MixtureSource(source=config.eval.source, weight=1, split=config.eval.split)
+        return _open_on(mesh, "evaluation data", lambda: _rows_of_source(data, own, tokenizer))
+    if data.mixture is None:
+        own = MixtureSource(source=data.source, weight=1)
+        return _open_on(mesh, "data", lambda: _rows_of_source(data, own, tokenizer))
+    mixture = data.mixture
+    return _open_on(
+        mesh,
+        "data",
+        lambda: MixedRows({name: _rows_of_named(data, name, mixture[name], tokenizer) for name in mixture}),
+    )
 
-    def open_here() -> Rows:
-        return open_rows(
-            source,
-            seq_len=data.seq_len,
-            tokenizer=tokenizer,
-            cache=cache_folder(),
-            packing=data.packing,
-            document_mask=data.document_mask,
-            truncate=data.truncate,
-            lookahead=data.lookahead,
-            skip_bad_lines=data.skip_bad_lines,
-            text_field=data.text_field,
-            split=config.eval.split if held_out else data.split,
-            config_name=data.config_name,
-            revision=data.revision,
-        )
 
-    mesh.once_per_host("evaluation data" if held_out else "data", lambda: open_here().fingerprint)
+def _open_on(mesh: Mesh, what: str, open_here: Callable[[], Rows]) -> Rows:
+    mesh.once_per_host(what, lambda: open_here().fingerprint)
     return open_here()
+
+
+def _rows_of_named(data: DataConfig, name: str, source: MixtureSource, tokenizer: Tokenizer) -> Rows:
+    try:
+        return _rows_of_source(data, source, tokenizer)
+    except ThreefoldError as error:
+        # Whoever reads one source speaks of data.source.
+        named = [Problem(f"data.mixture.{name}: {each.what}", each.expected, each.fix) for each in error.problems]
+        raise type(error).of(named) from error
+
+
+def _rows_of_source(data: DataConfig, source: MixtureSource, tokenizer: Tokenizer) -> Rows:
+    """The rows of one source; what it does not say for itself is as in the data section."""
+    return open_rows(
+        source.source,
+        seq_len=data.seq_len,
+        tokenizer=tokenizer,
+        cache=cache_folder(),
+        packing=data.packing,
+        document_mask=data.document_mask,
+        truncate=data.truncate,
+        lookahead=data.lookahead,
+        skip_bad_lines=data.skip_bad_lines,
+        text_field=source.text_field or data.text_field,
+        split=source.split or data.split,
+        config_name=source.config_name or data.config_name,
+        revision=source.revision or data.revision,
+    )
+
+
+def data_name(config: Config) -> str:
+    """The source, or the mixture's sources with their weights, as a person would say it."""
+    if config.data.mixture is None:
+        return config.data.source
+    return " + ".join(f"{source.weight:g} {name}" for name, source in config.data.mixture.items())
+
+
+def mixture_of(config: Config, rows: Rows) -> Mixture | None:
+    """The order over the sources of data.mixture, or None where there is one source."""
+    if config.data.mixture is None:
+        return None
+    assert isinstance(rows, MixedRows)
+    weights = {name: source.weight for name, source in config.data.mixture.items()}
+    return Mixture(rows.sizes, weights, seed=config.data.seed)
 
 
 def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
@@ -160,6 +195,7 @@ def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
         tail="drop",
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
+        mixture=mixture_of(config, rows),
     )
     return TokenLoader(
         rows,

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from threefold import __version__
 from threefold.app import assemble
+from threefold.app.audit import open_audit
 from threefold.app.export import generate_sample
 from threefold.app.run_folder import RunFolder, log_to_file, open_run
 from threefold.app.training import report_failure
@@ -23,6 +24,7 @@ from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config import Config
 from threefold.config_loading import Loaded
 from threefold.data.packing import Rows
+from threefold.data.skip import steps_left
 from threefold.data.tokens import Tokenizer
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ThreefoldError
 from threefold.integrations.terminal import Terminal
@@ -44,7 +46,7 @@ _LARGEST_SAMPLED = 500_000_000
 
 def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
     """Trains as one rank of `topology` and returns its exit code; failures are printed once for all ranks."""
-    _quieten_libraries()
+    quieten_libraries()
     config = loaded.config
     info = launch.current()
     mesh: Mesh | None = None
@@ -54,7 +56,7 @@ def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
     except BaseException as error:
         if isinstance(error, SystemExit | KeyboardInterrupt):
             raise
-        code = report_failure(error, first=_is_first_failure(mesh, info.rank))
+        code = report_failure(error, first=is_first_failure(mesh, info.rank))
         if isinstance(error, ThreefoldError) and mesh is not None:
             mesh.close()
         return code
@@ -62,7 +64,8 @@ def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
         sys.stdout.flush()
 
 
-def _quieten_libraries() -> None:
+def quieten_libraries() -> None:
+    """Sends the libraries' warnings to the rank's log file."""
     # Their warnings go to the rank's log file: eight ranks would print each of them eight times.
     logging.captureWarnings(True)
     log.addHandler(logging.NullHandler())  # until the run's folder is known
@@ -71,7 +74,8 @@ def _quieten_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def _is_first_failure(mesh: Mesh | None, rank: int) -> bool:
+def is_first_failure(mesh: Mesh | None, rank: int) -> bool:
+    """Whether this rank is the run's first to fail, and so the one to say why."""
     if mesh is None or mesh.store is None:
         return rank == 0
     try:
@@ -81,6 +85,8 @@ def _is_first_failure(mesh: Mesh | None, rank: int) -> bool:
 
 
 def _train(config: Config, mesh: Mesh, why: str) -> int:
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
     console = Console(quiet=mesh.rank != 0, soft_wrap=True)
     tokenizer = assemble.tokenizer_of(config)
     architecture = load.read_config(config.model, vocab_size=tokenizer.vocab_size)
@@ -97,14 +103,20 @@ def _train(config: Config, mesh: Mesh, why: str) -> int:
     torch.manual_seed(hash((config.train.seed, mesh.dp_rank, mesh.cp_rank)) % 2**63)
     keeper = assemble.Keeper(config, folder, mesh, model, optimizer, loader, architecture)
     done = keeper.resume()
+    if config.train.epochs is not None:
+        steps = steps_left(steps, skip={*loader.left_out, *config.data.skip})
     per_dp_rank = config.train.global_batch // mesh.dp_size
     micro_batch = per_dp_rank if config.train.micro_batch == "auto" else config.train.micro_batch
     num_parameters = sum(parameter.numel() for parameter in model.module.parameters())
-    _introduce(console, config, mesh, why, folder, rows, tokenizer, num_parameters, model.choices, done, steps)
+    skips = ", ".join(f"[{first}, {last}]" for first, last in config.data.skip)
+    choices = model.choices + ((("data.skip", f"the batches of the steps {skips} are left out"),) if skips else ())
+    _introduce(console, config, mesh, why, folder, rows, tokenizer, num_parameters, choices, done, steps)
     if done >= steps:
         console.print(f"nothing to do: step {done} of {steps} is done. More: --train.steps N", highlight=False)
         mesh.close()
         return 0
+    loader.leave_out(config.data.skip, first_step=done + 1)
+    audit = open_audit(config, folder, mesh, loader, done=done)
     text = architecture.get_text_config()
     trackers: list[Tracker] = []
     if mesh.rank == 0:
@@ -113,7 +125,14 @@ def _train(config: Config, mesh: Mesh, why: str) -> int:
         config,
         mesh,
         model,
-        TrainStep(model, optimizer, mesh, grad_clip=config.train.grad_clip),
+        TrainStep(
+            model,
+            optimizer,
+            mesh,
+            grad_clip=config.train.grad_clip,
+            label_smoothing=config.train.label_smoothing,
+            z_loss=config.train.z_loss,
+        ),
         loader,
         steps,
         micro_batch,
@@ -127,12 +146,14 @@ def _train(config: Config, mesh: Mesh, why: str) -> int:
             seq_len=config.data.seq_len,
         ),
         peak_flops=peak_flops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None,
+        audit=audit,
     )
     try:
         outcome = train_loop(run, first_step=done + 1)
     finally:
         for tracker in trackers:
             tracker.close()
+        audit.close()
     mesh.barrier()
     mesh.close()
     return _conclude(console, config, folder, outcome, rows, tokenizer, num_parameters)
@@ -160,7 +181,7 @@ def _introduce(
         f"threefold {__version__}  {folder.path}",
         f"  model  {origin}{num_parameters:,} parameters, {name}, {config.model.dtype}",
         f"  mesh   {mesh.topology} on {ranks} ({mesh.device.type}): {why}",
-        f"  data   {config.data.source} ({tokenizer.name}): {rows.report}; {config.data.seq_len} tokens a row",
+        f"  data   {assemble.data_name(config)} ({tokenizer.name}): {rows.report}; {config.data.seq_len} tokens a row",
     ]
     if done < steps:
         lines.append(f"  steps  {done + 1} to {steps}, {config.train.global_batch} rows each")

@@ -84,11 +84,15 @@ def train_command(loaded: Loaded) -> int:
     """Trains and returns the exit code; errors that users can mend are raised or, on ranks, printed once."""
     info = launch.current()
     if info.launcher is not None:
+        placed = resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None)
         from threefold.app.rank import run_rank
 
-        placed = resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None)
         return run_rank(loaded, *placed)
-    launch.preload(PRELOAD)
+    mesh = loaded.config.mesh
+    sizes = {mesh.dp, mesh.dp_shard, mesh.cp, mesh.tp} - {None}
+    if sizes != {1}:
+        # While the server of the ranks imports, this process looks at the machine.
+        launch.preload(PRELOAD)
     topology, why = topology_here(loaded.config)
     if topology.world_size == 1:
         from threefold.app.rank import run_rank

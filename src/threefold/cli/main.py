@@ -5,14 +5,13 @@ Only what `--help` needs is imported here; each command imports what it uses.
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
 import typer
 
 from threefold import __version__
-from threefold.cli import export, train
+from threefold.cli import data, export, train, verify
 from threefold.errors import ThreefoldError
 
 app = typer.Typer(
@@ -24,7 +23,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("train", context_settings=train.CONTEXT)(train.command)
+app.command("verify", context_settings=verify.CONTEXT)(verify.command)
 app.command("export")(export.command)
+app.add_typer(data.app, name="data")
 
 
 def _show_version(wanted: bool) -> None:
@@ -42,13 +43,22 @@ def _root(
     pass
 
 
+def _speaks_for_all() -> bool:
+    # Under a launcher every rank finds the same; a launcher that is set up wrongly has no rank that could speak.
+    from threefold.mesh import launch
+
+    try:
+        return launch.current().rank == 0
+    except ThreefoldError:
+        return True
+
+
 def run() -> None:
     """Runs the command line; a user's error is printed in its three parts and decides the exit code."""
     try:
         app()
     except ThreefoldError as error:
-        # Under a launcher every rank finds the same.
-        if os.environ.get("RANK", "0") == "0":
+        if _speaks_for_all():
             sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

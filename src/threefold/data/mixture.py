@@ -72,6 +72,7 @@ class Mixture:
         self.period = sum(self.quotas)
         self._source_at = _turns_of_one_period(self.quotas)
         self._read_before = _earlier_turns(self._source_at, len(self.names))
+        self._first_row = np.concatenate(([0], np.cumsum(self.sizes)[:-1])).astype(np.int64)
         self._seeds = [int(key_words("source of a mixture", seed, name, count=1)[0]) for name in self.names]
 
     def locate(self, positions: npt.NDArray[Any]) -> Turns:
@@ -99,6 +100,11 @@ class Mixture:
                 of_source[of_epoch] = self.order_of(int(source), int(epoch)).at(places[of_epoch])
             indices[mine] = of_source
         return turns.source, indices
+
+    def rows_at(self, positions: npt.NDArray[Any], *, shuffle: bool = True) -> IntArray:
+        """Row of each of `positions`, numbered over all sources: those of the first source, then of the second, ..."""
+        source, index = self.at(positions, shuffle=shuffle)
+        return self._first_row[source] + index
 
     def order_of(self, source: int, epoch: int) -> Permutation:
         """The order of one source's rows in one of its epochs."""

@@ -94,9 +94,9 @@ class DistributedSampler(Sampler[int]):
         self.order, self.tail = order, tail_of_sampler(tail, drop_last=drop_last)
         self._num_rows = _length(dataset)
         self._draws = _checked_draws(weights, seed=seed, num_rows=self._num_rows, shuffle=shuffle, order=order)
-        self._epoch_size = _checked_num_samples(num_samples, self._draws, num_rows=self._num_rows)
+        self.epoch_size = _checked_num_samples(num_samples, self._draws, num_rows=self._num_rows)
         self.num_samples = len(self._share(0))
-        self.total_size = self._epoch_size if self.tail == "exact" else self.num_samples * self.num_replicas
+        self.total_size = self.epoch_size if self.tail == "exact" else self.num_samples * self.num_replicas
         if order == "torch" and shuffle and self._num_rows > _MOST_INT32:
             warnings.warn(
                 f"order='torch' keeps 8 bytes for each of {self._num_rows} samples on every rank "
@@ -107,7 +107,7 @@ class DistributedSampler(Sampler[int]):
         self.epoch = 0
         self._order_version = ORDER_VERSION
         self._begin = 0
-        self._reading: _Reading | None = None
+        self._reading: Reading | None = None
 
     def __len__(self) -> int:
         """Indices of this rank in a whole epoch."""
@@ -119,7 +119,7 @@ class DistributedSampler(Sampler[int]):
         When it is exhausted, the epoch advances by itself (not with order="torch", as torch's does not).
         """
         begin, self._begin = self._begin, 0
-        reading = _Reading(self.epoch, begin, self._share(begin))
+        reading = Reading(self.epoch, begin, self._share(begin))
         self._reading = reading
         return itertools.chain.from_iterable(self._blocks(reading))
 
@@ -138,7 +138,7 @@ class DistributedSampler(Sampler[int]):
         if self._reading is not None:
             epoch = self._reading.epoch
             position = self._reading.begin + self._reading.handed_out() * self.num_replicas
-            position = min(position, self._epoch_size) if self.tail == "exact" else position
+            position = min(position, self.epoch_size) if self.tail == "exact" else position
         return Cursor(epoch, position, self._made_from, self._order_version).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -158,22 +158,22 @@ class DistributedSampler(Sampler[int]):
         made_from: dict[str, Plain] = {"order": self.order, "seed": self.seed, "shuffle": self.shuffle}
         made_from["num_rows"] = self._num_rows
         if self._draws is not None:
-            made_from |= {"weights": self._draws.fingerprint(), "num_samples": self._epoch_size}
+            made_from |= {"weights": self._draws.fingerprint(), "num_samples": self.epoch_size}
         data = getattr(self.dataset, "fingerprint", None)
         return made_from | {"data": data} if isinstance(data, str) else made_from
 
     def _share(self, begin: int) -> range:
-        return share(begin, num_rows=self._epoch_size, dp_rank=self.rank, dp_size=self.num_replicas, tail=self.tail)
+        return share(begin, num_rows=self.epoch_size, dp_rank=self.rank, dp_size=self.num_replicas, tail=self.tail)
 
-    def _blocks(self, reading: _Reading) -> Iterator[Iterator[int]]:
+    def _blocks(self, reading: Reading) -> Iterator[Iterator[int]]:
         """The share of an epoch in blocks of Python ints; after the last, the epoch advances."""
         positions, done, size = reading.positions, 0, _FIRST_BLOCK
         indices_at = self._indices_at(reading.epoch) if positions else None
         while indices_at is not None and done < len(positions):
             block = positions[done : done + size]
             wanted = np.arange(block.start, block.stop, block.step, dtype=np.int64)
-            if block[-1] >= self._epoch_size:  # padded: the head again
-                wanted %= self._epoch_size
+            if block[-1] >= self.epoch_size:  # padded: the head again
+                wanted %= self.epoch_size
             yield reading.open_block(indices_at(wanted).tolist())
             done, size = done + len(block), min(4 * size, _LARGEST_BLOCK)
         if self._reading is reading and self.order != "torch":
@@ -191,7 +191,7 @@ class DistributedSampler(Sampler[int]):
         return Permutation(self._num_rows, seed=self.seed, epoch=epoch, version=self._order_version).at
 
 
-class _Reading:
+class Reading:
     """One pass over an epoch, and how far it has got, without a step of Python for each index."""
 
     def __init__(self, epoch: int, begin: int, positions: range) -> None:
@@ -226,7 +226,7 @@ def _place(num_replicas: int | None, rank: int | None, mesh: Any) -> tuple[int, 
             fix="leave out num_replicas and rank",
         )
     if num_replicas is None or rank is None:
-        size, place = _data_axis(mesh) or _world()
+        size, place = data_axis(mesh)
         num_replicas = size if num_replicas is None else num_replicas
         rank = place if rank is None else rank
     if not 0 <= rank < num_replicas:
@@ -238,8 +238,16 @@ def _place(num_replicas: int | None, rank: int | None, mesh: Any) -> tuple[int, 
     return num_replicas, rank
 
 
-def _data_axis(mesh: Any) -> tuple[int, int] | None:
-    """(size, rank) of the dp axis of the given mesh, else of the active one, else None."""
+def data_axis(mesh: DataAxis | Any | None = None) -> tuple[int, int]:
+    """(number of dp ranks, this one) of the given mesh, else of the active one, else of the process group's world.
+
+    Raises:
+        ConfigError: a mesh whose dims do not say which ranks read different samples, or neither mesh nor group.
+    """
+    return _axis_of_mesh(mesh) or _world()
+
+
+def _axis_of_mesh(mesh: Any) -> tuple[int, int] | None:
     mesh = _active_mesh() if mesh is None else mesh
     if mesh is None:
         return None

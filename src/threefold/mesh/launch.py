@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,6 +166,9 @@ def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int,
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else EXIT_FAILED
+    except BaseException:
+        # An entry says itself what users are to know; this is what it did not expect.
+        traceback.print_exc()
     if os.environ.get("RANK") == "0":
         Path(outcome).write_text(str(code))
     sys.stdout.flush()

@@ -169,7 +169,7 @@ def forward_sums(
     local = model.context.shard(tokens)
     # Ones keep transformers from guessing packed documents out of the positions; `context` owns every mask.
     ones = torch.ones_like(local["input_ids"])
-    with torch.autocast(mesh.device.type, dtype=model.dtype, enabled=model.dtype != torch.float32):
+    with torch.autocast(mesh.device.type, dtype=model.autocast, enabled=model.autocast is not None):
         sums: Sums = model.forward(
             labels=local["labels"],
             token_loss=token_loss,

@@ -1,0 +1,184 @@
+"""Batches of one dp rank from a stream of the `datasets` library, for data that has no indices.
+
+In: a `datasets.IterableDataset`. Out: a loader over this dp rank's part of it, split by datasets' own
+`split_dataset_by_node`, and a state. A stream has no positions, so it gets less than what `threefold.distribute` gives:
+
+- Kept: every sample is read once per epoch, by one dp rank, with any number of shards and workers: whole shards go to
+  ranks where the number of shards is a multiple of the dp ranks, else each rank reads everything and keeps its turn.
+- Kept: a resume with the same ranks, workers and batch size goes on at the next batch. `replay` reads again, and throws
+  away, what the epoch has given so far: exact for every stream that is itself the same in each reading. `seek` (needs
+  torchdata) asks the stream to begin there: at once, exact without a shuffle buffer; with one, the rows that were in
+  the buffer are lost, some may come twice, and datasets 5.2 cannot do it with several workers.
+- Not kept: another number of ranks, workers or rows goes on nowhere; it is refused. Nor is the global batch the same
+  set of samples on another mesh.
+- Not kept: equal counts. Ranks may differ by the rows of a shard, so a loop with collectives takes a number of steps
+  from `endless`, where a rank begins its next epoch when it is through, and not an epoch.
+- Not kept: the audit, which needs indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Literal, get_args
+
+from datasets import IterableDataset
+from datasets.distributed import split_dataset_by_node
+from torch.utils.data import DataLoader
+
+from threefold.data.cursor import Cursor, Plain
+from threefold.data.sampler import DataAxis, data_axis
+from threefold.errors import ConfigError, DataError
+
+Resume = Literal["replay", "seek"]
+
+
+class StreamingLoader:
+    """Batches of this dp rank's part of a stream. Iterating gives the rest of an epoch; `endless` goes on and on."""
+
+    def __init__(
+        self,
+        dataset: IterableDataset,
+        mesh: DataAxis | Any | None = None,
+        *,
+        batch_size: int,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        resume: Resume = "replay",
+        **loader_settings: Any,
+    ) -> None:
+        """Split the stream; nothing is read yet.
+
+        Args:
+            dataset: a stream that is not split yet; where it shuffles, with a seed that is the same on every rank.
+            mesh: threefold's mesh or a torch DeviceMesh; default: the active mesh, else the process group's world.
+            batch_size: rows per dp rank.
+            resume: how a state is returned to: `replay` or `seek`.
+            loader_settings: further arguments of torch's DataLoader.
+
+        Raises:
+            ConfigError: no stream of datasets, one that is split already, or `seek` without torchdata.
+        """
+        self.num_replicas, self.rank = data_axis(mesh)
+        _check_stream(dataset)
+        if resume not in get_args(Resume):
+            raise ConfigError(f"resume = {resume!r}", expected="replay or seek", fix="resume='replay'")
+        self.epoch = 0
+        self._dataset = dataset
+        self._loader_class = _stateful_loader() if resume == "seek" else DataLoader
+        self._settings = {
+            "batch_size": batch_size,
+            "num_workers": num_workers,
+            "collate_fn": collate_fn,
+            **loader_settings,
+        }
+        self._resume = resume
+        self._loader: Any = None
+        self._made_from: dict[str, Plain] = {
+            "num_replicas": self.num_replicas,
+            "rank": self.rank,
+            "num_workers": num_workers,
+            "batch_size": batch_size,
+            "num_shards": dataset.num_shards,
+            "resume": resume,
+        }
+        self._begin = 0
+        self._done = 0
+        self._seek_to: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the epoch after `load_state_dict`, else the epoch from its head; then the epoch advances."""
+        epoch, self._done, self._begin = self.epoch, self._begin, 0
+        self._loader, self._seek_to = self._open(epoch), None
+        batches = iter(self._loader)
+        if self._resume == "replay":
+            for _ in islice(batches, self._done):
+                pass
+        for batch in batches:
+            self._done += 1
+            yield batch
+        if self.epoch == epoch:
+            self.epoch, self._done = epoch + 1, 0
+
+    def _open(self, epoch: int) -> Any:
+        # Anew for each pass: a stream remembers the state it was given, also when it is to begin at its head.
+        part = split_dataset_by_node(self._dataset, rank=self.rank, world_size=self.num_replicas)
+        part.set_epoch(epoch)
+        loader = self._loader_class(part, **self._settings)
+        if self._seek_to is not None:
+            loader.load_state_dict(self._seek_to)
+        return loader
+
+    def endless(self) -> Iterator[Any]:
+        """Epoch after epoch, for a loop that counts steps.
+
+        Raises:
+            DataError: an epoch has not one batch on this rank.
+        """
+        while True:
+            resumed = self._begin > 0
+            empty = True
+            for batch in self:
+                empty = False
+                yield batch
+            if empty and not resumed:
+                raise DataError(
+                    f"an epoch of the stream has not one batch on dp rank {self.rank} of {self.num_replicas}",
+                    expected="at least one batch for each dp rank and epoch",
+                    fix="fewer dp ranks, a smaller batch_size, or no drop_last",
+                )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the head of `epoch`; in the epoch of a state just loaded, the place stays."""
+        if epoch != self.epoch:
+            self.epoch, self._begin, self._done, self._seek_to = epoch, 0, 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank's loop is in its stream; each rank keeps its own.
+
+        Plain values with `replay`; with `seek` also what torchdata and datasets keep, under `stream`.
+        """
+        place = self._begin or self._done
+        state = Cursor(self.epoch, place, self._made_from).state_dict()
+        if self._resume == "replay":
+            return state
+        return {**state, "stream": self._loader.state_dict() if self._done else self._seek_to}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            DataError: no state of a stream, or one of another rank, number of ranks or workers, or batch size.
+        """
+        cursor = Cursor.from_state_dict(state)
+        cursor.check(self._made_from)
+        self.epoch, self._begin, self._done = cursor.epoch, cursor.position, 0
+        self._seek_to = state["stream"] if self._resume == "seek" else None
+
+
+def _check_stream(dataset: Any) -> None:
+    if not isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"StreamingLoader got a {type(dataset).__name__}",
+            expected="a datasets.IterableDataset, which knows how to be split among ranks",
+            fix="threefold.distribute(DataLoader(dataset, ...)) for data with indices, or "
+            "datasets.load_dataset(..., streaming=True)",
+        )
+    if getattr(dataset, "_distributed", None) is not None:
+        raise ConfigError(
+            "the stream is already split by split_dataset_by_node",
+            expected="a whole stream: split twice, ranks would read only a part of their part",
+            fix="leave split_dataset_by_node out",
+        )
+
+
+def _stateful_loader() -> Any:
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+    except ImportError:
+        raise ConfigError(
+            "resume = 'seek' without torchdata",
+            expected="torchdata's StatefulDataLoader, which asks the stream and its workers where they are",
+            fix="pip install 'threefold[streaming]'   (or resume='replay')",
+        ) from None
+    return StatefulDataLoader

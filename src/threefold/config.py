@@ -120,7 +120,10 @@ class CheckpointConfig(_Section):
     """What is kept, and where a run goes on."""
 
     every: Count = Field(0, description="steps between checkpoints; 0: at the end only")
-    keep: PositiveInt = Field(2, description="newest complete checkpoints that stay")
+    keep: PositiveInt = Field(2, description="newest complete checkpoints that stay, beside the best")
+    keep_every: Count = Field(0, description="keep the checkpoint of every n-th step too; 0: none")
+    mode: Literal["async", "sync"] = Field("async", description="write while the next steps run, or wait for the disk")
+    on_error: Literal["error", "continue"] = Field("error", description="a save that fails ends the run, or is printed")
     resume: str = Field("auto", description="`auto`, `never`, or the path of a checkpoint")
 
 

@@ -152,7 +152,7 @@ def test_stopped_and_resized_run_is_proved(folder: Path) -> None:
     assert "run: steps 1 to 12, 2 starts\n" in proved.stdout
     assert "  epoch 0: 96 of 774 rows, each exactly once; 662 not yet\n" in proved.stdout
     assert "  left out by data.skip: positions 80 to 95 of epoch 0 (rows " in proved.stdout
-    assert "proved: 96 rows, each read by exactly one dp rank in exactly one step" in proved.stdout
+    assert "proved: 96 reads, each by exactly one dp rank in exactly one step" in proved.stdout
     again = command(folder, "data", "audit", "run", "--contents")
     assert again.returncode == 0, again.stderr
     assert again.stdout.endswith("samples and tokens\n")

@@ -35,7 +35,7 @@ def _count(sizes: tuple[int, int, int, int], method: str) -> Any:
         step([batch], lr=1e-3)
     counts: dict[str, int] = {}
 
-    # Not torch's CommDebugMode: it hands each module a tensor of its own, and projections that share one no longer do.
+    # Not torch's CommDebugMode: it hands each module a tensor of its own, so that projections no longer share one.
     class Counter(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if function.namespace in ("c10d", "_c10d_functional") and "wait" not in str(function):
@@ -50,27 +50,23 @@ def _count(sizes: tuple[int, int, int, int], method: str) -> Any:
 
 
 # Per step and rank, for two layers. tp: two all-reduces forward and backward a layer; the embedding, the input of the
-# head, two of the loss, one of the norm. cp and FSDP: gathers and reduce-scatters of each layer and of the rest.
+# head, two of the loss, one of the norm. FSDP: layers this small make one unit with the rest, gathered and reduced once.
+# cp: keys and values of each layer gathered forward and reduced backward, or four exchanges each way.
 TP = {"allreduce": 4 * LAYERS + 1 + 1 + 2 + 1}
 EXPECTED: dict[tuple[tuple[int, int, int, int], str], dict[str, int]] = {
     ((1, 1, 1, 1), "gather"): {},
     ((1, 1, 1, 2), "gather"): TP,
     # the count of target tokens, and DDP's one bucket
     ((2, 1, 1, 1), "gather"): {"allreduce": 2},
-    # FSDP: all layers and the rest gathered forward, the layers again backward, all reduced; count and norm
-    ((1, 2, 1, 1), "gather"): {"allgather": 2 * LAYERS + 1, "reduce_scatter": LAYERS + 1, "allreduce": 2},
-    ((1, 1, 2, 1), "gather"): {"allgather": 3 * LAYERS + 1, "reduce_scatter": 2 * LAYERS + 1, "allreduce": 1},
-    ((1, 1, 2, 1), "ulysses"): {
-        "alltoall": 8 * LAYERS,
-        "allgather": 2 * LAYERS + 1,
-        "reduce_scatter": LAYERS + 1,
-        "allreduce": 1,
-    },
-    # HSDP adds an all-reduce over the replicas for each group of weights
-    ((2, 2, 1, 1), "gather"): {"allgather": 2 * LAYERS + 1, "reduce_scatter": LAYERS + 1, "allreduce": LAYERS + 1 + 2},
+    # the count and the norm
+    ((1, 2, 1, 1), "gather"): {"allgather": 1, "reduce_scatter": 1, "allreduce": 2},
+    ((1, 1, 2, 1), "gather"): {"allgather": LAYERS + 1, "reduce_scatter": LAYERS + 1, "allreduce": 1},
+    ((1, 1, 2, 1), "ulysses"): {"alltoall": 8 * LAYERS, "allgather": 1, "reduce_scatter": 1, "allreduce": 1},
+    # HSDP adds an all-reduce over the replicas
+    ((2, 2, 1, 1), "gather"): {"allgather": 1, "reduce_scatter": 1, "allreduce": 1 + 2},
     ((1, 2, 2, 2), "gather"): {
-        "allgather": 3 * LAYERS + 1,
-        "reduce_scatter": 2 * LAYERS + 1,
+        "allgather": LAYERS + 1,
+        "reduce_scatter": LAYERS + 1,
         "allreduce": TP["allreduce"] + 2,
     },
 }

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from transformers import PretrainedConfig
 
-from threefold import __version__
-from threefold.app.run_folder import RunFolder
-from threefold.checkpoint import dcp
 from threefold.config import Config, DataConfig, MixtureSource
 from threefold.data.loader import Batch, Order, TokenLoader, evaluation_batches
 from threefold.data.mixed_rows import MixedRows
@@ -23,12 +17,11 @@ from threefold.data.mixture import Mixture
 from threefold.data.packing import Rows
 from threefold.data.source import open_rows
 from threefold.data.tokens import Tokenizer, load_tokenizer
-from threefold.errors import CheckpointError, ConfigError, Problem, ThreefoldError
+from threefold.errors import ConfigError, Problem, ThreefoldError
 from threefold.mesh.groups import Mesh
 from threefold.mesh.launch import cache_folder
 from threefold.mesh.topology import Topology
 from threefold.model import context_parallel, load, tensor_parallel
-from threefold.model.build import ParallelModel
 
 DEFAULT_STEPS = 120
 _FORMAT = 1
@@ -225,121 +218,9 @@ class HeldOut:
         )
 
 
-class Keeper:
-    """Saves and resumes the state of a run."""
-
-    def __init__(
-        self,
-        config: Config,
-        folder: RunFolder,
-        mesh: Mesh,
-        model: ParallelModel,
-        optimizer: torch.optim.Optimizer,
-        loader: TokenLoader,
-        architecture: PretrainedConfig,
-    ) -> None:
-        self._config = config
-        self._folder = folder
-        self._mesh = mesh
-        self._model = model
-        self._optimizer = optimizer
-        self._loader = loader
-        self._architecture = architecture
-        best = json.loads(mesh.share("best", lambda: json.dumps(folder.checkpoints.best())))
-        self._best: float | None = best[1] if best else None
-
-    def keep(self, step: int, eval_loss: float | None, due: bool) -> None:
-        """Saves after `step` where it is due, or where the evaluation loss is the best so far; every rank calls it."""
-        better = eval_loss is not None and (self._best is None or eval_loss < self._best)
-        if not (due or better):
-            return
-        checkpoints = self._folder.checkpoints
-        self._mesh.share("begin", lambda: str(checkpoints.begin(step)))
-        dcp.save(
-            checkpoints.partial(step) / "state",
-            self._model.module,
-            self._optimizer,
-            self._mesh,
-            group=self._mesh.group("world"),
-        )
-        self._mesh.barrier()
-        self._mesh.share("commit", lambda: self._commit(step, eval_loss if better else None))
-        if better:
-            self._best = eval_loss
-
-    def _commit(self, step: int, best: float | None) -> str:
-        checkpoints = self._folder.checkpoints
-        manifest = {
-            "format": _FORMAT,
-            "step": step,
-            "mesh": list(self._mesh.topology.sizes),
-            "data": self._loader.state_dict(),
-            "seed": self._config.train.seed,
-            "architecture": architecture_of(self._architecture),
-            "config": self._config.model_dump(mode="json"),
-            "versions": {
-                "threefold": __version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
-        }
-        path = checkpoints.commit(step, manifest).path
-        if best is not None:
-            checkpoints.mark_best(step, best)
-        checkpoints.prune(self._config.checkpoint.keep)
-        return str(path)
-
-    def resume(self) -> int:
-        """Reads the checkpoint that the run folder found; returns the last step done (0 where there is none).
-
-        Raises:
-            CheckpointError: it belongs to another model or seed. DataError: to other data or another order.
-        """
-        checkpoint = self._folder.resume
-        if checkpoint is None:
-            return 0
-        manifest = checkpoint.manifest()
-        _refuse_other(manifest, self._config, self._architecture, checkpoint.path)
-        self._loader.load_state_dict(manifest["data"])
-        dcp.load(
-            checkpoint.state,
-            self._model.module,
-            self._optimizer,
-            self._mesh,
-            same_mesh=tuple(manifest["mesh"]) == self._mesh.topology.sizes,
-            group=self._mesh.group("world"),
-        )
-        return checkpoint.step
-
-
 def architecture_of(config: PretrainedConfig) -> dict[str, Any]:
     """The model's config as plain values, without what does not belong to the weights."""
     values = json.loads(config.to_json_string(use_diff=False))
     for volatile in ("_name_or_path", "transformers_version", "dtype", "use_cache", "_attn_implementation"):
         values.pop(volatile, None)
     return values
-
-
-def _refuse_other(manifest: dict[str, Any], config: Config, architecture: PretrainedConfig, checkpoint: Path) -> None:
-    problems = []
-    now, then = architecture_of(architecture), manifest["architecture"]
-    for key in sorted(now.keys() | then.keys()):
-        if now.get(key) != then.get(key):
-            problems.append(
-                Problem(
-                    f"the checkpoint {checkpoint} has a model with {key} = {then.get(key)}, this run {now.get(key)}",
-                    "the same model: its tensors would not fit, or would mean something else",
-                    "use the model of the run, or --log.dir ANOTHER_FOLDER for a new one",
-                )
-            )
-    if manifest["seed"] != config.train.seed:
-        problems.append(
-            Problem(
-                f"the checkpoint {checkpoint} was made with train.seed = {manifest['seed']}, not {config.train.seed}",
-                "the seed of the run, so that it goes on as it would have without the stop",
-                f"--train.seed {manifest['seed']}",
-            )
-        )
-    if problems:
-        raise CheckpointError.of(problems)

@@ -110,7 +110,7 @@ def audit(run: Path, *, contents: bool = False) -> Iterator[str]:
     segments = audit_record.standing(lines)
     stretches = prove(segments, _rows_of_run(run, segments)[0] if contents else None)
     _check_checkpoints(run, lines)
-    if not stretches:
+    if not any(stretch.first_step for stretch in stretches):
         raise RunError(
             f"{run} has no audited step yet",
             expected="at least one line of kind steps in audit.jsonl",
@@ -126,7 +126,7 @@ def audit(run: Path, *, contents: bool = False) -> Iterator[str]:
     yield from _coverage_lines(stretches)
     num_read = sum(stretch.stop - stretch.start for stretch in stretches if stretch.first_step)
     what = "samples and tokens" if contents else "samples (tokens were compared during the run; --contents reads again)"
-    yield f"proved: {num_read:,} rows, each read by exactly one dp rank in exactly one step: {what}"
+    yield f"proved: {num_read:,} reads, each by exactly one dp rank in exactly one step: {what}"
 
 
 def _coverage_lines(stretches: Sequence[Stretch]) -> Iterator[str]:
@@ -135,13 +135,16 @@ def _coverage_lines(stretches: Sequence[Stretch]) -> Iterator[str]:
             yield f"  {name}: {read:,} reads of {size:,} rows ({read / size:.2f} epochs of its own)"
     else:
         for epoch in coverage(stretches):
+            first = stretches[0]
+            begun = epoch.epoch != first.epoch or first.start == 0
+            why = "they fill no batch at the end" if begun else "read before this record, or in no batch at the end"
             line = f"  epoch {epoch.epoch}: {epoch.read:,} of {epoch.num_rows:,} rows, each exactly once"
             if not epoch.finished:
                 yield f"{line}; {epoch.unread:,} not yet" if epoch.unread else line
             elif epoch.unread:
                 more = ", ..." if epoch.unread > len(epoch.named) else ""
                 named = ", ".join(map(str, epoch.named)) + more
-                yield f"{line}; {epoch.unread:,} not: they fill no batch at the end (rows {named})"
+                yield f"{line}; {epoch.unread:,} not: {why} (rows {named})"
             else:
                 yield line
     for stretch in stretches:

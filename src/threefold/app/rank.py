@@ -6,6 +6,7 @@ it. What goes wrong later is printed once, by the rank where it went wrong first
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 
@@ -18,7 +19,9 @@ from threefold import __version__
 from threefold.app import assemble
 from threefold.app.audit import open_audit
 from threefold.app.export import generate_sample
+from threefold.app.keeper import Keeper, undamaged
 from threefold.app.run_folder import RunFolder, log_to_file, open_run
+from threefold.app.run_lock import RunLock
 from threefold.app.training import report_failure
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config import Config
@@ -52,7 +55,8 @@ def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
     mesh: Mesh | None = None
     try:
         mesh = join_mesh(topology, info, device=config.mesh.device, timeout_s=config.mesh.timeout_s)
-        return _train(config, mesh, why)
+        with RunLock() as lock:
+            return _train(config, mesh, why, lock)
     except BaseException as error:
         if isinstance(error, SystemExit | KeyboardInterrupt):
             raise
@@ -84,15 +88,16 @@ def is_first_failure(mesh: Mesh | None, rank: int) -> bool:
         return False
 
 
-def _train(config: Config, mesh: Mesh, why: str) -> int:
+def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     console = Console(quiet=mesh.rank != 0, soft_wrap=True)
     tokenizer = assemble.tokenizer_of(config)
     architecture = load.read_config(config.model, vocab_size=tokenizer.vocab_size)
     assemble.check(config, architecture, tokenizer, mesh.topology)
-    folder = RunFolder.from_json(mesh.share("run", lambda: open_run(config).to_json()))
+    folder = RunFolder.from_json(mesh.share("run", lambda: open_run(config, lock).to_json()))
     log_to_file(folder.path, mesh.rank)
+    folder = undamaged(folder, mesh)
     rows = assemble.rows_of(config, tokenizer, mesh)
     held_out = assemble.rows_of(config, tokenizer, mesh, held_out=True) if config.eval.source else None
     loader = assemble.loader_of(config, rows, mesh)
@@ -101,7 +106,7 @@ def _train(config: Config, mesh: Mesh, why: str) -> int:
     optimizer = adamw(model.module, config.optimizer)
     # Dropout differs between rows and places in a row, and agrees where tp ranks hold the same activations.
     torch.manual_seed(hash((config.train.seed, mesh.dp_rank, mesh.cp_rank)) % 2**63)
-    keeper = assemble.Keeper(config, folder, mesh, model, optimizer, loader, architecture)
+    keeper = Keeper(config, folder, mesh, model, optimizer, loader, architecture)
     done = keeper.resume()
     if config.train.epochs is not None:
         steps = steps_left(steps, skip={*loader.left_out, *config.data.skip})
@@ -117,6 +122,10 @@ def _train(config: Config, mesh: Mesh, why: str) -> int:
         return 0
     loader.leave_out(config.data.skip, first_step=done + 1)
     audit = open_audit(config, folder, mesh, loader, done=done)
+    for path in json.loads(mesh.share("accept", lambda: json.dumps([str(path) for path in folder.accept(config)]))):
+        console.print(f"  set aside: {path}, later than the step that the run goes on from", highlight=False)
+    lock.keep()
+    keeper.start()
     text = architecture.get_text_config()
     trackers: list[Tracker] = []
     if mesh.rank == 0:
@@ -137,6 +146,7 @@ def _train(config: Config, mesh: Mesh, why: str) -> int:
         steps,
         micro_batch,
         keeper.keep,
+        keeper.notice,
         eval_batches=assemble.HeldOut(held_out, micro_batch, mesh, config.data.document_mask) if held_out else None,
         trackers=trackers,
         flops_per_token=flops_per_token(
@@ -150,6 +160,10 @@ def _train(config: Config, mesh: Mesh, why: str) -> int:
     )
     try:
         outcome = train_loop(run, first_step=done + 1)
+        keeper.finish()
+    except ThreefoldError:
+        keeper.linger()
+        raise
     finally:
         for tracker in trackers:
             tracker.close()

@@ -148,13 +148,12 @@ class ContextParallel:
         rows = torch.arange(batch_size, device=device)[:, None, None, None]
         heads = torch.zeros(1, dtype=torch.long, device=device)[None, :, None, None]
         mask = mask_function(rows, heads, queries[None, None, :, None], keys[None, None, None, :])
-        halves = _visible_keys(mask) if self.size > 1 and self._method == "gather" else None
+        visible = _visible_keys(mask) if self.size > 1 and self._method == "gather" else None
         if documents is not None:
             own = documents.index_select(1, queries)[:, None, :, None]
             mask = mask & (own == documents.index_select(1, keys)[:, None, None, :])
-        mask = mask.expand(batch_size, 1, len(queries), len(keys))
-        # Rides on the mask, so that a layer that is recomputed in backward finds it again.
-        mask.threefold_visible_keys = halves
+        # Made once for all layers; rides on the mask, so that a layer recomputed in backward finds it again.
+        mask.threefold_parts = _parts(mask, visible) if visible is not None else None
         return mask
 
     def _attention(
@@ -174,17 +173,14 @@ class ContextParallel:
         if self._method == "ulysses":
             return self._by_heads(module, query, key, value, attention_mask, **kwargs)
         key, value = gather_sequence(key, value, self._group)
-        halves = getattr(attention_mask, "threefold_visible_keys", None)
-        if halves is None:
+        parts = getattr(attention_mask, "threefold_parts", None)
+        if parts is None:
             return attend(module, query, key, value, attention_mask, **kwargs)
         outputs = []
-        for part, visible in zip(torch.arange(query.shape[2]).chunk(2), halves, strict=True):
-            queries = slice(int(part[0]), int(part[-1]) + 1)
-            mask = attention_mask[:, :, queries]
-            seen = (key, value, mask)
-            if visible is not None:
-                seen = (key.index_select(2, visible), value.index_select(2, visible), mask.index_select(3, visible))
-            outputs.append(attend(module, query[:, :, queries], *seen, **kwargs)[0])
+        for queries, visible, mask in parts:
+            keys = key if visible is None else key.index_select(2, visible)
+            values = value if visible is None else value.index_select(2, visible)
+            outputs.append(attend(module, query[:, :, queries], keys, values, mask, **kwargs)[0])
         # (batch, queries, heads, head)
         return torch.cat(outputs, dim=1), None
 
@@ -200,10 +196,20 @@ class ContextParallel:
         return sequence_to_heads(output.transpose(1, 2), self._group).transpose(1, 2).contiguous(), None
 
 
-def _visible_keys(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _visible_keys(mask: Tensor) -> list[Tensor | None]:
     """For the head half and the tail half of the queries the keys that any of them sees; None where that is most."""
     found: list[Tensor | None] = []
     for half in mask.chunk(2, dim=2):
         visible = half.any(dim=2).flatten(0, 1).any(dim=0).nonzero()[:, 0]
         found.append(visible if len(visible) < 0.9 * mask.shape[3] else None)
-    return found[0], found[1]
+    return found
+
+
+def _parts(mask: Tensor, visible: list[Tensor | None]) -> list[tuple[slice, Tensor | None, Tensor]]:
+    """(queries, their keys or None for all, their mask) of the two halves."""
+    half = mask.shape[2] // 2
+    parts: list[tuple[slice, Tensor | None, Tensor]] = []
+    for queries, keys in zip((slice(0, half), slice(half, 2 * half)), visible, strict=True):
+        own = mask[:, :, queries]
+        parts.append((queries, keys, own if keys is None else own.index_select(3, keys)))
+    return parts

@@ -15,11 +15,17 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from threefold.mesh.groups import Mesh
 from threefold.mesh.topology import Topology
+
+# A collective over less than this is mostly latency.
+_UNIT_BYTES = 8 * 1024**2
+# A model this small is not sharded again between forward and backward: its gather costs more than its memory.
+_KEPT_WHOLE_BYTES = 512 * 1024**2
 
 
 def choose(topology: Topology) -> tuple[str, str]:
@@ -37,13 +43,33 @@ def choose(topology: Topology) -> tuple[str, str]:
 
 
 def shard(model: PreTrainedModel, mesh: Mesh, *, dtype: torch.dtype) -> None:
-    """Applies FSDP2 to each layer and to the rest, in place, over (dp_replicate, fsdp)."""
+    """Applies FSDP2 in place over (dp_replicate, fsdp): to each layer, small ones together, and to the rest."""
     assert mesh.device_mesh is not None
     axes = ("dp_replicate", "fsdp") if mesh.topology.dp_replicate > 1 else ("fsdp",)
     policy = MixedPrecisionPolicy(param_dtype=dtype if dtype != torch.float32 else None, reduce_dtype=torch.float32)
-    for layer in layers_of(model):
-        fully_shard(layer, mesh=mesh.device_mesh[axes], mp_policy=policy)
-    fully_shard(model, mesh=mesh.device_mesh[axes], mp_policy=policy)
+    own_mesh = mesh.device_mesh[axes]
+    keep = _bytes(model) <= _KEPT_WHOLE_BYTES
+    for unit in _units(layers_of(model)):
+        fully_shard(unit, mesh=own_mesh, mp_policy=policy, reshard_after_forward=not keep)
+    fully_shard(model, mesh=own_mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def _units(layers: list[nn.Module]) -> list[list[nn.Module]]:
+    """Consecutive layers that are gathered and reduced together; what is left goes with the rest of the model."""
+    units: list[list[nn.Module]] = []
+    unit: list[nn.Module] = []
+    for layer in layers:
+        unit.append(layer)
+        if sum(_bytes(member) for member in unit) >= _UNIT_BYTES:
+            units.append(unit)
+            unit = []
+    return units
+
+
+def _bytes(module: nn.Module) -> int:
+    # Of this rank's part of what tp has split, before fsdp.
+    parameters = (p.to_local() if isinstance(p, DTensor) else p for p in module.parameters())
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
 def replicate(model: PreTrainedModel, mesh: Mesh) -> DistributedDataParallel:

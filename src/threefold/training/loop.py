@@ -31,7 +31,8 @@ class Run:
         num_steps: the last step's number (steps count from 1).
         micro_batch: rows of this dp rank in one forward.
         keep: given (step, evaluation loss, due), saves the state where it is due or the best so far; called by every
-            rank.
+            rank, which need not wait until it is on the disk.
+        notice: called after every step; raises, on all ranks after the same step, where saving failed meanwhile.
         eval_batches: makes the held-out batches anew, or None where there is no evaluation.
         flops_per_token, peak_flops: for MFU; None where the device's peak is not known.
         audit: compares what the ranks have read, before anything is saved.
@@ -45,6 +46,7 @@ class Run:
     num_steps: int
     micro_batch: int
     keep: Callable[[int, float | None, bool], None]
+    notice: Callable[[int], None]
     eval_batches: Callable[[], Iterable[Batch]] | None = None
     trackers: Sequence[Tracker] = field(default_factory=tuple)
     flops_per_token: float | None = None
@@ -80,6 +82,7 @@ def train_loop(run: Run, *, first_step: int) -> Outcome:
             window.steps += 1
             last = step == run.num_steps
             stopping = stop.after(step)
+            run.notice(step)
             if last or stopping or step == first_step or step % config.log.every == 0:
                 loss = mean_loss(result, mesh)
                 _tell(run.trackers, _step_metrics(run, step, epoch, loss, lr, result, window))

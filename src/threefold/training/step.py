@@ -74,16 +74,18 @@ class TrainStep:
             batches: [batch, sequence] rows of this dp rank, the same on its cp and tp ranks, on any device.
         """
         ranks = self._mesh.size("loss")
-        target_tokens = self._count_targets(batches)
-        # FSDP2 and DDP average over the dp x cp ranks; the loss is divided by a count that is global already.
-        scale = ranks / target_tokens.clamp(min=1)
+        target_tokens, counting = self._count_targets(batches)
         loss_sum = torch.zeros((), device=self._mesh.device)
         aux_loss = torch.zeros((), device=self._mesh.device) if self._router is not None else None
         picks = self._picks_beforehand(batches) if self._router is not None and len(batches) > 1 else None
         for number, batch in enumerate(batches, start=1):
             with last_backward(self._model.forward, number == len(batches)):
                 sums = forward_sums(self._model, batch, self._mesh, self._token_loss, routers=self._router is not None)
-                objective = sums.objective * scale
+                if counting is not None:
+                    counting.wait()
+                    counting = None
+                # FSDP2 and DDP average over the dp x cp ranks; the loss is divided by a count that is global already.
+                objective = sums.objective * (ranks / target_tokens.clamp(min=1))
                 if self._router is not None and aux_loss is not None:
                     if picks is None:
                         picks = summed(self._router.picks(sums.router_logits), self._mesh.group("loss"))
@@ -109,15 +111,12 @@ class TrainStep:
             picks += self._router.picks(sums.router_logits)
         return summed(picks, self._mesh.group("loss"))
 
-    def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
-        counted = torch.zeros((), dtype=torch.int64)
-        for batch in batches:
-            counted += (batch["labels"] != IGNORED).sum()
-        counted = counted.to(self._mesh.device)
-        # Counted before the cp split, so the dp ranks alone hold distinct rows.
-        if (group := self._mesh.group("dp")) is not None:
-            dist.all_reduce(counted, group=group)
-        return counted
+    def _count_targets(self, batches: Sequence[Batch]) -> tuple[Tensor, dist.Work | None]:
+        """The number of target tokens of the global batch, and what to wait for before it is one."""
+        counted = torch.stack([(batch["labels"] != IGNORED).sum() for batch in batches]).sum().to(self._mesh.device)
+        # Counted before the cp split, so the dp ranks alone hold distinct rows; under way while forward computes.
+        group = self._mesh.group("dp")
+        return counted, dist.all_reduce(counted, group=group, async_op=True) if group is not None else None
 
     def _reduce_and_clip(self) -> Tensor:
         parameters = dict(self._model.module.named_parameters())

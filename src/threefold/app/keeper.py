@@ -1,0 +1,232 @@
+"""What is kept of a run and when, and where a run goes on: the checkpoints of one run, from the ranks' side.
+
+Nothing of a checkpoint is loaded before its sizes and checksums were compared (the ranks share the files among them)
+and before it is known to belong to this run. Until then nothing in the run's folder is changed.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig
+
+from threefold import __version__
+from threefold.app.assemble import architecture_of
+from threefold.app.run_folder import RunFolder
+from threefold.checkpoint import state as run_state
+from threefold.checkpoint.index import Index
+from threefold.checkpoint.integrity import Seal
+from threefold.checkpoint.layout import Checkpoint, newest_undamaged
+from threefold.checkpoint.saver import Job, Saver
+from threefold.checkpoint.tensors import Part
+from threefold.config import Config
+from threefold.data.loader import TokenLoader
+from threefold.errors import CheckpointError, Problem
+from threefold.mesh.groups import Mesh
+from threefold.model.build import ParallelModel
+
+# What a manifest must hold, and as what; a damaged one is found by its checksum, this is for a stranger's.
+_FIELDS = {"step": int, "mesh": list, "data": dict, "seed": int, "architecture": dict, "config": dict}
+_LINGER_S = 60.0
+
+
+class Keeper:
+    """Saves and resumes the state of a run; every rank has one and calls it alike."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        mesh: Mesh,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        loader: TokenLoader,
+        architecture: PretrainedConfig,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._mesh = mesh
+        self._model = model
+        self._optimizer = optimizer
+        self._loader = loader
+        self._architecture = architecture
+        best = json.loads(mesh.share("best", lambda: json.dumps(folder.checkpoints.best())))
+        self._best: float | None = best[1] if best else None
+        self._saver: Saver | None = None
+
+    def start(self) -> None:
+        """Makes ready to save; called when the state is the one that training begins with."""
+        asked = self._config.checkpoint
+        # Only the last state is saved: nothing would run beside it, and a copy would cost memory for nothing.
+        once = not asked.every and not (self._config.eval.source and self._config.eval.every)
+        self._saver = Saver(
+            self._mesh,
+            self._parts,
+            background=asked.mode == "async" and not once,
+            go_on=asked.on_error == "continue",
+        )
+
+    def keep(self, step: int, eval_loss: float | None, due: bool) -> None:
+        """Saves after `step` where it is due, or where the evaluation loss is the best so far; every rank calls it.
+
+        Raises:
+            RunError: the save before, or this one, failed.
+        """
+        better = eval_loss is not None and (self._best is None or eval_loss < self._best)
+        if not (due or better):
+            return
+        assert self._saver is not None
+        checkpoints = self._folder.checkpoints
+        manifest = self._manifest(step)
+        best = eval_loss if better else None
+
+        def commit(seals: Mapping[str, Seal]) -> None:
+            checkpoints.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
+            if best is not None:
+                checkpoints.mark_best(step, best)
+            checkpoints.prune(self._config.checkpoint.keep, keep_every=self._config.checkpoint.keep_every)
+
+        self._saver.save(
+            Job(
+                step,
+                checkpoints.partial(step) / "state",
+                begin=lambda: checkpoints.begin(step),
+                commit=commit,
+                abandon=lambda: checkpoints.abandon(step),
+            )
+        )
+        if better:
+            self._best = eval_loss
+
+    def notice(self, step: int) -> None:
+        """Called after every step; RunError on all ranks where a save in the background failed."""
+        if self._saver is not None:
+            self._saver.notice(step)
+
+    def finish(self) -> None:
+        """Returns when all is saved; RunError on all ranks where it could not be."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def linger(self) -> None:
+        """Lets a save that is under way end before a failed run does."""
+        if self._saver is not None:
+            self._saver.linger(_LINGER_S)
+
+    def _parts(self) -> list[Part]:
+        return run_state.parts(run_state.state_of(self._model.module, self._optimizer), self._mesh)
+
+    def _manifest(self, step: int) -> dict[str, Any]:
+        return {
+            "mesh": list(self._mesh.topology.sizes),
+            "device": self._mesh.device.type,
+            "data": self._loader.state_dict(),
+            "seed": self._config.train.seed,
+            "architecture": architecture_of(self._architecture),
+            "config": self._config.model_dump(mode="json"),
+            "versions": {
+                "threefold": __version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+    def resume(self) -> int:
+        """Reads the checkpoint that the run folder found; returns the last step done (0 where there is none).
+
+        Raises:
+            CheckpointError: it belongs to another model or seed. DataError: to other data or another order.
+        """
+        checkpoint = self._folder.resume
+        if checkpoint is None:
+            return 0
+        manifest = read_manifest(checkpoint)
+        refuse_other(manifest, self._config, self._architecture, checkpoint)
+        self._loader.load_state_dict(manifest["data"])
+        index = Index.read(checkpoint.state)
+        state = run_state.state_of(self._model.module, self._optimizer)
+        run_state.fit(state, index)
+        run_state.read_into(state, checkpoint.state, index, self._mesh)
+        if tuple(manifest["mesh"]) == self._mesh.topology.sizes:
+            run_state.set_random_state(run_state.read_random_state(checkpoint.state, index, self._mesh), self._mesh)
+        else:
+            # The ranks' streams mean nothing on another mesh; those of step 1 must not come again either.
+            place = (self._config.train.seed, checkpoint.step, self._mesh.dp_rank, self._mesh.cp_rank)
+            torch.manual_seed(hash(place) % 2**63)
+        self._mesh.decide("resumed", "", lambda parts: "")
+        return checkpoint.step
+
+
+def undamaged(folder: RunFolder, mesh: Mesh) -> RunFolder:
+    """The run folder with the newest of its checkpoints that is as it was written; every rank calls it.
+
+    Why one is passed over is printed once.
+
+    Raises:
+        CheckpointError: the one that was asked for is damaged, or all are.
+    """
+
+    def damage(checkpoint: Checkpoint) -> str | None:
+        own = checkpoint.damage(share=(mesh.rank, mesh.world_size))
+        reasons = mesh.decide("damage", json.dumps(own), lambda parts: json.dumps([json.loads(p) for p in parts]))
+        return next((reason for reason in json.loads(reasons) if reason is not None), None)
+
+    chosen, passed = newest_undamaged(folder.candidates, damage)
+    resuming = folder.resuming(chosen, passed)
+    if mesh.rank == 0:
+        for checkpoint, reason in passed:
+            sys.stderr.write(f"passed over {checkpoint.path}: {reason}\n")
+    return resuming
+
+
+def read_manifest(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The manifest of a checkpoint, with all that a resume or an export needs.
+
+    Raises:
+        CheckpointError: it is not what was written, or something is missing.
+    """
+    manifest = checkpoint.manifest()
+    wrong = [name for name, kind in _FIELDS.items() if not isinstance(manifest.get(name), kind)]
+    if wrong or manifest["step"] != checkpoint.step:
+        raise CheckpointError(
+            f"the manifest of {checkpoint.path} has no {wrong[0]}" if wrong else f"{checkpoint.path} holds another step",
+            expected="what `threefold train` writes",
+            fix="use another checkpoint",
+        )
+    return manifest
+
+
+def refuse_other(
+    manifest: Mapping[str, Any], config: Config, architecture: PretrainedConfig, checkpoint: Checkpoint
+) -> None:
+    """CheckpointError where the checkpoint belongs to another model or seed."""
+    problems = []
+    now, then = architecture_of(architecture), manifest["architecture"]
+    for key in sorted(now.keys() | then.keys()):
+        if now.get(key) != then.get(key):
+            problems.append(
+                Problem(
+                    f"the checkpoint {checkpoint.path} has a model with {key} = {then.get(key)}, "
+                    f"this run {now.get(key)}",
+                    "the same model: its tensors would not fit, or would mean something else",
+                    "use the model of the run, or --log.dir ANOTHER_FOLDER for a new one",
+                )
+            )
+    if manifest["seed"] != config.train.seed:
+        problems.append(
+            Problem(
+                f"the checkpoint {checkpoint.path} was made with train.seed = {manifest['seed']}, "
+                f"not {config.train.seed}",
+                "the seed of the run, so that it goes on as it would have without the stop",
+                f"--train.seed {manifest['seed']}",
+            )
+        )
+    if problems:
+        raise CheckpointError.of(problems)

@@ -1,0 +1,115 @@
+"""One run at a time in a folder: a lock that rank 0's process holds for the run's life and its death releases. No torch.
+
+It is a record lock of the kernel (`fcntl.lockf`), which belongs to the process alone: loader workers that outlive a
+killed rank do not keep it, and on a network file system other hosts see it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from threefold.errors import EXIT_WRONG_REQUEST, ConfigError, ThreefoldError
+
+log = logging.getLogger("threefold")
+
+_FILE = "run.lock"
+# A run that was just killed, or has just told its launcher that it ended, is still closing its files.
+_PATIENCE_S = 2.0
+_LOOKS_PER_S = 20
+
+
+class RunLock:
+    """This process's hold on a run's folder, while it is open; a folder made for a refused request goes again."""
+
+    def __init__(self) -> None:
+        self._file: IO[str] | None = None
+        self._made: Path | None = None
+
+    def take(self, folder: Path, *, fresh: bool) -> None:
+        """Takes the folder.
+
+        Args:
+            fresh: it was made for this request.
+
+        Raises:
+            ConfigError: another process holds it.
+        """
+        self._made = folder if fresh else None
+        file = (folder / _FILE).open("a+")
+        try:
+            if _locked(file):
+                file.truncate(0)
+                holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now():%Y-%m-%d %H:%M}"}
+                file.write(json.dumps(holder) + "\n")
+                file.flush()
+        except BaseException:
+            file.close()
+            raise
+        self._file = file
+
+    def keep(self) -> None:
+        """The request was accepted: the folder stays."""
+        self._made = None
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        refused = isinstance(error, ThreefoldError) and error.exit_code == EXIT_WRONG_REQUEST
+        if self._made is not None and (error is None or refused):
+            _discard(self._made)
+        if self._file is not None:
+            self._file.close()
+
+
+def _locked(file: IO[str]) -> bool:
+    """Whether the file is locked now; False where its file system knows no locks. ConfigError where another has it."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                log.warning("%s cannot be locked: %s", file.name, error)
+                return False
+        if time.monotonic() > until:
+            raise _in_use(Path(file.name))
+        time.sleep(1 / _LOOKS_PER_S)
+
+
+def _in_use(path: Path) -> ConfigError:
+    who, stop = "another process", "stop it"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        holder = json.loads(path.read_text())
+        who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+        stop = f"stop it (on {holder['host']}: kill {holder['pid']})"
+    return ConfigError(
+        f"log.dir = {path.parent} is in use by another run: {who}",
+        expected="one run at a time in a folder: two would mix their metrics and remove one another's checkpoints",
+        fix=f"wait for that run or {stop}, or --log.dir ANOTHER_FOLDER",
+    )
+
+
+def _discard(folder: Path) -> None:
+    """Removes a folder that was made for nothing; what anybody else put there stays."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(folder / "logs")
+        (folder / "checkpoints").rmdir()
+        (folder / _FILE).unlink()
+        folder.rmdir()
+        folder.parent.rmdir()

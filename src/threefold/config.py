@@ -76,6 +76,7 @@ class MeshConfig(_Section):
     dp_shard: AxisSize = Field(None, description="data ranks that share one copy of the weights: 1 DDP, dp FSDP")
     cp: AxisSize = Field(None, description="ranks that share one sequence")
     tp: AxisSize = Field(None, description="ranks that share one layer")
+    sequence_parallel: bool | Literal["auto"] = Field("auto", description="tp ranks share the sequence between layers")
     cp_method: Literal["auto", "gather", "ulysses"] = Field("auto", description="how cp ranks meet in attention")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cuda where there is one, else cpu")
     timeout_s: PositiveFloat = Field(600.0, description="longest wait in a collective, s")
@@ -102,6 +103,13 @@ class TrainConfig(_Section):
         "none", description="recompute layers in backward; selective: all of them but products and attention"
     )
     deterministic: bool = Field(False, description="only algorithms that give the same bits every time, or an error")
+    nonfinite: Literal["error", "skip"] = Field(
+        "error", description="a step whose loss or gradient is not finite: end the run, or go on without its update"
+    )
+    nonfinite_limit: PositiveInt = Field(10, description="skip: steps in a row without an update that end the run")
+    timeout_s: PositiveFloat | None = Field(
+        None, description="longest time without progress, s; default: 0.9 of mesh.timeout_s"
+    )
 
 
 class OptimizerConfig(_Section):
@@ -125,6 +133,7 @@ class CheckpointConfig(_Section):
     mode: Literal["async", "sync"] = Field("async", description="write while the next steps run, or wait for the disk")
     on_error: Literal["error", "continue"] = Field("error", description="a save that fails ends the run, or is printed")
     resume: str = Field("auto", description="`auto`, `never`, or the path of a checkpoint")
+    grace_s: PositiveInt = Field(110, description="time that ranks have to finish and save after a stop signal, s")
 
 
 class EvalConfig(_Section):
@@ -140,6 +149,7 @@ class LogConfig(_Section):
 
     dir: str | None = Field(None, description="the run's folder; default runs/<time>")
     every: PositiveInt = Field(10, description="steps between metrics lines; first and last are always logged")
+    stall_s: PositiveFloat = Field(120.0, description="time without progress after which the late rank is shown, s")
     sample_tokens: Count = Field(64, description="tokens generated and shown at the end; 0: none")
 
 

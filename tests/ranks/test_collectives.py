@@ -40,8 +40,9 @@ def _count(sizes: tuple[int, int, int, int], method: str) -> Any:
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if function.namespace in ("c10d", "_c10d_functional") and "wait" not in str(function):
                 name = str(function).split(".")[1].replace("all_", "all")
-                kind = next(kind for kind in (*KINDS, name) if kind in name)
-                counts[kind] = counts.get(kind, 0) + 1
+                kind = "exchange" if name == "send" else next(kind for kind in (*KINDS, name) if kind in name)
+                if kind != "recv_":  # an exchange is a send and a receipt
+                    counts[kind] = counts.get(kind, 0) + 1
             return function(*args, **(kwargs or {}))
 
     with Counter():
@@ -49,10 +50,11 @@ def _count(sizes: tuple[int, int, int, int], method: str) -> Any:
     return counts
 
 
-# Per step and rank, for two layers. tp: two all-reduces forward and backward a layer; the embedding, the input of the
-# head, two of the loss, one of the norm. FSDP: layers this small make one unit with the rest, gathered and reduced once.
+# Per step and rank, for two layers. tp: two ranks exchange twice for attention and twice for the MLP, forward and
+# backward, and once each way for the embedding and for the input of the head; two all-reduces of the loss, one of what
+# the norms of the layers know in part, one of the gradient norm. FSDP: layers this small make one unit with the rest, gathered and reduced once.
 # cp: keys and values of each layer gathered forward and reduced backward, or four exchanges each way.
-TP = {"allreduce": 4 * LAYERS + 1 + 1 + 2 + 1}
+TP = {"exchange": 8 * LAYERS + 4, "allreduce": 2 + 1 + 1}
 EXPECTED: dict[tuple[tuple[int, int, int, int], str], dict[str, int]] = {
     ((1, 1, 1, 1), "gather"): {},
     ((1, 1, 1, 2), "gather"): TP,
@@ -67,6 +69,7 @@ EXPECTED: dict[tuple[tuple[int, int, int, int], str], dict[str, int]] = {
     ((1, 2, 2, 2), "gather"): {
         "allgather": LAYERS + 1,
         "reduce_scatter": LAYERS + 1,
+        "exchange": TP["exchange"],
         "allreduce": TP["allreduce"] + 2,
     },
 }

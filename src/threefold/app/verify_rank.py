@@ -28,6 +28,7 @@ from threefold.mesh.topology import Topology
 from threefold.model import load
 from threefold.model.build import ParallelModel, build
 from threefold.model.data_parallel import layers_of
+from threefold.model.sequence_parallel import gather
 from threefold.training.optimizer import adamw, learning_rate
 from threefold.training.step import TrainStep, mean_loss
 
@@ -163,6 +164,8 @@ def _first_departure(
     departed = None
     for number, kept in enumerate(outputs):
         local = torch.cat(kept)
+        if model.tensor.sequence_group is not None:
+            local = gather(local, model.tensor.sequence_group)
         parts = [torch.empty_like(local) for _ in range(mesh.size("cp"))]
         if group is not None:
             dist.all_gather(parts, local.contiguous(), group=group)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from threefold.errors import ConfigError
 from threefold.mesh.groups import Mesh
 from threefold.model import context_parallel, data_parallel, head, load, recompute, tensor_parallel
 from threefold.model.context_parallel import ContextParallel
+from threefold.model.sequence_parallel import gather
 from threefold.model.tensor_parallel import TensorParallelism
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -52,6 +54,7 @@ def load_model(
     mesh: Mesh,
     config: Mapping[str, Any] | None = None,
     dtype: str = "float32",
+    seq_len: int | None = None,
     seed: int = 0,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -62,6 +65,8 @@ def load_model(
         name_or_path: Hub id or local folder with weights.
         config: instead of a name: the architecture as a mapping with `model_type`; its weights are random.
         dtype: type of the computation, `float32` or `bfloat16`; the weights are float32.
+        seq_len: length of all rows that will be given, where it is known: tp ranks can then share the sequence
+            between the layers, and the way in which cp ranks meet suits it.
         seed: of random weights, which depend on it and not on the mesh.
 
     Raises:
@@ -77,6 +82,8 @@ def load_model(
                 "trust_remote_code": trust_remote_code,
             },
             "train": {"seed": seed},
+            "data": {"seq_len": seq_len} if seq_len is not None else {},
+            "mesh": {"sequence_parallel": "auto" if seq_len is not None else False},
         }
     )
     architecture = load.read_config(asked.model)
@@ -104,13 +111,17 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
     )
     model.config.use_cache = False
     names = load.stored_names(model)
-    tensor = tensor_parallel.apply(model, mesh)
+    shared_evenly = config.data.seq_len % (mesh.size("cp") * mesh.size("tp")) == 0
+    scatter = config.mesh.sequence_parallel if shared_evenly else False
+    tensor, sequence = tensor_parallel.apply(model, mesh, scatter=scatter)
     if config.train.activation_checkpointing != "none":
         recompute.install(model, config.train.activation_checkpointing)
     if config.train.compile:
         for layer in data_parallel.layers_of(model):
             layer.compile()
-    head.install(model, chunk=config.train.loss_chunk_tokens)
+    sharers = tensor.sequence_group
+    whole = {"whole": partial(gather, group=sharers)} if sharers is not None else {}
+    head.install(model, chunk=config.train.loss_chunk_tokens, **whole)
     kind, why = data_parallel.choose(mesh.topology)
     if kind == "fsdp":
         data_parallel.shard(model, mesh, dtype=dtype)
@@ -121,5 +132,10 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
     choices = [(f"data parallelism: {kind}", why)]
     if mesh.size("cp") > 1:
         choices.append((f"context parallelism: {method}", method_why))
+    if sequence is not None:
+        choices.append(sequence)
+    steps, head_why = head.operations(model)
+    if steps is None:
+        choices.append(("loss: all logits of a micro-batch at once", head_why))
     autocast = None if kind == "fsdp" or dtype == torch.float32 else dtype
     return ParallelModel(forward, model, context, tensor, autocast, tuple(choices))

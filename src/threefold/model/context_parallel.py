@@ -143,6 +143,8 @@ class ContextParallel:
         documents = self._documents
         if self.size == 1 and documents is None:
             kwargs["attention_mask"] = None  # ones, and looking at them would wait for the device
+            # Hidden states may be a part of the sequence here; attention sees all of it.
+            kwargs["q_length"] = kwargs["kv_length"] = len(self.key_positions)
             return sdpa_mask(batch_size=batch_size, mask_function=mask_function, device=device, **kwargs)
         queries, keys = self._query_positions, self.key_positions
         rows = torch.arange(batch_size, device=device)[:, None, None, None]

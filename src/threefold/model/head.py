@@ -23,7 +23,11 @@ TokenLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 _CHUNK_BYTES = 256 * 1024**2
 # What a forward may do between the hidden states and the loss for it to be understood; anything else is not known.
-_HIDDEN = (r"\w*outputs\[0\]", r"outputs\.last_hidden_state", r"slice_logits_to_keep\(hidden_states, logits_to_keep\)")
+_HIDDEN = (
+    r"\w*outputs\[0\]",
+    r"\w*outputs\.last_hidden_state",
+    r"slice_logits_to_keep\(hidden_states, logits_to_keep\)",
+)
 _LOGITS = {
     r"self\.(lm_head|embed_out)\(hidden_states\)(\.contiguous\(\))?": "head",
     r"logits / self\.config\.logits_scaling": "divide",
@@ -46,7 +50,7 @@ def operations(model: PreTrainedModel) -> tuple[list[str] | None, str]:
     """What the model does to hidden states to get logits, in order (None where that is not known), and why."""
     source = inspect.getsource(type(model).forward)
     source = re.sub(r"\s+#.*$", "", source, flags=re.MULTILINE)
-    assigned = re.findall(r"^\s*(hidden_states|\w*logits)\s*([-+*/]?=)(?!=)\s*(.*?),?$", source, flags=re.MULTILINE)
+    assigned = re.findall(r"^\s*(hidden_states|\w*logits) ([-+*/]?=) (.*?),?$", source, flags=re.MULTILINE)
     found: list[str] = []
     for name, sign, value in assigned:
         if name.endswith("router_logits") or (name == "logits" and value in ("logits", "None")):
@@ -68,11 +72,14 @@ def chunk_tokens(asked: int | str, *, tokens: int, vocabulary: int) -> int:
     return min(tokens, max(1, _CHUNK_BYTES // (4 * vocabulary)))
 
 
-def install(model: PreTrainedModel, *, chunk: int | str) -> None:
+def install(
+    model: PreTrainedModel, *, chunk: int | str, whole: Callable[[Tensor], Tensor] = lambda hidden: hidden
+) -> None:
     """Replaces the model's forward by one that returns `Sums`; before any wrapper is put around the model.
 
     Args:
         chunk: tokens at a time, `auto`, or 0 for all at once.
+        whole: makes the hidden states of this rank's sequence whole where tp ranks share it.
     """
     steps, _ = operations(model)
     own_forward = model.forward
@@ -84,7 +91,7 @@ def install(model: PreTrainedModel, *, chunk: int | str) -> None:
             objective, cross_entropy = token_loss(outputs.logits.flatten(0, 1), labels.flatten())
             return Sums(objective, cross_entropy, _router_logits(outputs))
         outputs = model.base_model(**inputs, **extra)
-        objective, cross_entropy = _by_chunks(model, outputs.last_hidden_state, labels, token_loss, chunk, steps)
+        objective, cross_entropy = _by_chunks(model, whole(outputs.last_hidden_state), labels, token_loss, chunk, steps)
         return Sums(objective, cross_entropy, _router_logits(outputs))
 
     model.forward = forward  # type: ignore[method-assign]

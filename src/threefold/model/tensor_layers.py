@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from threefold.model.sequence_parallel import exchange, exchanges_directly, scatter_sum
+
 
 class SharedInput:
     """One model's split projections; lets those that read the same tensor share the sum of its gradient."""
@@ -39,28 +41,42 @@ class SharedInput:
         self._last = None
 
 
-def column_forward(module: nn.Linear, shared: SharedInput) -> Callable[[Tensor], Tensor]:
-    """x [.., in] on every rank -> this rank's part [.., out / tp]."""
+def column_forward(module: nn.Linear, shared: SharedInput | None) -> Callable[[Tensor], Tensor]:
+    """x [.., in] on every rank -> this rank's part [.., out / tp].
+
+    Args:
+        shared: sums the gradient of x; None where x was gathered, which sums it already.
+    """
 
     def forward(x: Tensor) -> Tensor:
-        return F.linear(shared.take(x), _local(module.weight), _local(module.bias))
+        return F.linear(x if shared is None else shared.take(x), _local(module.weight), _local(module.bias))
 
     return forward
 
 
-def row_forward(module: nn.Linear, shared: SharedInput, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """This rank's part [.., in / tp] -> the sum over the ranks [.., out] on every rank."""
+def row_forward(module: nn.Linear, shared: SharedInput | None, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """This rank's part [.., in / tp] -> the sum over the ranks [.., out], whole or (without `shared`) its own part."""
 
     def forward(x: Tensor) -> Tensor:
-        shared.forget()
-        y: Tensor = _Sum.apply(F.linear(x, _local(module.weight)), group)  # type: ignore[assignment]
+        product = F.linear(x, _local(module.weight))
+        if shared is None:
+            y = scatter_sum(product, group)
+        else:
+            shared.forget()
+            y = _Sum.apply(product, group)  # type: ignore[assignment]
         return y if module.bias is None else y + _local(module.bias)
 
     return forward
 
 
-def vocabulary_forward(module: nn.Embedding, group: dist.ProcessGroup, *, start: int) -> Callable[[Tensor], Tensor]:
-    """Token ids -> embeddings [.., hidden] on every rank; each rank looks up the entries it holds, from `start` on."""
+def vocabulary_forward(
+    module: nn.Embedding, group: dist.ProcessGroup, *, start: int, scattered: bool
+) -> Callable[[Tensor], Tensor]:
+    """Token ids -> embeddings [.., hidden]; each rank looks up the entries it holds, from `start` on.
+
+    Args:
+        scattered: give each rank its part of the sequence only.
+    """
 
     def forward(ids: Tensor) -> Tensor:
         weight = _local(module.weight)
@@ -68,12 +84,12 @@ def vocabulary_forward(module: nn.Embedding, group: dist.ProcessGroup, *, start:
         place = torch.where(own, ids - start, 0)
         padding = module.padding_idx - start if module.padding_idx is not None else -1
         padding_idx = padding if 0 <= padding < weight.shape[0] else None
-        found = (
-            F.embedding(place, weight, padding_idx)
-            if weight.shape[0]
-            else weight.new_zeros(*ids.shape, weight.shape[1])
-        )
-        y: Tensor = _Sum.apply(torch.where(own[..., None], found, 0.0), group)  # type: ignore[assignment]
+        if weight.shape[0]:
+            found = F.embedding(place, weight, padding_idx)
+        else:
+            found = weight.new_zeros(*ids.shape, weight.shape[1])
+        found = torch.where(own[..., None], found, 0.0)
+        y: Tensor = scatter_sum(found, group) if scattered else _Sum.apply(found, group)  # type: ignore[assignment]
         return y
 
     return forward
@@ -83,15 +99,25 @@ def _local(parameter: Any) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def _sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of the group's tensors, the same bits on every rank; `x` stays as it is.
+
+    Not in place: selective recomputation keeps the product that this is the sum of.
+    """
+    if not exchanges_directly(x, group):
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+    # a + b is b + a: the same bits on both
+    return exchange(x.contiguous(), group).add_(x)
+
+
 class _Sum(torch.autograd.Function):
     """All-reduce forward; the gradient is on every rank already."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        # Not in place: selective recomputation keeps the product that this is the sum of.
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
+        return _sum_over(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -108,6 +134,4 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        gradient = gradients[0].contiguous()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
+        return _sum_over(gradients[0], ctx.group), None

@@ -14,14 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_tensor_parallelism
 
-from threefold.errors import Problem
+from threefold.errors import ConfigError, Problem
 from threefold.mesh.groups import Mesh
+from threefold.model import sequence_parallel
+from threefold.model.data_parallel import layers_of
+from threefold.model.head import operations
 from threefold.model.tensor_layers import SharedInput, column_forward, row_forward, vocabulary_forward
 
 _OUR_STYLES = {(nn.Linear, "colwise"), (nn.Linear, "rowwise"), (nn.Embedding, "embedding_rowwise")}
@@ -36,11 +40,13 @@ class TensorParallelism:
         placements: parameter name -> its placement on the tp axis, for the parameters that are split.
         partial_gradients: names of the replicated parameters whose gradient each tp rank knows only in part.
         vocabulary_start: first vocabulary entry of this rank's logits; None where its logits are complete.
+        sequence_group: the tp ranks that share the sequence between the split parts; None where each holds all of it.
     """
 
     placements: Mapping[str, Placement] = field(default_factory=dict)
     partial_gradients: tuple[str, ...] = ()
     vocabulary_start: int | None = None
+    sequence_group: dist.ProcessGroup | None = None
 
 
 def problems(config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, str] | None) -> list[Problem]:
@@ -83,10 +89,19 @@ def model_plan(model: PreTrainedModel) -> dict[str, str]:
     return model._expand_parallel_plan(dict(model.tp_plan or {}))
 
 
-def apply(model: PreTrainedModel, mesh: Mesh) -> TensorParallelism:
-    """Splits `model` (on the meta device) over the tp axis and says what was split."""
+def apply(
+    model: PreTrainedModel, mesh: Mesh, *, scatter: bool | str = "auto"
+) -> tuple[TensorParallelism, tuple[str, str] | None]:
+    """Splits `model` (on the meta device) over the tp axis; says what was split, and what was chosen and why.
+
+    Args:
+        scatter: sequence parallelism between the split parts; `auto` where the plan allows it.
+
+    Raises:
+        ConfigError: sequence parallelism was asked for and the plan does not allow it.
+    """
     if mesh.size("tp") == 1:
-        return TensorParallelism()
+        return TensorParallelism(), None
     assert mesh.device_mesh is not None
     head_name, head = _named(model, model.get_output_embeddings())
     embedding_name, embedding = _named(model, model.get_input_embeddings())
@@ -99,7 +114,10 @@ def apply(model: PreTrainedModel, mesh: Mesh) -> TensorParallelism:
         plan[head_name] = "colwise"
     if tied:
         plan |= {f"{embedding_name}.weight": "embedding_rowwise", embedding_name: "embedding_rowwise"}
-    _split(model, plan, mesh)
+    scattered, why = _sequence(model, plan, asked=scatter)
+    if scattered and not tied:
+        plan |= {f"{embedding_name}.weight": "embedding_rowwise", embedding_name: "embedding_rowwise"}
+    parts = _split(model, plan, mesh, scattered=scattered)
     if tied:
         # Splitting gave each of the two modules a parameter of its own; they are one again.
         head._parameters["weight"] = embedding._parameters["weight"]
@@ -107,20 +125,48 @@ def apply(model: PreTrainedModel, mesh: Mesh) -> TensorParallelism:
         name: parameter.placements[0] for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)
     }
     names = {name for name, _ in model.named_parameters()}
-    return TensorParallelism(
+    if scattered:
+        # What stands between the split parts, and a bias that is added behind a sum, sees a part of the sequence only.
+        inside = {id(p) for part in parts for p in part.parameters()}
+        biases = {f"{name}.bias" for name, style in plan.items() if style == "rowwise"}
+        between = [name for name, p in model.named_parameters() if id(p) not in inside or name in biases]
+        partial += tuple(name for name in between if name not in placements or placements[name].is_replicate())
+    split = TensorParallelism(
         placements=placements,
-        partial_gradients=tuple(name for name in partial if name in names),
+        partial_gradients=tuple(dict.fromkeys(name for name in partial if name in names)),
         vocabulary_start=_vocabulary_start(head, mesh) if head_name else None,
+        sequence_group=mesh.group("tp") if scattered else None,
     )
+    return split, (f"sequence parallelism: {'on' if scattered else 'off'}", why)
 
 
-def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh) -> None:
-    """Splits parameters as transformers' styles do, and gives plain layers the forward of `tensor_layers`."""
+def _sequence(model: PreTrainedModel, plan: Mapping[str, str], *, asked: bool | str) -> tuple[bool, str]:
+    if asked is False:
+        return False, "as given"
+    possible, why = sequence_parallel.allowed(model, plan, layers_of(model))
+    known, head_why = operations(model)
+    if possible and known is None:
+        possible, why = False, head_why
+    if asked is True and not possible:
+        raise ConfigError(
+            f"mesh.sequence_parallel = true, but {model.config.model_type!r} does not allow it: {why}",
+            expected="layers whose split parts each begin by columns and end by rows",
+            fix="--mesh.sequence_parallel auto   (or false)",
+        )
+    return possible, why
+
+
+def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh, *, scattered: bool) -> list[nn.Module]:
+    """Splits parameters as transformers' styles do, and gives plain layers the forward of `tensor_layers`.
+
+    Returns:
+        the split parts of the layers, where the sequence is scattered between them.
+    """
     group = mesh.group("tp")
     assert mesh.device_mesh is not None and group is not None
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
-    shared = SharedInput(group)
+    shared = None if scattered else SharedInput(group)
     theirs: dict[str, str] = {}
     for name, style in plan.items():
         owner = modules[name if name in modules else name.rpartition(".")[0]]
@@ -133,8 +179,15 @@ def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh) -> None:
         elif style == "rowwise":
             owner.forward = row_forward(owner, shared, group)
         else:
-            owner.forward = vocabulary_forward(owner, group, start=_vocabulary_start(owner, mesh))
+            start = _vocabulary_start(owner, mesh)
+            owner.forward = vocabulary_forward(owner, group, start=start, scattered=scattered)
     apply_tensor_parallelism(model, mesh.device_mesh["tp"], theirs)
+    if not scattered:
+        return []
+    parts = [part for layer in layers_of(model) for part in sequence_parallel.split_parts(layer, modules, plan)]
+    for part in parts:
+        sequence_parallel.enter(part, group)
+    return parts
 
 
 def _vocabulary_start(head: nn.Module, mesh: Mesh) -> int:

@@ -7,8 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
+
+from ranks.spawn import run_ranks
+from threefold.__main__ import main
 
 CONFIG = """
 model:
@@ -46,6 +50,35 @@ def command(folder: Path, *arguments: str, timeout_s: float = 120) -> subprocess
         text=True,
         timeout=timeout_s,
     )
+
+
+def forked_command(folder: Path, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """As `command`, for runs of one process: forked from the server of the tests' ranks, which has torch imported."""
+    code, out, err = run_ranks(_command_here, 1, str(folder), arguments, timeout_s=timeout_s)[0]
+    return subprocess.CompletedProcess(list(arguments), code, out, err)
+
+
+def _command_here(folder: str, arguments: tuple[str, ...]) -> tuple[int, str, str]:
+    os.environ.update(environment(Path(folder)))
+    os.chdir(folder)
+    sys.argv = ["threefold", *arguments]
+    kept = os.dup(1), os.dup(2)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        code: Any = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(kept[0], 1)
+            os.dup2(kept[1], 2)
+        out.seek(0)
+        err.seek(0)
+        return code, out.read(), err.read()
 
 
 def stop_after(folder: Path, step: int, *arguments: str, number: int = signal.SIGTERM) -> subprocess.Popen[str]:

@@ -20,6 +20,7 @@ PRELOAD = [
     "transformers",
     "transformers.models.llama.modeling_llama",
     "threefold.mesh.groups",
+    "threefold.app.rank",
 ]
 
 

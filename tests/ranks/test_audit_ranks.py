@@ -15,6 +15,7 @@ import pytest
 
 from ranks.runs import command, environment, prepare, stop_after
 from ranks.spawn import run_ranks
+from threefold.checkpoint import layout
 from threefold.data.packing import ConcatRows
 from threefold.data.store import StoreInfo, StoreWriter, TokenStore
 
@@ -220,6 +221,8 @@ def test_resume_from_a_checkpoint_that_is_one_step_off_is_refused(folder: Path) 
     values = json.loads(manifest.read_text())
     values["data"]["position"] += 8
     manifest.write_text(json.dumps(values))
+    # The marker is sealed again, so that the checkpoint looks whole and only the record can tell.
+    (manifest.parent / "COMPLETE").write_bytes(layout._marker(12, manifest.read_bytes()))
     refused = command(folder, "train", "config.yaml", "--log.dir", "off", "--mesh.dp", "2", "--train.steps", "14")
     assert refused.returncode == 1
     assert refused.stderr.startswith(

@@ -52,8 +52,9 @@ def _count(sizes: tuple[int, int, int, int], method: str) -> Any:
 
 # Per step and rank, for two layers. tp: two ranks exchange twice for attention and twice for the MLP, forward and
 # backward, and once each way for the embedding and for the input of the head; two all-reduces of the loss, one of what
-# the norms of the layers know in part, one of the gradient norm. FSDP: layers this small make one unit with the rest, gathered and reduced once.
-# cp: keys and values of each layer gathered forward and reduced backward, or four exchanges each way.
+# the norms of the layers know in part, one of the gradient norm. FSDP: layers this small make one unit with the rest,
+# gathered and reduced once. cp: keys and values of each layer gathered forward and reduced backward, or four exchanges
+# each way.
 TP = {"exchange": 8 * LAYERS + 4, "allreduce": 2 + 1 + 1}
 EXPECTED: dict[tuple[tuple[int, int, int, int], str], dict[str, int]] = {
     ((1, 1, 1, 1), "gather"): {},

@@ -90,3 +90,10 @@ def test_only_the_given_mapping_is_read(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv(name, value)
     assert read({}) == LaunchInfo()
     assert read(os.environ).rank == 5
+
+
+def test_start_is_told_from_those_before_where_the_store_is_the_launchers() -> None:
+    shared = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    assert read(shared).generation == "start-2"
+    assert read(shared).max_restarts == 3
+    assert read({**shared, "TORCHELASTIC_USE_AGENT_STORE": "False"}).generation is None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, find
+from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, find, newest_undamaged
 from threefold.errors import CheckpointError
 
 
@@ -22,7 +22,7 @@ def checkpoints(tmp_path: Path) -> CheckpointFolder:
 
 def save(checkpoints: CheckpointFolder, step: int, content: str = "weights") -> Checkpoint:
     (checkpoints.begin(step) / "state" / "0.distcp").write_text(content)
-    return checkpoints.commit(step, {"step": step})
+    return checkpoints.commit(step, {"run": "of a test"})
 
 
 def steps(checkpoints: CheckpointFolder) -> list[int]:
@@ -37,7 +37,7 @@ def test_committed_checkpoint_is_whole(checkpoints: CheckpointFolder) -> None:
     saved = save(checkpoints, 100)
     assert saved.path == checkpoints.path / "step-00000100"
     assert (saved.state / "0.distcp").read_text() == "weights"
-    assert saved.manifest() == {"step": 100}
+    assert saved.manifest() == {"format": 2, "step": 100, "run": "of a test", "files": {}}
     assert checkpoints.complete() == [saved]
     assert os.listdir(checkpoints.path) == ["step-00000100"]
 
@@ -155,7 +155,7 @@ def test_replacement_cut_short_is_not_complete(checkpoints: CheckpointFolder, mo
 
     monkeypatch.setattr("shutil.rmtree", interrupted)
     with pytest.raises(Interrupted):
-        checkpoints.commit(2, {"step": 2})
+        checkpoints.commit(2, {})
     assert steps(checkpoints) == [1]
 
 
@@ -194,3 +194,51 @@ def test_manifest_that_cannot_be_read_is_named(checkpoints: CheckpointFolder, te
         manifest.write_text(text)
     with pytest.raises(CheckpointError, match="cannot be read"):
         saved.manifest()
+
+
+def test_prune_keeps_every_third(checkpoints: CheckpointFolder) -> None:
+    for step in range(1, 9):
+        save(checkpoints, step)
+    checkpoints.mark_best(4, 1.0)
+    checkpoints.prune(1, keep_every=3)
+    assert steps(checkpoints) == [3, 4, 6, 8]
+
+
+def test_undamaged_is_the_newest_as_it_was_written(checkpoints: CheckpointFolder) -> None:
+    saved = [save(checkpoints, step) for step in (1, 2, 3)]
+    assert all(checkpoint.damage() is None for checkpoint in saved)
+    (saved[2].path / "COMPLETE").unlink()
+    (saved[1].path / "manifest.json").write_text("{}")
+    chosen, passed = newest_undamaged(list(reversed(checkpoints.all())), Checkpoint.damage)
+    assert chosen == saved[0]
+    assert [(checkpoint.step, reason.rpartition(": ")[2]) for checkpoint, reason in passed] == [
+        (3, f"'{saved[2].path}/COMPLETE'"),
+        (2, "it is not the one that the marker was written for"),
+    ]
+
+
+def test_marker_and_manifest_of_another_step_are_damage(checkpoints: CheckpointFolder) -> None:
+    first, second = save(checkpoints, 1), save(checkpoints, 2)
+    for name in ("COMPLETE", "manifest.json"):
+        shutil.copy(first.path / name, second.path / name)
+    assert first.damage() is None and second.damage() is not None
+
+
+def test_later_checkpoints_are_set_aside(checkpoints: CheckpointFolder) -> None:
+    for _ in range(2):
+        for step in (1, 2, 3):
+            save(checkpoints, step)
+        aside = checkpoints.set_aside_after(1)
+        assert steps(checkpoints) == [1]
+    assert [path.name for path in aside] == ["aside-2-step-00000002", "aside-2-step-00000003"]
+    checkpoints.prune(1)
+    assert sorted(os.listdir(checkpoints.path)) == [
+        *("aside-1-step-00000002", "aside-1-step-00000003", "aside-2-step-00000002", "aside-2-step-00000003"),
+        "step-00000001",
+    ]
+
+
+def test_abandoned_save_leaves_nothing(checkpoints: CheckpointFolder) -> None:
+    (checkpoints.begin(5) / "state" / "half").touch()
+    checkpoints.abandon(5)
+    assert os.listdir(checkpoints.path) == []

@@ -36,14 +36,17 @@ def save(run: str, *steps: int) -> Checkpoint:
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_new_folder_is_made_and_begins_at_step_1(resume: str) -> None:
     opened = open_run(config(resume, "deep/er/run"))
-    assert opened == RunFolder(Path("deep/er/run"), None)
+    assert opened == RunFolder(Path("deep/er/run"))
+    opened.accept(config(resume))
     assert sorted(path.name for path in opened.path.iterdir()) == ["checkpoints", "config.yaml", "logs"]
     assert opened.metrics == Path("deep/er/run/metrics.jsonl") and not opened.metrics.exists()
 
 
-def test_resolved_config_is_written_and_reads_back() -> None:
+def test_resolved_config_is_written_when_the_request_is_accepted_and_reads_back() -> None:
     asked = config()
     opened = open_run(asked)
+    assert not (opened.path / "config.yaml").exists()
+    opened.accept(asked)
     assert config_loading.load(str(opened.path / "config.yaml"), environ={}).config == asked
 
 
@@ -57,13 +60,13 @@ def test_default_folders_do_not_collide() -> None:
 def test_auto_goes_on_from_the_newest_complete_checkpoint() -> None:
     newest = save("run", 5, 10)
     CheckpointFolder(Path("run")).begin(15)
-    assert open_run(config()).resume == newest
+    assert open_run(config()).candidates[0] == newest
 
 
 def test_auto_begins_at_step_1_where_nothing_is_complete() -> None:
     open_run(config()).metrics.write_text('{"step": 1}\n')
     CheckpointFolder(Path("run")).begin(5)
-    assert open_run(config()).resume is None
+    assert open_run(config()).candidates == ()
 
 
 def test_never_refuses_a_folder_with_a_run() -> None:
@@ -78,20 +81,21 @@ def test_never_refuses_a_folder_with_a_run() -> None:
 def test_never_takes_a_folder_in_which_nothing_was_done() -> None:
     """A request that was refused after the folder was made does not stand in the way of the next."""
     open_run(config("never"))
-    assert open_run(config("never")).resume is None
+    assert open_run(config("never")).candidates == ()
 
 
 def test_path_of_a_checkpoint_or_of_a_run() -> None:
     save("earlier", 5, 10)
     older = Path("earlier/checkpoints/step-00000005")
-    assert open_run(config(str(older))).resume == Checkpoint(older, 5)
-    assert open_run(config("earlier", "another")).resume == Checkpoint(Path("earlier/checkpoints/step-00000010"), 10)
+    assert open_run(config(str(older))).candidates == (Checkpoint(older, 5),)
+    newest = Checkpoint(Path("earlier/checkpoints/step-00000010"), 10)
+    assert open_run(config("earlier", "another")).candidates == (newest,)
 
 
 def test_path_wins_over_what_the_folder_holds() -> None:
     save("run", 5, 10)
     older = Path("run/checkpoints/step-00000005")
-    assert open_run(config(str(older))).resume == Checkpoint(older, 5)
+    assert open_run(config(str(older))).candidates == (Checkpoint(older, 5),)
 
 
 def test_path_that_holds_nothing_is_refused_before_anything_is_made(folder: Path) -> None:
@@ -122,4 +126,4 @@ def test_other_ranks_open_the_same(resumes: bool) -> None:
         save("run", 5)
     opened = open_run(config())
     assert RunFolder.from_json(opened.to_json()) == opened
-    assert (opened.resume is not None) == resumes
+    assert bool(opened.candidates) == resumes

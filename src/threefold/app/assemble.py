@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -95,7 +95,16 @@ def _batch_problems(config: Config, topology: Topology) -> list[Problem]:
                 f"--train.micro_batch {_divisor(rows // dp, config.train.micro_batch)}   (or auto)",
             )
         )
-    if cp > 1 and config.data.seq_len % (2 * cp):
+    if config.mesh.sequence_parallel is True and config.data.seq_len % (cp * topology.tp):
+        unit = math.lcm(cp * topology.tp, 2 * cp if cp > 1 else 1)
+        problems.append(
+            Problem(
+                f"data.seq_len = {config.data.seq_len} cannot be shared by {cp} cp x {topology.tp} tp ranks",
+                f"a multiple of {unit}, so that each tp rank has an equal part between the layers",
+                f"--data.seq_len {-(-config.data.seq_len // unit) * unit}   (or --mesh.sequence_parallel false)",
+            )
+        )
+    elif cp > 1 and config.data.seq_len % (2 * cp):
         unit = 2 * cp
         problems.append(
             Problem(

@@ -1,29 +1,68 @@
-"""A checkpoint as a Hugging Face folder, and a sample of what it writes: one process, whole weights."""
+"""A checkpoint as a Hugging Face folder that reloads to equal logits, and a sample of what it writes: one process.
+
+A checkpoint may be a stranger's: nothing of it is run. Its config names a model class that transformers has; code of
+another origin is loaded only where the caller allows it, whatever the run that saved it allowed.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
 
-from threefold.checkpoint import dcp
-from threefold.checkpoint.layout import Checkpoint, find
+from threefold.app.keeper import read_manifest
+from threefold.checkpoint import state as run_state
+from threefold.checkpoint.export import write_weights
+from threefold.checkpoint.index import Index
+from threefold.checkpoint.layout import Checkpoint, damaged, find
 from threefold.config import Config
 from threefold.config_loading import validate
 from threefold.data.tokens import Tokenizer
-from threefold.errors import ConfigError
+from threefold.errors import CheckpointError, ConfigError, RunError
+from threefold.model.load import build_without_storage
+
+MAX_SHARD_BYTES = 5 * 1000**3
+# Keys by which a config can make transformers fetch code or kernels.
+_CODE = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config", "use_kernels")
+_PROBE_TOKENS = 32
 
 
-def export(run: Path, to: Path) -> str:
-    """Writes the checkpoint of a run (or a checkpoint itself) to a new folder; returns what was written.
+@dataclass(frozen=True)
+class Exported:
+    """What an export has written: step of the checkpoint, parameters, files of weights, and what reloading showed."""
+
+    step: int
+    num_parameters: int
+    files: tuple[str, ...]
+    verified: str
+
+
+def export(
+    run: Path,
+    to: Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    verify: bool | None = None,
+    trust_remote_code: bool = False,
+) -> Exported:
+    """Writes the checkpoint of a run (or a checkpoint itself) to a new folder, of which nothing stays if it fails.
+
+    Args:
+        verify: reload and compare logits; None: where the model fits into the memory that is free.
 
     Raises:
-        CheckpointError: no complete checkpoint is there. ConfigError: the folder is not empty.
+        CheckpointError: no complete checkpoint is there, or it is damaged. ConfigError: the folder is not empty.
+        RunError: the folder reloads to other logits.
     """
-    if to.exists() and any(to.iterdir()):
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(
             f"{to} is not empty",
             expected="a new or empty folder, so that no other model's files are mixed in",
@@ -31,30 +70,119 @@ def export(run: Path, to: Path) -> str:
         )
     transformers.utils.logging.disable_progress_bar()
     checkpoint = find(run)
-    model, config = load_whole(checkpoint)
-    model.save_pretrained(to)
-    _save_tokenizer(config, to)
-    return f"step {checkpoint.step} of {run}, {sum(p.numel() for p in model.parameters()):,} parameters"
-
-
-def load_whole(checkpoint: Checkpoint) -> tuple[Any, Config]:
-    """The checkpoint's model on the CPU, whole, and the config it was trained with."""
-    manifest = checkpoint.manifest()
-    config = validate(manifest["config"])
-    values = dict(manifest["architecture"])
-    if config.model.name_or_path is not None:
-        architecture = AutoConfig.from_pretrained(
-            config.model.name_or_path,
-            revision=config.model.revision,
-            trust_remote_code=config.model.trust_remote_code,
+    if (reason := checkpoint.damage()) is not None:
+        raise damaged(checkpoint, reason)
+    config, architecture = _described(checkpoint, trust_remote_code)
+    index = Index.read(checkpoint.state)
+    model = build_without_storage(architecture, attention="eager", trust_remote_code=trust_remote_code)
+    tensors = run_state.model_state(model)
+    run_state.fit(tensors, index)
+    made = not to.exists()
+    to.mkdir(parents=True, exist_ok=True)
+    try:
+        names = [name.removeprefix("model.") for name in tensors]
+        files = write_weights(
+            checkpoint.state,
+            index,
+            names,
+            to,
+            max_shard_bytes=max_shard_bytes,
+            convert=lambda layer: revert_weight_conversion(model, layer),
         )
-    else:
-        architecture = AutoConfig.for_model(values.pop("model_type"), **values)
-    model = AutoModelForCausalLM.from_config(
-        architecture, dtype=torch.float32, trust_remote_code=config.model.trust_remote_code
+        _save_descriptions(model, config, to, trust_remote_code)
+        num_bytes = sum(index.entries[name].num_bytes for name in tensors)
+        verified = _verified(checkpoint, to, num_bytes, verify, trust_remote_code)
+    except BaseException:
+        shutil.rmtree(to, ignore_errors=True)
+        if not made:
+            to.mkdir()
+        raise
+    return Exported(checkpoint.step, sum(p.numel() for p in model.parameters()), tuple(files), verified)
+
+
+def _verified(checkpoint: Checkpoint, to: Path, num_bytes: int, verify: bool | None, trust_remote_code: bool) -> str:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if verify is False or (verify is None and num_bytes * 1.5 > free):
+        return "not reloaded" if verify is False else "not reloaded: the model does not fit into the free memory"
+    model, _ = load_whole(checkpoint, trust_remote_code=trust_remote_code)
+    expected = _probe(model)
+    del model
+    reloaded: Any = AutoModelForCausalLM.from_pretrained(
+        to, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
     )
-    dcp.load_weights(checkpoint.state, model)
+    found = _probe(reloaded.eval())
+    if not torch.equal(found, expected):
+        raise RunError(
+            f"{to} reloads to other logits than {checkpoint.path}: they differ by up to "
+            f"{(found - expected).abs().max().item():.3g}",
+            expected="equal logits; the folder has been removed",
+            fix="report it with the model's config; --no-verify writes the folder all the same",
+        )
+    return "reloaded: equal logits"
+
+
+@torch.no_grad()
+def _probe(model: Any) -> Tensor:
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def load_whole(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> tuple[Any, Config]:
+    """The checkpoint's model on the CPU, whole, and the config it was trained with."""
+    config, architecture = _described(checkpoint, trust_remote_code)
+    model: Any = AutoModelForCausalLM.from_config(
+        architecture, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
+    )
+    run_state.read_weights(model, checkpoint.state, Index.read(checkpoint.state))
     return model.eval(), config
+
+
+def _described(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[Config, PretrainedConfig]:
+    """The run's config and the model's, as the manifest has them."""
+    manifest = read_manifest(checkpoint)
+    config = validate(manifest["config"])
+    values = _without_code(manifest["architecture"])
+    try:
+        if trust_remote_code and config.model.name_or_path is not None:
+            return config, AutoConfig.from_pretrained(
+                config.model.name_or_path, revision=config.model.revision, trust_remote_code=True
+            )
+        return config, AutoConfig.for_model(values.pop("model_type"), **values)
+    except Exception as error:  # transformers validates with exceptions of several families
+        raise CheckpointError(
+            f"transformers has no model for {checkpoint.path}: {' '.join(str(error).split())}",
+            expected="an architecture that the installed transformers knows",
+            fix="install the transformers release that trained it; or, if you trust the code of its model's "
+            "repository, --trust-remote-code",
+        ) from error
+
+
+def _without_code(values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    return {key: _without_code(value) for key, value in values.items() if key.lstrip("_") not in _CODE}
+
+
+def _save_descriptions(model: Any, config: Config, to: Path, trust_remote_code: bool) -> None:
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = "float32"
+    model.config.save_pretrained(to)
+    if model.is_remote_code():
+        transformers.dynamic_module_utils.custom_object_save(model, to, config=model.config)
+    if model.can_generate():
+        _generation_config(model, config).save_pretrained(to)
+    _save_tokenizer(config, to)
+
+
+def _generation_config(model: Any, config: Config) -> Any:
+    if config.model.name_or_path is not None:
+        try:
+            return GenerationConfig.from_pretrained(config.model.name_or_path, revision=config.model.revision)
+        except OSError:  # it has none, or is not there any more
+            pass
+    return model.generation_config
 
 
 def _save_tokenizer(config: Config, to: Path) -> None:
@@ -92,8 +220,9 @@ def _byte_characters() -> list[str]:
 
 
 def generate_sample(checkpoint: Checkpoint, tokenizer: Tokenizer, prompt: list[int], *, num_tokens: int) -> str:
-    """The prompt and what the checkpoint's model continues it with, sampled with a fixed seed."""
-    model, _ = load_whole(checkpoint)
+    """The prompt and what the model of this process' own run continues it with, sampled with a fixed seed."""
+    trusted = bool(checkpoint.manifest()["config"]["model"]["trust_remote_code"])
+    model, _ = load_whole(checkpoint, trust_remote_code=trusted)
     torch.manual_seed(0)
     with torch.no_grad():
         ids = model.generate(

@@ -196,7 +196,9 @@ def read_manifest(checkpoint: Checkpoint) -> dict[str, Any]:
     wrong = [name for name, kind in _FIELDS.items() if not isinstance(manifest.get(name), kind)]
     if wrong or manifest["step"] != checkpoint.step:
         raise CheckpointError(
-            f"the manifest of {checkpoint.path} has no {wrong[0]}" if wrong else f"{checkpoint.path} holds another step",
+            f"the manifest of {checkpoint.path} has no {wrong[0]}"
+            if wrong
+            else f"{checkpoint.path} holds another step",
             expected="what `threefold train` writes",
             fix="use another checkpoint",
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,22 +30,28 @@ from threefold.config_loading import Loaded
 from threefold.data.packing import Rows
 from threefold.data.skip import steps_left
 from threefold.data.tokens import Tokenizer
+from threefold.doctor.watchdog import Watchdog
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ThreefoldError
 from threefold.integrations.terminal import Terminal
 from threefold.mesh import launch
-from threefold.mesh.groups import Mesh, join_mesh
+from threefold.mesh.groups import FAILURES, Mesh, join_mesh
 from threefold.mesh.topology import Topology
 from threefold.model import load
 from threefold.model.build import build
 from threefold.training.loop import Outcome, Run, train_loop
 from threefold.training.metrics import MetricsFile, Tracker, flops_per_token, peak_flops
+from threefold.training.nonfinite import Finite, Policy
 from threefold.training.optimizer import adamw
+from threefold.training.progress import Progress
+from threefold.training.settle import settle_buckets
 from threefold.training.step import TrainStep
 
 log = logging.getLogger("threefold")
 
 _FIRST_ROW = np.zeros(1, dtype=np.int64)
 _LARGEST_SAMPLED = 500_000_000
+# The watchdog's report comes before the collectives' own limit, which would end the run with a bare timeout.
+_REPORT_BEFORE = 0.9
 
 
 def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
@@ -68,6 +75,15 @@ def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
         sys.stdout.flush()
 
 
+def _as_restarted(config: Config) -> Config:
+    """The config, which after a restart goes on with what the run itself has saved."""
+    if not launch.current().restart or config.log.dir is None or config.checkpoint.resume == "auto":
+        return config
+    if config.checkpoint.resume != "never" and not CheckpointFolder(Path(config.log.dir)).all():
+        return config
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "auto"})})
+
+
 def quieten_libraries() -> None:
     """Sends the libraries' warnings to the rank's log file."""
     # Their warnings go to the rank's log file: eight ranks would print each of them eight times.
@@ -83,7 +99,7 @@ def is_first_failure(mesh: Mesh | None, rank: int) -> bool:
     if mesh is None or mesh.store is None:
         return rank == 0
     try:
-        return mesh.store.add("threefold/failures", 1) == 1
+        return mesh.store.add(FAILURES, 1) == 1
     except Exception:  # the store is gone: rank 0 kept it, and has failed before
         return False
 
@@ -95,7 +111,7 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
     tokenizer = assemble.tokenizer_of(config)
     architecture = load.read_config(config.model, vocab_size=tokenizer.vocab_size)
     assemble.check(config, architecture, tokenizer, mesh.topology)
-    folder = RunFolder.from_json(mesh.share("run", lambda: open_run(config, lock).to_json()))
+    folder = RunFolder.from_json(mesh.share("run", lambda: open_run(_as_restarted(config), lock).to_json()))
     log_to_file(folder.path, mesh.rank)
     folder = undamaged(folder, mesh)
     rows = assemble.rows_of(config, tokenizer, mesh)
@@ -125,11 +141,14 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
     for path in json.loads(mesh.share("accept", lambda: json.dumps([str(path) for path in folder.accept(config)]))):
         console.print(f"  set aside: {path}, later than the step that the run goes on from", highlight=False)
     lock.keep()
+    settle_buckets(model, mesh, rows=micro_batch, seq_len=config.data.seq_len)
     keeper.start()
     text = architecture.get_text_config()
     trackers: list[Tracker] = []
     if mesh.rank == 0:
         trackers = [MetricsFile(folder.metrics), Terminal(console, num_steps=steps, done=done)]
+    progress = Progress()
+    timeout_s = config.train.timeout_s or _REPORT_BEFORE * config.mesh.timeout_s
     run = Run(
         config,
         mesh,
@@ -141,6 +160,7 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
             grad_clip=config.train.grad_clip,
             label_smoothing=config.train.label_smoothing,
             z_loss=config.train.z_loss,
+            progress=progress,
         ),
         loader,
         steps,
@@ -157,6 +177,16 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
         ),
         peak_flops=peak_flops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None,
         audit=audit,
+        finite=Finite(
+            mesh,
+            Policy(
+                skip=config.train.nonfinite == "skip",
+                limit=config.train.nonfinite_limit,
+                run=str(folder.path),
+            ),
+        ),
+        progress=progress,
+        watch=Watchdog(mesh, progress, stall_s=config.log.stall_s, timeout_s=timeout_s),
     )
     try:
         outcome = train_loop(run, first_step=done + 1)
@@ -202,6 +232,8 @@ def _introduce(
     lines += [f"  {choice}: {reason}" for choice, reason in choices]
     if folder.resume is not None:
         lines.append(f"  resumed from {folder.resume.path}")
+    if (info := launch.current()).restart:
+        lines.append(f"  restart {info.restart} of {info.max_restarts}: a rank had failed")
     for line in lines:
         console.print(line, highlight=False, markup=False)
 

@@ -100,7 +100,7 @@ def open_run(config: Config, lock: RunLock | None = None) -> RunFolder:
             written.
         CheckpointError: a checkpoint given by path is not there.
     """
-    path = Path(config.log.dir) if config.log.dir is not None else _new_path()
+    path = Path(config.log.dir) if config.log.dir is not None else new_path()
     _candidates(config, path)  # a refusal comes before anything is made
     fresh = not path.exists()
     try:
@@ -139,7 +139,8 @@ def _candidates(config: Config, path: Path) -> tuple[tuple[Checkpoint, ...], boo
     return (find(asked),), True
 
 
-def _new_path() -> Path:
+def new_path() -> Path:
+    """A folder for a run that was given none: named by the time, and not there yet."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     path, number = Path("runs") / stamp, 2
     while path.exists():

@@ -1,7 +1,7 @@
-"""One run at a time in a folder: a lock that rank 0's process holds for the run's life and its death releases. No torch.
+"""One run at a time in a folder: a lock that rank 0's process holds for the run's life.
 
-It is a record lock of the kernel (`fcntl.lockf`), which belongs to the process alone: loader workers that outlive a
-killed rank do not keep it, and on a network file system other hosts see it.
+It is a record lock of the kernel (`fcntl.lockf`), which the process' death releases and which belongs to the process
+alone: loader workers that outlive a killed rank do not keep it. On a network file system other hosts see it. No torch.
 """
 
 from __future__ import annotations

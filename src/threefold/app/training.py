@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from threefold import config_loading
+from threefold.app.run_folder import new_path
 from threefold.config import Config
 from threefold.config_loading import Loaded
 from threefold.errors import (
     EXIT_FAILED,
     EXIT_STOPPED_WITH_CHECKPOINT,
     ConfigError,
+    Problem,
     RunError,
     ThreefoldError,
 )
@@ -24,6 +26,9 @@ from threefold.mesh import launch
 from threefold.mesh.topology import Topology, resolve
 
 log = logging.getLogger("threefold")
+
+# How gloo and NCCL say that a peer's process is gone; the traceback is where this rank happened to wait for it.
+_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 
 # What every rank imports; the server that ranks are forked from has it ready.
 PRELOAD = (
@@ -80,10 +85,17 @@ def train(config: Config | Mapping[str, Any] | str | Path | None = None) -> Resu
     return Result(code, Path(folder) if folder is not None else None)
 
 
-def train_command(loaded: Loaded) -> int:
-    """Trains and returns the exit code; errors that users can mend are raised or, on ranks, printed once."""
+def train_command(loaded: Loaded, *, max_restarts: int = 0) -> int:
+    """Trains and returns the exit code; errors that users can mend are raised or, on ranks, printed once.
+
+    Args:
+        max_restarts: how often ranks that this process has started are started again when one of them fails.
+    """
     info = launch.current()
     if info.launcher is not None:
+        _refuse_unrestartable(loaded.config, info, max_restarts)
+        if info.launcher == "torchrun":
+            launch.die_with_parent()
         placed = resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None)
         from threefold.app.rank import run_rank
 
@@ -94,11 +106,49 @@ def train_command(loaded: Loaded) -> int:
         # While the server of the ranks imports, this process looks at the machine.
         launch.preload(PRELOAD)
     topology, why = topology_here(loaded.config)
-    if topology.world_size == 1:
+    if max_restarts:
+        loaded = _with_folder(loaded)
+    elif topology.world_size == 1:
         from threefold.app.rank import run_rank
 
         return run_rank(loaded, topology, why)
-    return launch.start_ranks(_rank_entry, (loaded, topology, why), num_ranks=topology.world_size)
+    return launch.start_ranks(
+        _rank_entry,
+        (loaded, topology, why),
+        num_ranks=topology.world_size,
+        grace_s=loaded.config.checkpoint.grace_s,
+        max_restarts=max_restarts,
+    )
+
+
+def _with_folder(loaded: Loaded) -> Loaded:
+    """The config with a folder, so that ranks that are started again find the run."""
+    if loaded.config.log.dir is not None:
+        return loaded
+    section = loaded.config.log.model_copy(update={"dir": str(new_path())})
+    return Loaded(loaded.config.model_copy(update={"log": section}), loaded.origins)
+
+
+def _refuse_unrestartable(config: Config, info: launch.LaunchInfo, max_restarts: int) -> None:
+    problems = []
+    if max_restarts:
+        problems.append(
+            Problem(
+                f"--max-restarts {max_restarts}, but a launcher has started this rank",
+                "restarts by whoever starts the ranks",
+                f"torchrun --max-restarts {max_restarts} ... -m threefold train ..., without --max-restarts behind it",
+            )
+        )
+    if info.max_restarts and config.log.dir is None:
+        problems.append(
+            Problem(
+                f"torchrun --max-restarts {info.max_restarts} without log.dir",
+                "a folder that is known when the ranks are started again: they would begin another run",
+                "--log.dir FOLDER",
+            )
+        )
+    if problems:
+        raise ConfigError.of(problems)
 
 
 def topology_here(config: Config) -> tuple[Topology, str]:
@@ -130,11 +180,22 @@ def _rank_entry(loaded: Loaded, topology: Topology, why: str) -> None:
     sys.exit(run_rank(loaded, topology, why))
 
 
+def _peer_gone(said: str) -> Problem:
+    return Problem(
+        f"rank {launch.current().rank} lost its connection to another rank: {said}",
+        "every rank to stay until the run is over",
+        "where no rank has said why, one was killed: look for `Out of memory` in the kernel's log (dmesg) of its host; "
+        "the same command goes on from the newest checkpoint, and --max-restarts N does so by itself",
+    )
+
+
 def report_failure(error: BaseException, *, first: bool) -> int:
     """Prints a failed rank's reason where it is the run's first, logs it everywhere, and returns the exit code."""
     expected = isinstance(error, ThreefoldError)
     text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
     log.error("%s", text)
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_GONE):
+        text = str(_peer_gone(str(error).strip().splitlines()[0]))
     if first:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

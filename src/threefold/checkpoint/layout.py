@@ -1,23 +1,37 @@
 """Where checkpoints lie, and which are whole: names, manifest, commit, retention. No torch.
 
-A checkpoint is written into a hidden folder that is renamed when every rank is done; the marker inside is written last.
-So a folder with a marker is whole, and anything else is a remnant that the next save removes.
+A checkpoint is written into a hidden folder that is renamed when every rank is done; the marker inside is written last
+and holds the manifest's checksum. So a folder without a marker is not whole, and what was changed since does not fit
+the marker (see `integrity`). A name that is not of this form is the user's, and left alone.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from threefold.checkpoint.integrity import (
+    Seal,
+    checksum_of,
+    shares,
+    sync_folder,
+    write_sealed,
+    wrong_checksums,
+    wrong_sizes,
+)
 from threefold.errors import CheckpointError
 
+FORMAT = 2
 _MARKER = "COMPLETE"
 _MANIFEST = "manifest.json"
 _BEST = "best.json"
+_INSIDE = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -33,15 +47,67 @@ class Checkpoint:
         return self.path / "state"
 
     def manifest(self) -> dict[str, Any]:
-        """What the checkpoint belongs to: config, mesh, versions, data and cursor."""
+        """What the checkpoint belongs to: config, mesh, versions, data and cursor, and the seals of its files.
+
+        Raises:
+            CheckpointError: it is not what was written, or another release wrote it.
+        """
         try:
-            return json.loads((self.path / _MANIFEST).read_text())
-        except (OSError, ValueError) as error:
+            marker = (self.path / _MARKER).read_bytes()
+            content = (self.path / _MANIFEST).read_bytes()
+        except OSError as error:
+            raise self._unreadable(str(error)) from error
+        if marker != _marker(self.step, content):
+            raise self._unreadable("it is not the one that the marker was written for")
+        try:
+            found = json.loads(content)
+            written_as = found["format"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise self._unreadable(f"it is no manifest ({error!r})") from error
+        if written_as != FORMAT:
             raise CheckpointError(
-                f"{self.path / _MANIFEST} cannot be read: {error}",
-                expected="the manifest that was written with the checkpoint",
-                fix=f"remove {self.path}, and resume from an older checkpoint",
-            ) from error
+                f"{self.path} has the format {written_as}, which this release does not read",
+                expected=f"format {FORMAT}",
+                fix="go on with the release of threefold that wrote it, or start a new run",
+            )
+        return found
+
+    def seals(self) -> dict[str, Seal]:
+        """Size and checksum of every file, by its path inside the checkpoint, marker and manifest left out.
+
+        Raises:
+            CheckpointError: the manifest is not what was written, or holds no such list.
+        """
+        manifest = self.manifest()
+        try:
+            names = list(manifest["files"])
+            seals = {name: Seal.from_json(manifest["files"][name]) for name in names}
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._unreadable(f"it has no list of files ({error!r})") from error
+        # A stranger's manifest must not lead out of its folder.
+        strange = [name for name in names if not _INSIDE.fullmatch(name) or ".." in name.split("/")]
+        if strange:
+            raise self._unreadable(f"{strange[0]!r} is no file of a checkpoint")
+        return seals
+
+    def damage(self, *, share: tuple[int, int] = (0, 1)) -> str | None:
+        """What is wrong with the checkpoint, or None.
+
+        Args:
+            share: (i, n): read the i-th of n equal parts of the files; all sizes are looked at either way.
+        """
+        try:
+            seals = self.seals()
+        except CheckpointError as error:
+            return error.problems[0].what
+        return wrong_sizes(self.path, seals) or wrong_checksums(self.path, seals, shares(seals, share[1])[share[0]])
+
+    def _unreadable(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path / _MANIFEST} cannot be read: {reason}",
+            expected="the manifest that was written with the checkpoint",
+            fix=f"remove {self.path}, and resume from an older checkpoint",
+        )
 
 
 class CheckpointFolder:
@@ -56,32 +122,42 @@ class CheckpointFolder:
 
     def begin(self, step: int) -> Path:
         """An empty hidden folder for the checkpoint of `step`; called by one rank."""
-        partial = self.partial(step)
-        shutil.rmtree(partial, ignore_errors=True)
-        (partial / "state").mkdir(parents=True)
-        return partial
+        self.abandon(step)
+        (self.partial(step) / "state").mkdir(parents=True)
+        return self.partial(step)
 
-    def commit(self, step: int, manifest: dict[str, Any]) -> Checkpoint:
-        """Writes the manifest and the marker, and gives the folder its name; called by one rank when all are done."""
+    def abandon(self, step: int) -> None:
+        """Removes what a save of `step` has written."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+
+    def commit(self, step: int, manifest: Mapping[str, Any], seals: Mapping[str, Seal] | None = None) -> Checkpoint:
+        """Writes the manifest and the marker, and gives the folder its name; called by one rank when all are done.
+
+        Args:
+            seals: of the files that the ranks have written, by their paths inside the checkpoint.
+        """
         partial, final = self.partial(step), self.path / _name(step)
-        (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        (partial / _MARKER).write_text(f"{step}\n")
-        _sync_folder(partial)
+        files = {name: seal.to_json() for name, seal in (seals or {}).items()}
+        content = json.dumps({"format": FORMAT, "step": step, **manifest, "files": files}, indent=1).encode() + b"\n"
+        write_sealed(partial / _MANIFEST, content)
+        for folder in [path for path in partial.rglob("*") if path.is_dir()]:
+            sync_folder(folder)
+        write_sealed(partial / _MARKER, _marker(step, content))
+        sync_folder(partial)
         _remove(final)
         os.replace(partial, final)
-        _sync_folder(self.path)
+        sync_folder(self.path)
         return Checkpoint(final, step)
 
     def complete(self) -> list[Checkpoint]:
-        """All complete checkpoints, oldest first."""
-        found = [Checkpoint(path, step) for path, step in self._named() if (path / _MARKER).exists()]
-        return sorted(found, key=lambda checkpoint: checkpoint.step)
+        """All complete checkpoints, oldest first; whether they are undamaged is another question."""
+        return [checkpoint for checkpoint in self.all() if (checkpoint.path / _MARKER).exists()]
 
-    def _named(self) -> list[tuple[Path, int]]:
-        # A copy that a user gave another name is the user's.
-        return [
-            (path, step) for path in self.path.glob("step-*") if path.is_dir() and (step := _step(path)) is not None
-        ]
+    def all(self) -> list[Checkpoint]:
+        """All that bear a checkpoint's name, oldest first, whole or not."""
+        paths = [path for path in self.path.glob("step-*") if path.is_dir()]
+        found = [Checkpoint(path, step) for path in paths if (step := _step(path)) is not None]
+        return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def newest(self) -> Checkpoint | None:
         """The newest complete checkpoint, or None."""
@@ -93,24 +169,63 @@ class CheckpointFolder:
         try:
             found = json.loads((self.path / _BEST).read_text())
             return int(found["step"]), float(found["eval_loss"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
     def mark_best(self, step: int, eval_loss: float) -> None:
         """Records that the checkpoint of `step` is the best, so that it stays."""
         temporary = self.path / f".{_BEST}"
-        temporary.write_text(json.dumps({"step": step, "eval_loss": eval_loss}) + "\n")
+        write_sealed(temporary, json.dumps({"step": step, "eval_loss": eval_loss}).encode() + b"\n")
         os.replace(temporary, self.path / _BEST)
 
-    def prune(self, keep: int) -> None:
-        """Removes all but the `keep` newest complete checkpoints and the best one, and what broken saves left."""
+    def prune(self, keep: int, *, keep_every: int = 0) -> None:
+        """Removes all but the `keep` newest complete checkpoints, the best, and those of every `keep_every`-th step.
+
+        What broken saves left goes too.
+        """
         best = self.best()
         for checkpoint in self.complete()[:-keep]:
-            if best is None or checkpoint.step != best[0]:
+            of_a_kept_step = bool(keep_every) and checkpoint.step % keep_every == 0
+            if not of_a_kept_step and (best is None or checkpoint.step != best[0]):
                 _remove(checkpoint.path)
-        remnants = [path for path, _ in self._named() if not (path / _MARKER).exists()]
+        remnants = [checkpoint.path for checkpoint in self.all() if not (checkpoint.path / _MARKER).exists()]
         for path in [*remnants, *self.path.glob(".step-*.partial")]:
             _remove(path)
+
+    def set_aside_after(self, step: int) -> list[Path]:
+        """Renames what lies behind `step`, so that no later save or resume takes it for a part of this run.
+
+        Returns:
+            The new paths. Their content is as it was; to remove them is the user's.
+        """
+        aside = []
+        for checkpoint in self.all():
+            if checkpoint.step <= step:
+                continue
+            number = 1
+            while (target := self.path / f"aside-{number}-{checkpoint.path.name}").exists():
+                number += 1
+            os.rename(checkpoint.path, target)
+            aside.append(target)
+        return aside
+
+
+def newest_undamaged(
+    candidates: Sequence[Checkpoint], damage: Callable[[Checkpoint], str | None]
+) -> tuple[Checkpoint | None, list[tuple[Checkpoint, str]]]:
+    """The first undamaged one, and what is wrong with those before it.
+
+    Args:
+        candidates: newest first.
+        damage: says what is wrong with one, or None; called until it does so.
+    """
+    passed: list[tuple[Checkpoint, str]] = []
+    for candidate in candidates:
+        reason = damage(candidate)
+        if reason is None:
+            return candidate, passed
+        passed.append((candidate, reason))
+    return None, passed
 
 
 def find(path: Path) -> Checkpoint:
@@ -131,6 +246,19 @@ def find(path: Path) -> Checkpoint:
     )
 
 
+def damaged(checkpoint: Checkpoint, reason: str) -> CheckpointError:
+    """The error for a checkpoint that was asked for and is damaged."""
+    return CheckpointError(
+        f"the checkpoint {checkpoint.path} is damaged: {reason}",
+        expected="the files as they were written, which their sizes and checksums show",
+        fix="resume from another checkpoint of the run (`ls RUN/checkpoints`), or copy this one again from its source",
+    )
+
+
+def _marker(step: int, manifest: bytes) -> bytes:
+    return f"{step} {checksum_of(manifest)}\n".encode()
+
+
 def _name(step: int) -> str:
     return f"step-{step:08d}"
 
@@ -144,11 +272,3 @@ def _remove(folder: Path) -> None:
     # The marker goes first: a removal cut short must not look complete.
     (folder / _MARKER).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

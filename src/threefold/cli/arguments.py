@@ -50,3 +50,19 @@ def split(arguments: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
     if problems:
         raise ConfigError.of(problems)
     return path, overrides
+
+
+_UNITS = {"": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3}
+
+
+def num_bytes(text: str, *, option: str) -> int:
+    """A size such as 500MB or 2GiB in bytes; ConfigError where it is none."""
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    factor = _UNITS.get(text[len(digits) :].strip().upper())
+    if factor is None or not digits.isascii() or not digits.isdecimal() or int(digits) == 0:
+        raise ConfigError(
+            f"{option} = {text!r} is no size",
+            expected="a whole number with KB, MB, GB, KiB, MiB or GiB",
+            fix=f"{option} 5GB",
+        )
+    return int(digits) * factor

@@ -16,6 +16,9 @@ def command(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Show every key, its value and where that came from; do not train.")
     ] = False,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", min=0, help="Start the ranks again after a failure, this often.")
+    ] = 0,
 ) -> None:
     """Train a model: threefold train [CONFIG.yaml] [--section.key value ...].
 
@@ -38,4 +41,4 @@ def command(
         return
     from threefold.app.training import train_command
 
-    sys.exit(train_command(loaded))
+    sys.exit(train_command(loaded, max_restarts=max_restarts))

@@ -148,6 +148,8 @@ class TokenLoader:
             pin_memory=self._pin_memory,
             # A fork of a process with live communication threads can hang; the server has none.
             multiprocessing_context=multiprocessing.get_context("forkserver") if self._num_workers else None,
+            # torch draws a seed here; from the global generator a resumed run would be a random number ahead.
+            generator=torch.Generator(),
         )
         for batch in loader:
             self._epoch, self._position = self._after(*self._begin())

@@ -35,6 +35,9 @@ class Terminal:
                 f"{metrics['eval_tokens']:,} tokens"
             )
             return
+        if "skipped" in metrics:
+            self._print(f"{metrics['skipped']}: no update")
+            return
         mfu = f"  mfu {metrics['mfu']:.1%}" if "mfu" in metrics else ""
         self._print(
             f"step {metrics['step']:>{len(str(self._num_steps))}}/{self._num_steps}  loss {metrics['loss']:.4f}  "

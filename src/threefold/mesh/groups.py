@@ -13,16 +13,20 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from threefold.config import MeshConfig
 from threefold.errors import EXIT_FAILED, EXIT_WRONG_REQUEST, ConfigError, Problem, RunError, ThreefoldError
 from threefold.mesh import launch
 from threefold.mesh.topology import AXES, Topology, resolve
 
+# Counts the ranks that failed; the first one says why.
+FAILURES = "threefold/failures"
 _LONGEST_PREPARATION = timedelta(days=2)
 _PARAMETER_AXES = ("dp_replicate", "fsdp", "tp")
 _GROUPS = {"dp": ("dp_replicate", "dp_shard"), "cp": ("cp",), "loss": ("dp_replicate", "dp_shard", "cp")}
@@ -102,6 +106,25 @@ class Mesh:
         """As `share`, done by the first rank of each machine."""
         host = self.rank // self.local_world_size
         return self._share(f"{name}/{host}", work, maker=self.rank % self.local_world_size == 0)
+
+    def decide(self, name: str, part: str, conclude: Callable[[list[str]], str]) -> str:
+        """What rank 0 concludes from the `part` of every rank, in rank order, on every rank; no collective.
+
+        Raises:
+            ThreefoldError: what `conclude` raised; on other ranks with the same text.
+        """
+        store, number = self.store, self._exchanges.get(f"decide/{name}", 0) + 1
+        if store is None:
+            return conclude([part])
+        self._exchanges[f"decide/{name}"] = number
+        keys = [f"threefold/parts/{name}/{number}/{rank}" for rank in range(self.world_size)]
+        store.set(keys[self.rank], part)
+
+        def collect() -> str:
+            store.wait(keys, _LONGEST_PREPARATION)
+            return conclude([store.get(key).decode() for key in keys])
+
+        return self.share(f"decide/{name}", collect)
 
     def _share(self, name: str, make: Callable[[], str], *, maker: bool) -> str:
         if self.store is None:
@@ -189,7 +212,7 @@ def join_mesh(topology: Topology, info: launch.LaunchInfo, *, device: str, timeo
     if not dist.is_initialized():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo",
-            init_method=info.rendezvous,
+            **_meeting_place(info, timedelta(seconds=timeout_s)),
             rank=info.rank,
             world_size=info.world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -200,8 +223,20 @@ def join_mesh(topology: Topology, info: launch.LaunchInfo, *, device: str, timeo
     groups = {name: _group_of(topology, axes) for name, axes in _GROUPS.items()}
     present = {name: group for name, group in groups.items() if group is not None}
     store = dist.distributed_c10d._get_default_store()
+    # Ranks join alike, so counting gives each of several meshes in one process group keys of its own.
+    number = store.add(f"threefold/meshes/{dist.get_rank()}", 1)
+    store = dist.PrefixStore(f"mesh-{number}", store)
     _active = Mesh(topology, dist.get_rank(), own_device, device_mesh, present, info.local_world_size, store)
     return _active
+
+
+def _meeting_place(info: launch.LaunchInfo, timeout: timedelta) -> dict[str, Any]:
+    if info.generation is None:
+        return {"init_method": info.rendezvous}
+    # torch's agent gives every start the same store, with the addresses of ranks that are gone (pytorch #135712).
+    store, _, _ = next(rendezvous(info.rendezvous, info.rank, info.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    return {"store": dist.PrefixStore(f"threefold/{info.generation}", store)}
 
 
 def _group_of(topology: Topology, axes: tuple[str, ...]) -> dist.ProcessGroup | None:

@@ -20,15 +20,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from threefold.errors import EXIT_FAILED, ConfigError
+from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST, ConfigError
 
 _COLLECTED_WITHIN_S = 10.0
+_LEASH = "leash"
 _REQUIRED = ("RANK", "WORLD_SIZE")
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+# What a restart would not change: the request, and that somebody asked to stop.
+_FINAL = (EXIT_WRONG_REQUEST, EXIT_STOPPED_WITH_CHECKPOINT)
 
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """This process as its launcher describes it; one rank of one where there is no launcher."""
+    """This process as its launcher describes it; one rank of one where there is no launcher.
+
+    Attributes:
+        generation: where the launcher keeps one rendezvous store over its restarts: what tells this start's keys from
+            those before; else None.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -37,6 +46,8 @@ class LaunchInfo:
     rendezvous: str = "env://"
     launcher: str | None = None
     restart: int = 0
+    max_restarts: int = 0
+    generation: str | None = None
 
 
 def read(environ: Mapping[str, str]) -> LaunchInfo:
@@ -56,7 +67,7 @@ def read(environ: Mapping[str, str]) -> LaunchInfo:
             fix=f"start with torchrun --nproc_per_node=N -m threefold ..., or: unset {' '.join(present)}",
         )
     numbers = {}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *_RESTARTS):
         value = environ.get(name)
         if value is not None and not (value.isascii() and value.isdecimal()):
             raise ConfigError(
@@ -80,7 +91,9 @@ def read(environ: Mapping[str, str]) -> LaunchInfo:
         local_rank=local_rank if local_rank is not None else rank % local_world_size,
         local_world_size=local_world_size,
         launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment",
-        restart=numbers["TORCHELASTIC_RESTART_COUNT"] or 0,
+        restart=(restart := numbers[_RESTARTS[0]] or 0),
+        max_restarts=numbers[_RESTARTS[1]] or 0,
+        generation=f"start-{restart}" if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else None,
     )
 
 
@@ -114,11 +127,13 @@ def preload(modules: Sequence[str]) -> None:
     forkserver.ensure_running()
 
 
-def start_ranks(entry: Callable[..., None], args: Sequence[Any], *, num_ranks: int, grace_s: int = 60) -> int:
+def start_ranks(
+    entry: Callable[..., None], args: Sequence[Any], *, num_ranks: int, grace_s: int = 110, max_restarts: int = 0
+) -> int:
     """Runs `entry(*args)` in `num_ranks` local processes with torchrun's variables set; returns the exit code.
 
-    The first rank that fails decides: the others are stopped. A signal to this process is passed on to the ranks, which
-    have `grace_s` seconds to finish their step and save.
+    The first rank that fails decides: the others are stopped, and all are started again, `max_restarts` times. A signal
+    to this process is passed on to the ranks, which have `grace_s` seconds to finish their step and save.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -130,6 +145,8 @@ def start_ranks(entry: Callable[..., None], args: Sequence[Any], *, num_ranks: i
             logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="threefold-") as folder:
         outcome = Path(folder) / "exit-code"
+        os.mkfifo(Path(folder) / _LEASH)
+        leash = os.open(Path(folder) / _LEASH, os.O_RDWR)  # closed by the kernel when this process dies
         launch_config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -139,7 +156,7 @@ def start_ranks(entry: Callable[..., None], args: Sequence[Any], *, num_ranks: i
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
-            max_restarts=0,
+            max_restarts=max_restarts,
             monitor_interval=0.1,
             shutdown_timeout=grace_s,
             signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
@@ -152,13 +169,18 @@ def start_ranks(entry: Callable[..., None], args: Sequence[Any], *, num_ranks: i
             return failure.exitcode if failure.exitcode > 0 else EXIT_FAILED
         except SignalException as error:
             return int(outcome.read_text()) if outcome.exists() else 128 + error.sigval
+        finally:
+            os.close(leash)
     return 0
 
 
 def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int, outcome: str) -> None:
     import torch
 
-    _die_with_parent()
+    _die_with_launcher(Path(outcome).parent / _LEASH)
+    final = Path(f"{outcome}-final")
+    if final.exists():
+        os._exit(int(final.read_text()))
     torch.set_num_threads(threads)
     code = EXIT_FAILED
     try:
@@ -171,6 +193,8 @@ def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int,
         traceback.print_exc()
     if os.environ.get("RANK") == "0":
         Path(outcome).write_text(str(code))
+    if code in _FINAL:
+        final.write_text(str(code))
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
@@ -181,12 +205,32 @@ def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int,
     leave.start()
 
 
-def _die_with_parent() -> None:
-    """Asks the kernel to kill this rank when the server it was forked from dies, which dies with the launcher."""
+def _die_with_launcher(leash: Path) -> None:
+    """Kills this rank as soon as nobody holds the other end of `leash`.
+
+    Its parent is the server that it was forked from, and that lives as long as a rank does.
+    """
+    try:
+        end = os.open(leash, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:  # the launcher has gone and taken its folder along
+        os._exit(EXIT_FAILED)
+    os.set_blocking(end, True)
+
+    def wait() -> None:
+        os.read(end, 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="launcher's leash", daemon=True).start()
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when its parent dies, for a rank whose parent is the launcher."""
     if sys.platform != "linux":
         return
     import ctypes
 
-    set_parent_death_signal = 1
+    parent, set_parent_death_signal = os.getppid(), 1
     with contextlib.suppress(OSError):
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel knew
+        os._exit(EXIT_FAILED)

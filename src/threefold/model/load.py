@@ -215,6 +215,10 @@ def fill(
     memory beyond the shards is one tensor.
     """
     model.to_empty(device=mesh.device)
+    # Plain parameters came out of it one by one: those that were tied are one again.
+    for name, source in model.all_tied_weights_keys.items():
+        owner, _, own = name.rpartition(".")
+        model.get_submodule(owner)._parameters[own] = model.get_parameter(source)
     tied = set(model.all_tied_weights_keys)
     fsdp_rank = (mesh.topology.coordinates(mesh.rank)[1] * mesh.topology.cp) + mesh.cp_rank
     fsdp_size = mesh.size("fsdp") if fsdp_sharded else 1

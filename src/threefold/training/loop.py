@@ -7,16 +7,21 @@ taken on facts that all ranks share, so that no rank enters a collective alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from threefold.config import Config
 from threefold.data.loader import TokenLoader
+from threefold.errors import RunError
 from threefold.mesh.groups import Mesh
 from threefold.model.build import ParallelModel
 from threefold.training.audit import RunAudit
 from threefold.training.metrics import Metrics, Stopwatch, Tracker, peak_memory_bytes
+from threefold.training.nonfinite import Finite
 from threefold.training.optimizer import learning_rate
+from threefold.training.progress import OwnTime, Progress, Slowest, Watch
 from threefold.training.signals import StopRequest
 from threefold.training.step import Batch, StepResult, TrainStep, evaluate, mean_aux_loss, mean_loss
 
@@ -36,6 +41,9 @@ class Run:
         eval_batches: makes the held-out batches anew, or None where there is no evaluation.
         flops_per_token, peak_flops: for MFU; None where the device's peak is not known.
         audit: compares what the ranks have read, before anything is saved.
+        finite: looks for numbers that are not finite, before anything is built on them.
+        progress: told where the loop is, as the step is.
+        watch: looks after the ranks while they step.
     """
 
     config: Config
@@ -52,6 +60,9 @@ class Run:
     flops_per_token: float | None = None
     peak_flops: float | None = None
     audit: RunAudit | None = None
+    finite: Finite | None = None
+    progress: Progress = field(default_factory=Progress)
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True)
@@ -67,38 +78,55 @@ def train_loop(run: Run, *, first_step: int) -> Outcome:
     """Steps from `first_step` to the last one or to a stop signal; the state is saved at the end either way."""
     config, mesh = run.config, run.mesh
     batches = iter(run.loader)
-    window = _Window()
+    window, slowest = _Window(), Slowest(mesh)
     loss: float | None = None
-    with StopRequest(mesh) as stop:
+    with StopRequest(mesh) as stop, run.watch or nullcontext():
         for step in range(first_step, run.num_steps + 1):
             epoch = run.loader.epoch
-            watch = Stopwatch()
-            batch = next(batches)
-            window.data_wait_s += watch.lap()
+            run.progress.enter("data", step=step)
+            batch = window.read(batches)
+            micro_batches = _micro_batches(batch, run.micro_batch)
             lr = learning_rate(step, num_steps=run.num_steps, config=config.optimizer)
-            result = run.step(_micro_batches(batch, run.micro_batch), lr=lr)
+            result = run.step(micro_batches, lr=lr)
             if run.audit is not None:
                 run.audit.observe(step, batch)
             window.steps += 1
             last = step == run.num_steps
             stopping = stop.after(step)
             run.notice(step)
-            if last or stopping or step == first_step or step % config.log.every == 0:
+            logged = last or stopping or step == first_step or step % config.log.every == 0
+            evaluating = bool(run.eval_batches) and (last or _is_nth(step, config.eval.every))
+            due = last or stopping or _is_nth(step, config.checkpoint.every)
+            if run.finite is not None:
+                _look_for_nonfinite(run, step, result, micro_batches, now=logged or evaluating or due)
+            if logged:
+                run.progress.enter("log")
+                slowest.tell(window.own.total_s())
                 loss = mean_loss(result, mesh)
-                _tell(run.trackers, _step_metrics(run, step, epoch, loss, lr, result, window))
+                _tell(run.trackers, _step_metrics(run, step, epoch, loss, lr, result, window, slowest))
                 window = _Window()
-            eval_loss = None
-            if run.eval_batches and (last or (config.eval.every and step % config.eval.every == 0)):
-                eval_loss = _evaluate(run, step)
-            due = last or stopping or bool(config.checkpoint.every and step % config.checkpoint.every == 0)
+            eval_loss = _evaluate(run, step) if evaluating else None
             if run.audit is not None and (due or eval_loss is not None or run.audit.due(step)):
+                run.progress.enter("audit")
                 run.audit.check()
             if due or eval_loss is not None:
+                run.progress.enter("save")
                 run.keep(step, eval_loss, due)
                 window = _Window()  # saving and evaluating is not stepping
             if stopping and not last:
                 return Outcome(step, loss, stopped=True)
     return Outcome(run.num_steps, loss, stopped=False)
+
+
+def _look_for_nonfinite(run: Run, step: int, result: StepResult, batches: Sequence[Batch], *, now: bool) -> None:
+    assert run.finite is not None
+    try:
+        for skipped in run.finite.after(step, result, batches, now=now):
+            _tell(run.trackers, skipped)
+    except RunError:
+        if run.audit is not None:
+            run.audit.check()  # so that the record can tell what the step has read
+        raise
 
 
 class _Window:
@@ -107,10 +135,20 @@ class _Window:
     def __init__(self) -> None:
         self._watch = Stopwatch()
         self.steps = 0
-        self.data_wait_s = 0.0
+        self.own = OwnTime()
+
+    def read(self, batches: Iterator[Batch]) -> Batch:
+        watch, cpu_s = Stopwatch(), time.thread_time()
+        batch = next(batches)
+        self.own.read(watch.lap(), time.thread_time() - cpu_s)
+        return batch
 
     def elapsed_s(self) -> float:
         return self._watch.lap()
+
+
+def _is_nth(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0
 
 
 def _micro_batches(batch: Batch, rows: int) -> list[Batch]:
@@ -119,10 +157,18 @@ def _micro_batches(batch: Batch, rows: int) -> list[Batch]:
 
 
 def _step_metrics(
-    run: Run, step: int, epoch: int, loss: float, lr: float, result: StepResult, window: _Window
+    run: Run,
+    step: int,
+    epoch: int,
+    loss: float,
+    lr: float,
+    result: StepResult,
+    window: _Window,
+    slowest: Slowest,
 ) -> Metrics:
     rows, seq_len = run.config.train.global_batch, run.config.data.seq_len
-    step_time_s = window.elapsed_s() / window.steps
+    elapsed_s = window.elapsed_s()
+    step_time_s = elapsed_s / window.steps
     tokens_per_s = rows * seq_len / step_time_s
     metrics: Metrics = {
         "step": step,
@@ -133,12 +179,16 @@ def _step_metrics(
         "tokens": step * rows * seq_len,
         "samples": step * rows,
         "step_time_s": step_time_s,
-        "data_wait_s": window.data_wait_s / window.steps,
+        "data_wait_s": window.own.data_wait_s / window.steps,
         "tokens_per_s": tokens_per_s,
         "peak_memory_bytes": peak_memory_bytes(run.mesh.device.type),
     }
     if (aux_loss := mean_aux_loss(result, run.mesh)) is not None:
         metrics["aux_loss"] = aux_loss
+    if (found := slowest.find(elapsed_s)) is not None:
+        metrics["slowest_rank"], metrics["slowest_share"] = found
+    if run.finite is not None and run.config.train.nonfinite == "skip":
+        metrics["skipped_steps"] = run.finite.skipped
     if run.peak_flops is not None and run.flops_per_token is not None:
         metrics["mfu"] = tokens_per_s * run.flops_per_token / (run.peak_flops * run.mesh.world_size)
     return metrics
@@ -146,6 +196,7 @@ def _step_metrics(
 
 def _evaluate(run: Run, step: int) -> float:
     assert run.eval_batches is not None
+    run.progress.enter("evaluation")
     total, tokens = evaluate(run.model, run.eval_batches(), run.mesh)
     loss = total / max(1, tokens)
     _tell(run.trackers, {"step": step, "eval_loss": loss, "eval_tokens": tokens})

@@ -10,15 +10,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+import uuid
 from types import FrameType
 from typing import Any
 
-from threefold.errors import EXIT_FAILED
-from threefold.mesh import launch
 from threefold.mesh.groups import Mesh
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_KEY = "threefold/stop-after"
+_KEY = "threefold/stop-after"  # and who asks: the store may outlive a restart, and hold an older request
 # A terminal sends Ctrl-C to every process and a launcher passes it on: within this time it is one request.
 _ONE_REQUEST_S = 1.0
 
@@ -29,8 +28,9 @@ class StopRequest:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._asked_at: float | None = None
+        self._by_hand = False
         self._stop_after: int | None = None
-        self._key = f"{_KEY}/{launch.current().restart}"
+        self._key = f"{_KEY}/{mesh.share('stop requests', lambda: uuid.uuid4().hex)}"
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -44,8 +44,10 @@ class StopRequest:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._asked_at is not None and number == signal.SIGINT and now - self._asked_at > _ONE_REQUEST_S:
-            os._exit(128 + number if number else EXIT_FAILED)
+        # A launcher that is interrupted twice passes the second on as SIGTERM.
+        if self._asked_at is not None and self._by_hand and now - self._asked_at > _ONE_REQUEST_S:
+            os._exit(128 + signal.SIGINT)
+        self._by_hand = self._by_hand or number == signal.SIGINT
         self._asked_at = self._asked_at or now
 
     def after(self, step: int) -> bool:

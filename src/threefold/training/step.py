@@ -20,6 +20,7 @@ from threefold.model.build import ParallelModel
 from threefold.model.data_parallel import last_backward
 from threefold.model.head import Sums
 from threefold.training.loss import IGNORED, TokenLoss
+from threefold.training.progress import Progress
 from threefold.training.router import RouterLoss, summed
 
 Batch = dict[str, Tensor]
@@ -36,16 +37,21 @@ class StepResult:
         target_tokens: number of target tokens of the global batch.
         grad_norm: of the global gradient, before clipping.
         aux_loss: this rank's share of the routers' loss, or None where the model has none.
+        micro_losses: what this rank minimised in each micro-batch.
     """
 
     loss_sum: Tensor
     target_tokens: Tensor
     grad_norm: Tensor
     aux_loss: Tensor | None = None
+    micro_losses: tuple[Tensor, ...] = ()
 
 
 class TrainStep:
-    """A model, its optimizer and the mesh they live on; each call is one optimizer step."""
+    """A model, its optimizer and the mesh they live on; each call is one optimizer step.
+
+    A loss or a gradient that is not finite on any rank leaves weights and optimizer as they are, on all ranks.
+    """
 
     def __init__(
         self,
@@ -57,8 +63,12 @@ class TrainStep:
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         observe: Callable[[], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        """Args: observe: called when the gradients are whole and not yet clipped; for those who compare them."""
+        """Args:
+        observe: called when the gradients are whole and not yet clipped; for those who compare them.
+        progress: told in which phase the step is.
+        """
         self._model = model
         self._optimizer = optimizer
         self._mesh = mesh
@@ -66,6 +76,7 @@ class TrainStep:
         self._token_loss = token_loss_of(model, mesh, label_smoothing=label_smoothing, z_loss=z_loss)
         self._router = RouterLoss.of(model.module.config)
         self._observe = observe
+        self._progress = progress or Progress()
 
     def __call__(self, batches: Sequence[Batch], *, lr: float) -> StepResult:
         """Runs forward and backward over the micro-batches of this dp rank, then updates the weights.
@@ -73,12 +84,16 @@ class TrainStep:
         Args:
             batches: [batch, sequence] rows of this dp rank, the same on its cp and tp ranks, on any device.
         """
+        self._progress.enter("forward")
         ranks = self._mesh.size("loss")
         target_tokens, counting = self._count_targets(batches)
         loss_sum = torch.zeros((), device=self._mesh.device)
         aux_loss = torch.zeros((), device=self._mesh.device) if self._router is not None else None
         picks = self._picks_beforehand(batches) if self._router is not None and len(batches) > 1 else None
+        losses: list[Tensor] = []
         for number, batch in enumerate(batches, start=1):
+            if losses:
+                self._progress.enter("forward")
             with last_backward(self._model.forward, number == len(batches)):
                 sums = forward_sums(self._model, batch, self._mesh, self._token_loss, routers=self._router is not None)
                 if counting is not None:
@@ -92,14 +107,24 @@ class TrainStep:
                     share = self._router.share(sums.router_logits, picks)
                     objective = objective + self._router.coefficient * ranks * share
                     aux_loss += share.detach()
-                objective.backward()
+                losses.append(objective.detach())
+                self._progress.enter("backward")
+                # One where the loss is finite. Where it is not, its gradient may be: then the others would not hear.
+                objective.backward(1 + (losses[-1] - losses[-1]))
             loss_sum += sums.cross_entropy
+        self._progress.enter("reduce")
         grad_norm = self._reduce_and_clip()
+        self._progress.enter("optimizer")
+        self._update(grad_norm, lr)
+        return StepResult(loss_sum, target_tokens, grad_norm, aux_loss, tuple(losses))
+
+    def _update(self, grad_norm: Tensor, lr: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        # The fused kernels take a flag on the device and then change nothing: no wait for the norm.
+        self._optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss_sum, target_tokens, grad_norm, aux_loss)
 
     @torch.no_grad()
     def _picks_beforehand(self, batches: Sequence[Batch]) -> Tensor:
@@ -120,10 +145,7 @@ class TrainStep:
 
     def _reduce_and_clip(self) -> Tensor:
         parameters = dict(self._model.module.named_parameters())
-        tp = self._mesh.group("tp")
-        for name in self._model.tensor.partial_gradients:
-            if tp is not None and parameters[name].grad is not None:
-                dist.all_reduce(_local(parameters[name].grad), group=tp)
+        self._sum_partial([parameters[name].grad for name in self._model.tensor.partial_gradients])
         split = self._model.tensor.placements
         gradients: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, parameter in parameters.items():
@@ -138,15 +160,29 @@ class TrainStep:
             torch._foreach_mul_(gradients[True] + gradients[False], factor)
         return norm
 
+    def _sum_partial(self, gradients: Sequence[Tensor | None]) -> None:
+        """Sums over tp what each rank knows in part; once a step, in one collective."""
+        tp = self._mesh.group("tp")
+        own = [_local(gradient) for gradient in gradients if gradient is not None]
+        if tp is None or not own:
+            return
+        together = torch.cat([gradient.flatten() for gradient in own])
+        dist.all_reduce(together, group=tp)
+        parts = together.split([gradient.numel() for gradient in own])
+        torch._foreach_copy_(own, [part.view_as(gradient) for part, gradient in zip(parts, own, strict=True)])
+
     def _global_norm(self, split: list[Tensor], whole: list[Tensor]) -> Tensor:
         """Norm of the whole gradient; `split` differs between tp ranks, `whole` is the same on each and counts once."""
         squares = torch.stack([_square_sum(split, self._mesh.device), _square_sum(whole, self._mesh.device)])
         # Among replicas gradients are equal; only the sharers of one copy hold different parts.
         if (fsdp := self._mesh.group("fsdp")) is not None:
             dist.all_reduce(squares, group=fsdp)
-        if (tp := self._mesh.group("tp")) is not None:
-            dist.all_reduce(squares[:1], group=tp)
-        return squares.sum().sqrt()
+        if (tp := self._mesh.group("tp")) is None:
+            return squares.sum().sqrt()
+        # The second is 0, and no number where `whole` is not finite: on one tp rank alone all must know.
+        parts = torch.stack([squares[0], squares[1] - squares[1]])
+        dist.all_reduce(parts, group=tp)
+        return (parts.sum() + squares[1]).sqrt()
 
 
 def token_loss_of(model: ParallelModel, mesh: Mesh, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> TokenLoss:

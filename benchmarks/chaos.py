@@ -1,0 +1,146 @@
+"""Kills a run of four ranks again and again, and shows that nothing is lost.
+
+    python benchmarks/chaos.py --kills 100 --seed 0
+
+Kills are drawn from the seed: a random rank, the launcher, or a rank while a checkpoint is being written, each at a
+random instant of the run. A killed rank is restarted by the command itself (--max-restarts), a killed launcher by
+starting the command again. Each run must end with the losses and gradient norms, bit for bit, of a run that nobody
+interrupted, with exit code 0, and `threefold data audit` must prove that every sample was read exactly once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from ranks.faults import Command, alive, last_step, rank_processes
+from ranks.runs import command, curve, prepare
+
+KINDS = ("rank", "rank while saving", "launcher")
+MESHES = {"dp2 x tp2": ("--mesh.dp", "2", "--mesh.tp", "2"), "dp4": ("--mesh.dp", "4", "--mesh.tp", "1")}
+STEPS = 200
+TRAIN = ("--train.steps", str(STEPS), "--checkpoint.every", "5")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--kills-a-run", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=0, help="begin no new run after that; 0: no limit")
+    options = parser.parse_args()
+    draw, until = random.Random(options.seed), time.monotonic() + 60 * (options.minutes or 10**6)
+    kills: Counter[str] = Counter()
+    runs: Counter[str] = Counter()
+    restarts = 0
+    with tempfile.TemporaryDirectory(prefix="threefold-chaos-") as name:
+        folder = Path(name)
+        prepare(folder)
+        whole = {mesh: _uninterrupted(folder, mesh) for mesh in MESHES}
+        while kills.total() < options.kills and time.monotonic() < until:
+            mesh = draw.choice(list(MESHES))
+            wanted = min(options.kills_a_run, options.kills - kills.total())
+            run = folder / f"run-{runs.total()}"
+            found, times_started = _tormented(folder, run, mesh, wanted, draw)
+            kills += found
+            restarts += times_started
+            outcome = _judge(folder, run, whole[mesh])
+            runs[outcome] += 1
+            print(f"{run.name}  {mesh}  {found.total()} kills, {times_started} starts: {outcome}", flush=True)
+            shutil.rmtree(run)
+    print("\n| kill | times |\n|---|---|")
+    for kind in KINDS:
+        print(f"| {kind} | {kills[kind]} |")
+    print(f"| all | {kills.total()} |\n")
+    print(
+        f"{runs.total()} runs of {STEPS} steps on 4 ranks, {restarts} starts: "
+        + ", ".join(f"{count} {outcome}" for outcome, count in runs.items())
+    )
+    return 0 if set(runs) == {"same"} and kills.total() >= options.kills else 1
+
+
+def _uninterrupted(folder: Path, mesh: str) -> list[tuple[float, float]]:
+    run = folder / "whole"
+    done = command(folder, "train", "config.yaml", *MESHES[mesh], *TRAIN, "--log.dir", run.name)
+    if done.returncode:
+        sys.exit(f"the uninterrupted run failed:\n{done.stderr}")
+    found = curve(run)
+    shutil.rmtree(run)
+    return found
+
+
+def _tormented(folder: Path, run: Path, mesh: str, wanted: int, draw: random.Random) -> tuple[Counter[str], int]:
+    """Trains in `run` to the end through about `wanted` kills; (kills by kind, how often ranks were started)."""
+    kills: Counter[str] = Counter()
+    arguments = ("train", "config.yaml", *MESHES[mesh], *TRAIN, "--log.dir", run.name, "--max-restarts", str(wanted))
+    going = Command(folder, *arguments)
+    starts = 1
+    try:
+        while True:
+            kind = draw.choice(KINDS)
+            # Anywhere from the command's first instant on: most hit steps and saves, some the start.
+            until = time.monotonic() + draw.uniform(0.3, 6.0)
+            victim = draw.randrange(4)
+            while going.running() and time.monotonic() < until:
+                time.sleep(0.005)
+            if kind == "rank while saving":
+                _wait_for_save(run, going)
+            if not going.running():
+                code = going.wait(1)
+                if code:
+                    raise SystemExit(f"{run.name} ended with exit code {code} by itself:\n{going.output()}")
+                return kills, starts
+            if kills.total() >= wanted:
+                continue
+            ranks = rank_processes(run)
+            process = going.launcher if kind == "launcher" else ranks.get(victim)
+            if process is None or not alive(process):
+                continue
+            os.kill(process, signal.SIGKILL)
+            kills[kind] += 1
+            starts += 1
+            if kind == "launcher":
+                going.wait(10)
+                _gone(ranks)
+                going.close()
+                going = Command(folder, *arguments)
+    finally:
+        going.close()
+
+
+def _wait_for_save(run: Path, going: Command) -> None:
+    """Until a checkpoint is being written."""
+    while going.running() and not any((run / "checkpoints").glob(".*")):
+        time.sleep(0.001)
+
+
+def _gone(ranks: dict[int, int]) -> None:
+    until = time.monotonic() + 10
+    while any(alive(process) for process in ranks.values()):
+        if time.monotonic() > until:
+            raise SystemExit(f"orphans: {[process for process in ranks.values() if alive(process)]}")
+        time.sleep(0.01)
+
+
+def _judge(folder: Path, run: Path, whole: list[tuple[float, float]]) -> str:
+    if last_step(run) != STEPS:
+        return f"ended at step {last_step(run)}"
+    if curve(run) != whole:
+        return "other losses"
+    proof: subprocess.CompletedProcess[str] = command(folder, "data", "audit", run.name)
+    return "same" if proof.returncode == 0 and "proved: " in proof.stdout else f"not proved: {proof.stderr}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Which bytes of which file hold which part of a tensor: a list that any mesh can read its own parts by. No torch.
+
+A box is a rectangle of a tensor: where it begins and how far it reaches along each dim. A checkpoint's files hold
+boxes; a rank holds boxes too, of its own mesh; what it must read is where they overlap. The index is JSON: opening it
+runs nothing, and whatever it says is checked before a byte is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from threefold.errors import CheckpointError
+
+FILE = "index.json"
+ITEM_BYTES = {
+    **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},
+    **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
+}
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of a tensor: `offsets` and `sizes`, one of each a dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def overlap(self, other: Box) -> Box | None:
+        """What two boxes of one tensor share, or None."""
+        offsets = tuple(max(pair) for pair in zip(self.offsets, other.offsets, strict=True))
+        ends = tuple(
+            min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        sizes = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))
+        return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Where this box lies in a tensor that holds `outer`."""
+        starts = [own - begin for own, begin in zip(self.offsets, outer.offsets, strict=True)]
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
+
+
+def boxes_of(indices: Sequence[Sequence[int]]) -> Iterator[tuple[Box, Box]]:
+    """Cuts what a rank holds of a tensor into boxes: (the box in the whole tensor, the box in what the rank holds).
+
+    Args:
+        indices: for each dim the whole tensor's indices that the rank holds, ascending.
+    """
+    runs = [_runs(along) for along in indices]
+    for combination in itertools.product(*runs):
+        sizes = tuple(size for _, _, size in combination)
+        yield (
+            Box(tuple(begin for begin, _, _ in combination), sizes),
+            Box(tuple(place for _, place, _ in combination), sizes),
+        )
+
+
+def _runs(indices: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first index, its place, length) of each stretch without a gap."""
+    if not len(indices):
+        return []
+    if indices[-1] - indices[0] + 1 == len(indices):
+        return [(indices[0], 0, len(indices))]
+    breaks = [place for place in range(1, len(indices)) if indices[place] != indices[place - 1] + 1]
+    starts = [0, *breaks]
+    return [(indices[a], a, b - a) for a, b in zip(starts, [*breaks, len(indices)], strict=True)]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box as it lies in a file: contiguous, from byte `start` on."""
+
+    file: str
+    start: int
+    box: Box
+
+
+@dataclass
+class Entry:
+    """A whole tensor: its type by safetensors' name, its shape, and the chunks that it is made of."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def reads(self, wanted: Box) -> Iterator[tuple[Chunk, Box]]:
+        """The chunks that hold parts of `wanted`, each with the part it holds."""
+        for chunk in self.chunks:
+            if (part := chunk.box.overlap(wanted)) is not None:
+                yield chunk, part
+
+    def problem(self) -> str | None:
+        """Why these chunks cannot make up the tensor, or None."""
+        whole = Box((0,) * len(self.shape), self.shape)
+        if self.dtype not in ITEM_BYTES or any(size < 0 for size in self.shape):
+            return f"{self.dtype} {list(self.shape)} is no tensor"
+        for chunk in self.chunks:
+            if len(chunk.box.offsets) != len(self.shape) or len(chunk.box.sizes) != len(self.shape):
+                return "a chunk has another number of dims"
+            if chunk.start < 0 or chunk.box.overlap(whole) != chunk.box:
+                return "a chunk lies outside of the tensor"
+        if sum(chunk.box.numel for chunk in self.chunks) != whole.numel:
+            return "the chunks are not as large as the tensor"
+        return None
+
+
+class Index:
+    """All tensors of a checkpoint, by name."""
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self.entries = dict(entries)
+
+    def to_json(self) -> str:
+        files = sorted({chunk.file for entry in self.entries.values() for chunk in entry.chunks})
+        number = {name: place for place, name in enumerate(files)}
+        tensors = {
+            name: [
+                entry.dtype,
+                entry.shape,
+                [[number[c.file], c.start, c.box.offsets, c.box.sizes] for c in entry.chunks],
+            ]
+            for name, entry in self.entries.items()
+        }
+        return json.dumps({"files": files, "tensors": tensors})
+
+    @classmethod
+    def read(cls, state: Path) -> Index:
+        """The index in the folder `state`, whose every chunk lies inside its file.
+
+        Raises:
+            CheckpointError: the file is not there, or is no index of the files beside it.
+        """
+        path = state / FILE
+        try:
+            found = json.loads(path.read_text())
+            files = [str(name) for name in found["files"]]
+            if strange := [name for name in files if Path(name).name != name or name in (".", "..")]:
+                raise ValueError(f"{strange[0]!r} is no file of this folder")
+            ends = [(state / name).stat().st_size for name in files]
+            entries = {name: _entry(values, files, ends) for name, values in found["tensors"].items()}
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path} is no index of a checkpoint: {error}",
+                expected="the list of tensors that was written with the checkpoint",
+                fix=f"use another checkpoint than {state.parent}",
+            ) from error
+        return cls(entries)
+
+
+def _entry(values: Any, files: Sequence[str], ends: Sequence[int]) -> Entry:
+    dtype, shape, chunks = values
+    entry = Entry(str(dtype), _ints(shape))
+    for number, start, offsets, sizes in chunks:
+        _ints([number, start])
+        chunk = Chunk(files[number], start, Box(_ints(offsets), _ints(sizes)))
+        if entry.dtype in ITEM_BYTES and start + chunk.box.numel * ITEM_BYTES[entry.dtype] > ends[number]:
+            raise ValueError(f"a chunk reaches beyond the end of {files[number]}")
+        entry.chunks.append(chunk)
+    if (problem := entry.problem()) is not None:
+        raise ValueError(problem)
+    return entry
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"{values!r} are no sizes")
+    return tuple(values)

@@ -1,0 +1,250 @@
+"""A save from the copy to the commit, beside the steps: who waits for whom, and how a failure reaches every rank.
+
+`save` copies this rank's part and returns; a thread writes it. When every rank has reported what it wrote, rank 0
+commits, and every rank's thread hears of it. Threads speak through a store of their own, never in a collective, so that
+they cannot meet the training's. A failure must end all ranks in the same step: the first that notices one after step s
+publishes s + 2, as a stop signal does (`training.signals`), and the others read it before they finish s + 2.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from threefold.checkpoint import index as index_of_tensors
+from threefold.checkpoint.index import Entry, Index
+from threefold.checkpoint.integrity import Seal, write_sealed
+from threefold.checkpoint.staging import Stage
+from threefold.checkpoint.tensors import Part, entries_of, write_parts
+from threefold.errors import RunError
+from threefold.mesh.groups import Mesh
+
+log = logging.getLogger("threefold")
+
+_LONGEST_SAVE = timedelta(days=2)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save.
+
+    Attributes:
+        step: the last step done.
+        state: folder for the tensors' files.
+        begin: makes the folder, before any rank writes; rank 0 calls it.
+        commit: takes the seals of the files in `state` when all are written; rank 0 calls it.
+        abandon: removes what was written; rank 0 calls it when no rank writes any more.
+    """
+
+    step: int
+    state: Path
+    begin: Callable[[], object]
+    commit: Callable[[Mapping[str, Seal]], object]
+    abandon: Callable[[], object]
+
+
+class Saver:
+    """Saves the state of one rank after another of its steps; every rank has one and calls it alike.
+
+    Args:
+        parts: what this rank writes, alive: called whenever a save begins.
+        background: write while the next steps run, instead of at once.
+        go_on: a failed save is printed and the run goes on, instead of ending.
+        stage: with `background`: the copy's place.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        parts: Callable[[], Sequence[Part]],
+        *,
+        background: bool,
+        go_on: bool,
+        stage: Stage | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self._parts = parts
+        self._go_on = go_on
+        self._stage = (stage or Stage(parts(), mesh.device)) if background else None
+        self._store = mesh.store.clone() if mesh.store is not None else None
+        self._key = f"threefold/saves/{mesh.share('saver', lambda: uuid.uuid4().hex)}"
+        self._number = 0
+        self._running: threading.Thread | None = None
+        self._failure: str | None = None
+
+    def save(self, job: Job) -> None:
+        """Begins to save; waits for the save before, and for this one where nothing is done in the background.
+
+        Raises:
+            RunError: a save failed, on every rank.
+        """
+        self.wait()
+        self._number += 1
+        if self._stage is None:
+            self._run(job, self._parts())
+            self._conclude()
+            return
+        staged = self._stage.copy(self._parts())
+        self._running = threading.Thread(
+            target=self._run, args=(job, staged), name=f"threefold-save-{job.step}", daemon=True
+        )
+        self._running.start()
+
+    def notice(self, step: int) -> None:
+        """Called after every step: ends the run on all ranks in the same step where a save in the background failed.
+
+        Raises:
+            RunError: a save failed.
+        """
+        if self._running is None:
+            return
+        ended = not self._running.is_alive()
+        if self._go_on or self._mesh.store is None:
+            if ended:
+                self.wait()
+            return
+        store, end = self._mesh.store, f"{self._key}/{self._number}/end-after"
+        if ended and self._failure is not None:
+            store.compare_set(end, "", str(step + 2))
+        if store.check([end]):
+            if step >= int(store.get(end)):
+                self.wait()
+        elif ended:
+            self._running = None
+
+    def wait(self) -> None:
+        """Returns when nothing is being saved.
+
+        Raises:
+            RunError: the save failed, on every rank.
+        """
+        if self._running is not None:
+            self._running.join()
+            self._running = None
+            self._conclude()
+
+    def linger(self, seconds: float) -> None:
+        """Lets a save that is under way come to its end, for a run that ends otherwise; says nothing."""
+        if self._running is not None:
+            self._running.join(seconds)
+
+    def _conclude(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is None:
+            return
+        error = _failed(failure)
+        if not self._go_on:
+            raise error
+        log.error("%s", error)
+        if self._mesh.rank == 0:
+            sys.stderr.write(f"{error}\n")
+
+    def _run(self, job: Job, parts: Sequence[Part]) -> None:
+        """Saves; leaves the reason in `_failure` where it fails, the same on every rank."""
+        try:
+            outcome = self._alone(job, parts) if self._store is None else self._together(job, parts, self._store)
+        except Exception as error:  # the store is gone, and with it the run
+            log.exception("the save of step %d", job.step)
+            outcome = json.dumps({"step": job.step, "reason": str(error) or repr(error)})
+        self._failure = outcome or None
+
+    def _alone(self, job: Job, parts: Sequence[Part]) -> str:
+        reason = _attempt(job.begin)
+        file = _file_of(0)
+        seals: dict[str, Seal] = {}
+        if reason is None:
+            reason = _attempt(lambda: seals.update({file: self._write(job.state / file, parts)}))
+        if reason is None:
+            reason = _attempt(lambda: _commit(job, seals))
+        return self._ended(job, reason)
+
+    def _together(self, job: Job, parts: Sequence[Part], store: dist.Store) -> str:
+        """As rank 0 concluded: empty, or the step and the reason as JSON."""
+        mesh, key = self._mesh, f"{self._key}/{self._number}"
+        if mesh.rank == 0:
+            store.set(f"{key}/begun", _attempt(job.begin) or "")
+        store.wait([f"{key}/begun"], _LONGEST_SAVE)
+        reason: str | None = store.get(f"{key}/begun").decode() or None
+        seals: dict[str, Seal] = {}
+        if reason is None:
+            file = _file_of(mesh.rank)
+            own = _attempt(lambda: seals.update({file: self._write(job.state / file, parts)}))
+            report = {"reason": own, "seals": {name: seal.to_json() for name, seal in seals.items()}}
+            store.set(f"{key}/written/{mesh.rank}", json.dumps(report))
+        if mesh.rank == 0:
+            if reason is None:
+                reason = self._collect(f"{key}/written", store, seals) or _attempt(lambda: _commit(job, seals))
+            store.set(f"{key}/ended", self._ended(job, reason))
+        store.wait([f"{key}/ended"], _LONGEST_SAVE)
+        return store.get(f"{key}/ended").decode()
+
+    def _collect(self, key: str, store: dist.Store, seals: dict[str, Seal]) -> str | None:
+        """Takes every rank's report; returns the first reason against a commit."""
+        reason = None
+        for rank in range(self._mesh.world_size):
+            store.wait([f"{key}/{rank}"], _LONGEST_SAVE)
+            report = json.loads(store.get(f"{key}/{rank}"))
+            store.delete_key(f"{key}/{rank}")
+            reason = reason or (report["reason"] and f"rank {rank}: {report['reason']}")
+            seals.update({name: Seal.from_json(values) for name, values in report["seals"].items()})
+        return reason
+
+    def _write(self, path: Path, parts: Sequence[Part]) -> Seal:
+        if self._stage is not None:
+            self._stage.wait()
+        return write_parts(path, parts)
+
+    def _ended(self, job: Job, reason: str | None) -> str:
+        if reason is None:
+            return ""
+        _attempt(job.abandon)
+        return json.dumps({"step": job.step, "reason": reason})
+
+
+def _attempt(work: Callable[[], object]) -> str | None:
+    """Why `work` failed, or None."""
+    try:
+        work()
+    except OSError as error:
+        log.exception("a save failed")
+        return f"{error.strerror or error} ({error.filename or 'while writing'}) on {socket.gethostname()}"
+    except Exception as error:
+        log.exception("a save failed")
+        return f"{error!r} on {socket.gethostname()}"
+    return None
+
+
+def _commit(job: Job, seals: Mapping[str, Seal]) -> None:
+    entries: dict[str, Entry] = {}
+    for file in sorted(seals):
+        for name, dtype, shape, chunk in entries_of(job.state / file):
+            entries.setdefault(name, Entry(dtype, shape)).chunks.append(chunk)
+    for name, entry in entries.items():
+        if (problem := entry.problem()) is not None:
+            raise RuntimeError(f"{name}: {problem}")
+    index = write_sealed(job.state / index_of_tensors.FILE, Index(entries).to_json().encode())
+    job.commit({**seals, index_of_tensors.FILE: index})
+
+
+def _file_of(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _failed(failure: str) -> RunError:
+    values = json.loads(failure)
+    return RunError(
+        f"the checkpoint of step {values['step']} could not be saved: {values['reason']}",
+        expected="room for it, and a folder that every rank can write; the checkpoints before it are whole",
+        fix="make room (`df -h RUN`) and start the run again, it goes on from the last one; or, to train on without "
+        "a checkpoint when one fails, --checkpoint.on_error continue",
+    )

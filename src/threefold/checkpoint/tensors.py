@@ -1,0 +1,184 @@
+"""Tensors in files: safetensors, written front to back without a second copy and read box by box.
+
+A rank's file of a checkpoint is a safetensors file that any tool of that format opens: each entry is a box of a tensor,
+named by it, and the metadata say of which tensor and where in it. No pickle is written or read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threefold.checkpoint.index import ITEM_BYTES, Box, Chunk, Entry
+from threefold.checkpoint.integrity import Seal, SealedWriter
+from threefold.errors import CheckpointError
+
+_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_TYPES = {name: dtype for dtype, name in _NAMES.items()}
+_ALIGNMENT = 64
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank writes of one tensor: the box, where it lies in a tensor of `shape`, and its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    values: Tensor
+
+    @property
+    def key(self) -> str:
+        """Name of the entry in the file: the tensor's, with the box where it is not the whole."""
+        if self.box.sizes == self.shape:
+            return self.name
+        return f"{self.name}[{','.join(f'{o}:{o + n}' for o, n in zip(self.box.offsets, self.box.sizes, strict=True))}]"
+
+
+def in_file_order(parts: Iterable[Part]) -> list[Part]:
+    """The widest types first, so that every entry is aligned without gaps, which the format does not allow."""
+    return sorted(parts, key=lambda part: -part.values.element_size())
+
+
+def write_parts(path: Path, parts: Sequence[Part]) -> Seal:
+    """Writes a rank's file and brings it to the disk.
+
+    Args:
+        parts: in file order; those on a device come to the host one at a time.
+    """
+    boxes = {part.key: [part.name, part.box.offsets, part.shape] for part in parts}
+    described = [(part.key, dtype_name(part.values.dtype), part.box.sizes) for part in parts]
+    return write_tensors(path, described, (part.values.cpu() for part in parts), {"threefold": json.dumps(boxes)})
+
+
+def write_tensors(
+    path: Path,
+    described: Sequence[tuple[str, str, tuple[int, ...]]],
+    values: Iterable[Tensor],
+    metadata: Mapping[str, str],
+) -> Seal:
+    """Writes a safetensors file; a tensor is asked for when it is its turn and not kept.
+
+    Args:
+        described: name, type and shape of each tensor, the widest types first.
+        values: the tensors in the same order, on the CPU.
+    """
+    writer = SealedWriter(path)
+    try:
+        writer.write(_header(described, metadata))
+        for tensor in values:
+            writer.write(bytes_of(tensor))
+        return writer.close()
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def _header(described: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    end = 0
+    for name, dtype, shape in described:
+        start, end = end, end + Box((0,) * len(shape), shape).numel * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    content = json.dumps(header, separators=(",", ":")).encode()
+    content += b" " * (-(8 + len(content)) % _ALIGNMENT)
+    return len(content).to_bytes(8, "little") + content
+
+
+def entries_of(path: Path) -> Iterable[tuple[str, str, tuple[int, ...], Chunk]]:
+    """(tensor, type, whole shape, chunk) of each box in a file that `write_parts` wrote."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    boxes = json.loads(header.pop(_METADATA)["threefold"])
+    for key, entry in header.items():
+        name, offsets, shape = boxes[key]
+        box = Box(tuple(offsets), tuple(entry["shape"]))
+        yield name, entry["dtype"], tuple(shape), Chunk(path.name, 8 + length + entry["data_offsets"][0], box)
+
+
+def read_box(state: Path, entry: Entry, wanted: Box, target: Tensor) -> None:
+    """Fills `target`, of the size of `wanted`, from the files in the folder `state`.
+
+    Raises:
+        CheckpointError: a file ends too early, or holds another type.
+    """
+    dtype = _TYPES[entry.dtype]
+    for chunk, part in entry.reads(wanted):
+        into = target[part.within(wanted)]
+        # Whole rows of a chunk lie one behind the other: only those that are wanted are read.
+        inside = part.within(chunk.box) or (slice(0, 1),)
+        rows, row_shape = inside[0].stop - inside[0].start, chunk.box.sizes[1:]
+        row_bytes = math.prod(row_shape) * dtype.itemsize
+        start = chunk.start + inside[0].start * row_bytes
+        if part.sizes[1:] == row_shape and into.is_contiguous() and into.device.type == "cpu":
+            _read(state / chunk.file, start, bytes_of(into))
+        else:
+            content = torch.empty(rows * row_bytes, dtype=torch.uint8)
+            _read(state / chunk.file, start, bytes_of(content))
+            read = content.view(dtype).view(rows, *row_shape)[(slice(None), *inside[1:])]
+            into.copy_(read.reshape(part.sizes))
+
+
+def read_whole(state: Path, entry: Entry) -> Tensor:
+    """A whole tensor, on the CPU."""
+    tensor = torch.empty(entry.shape, dtype=_TYPES[entry.dtype])
+    read_box(state, entry, Box((0,) * len(entry.shape), entry.shape), tensor)
+    return tensor
+
+
+def _read(path: Path, start: int, into: memoryview) -> None:
+    done = 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while done < len(into) and (count := file.readinto(into[done:])):
+                done += count
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from error
+    if done < len(into):
+        raise _unreadable(path, "it ends too early")
+
+
+def _unreadable(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read: {reason}",
+        expected="the file as it was when its checksum was compared",
+        fix="look whether another program changes the folder, and resume again",
+    )
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The values of a tensor on the CPU as bytes, without a copy where they are contiguous."""
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """safetensors' name of a type."""
+    return _NAMES[dtype]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The inverse of `dtype_name`."""
+    return _TYPES[name]

@@ -1,0 +1,141 @@
+"""Numbers that go wrong: a loss or a gradient that is not finite on any rank is seen by all, and updates nothing.
+
+The step sees to both on the device: a loss that is not finite makes its rank's gradient so, the reduction of gradients
+carries that to all ranks, and the optimizer leaves everything as it is where the norm is not finite. Here the norm is
+read: at once on a CPU, one step later on an accelerator, where reading it at once would let the device run dry. Who it
+was travels over the rendezvous store, and only when it has happened.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threefold.data.audit_findings import ranks_text, rows_text
+from threefold.errors import RunError
+from threefold.mesh.groups import Mesh
+from threefold.training.step import Batch, StepResult
+
+log = logging.getLogger("threefold")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What to do with a step whose loss or gradient is not finite.
+
+    Attributes:
+        skip: go on without its update, up to `limit` times in a row; else the run ends.
+        run: the folder of the run, for messages.
+    """
+
+    skip: bool
+    limit: int
+    run: str = "RUN"
+
+
+@dataclass(frozen=True)
+class _Step:
+    number: int
+    norm: Tensor
+    copied: Any
+    losses: tuple[Tensor, ...]
+    rows: list[list[int]] = field(default_factory=list)
+
+
+class Finite:
+    """Reads the norm of each step; every rank reads the same and concludes the same.
+
+    Attributes:
+        skipped: steps without an update since this process began.
+    """
+
+    def __init__(self, mesh: Mesh, policy: Policy) -> None:
+        self._mesh = mesh
+        self._policy = policy
+        self._unread: list[_Step] = []
+        self._in_a_row = 0
+        self.skipped = 0
+
+    def after(self, step: int, result: StepResult, batches: Sequence[Batch], *, now: bool) -> list[dict[str, Any]]:
+        """Takes a step and reads the ones before it; `now` reads this one too, before anything is built on it.
+
+        Returns:
+            for each step that was skipped: `step` and `skipped`, which says why.
+
+        Raises:
+            RunError: a step was not finite and the policy is to end, or too many in a row were not.
+        """
+        on_cpu = self._mesh.device.type == "cpu"
+        rows = [batch["indices"].tolist() if "indices" in batch else [] for batch in batches]
+        norm, copied = (result.grad_norm, None) if on_cpu else _copy_to_host(result.grad_norm)
+        self._unread.append(_Step(step, norm, copied, result.micro_losses, rows))
+        found = []
+        while len(self._unread) > (0 if now or on_cpu else 1):
+            if (skipped := self._read(self._unread.pop(0))) is not None:
+                found.append(skipped)
+        return found
+
+    def _read(self, step: _Step) -> dict[str, Any] | None:
+        if step.copied is not None:
+            step.copied.synchronize()
+        norm = step.norm.item()
+        if math.isfinite(norm):
+            self._in_a_row = 0
+            return None
+        wrong = [number for number, loss in enumerate(step.losses) if not math.isfinite(loss.item())]
+        own = {"wrong": [row for number in wrong for row in step.rows[number]] if wrong else None, "rows": step.rows}
+        what = self._mesh.decide("nonfinite", json.dumps(own), lambda parts: _what(step.number, norm, parts))
+        self._in_a_row += 1
+        self.skipped += 1
+        if not self._policy.skip:
+            raise RunError(
+                what,
+                expected=f"finite numbers; the weights are as step {step.number - 1} left them, and nothing is saved",
+                fix=f"look at the rows: threefold data order {self._policy.run} --step {step.number} --show; "
+                f"leave them out: --data.skip '[[{step.number}, {step.number}]]'; or --train.nonfinite skip",
+            )
+        log.warning("%s: skipped", what)
+        if self._in_a_row >= self._policy.limit:
+            raise RunError(
+                f"{what}: the {_ordinal(self._in_a_row)} step in a row without an update",
+                expected=f"fewer than train.nonfinite_limit = {self._policy.limit} in a row: skipping does not help",
+                fix="go on from a checkpoint with a smaller rate, --optimizer.lr; "
+                f"or look at the rows: threefold data order {self._policy.run} --step {step.number} --show",
+            )
+        return {"step": step.number, "skipped": what}
+
+
+def _copy_to_host(value: Tensor) -> tuple[Tensor, Any]:
+    """A copy that is under way, and the event that says when it is there."""
+    host = torch.empty_like(value, device="cpu", pin_memory=True)
+    host.copy_(value, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return host, copied
+
+
+def _what(step: int, norm: float, parts: Sequence[str]) -> str:
+    """What went wrong where, from what each rank says of its own losses."""
+    told = [json.loads(part) for part in parts]
+    wrong = {rank: part["wrong"] for rank, part in enumerate(told) if part["wrong"] is not None}
+    if not wrong:
+        rows = sorted({row for part in told for rows in part["rows"] for row in rows})
+        return (
+            f"step {step}: the gradient's norm is {norm}, with finite losses on all ranks; the step read "
+            f"{rows_text(rows)}"
+        )
+    # The cp and tp ranks of a dp rank read the same rows.
+    rows = list(dict.fromkeys(row for part in wrong.values() for row in part))
+    return f"step {step}: the loss is not finite on {ranks_text(wrong)}: {rows_text(rows)}"
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"

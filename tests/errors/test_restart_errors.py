@@ -1,0 +1,42 @@
+"""The texts about restarts that nobody could make."""
+
+from __future__ import annotations
+
+import pytest
+
+from threefold.app.training import _peer_gone, _refuse_unrestartable
+from threefold.config import Config
+from threefold.errors import ConfigError
+from threefold.mesh.launch import LaunchInfo
+
+
+def test_restarts_asked_of_a_rank_that_a_launcher_started() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _refuse_unrestartable(Config(), LaunchInfo(launcher="torchrun"), 3)
+    assert str(caught.value) == (
+        "--max-restarts 3, but a launcher has started this rank\n"
+        "  expected: restarts by whoever starts the ranks\n"
+        "  fix: torchrun --max-restarts 3 ... -m threefold train ..., without --max-restarts behind it"
+    )
+
+
+def test_restarts_without_a_folder_to_find_again() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _refuse_unrestartable(Config(), LaunchInfo(launcher="torchrun", max_restarts=2), 0)
+    assert str(caught.value) == (
+        "torchrun --max-restarts 2 without log.dir\n"
+        "  expected: a folder that is known when the ranks are started again: they would begin another run\n"
+        "  fix: --log.dir FOLDER"
+    )
+    _refuse_unrestartable(Config.model_validate({"log": {"dir": "a"}}), LaunchInfo(max_restarts=2), 0)
+
+
+def test_peer_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert str(_peer_gone("Connection closed by peer")) == (
+        "rank 0 lost its connection to another rank: Connection closed by peer\n"
+        "  expected: every rank to stay until the run is over\n"
+        "  fix: where no rank has said why, one was killed: look for `Out of memory` in the kernel's log (dmesg) of "
+        "its host; the same command goes on from the newest checkpoint, and --max-restarts N does so by itself"
+    )

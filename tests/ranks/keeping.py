@@ -1,0 +1,86 @@
+"""A run in miniature inside test ranks: the real model, loader, step and keeper, without the command around them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+CORPUS = " ".join(f"word{(index * index + 7) % 97}" for index in range(1500))
+LLAMA: dict[str, Any] = {
+    **{"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "max_position_embeddings": 64},
+}
+Sizes = tuple[int, int, int, int]
+
+
+class Miniature:
+    """One rank of a run in `folder`, ready to step.
+
+    Args:
+        values: sections of the config that differ from the usual ones.
+        seed: of the weights that the model has before anything is resumed.
+    """
+
+    def __init__(self, sizes: Sizes, folder: str, *, micro_batch: int = 2, **values: Any) -> None:
+        from threefold.app import assemble
+        from threefold.app.keeper import Keeper, undamaged
+        from threefold.app.run_folder import RunFolder, open_run
+        from threefold.config_loading import validate
+        from threefold.mesh.groups import init_mesh
+        from threefold.model import load
+        from threefold.model.build import build
+        from threefold.training.optimizer import adamw
+        from threefold.training.settle import settle_buckets
+        from threefold.training.step import TrainStep
+
+        logging.getLogger("threefold").addHandler(logging.NullHandler())
+        replicate, shard, cp, tp = sizes
+        self.mesh = init_mesh(replicate * shard, dp_shard=shard, cp=cp, tp=tp, device="cpu")
+        self.config = validate(
+            {
+                "model": {"config": LLAMA, **values.get("model", {})},
+                "data": {"source": str(Path(folder).parent / "corpus.txt"), "seq_len": 16, **values.get("data", {})},
+                "train": {"global_batch": 8, **values.get("train", {})},
+                "optimizer": {"lr": 3e-3},
+                "checkpoint": {"every": 1, "keep": 9, **values.get("checkpoint", {})},
+                "log": {"dir": folder},
+            }
+        )
+        tokenizer = assemble.tokenizer_of(self.config)
+        architecture = load.read_config(self.config.model, vocab_size=tokenizer.vocab_size)
+        text = self.mesh.share("open", lambda: open_run(self.config).to_json())
+        self.folder = undamaged(RunFolder.from_json(text), self.mesh)
+        self.loader = assemble.loader_of(self.config, assemble.rows_of(self.config, tokenizer, self.mesh), self.mesh)
+        self.model = build(self.config, architecture, self.mesh)
+        self.optimizer = adamw(self.model.module, self.config.optimizer)
+        self.step = TrainStep(self.model, self.optimizer, self.mesh, grad_clip=1.0)
+        self.keeper = Keeper(self.config, self.folder, self.mesh, self.model, self.optimizer, self.loader, architecture)
+        self.done = self.keeper.resume()
+        settle_buckets(self.model, self.mesh, rows=micro_batch, seq_len=16)
+        self.keeper.start()
+        self._micro_batch = micro_batch
+        self._batches: Iterator[Any] = iter(self.loader)
+
+    def advance(self, steps: int) -> list[tuple[float, float, list[int]]]:
+        """(loss, gradient norm, rows of this dp rank) of each of the next steps."""
+        from threefold.training.step import mean_loss
+
+        curve = []
+        for _ in range(steps):
+            batch = next(self._batches)
+            count = len(batch["labels"])
+            pieces = [
+                {name: values[start : start + self._micro_batch] for name, values in batch.items()}
+                for start in range(0, count, self._micro_batch)
+            ]
+            result = self.step(pieces, lr=self.config.optimizer.lr)
+            self.done += 1
+            curve.append((mean_loss(result, self.mesh), result.grad_norm.item(), batch["indices"].tolist()))
+        return curve
+
+
+def write_corpus(folder: Path) -> None:
+    """The text that miniature runs in folders of `folder` read."""
+    (folder / "corpus.txt").write_text(CORPUS)

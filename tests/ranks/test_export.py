@@ -1,0 +1,234 @@
+"""Export: any checkpoint as a folder that transformers loads to equal logits, in little memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from ranks.keeping import LLAMA, Miniature, Sizes, write_corpus
+from ranks.runs import forked_command
+from ranks.spawn import run_ranks
+from ranks.test_damage import _sealed_anew
+from ranks.test_resume_meshes import GPT2, MOE
+from threefold.checkpoint.layout import Checkpoint, find
+from threefold.errors import CheckpointError, ConfigError, RunError
+
+TIED = {**LLAMA, "tie_word_embeddings": True}
+CASES: dict[str, tuple[dict[str, Any], Sizes]] = {
+    "llama on one process": (LLAMA, (1, 1, 1, 1)),
+    "llama on dp_shard x tp": (LLAMA, (1, 2, 1, 2)),
+    "tied on dp": (TIED, (2, 1, 1, 1)),
+    "tied on tp": (TIED, (1, 1, 1, 2)),
+    "experts on tp": (MOE, (1, 1, 1, 2)),
+    "gpt2 on dp": (GPT2, (2, 1, 1, 1)),
+}
+
+
+def _trained(sizes: Sizes, folder: str, model: dict[str, Any]) -> Any:
+    """One step, saved; the weights by name, whole."""
+    run = Miniature(sizes, folder, model={"config": model})
+    run.advance(1)
+    run.keeper.keep(1, None, True)
+    run.keeper.finish()
+    named = dict(run.model.module.named_parameters())
+    return {
+        name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().numpy()
+        for name, tensor in named.items()
+    }
+
+
+@pytest.fixture(params=CASES, ids=str)
+def trained(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, Any], bool]:
+    """A run's folder, its weights, and whether it is tied."""
+    model, sizes = CASES[request.param]
+    write_corpus(tmp_path)
+    folder = tmp_path / "run"
+    weights = run_ranks(_trained, math.prod(sizes), sizes, str(folder), model)[0]
+    return folder, weights, "lm_head.weight" not in weights
+
+
+def test_export_reloads_to_the_trained_weights(trained: tuple[Path, dict[str, Any], bool], tmp_path: Path) -> None:
+    from threefold.app.export import export
+
+    folder, weights, tied = trained
+    done = export(folder, tmp_path / "out", max_shard_bytes=20_000)
+    assert done.verified == "reloaded: equal logits"
+    assert len(done.files) > 1 and all((tmp_path / "out" / file).stat().st_size < 60_000 for file in done.files)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    found = dict(model.named_parameters())
+    assert found.keys() == weights.keys()
+    for name, values in weights.items():
+        assert torch.equal(found[name], torch.from_numpy(values)), name
+    weight_map = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    for name, file in weight_map.items():
+        with safe_open(tmp_path / "out" / file, framework="pt") as tensors:
+            assert name in tensors.keys()  # noqa: SIM118 (no mapping)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("ab")["input_ids"] == [97, 98]
+    assert GenerationConfig.from_pretrained(tmp_path / "out") is not None
+
+
+def test_every_rank_file_is_plain_safetensors(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    weights = run_ranks(_trained, 2, (1, 2, 1, 1), str(tmp_path / "run"), LLAMA)[0]
+    state = find(tmp_path / "run").state
+    parts = [load_file(state / f"rank-0000{rank}.safetensors") for rank in range(2)]
+    name = "model.model.layers.0.self_attn.q_proj.weight"
+    whole = torch.cat([parts[0][f"{name}[0:16,0:32]"], parts[1][f"{name}[16:32,0:32]"]])
+    assert torch.equal(whole, torch.from_numpy(weights[name.removeprefix("model.")]))
+
+
+def test_experts_have_the_names_of_the_hub(tmp_path: Path) -> None:
+    from threefold.app.export import export
+
+    write_corpus(tmp_path)
+    run_ranks(_trained, 1, (1, 1, 1, 1), str(tmp_path / "run"), MOE)
+    export(tmp_path / "run", tmp_path / "out")
+    names = load_file(tmp_path / "out" / "model.safetensors")
+    assert "model.layers.0.mlp.experts.3.gate_proj.weight" in names
+    assert not any("gate_up_proj" in name for name in names)
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+TENSORS, TENSOR_BYTES = 40, 8_000_000
+
+
+def _write_large(state: str) -> None:
+    from threefold.checkpoint.index import FILE, Box, Entry, Index
+    from threefold.checkpoint.tensors import Part, entries_of, write_parts
+
+    shape = (TENSOR_BYTES // 4000, 1000)
+    parts = [
+        Part(f"model.layers.{number}.w", shape, Box((0, 0), shape), torch.full(shape, float(number)))
+        for number in range(TENSORS)
+    ]
+    path = Path(state) / "rank-00000.safetensors"
+    write_parts(path, parts)
+    entries = {name: Entry(dtype, shape, [chunk]) for name, dtype, shape, chunk in entries_of(path)}
+    (Path(state) / FILE).write_text(Index(entries).to_json())
+
+
+def _export_large(state: str, to: str) -> int:
+    from threefold.checkpoint.export import write_weights
+    from threefold.checkpoint.index import Index
+
+    index = Index.read(Path(state))
+    names = [name.removeprefix("model.") for name in index.entries]
+    # The libraries' own pages come into a forked process when they are first used.
+    write_weights(Path(state), index, names[:1], Path(to), max_shard_bytes=1, convert=lambda layer: layer)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    write_weights(Path(state), index, names, Path(to), max_shard_bytes=3 * TENSOR_BYTES, convert=lambda layer: layer)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+
+
+def test_memory_holds_one_file_and_one_layer(tmp_path: Path) -> None:
+    state, to = tmp_path / "state", tmp_path / "out"
+    state.mkdir()
+    to.mkdir()
+    run_ranks(_write_large, 1, str(state))
+    grown = run_ranks(_export_large, 1, str(state), str(to))[0]
+    assert len(list(to.glob("*-of-*.safetensors"))) == math.ceil(TENSORS / 3)
+    assert grown < 5 * TENSOR_BYTES, f"{grown:,} bytes for files of {3 * TENSOR_BYTES:,}"
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("export")
+    write_corpus(parent)
+    run_ranks(_trained, 1, (1, 1, 1, 1), str(parent / "run"), LLAMA)
+    return parent / "run"
+
+
+def test_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path) -> None:
+    from threefold.app.export import export
+
+    copy = Path(shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "step-00000001"))
+    (copy / "state" / "index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"is damaged: state/index\.json has 2 bytes, not "):
+        export(copy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_logits_are_told_and_nothing_stays(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from threefold.app import export as module
+
+    def wrong(model: Any, layer: dict[str, Any]) -> dict[str, Any]:
+        return {name: tensor + 1 if name == "lm_head.weight" else tensor for name, tensor in layer.items()}
+
+    monkeypatch.setattr(module, "revert_weight_conversion", wrong)
+    with pytest.raises(RunError, match=r"reloads to other logits than .* they differ by up to "):
+        module.export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert module.export(run, tmp_path / "out", verify=False).verified == "not reloaded"
+
+
+def test_folder_that_is_not_empty_is_refused(run: Path, tmp_path: Path) -> None:
+    from threefold.app.export import export
+
+    (tmp_path / "file").touch()
+    for to in (tmp_path, tmp_path / "file"):
+        with pytest.raises(ConfigError, match="is not empty"):
+            export(run, to)
+
+
+def test_command_says_what_it_wrote(run: Path) -> None:
+    done = forked_command(run.parent, "export", "run", "--to", "out", "--max-shard-size", "100KB")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ("out: step 1 of run, 35,040 parameters, 2 files of weights; reloaded: equal logits\n"), (
+        done.stdout
+    )
+    refused = forked_command(run.parent, "export", "run", "--to", "out2", "--max-shard-size", "100 apples")
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "--max-shard-size = '100 apples' is no size\n"
+        "  expected: a whole number with KB, MB, GB, KiB, MiB or GiB\n"
+        "  fix: --max-shard-size 5GB\n"
+    )
+
+
+def test_strangers_code_is_run_only_where_allowed(run: Path, tmp_path: Path) -> None:
+    """A checkpoint that says its model is code of a repository, and that this code is trusted."""
+    from threefold.app.export import export
+
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    (repository / "evil.py").write_text(
+        "from transformers import LlamaConfig\n"
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
+        "class Evil(LlamaConfig):\n    model_type = 'evil'\n"
+    )
+    stranger = Path(shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "step-00000001"))
+    manifest = json.loads((stranger / "manifest.json").read_text())
+    auto_map = {"auto_map": {"AutoConfig": "evil.Evil"}, "model_type": "evil"}
+    (repository / "config.json").write_text(json.dumps(auto_map))
+    manifest["config"]["model"] |= {"name_or_path": str(repository), "config": None, "trust_remote_code": True}
+    _sealed_anew(stranger, config=manifest["config"], architecture=manifest["architecture"] | auto_map)
+    assert Checkpoint(stranger, 1).damage() is None
+    with pytest.raises(CheckpointError, match=r"transformers has no model for .*evil"):
+        export(stranger, tmp_path / "out")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_strangers_kernels_are_not_fetched(run: Path, tmp_path: Path) -> None:
+    from threefold.app.export import load_whole
+
+    stranger = Path(shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "step-00000001"))
+    manifest = json.loads((stranger / "manifest.json").read_text())
+    kernels = {"_attn_implementation": "somebody/kernels", "attn_implementation": "somebody/kernels"}
+    _sealed_anew(stranger, architecture=manifest["architecture"] | kernels)
+    model, _ = load_whole(Checkpoint(stranger, 1))
+    assert model.config._attn_implementation == "eager"

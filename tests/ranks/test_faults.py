@@ -1,0 +1,212 @@
+"""What goes wrong in a run: stalls, kills, numbers that are not finite, and being asked twice to stop."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from ranks.faults import MESH, alive, last_step, planted, rank_processes, started, wait_for
+from ranks.keeping import write_corpus
+from ranks.plants import STEP
+from ranks.runs import command, curve, metrics, prepare
+from ranks.spawn import run_ranks
+from threefold.training.signals import _ONE_REQUEST_S
+
+pytestmark = pytest.mark.slow
+
+# Enough to be killed in the midst of it.
+LONG = ("--train.steps", "40", "--checkpoint.every", "5")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    prepare(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    """A run of dp 2 x tp 2 that nothing interrupted."""
+    done = command(folder, "train", "config.yaml", *MESH, *LONG, "--log.dir", "whole")
+    assert done.returncode == 0, done.stderr
+    return folder / "whole"
+
+
+# --- stalls ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plant", "phase", "function"),
+    [("stall_in_data", "data", "planted"), ("stall_in_forward", "forward", "planted")],
+)
+def test_stalled_rank_is_named_with_phase_and_stack(folder: Path, plant: str, phase: str, function: str) -> None:
+    limits = ("--log.stall_s", "2", "--train.timeout_s", "4")
+    done = planted(folder, plant, "--log.dir", plant, *limits)
+    assert done.returncode == 1
+    late = rf"no progress for \d+ s: rank 2 of host \S+ \(process \d+\) is in {phase} of step {STEP}"
+    assert len(re.findall(rf"^{late}$", done.stderr, re.MULTILINE)) == 2  # once for the stall, once for the end
+    waiting = re.findall(rf"^  ranks? ([\d, and]+) waits? in \w+ of step {STEP}$", done.stderr, re.MULTILINE)
+    assert sorted(re.findall(r"\d", " ".join(waiting))) == ["0", "1", "3"], done.stderr
+    stack = done.stderr.partition("rank 2 is at (the innermost call is the last):\n")[2].partition("no progress")[0]
+    assert f"in {function}\n" in stack and "time.sleep(1000)" in stack
+    assert "loop.py" in stack.splitlines()[0]
+    assert (
+        "  expected: progress within train.timeout_s = 4 s; the run ends here, and its checkpoints stay\n"
+        in done.stderr
+    )
+    assert "  fix: see the stack above for what the late rank does; " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(metrics(folder / plant)) == list(range(1, STEP))
+
+
+# --- kills -------------------------------------------------------------------------------------------------------
+
+
+def test_killed_rank_restarts_and_the_run_ends_with_the_same_losses(folder: Path, whole: Path) -> None:
+    run = folder / "killed"
+    with started(folder, "train", "config.yaml", *MESH, *LONG, "--log.dir", "killed", "--max-restarts", "3") as going:
+        for step in (8, 22):
+            wait_for(lambda step=step: last_step(run) >= step, f"step {step}: {going.output()}")  # type: ignore[misc]
+            before = rank_processes(run)
+            os.kill(before[3], signal.SIGKILL)
+            wait_for(lambda old=before: rank_processes(run)[0] != old[0], "a restart")  # type: ignore[misc]
+        assert going.wait(120) == 0, going.output()
+        assert "restart 2 of 3: a rank had failed" in going.output()
+        lost = r"rank [012] lost its connection to another rank: .*\n  expected: every rank to stay until the run is"
+        assert len(re.findall(lost, going.output())) == 2
+        assert "Traceback" not in going.output()
+    assert curve(run) == curve(whole)
+    assert (run / "audit.jsonl").read_text().count('"segment": 3') > 0
+
+
+def test_killed_launcher_takes_its_ranks_with_it(folder: Path, whole: Path) -> None:
+    run = folder / "orphans"
+    with started(folder, "train", "config.yaml", *MESH, *LONG, "--log.dir", "orphans") as going:
+        wait_for(lambda: last_step(run) >= 3, f"step 3: {going.output()}")
+        ranks = rank_processes(run)
+        assert len(ranks) == 4 and all(alive(process) for process in ranks.values())
+        # One that nobody answers, so that no error of a peer ends it: it must not wait for ever.
+        os.kill(ranks[3], signal.SIGSTOP)
+        stopped = ranks.pop(3)
+        os.kill(going.launcher, signal.SIGKILL)
+        wait_for(lambda: not any(alive(process) for process in ranks.values()), "the end of all ranks", within_s=5)
+        os.kill(stopped, signal.SIGCONT)
+        wait_for(lambda: not alive(stopped), "the end of the rank that was frozen", within_s=5)
+    done = command(folder, "train", "config.yaml", *MESH, *LONG, "--log.dir", "orphans")
+    assert done.returncode == 0, done.stderr
+    assert curve(run) == curve(whole)
+
+
+def test_wrong_request_is_not_started_again(folder: Path, whole: Path) -> None:
+    again = ("--log.dir", "whole", "--train.steps", "41", "--train.seed", "1", "--max-restarts", "2")
+    refused = command(folder, "train", "config.yaml", *MESH, *again)
+    assert refused.returncode == 2
+    assert refused.stderr.count("train.seed = 0, not 1") == 1
+
+
+# --- numbers that are not finite ---------------------------------------------------------------------------------
+
+
+def test_rank_with_a_loss_that_is_no_number_is_named_with_its_rows(folder: Path) -> None:
+    done = planted(folder, "not_a_number", "--log.dir", "nan")
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("step")]
+    named = re.fullmatch(rf"step {STEP}: the loss is not finite on ranks 2 and 3: rows ([\d, ]+)", line)
+    assert named is not None, done.stderr
+    assert (
+        f"  expected: finite numbers; the weights are as step {STEP - 1} left them, and nothing is saved\n"
+        f"  fix: look at the rows: threefold data order nan --step {STEP} --show; leave them out: "
+        f"--data.skip '[[{STEP}, {STEP}]]'; or --train.nonfinite skip\n"
+    ) in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(metrics(folder / "nan")) == list(range(1, STEP))
+    shown = command(folder, "data", "order", "nan", "--step", str(STEP))
+    assert f"dp rank 1 (ranks 2 and 3): rows {named[1]}" in shown.stdout
+
+
+def test_gradient_that_overflows_on_one_rank_is_seen_by_all(folder: Path) -> None:
+    done = planted(folder, "infinite_gradient", "--log.dir", "overflow")
+    assert done.returncode == 1
+    found = (
+        rf"step {STEP}: the gradient's norm is (nan|inf), with finite losses on all ranks; the step read rows [\d, ]+"
+    )
+    assert re.search(found, done.stderr), done.stderr
+
+
+def test_skipped_step_leaves_the_weights_and_is_counted(folder: Path, whole: Path) -> None:
+    done = planted(folder, "not_a_number", "--log.dir", "skip", "--train.nonfinite", "skip")
+    assert done.returncode == 0, done.stderr
+    assert f"step {STEP}: the loss is not finite on ranks 2 and 3: rows" in done.stdout
+    found = metrics(folder / "skip")
+    assert sorted(found) == list(range(1, 13))
+    assert [found[step]["skipped_steps"] for step in (STEP - 1, STEP, 12)] == [0, 1, 1]
+    assert found[12]["loss"] < found[1]["loss"]
+
+
+def _steps_with_a_bad_one_between(folder: str, bad: bool) -> list[bytes]:
+    """The weights and the optimizer's state after two steps; `bad`: with a step between them that goes wrong."""
+    import torch
+
+    from ranks.keeping import Miniature
+    from ranks.plants import change_loss
+    from threefold.training import step
+
+    run = Miniature((1, 2, 1, 2), f"{folder}/mini-{bad}")
+    run.advance(1)
+    if bad:
+        plain = step.forward_sums
+        change_loss(run.mesh.rank == 3, range(1, 10))
+        ((_, norm, _),) = run.advance(1)
+        assert math.isnan(norm)
+        step.forward_sums = plain
+    else:
+        next(run._batches)
+    run.advance(1)
+    state = [*run.model.module.parameters(), *(v for each in run.optimizer.state.values() for v in each.values())]
+    local = [value.to_local() if hasattr(value, "to_local") else value for value in state]
+    assert all(bool(torch.isfinite(value).all()) for value in local)
+    return [value.detach().contiguous().numpy().tobytes() for value in local]
+
+
+def test_weights_and_moments_are_as_if_the_skipped_step_had_not_been(folder: Path) -> None:
+    write_corpus(folder)
+    with_it = run_ranks(_steps_with_a_bad_one_between, 4, str(folder), True)
+    without = run_ranks(_steps_with_a_bad_one_between, 4, str(folder), False)
+    assert with_it == without
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(folder: Path) -> None:
+    limits = ("--train.nonfinite", "skip", "--train.nonfinite_limit", "3")
+    done = planted(folder, "not_a_number_again_and_again", "--log.dir", "limit", *limits)
+    assert done.returncode == 1
+    assert f"step {STEP + 2}: the loss is not finite on ranks 2 and 3" in done.stderr
+    assert "the 3rd step in a row without an update\n" in done.stderr
+    assert "  expected: fewer than train.nonfinite_limit = 3 in a row: skipping does not help\n" in done.stderr
+    assert f"threefold data order limit --step {STEP + 2} --show" in done.stderr
+
+
+# --- being asked to stop -----------------------------------------------------------------------------------------
+
+
+def test_second_ctrl_c_leaves_at_once(folder: Path) -> None:
+    """The first one cannot be followed: one rank is frozen, so no step ends."""
+    run = folder / "impatient"
+    with started(folder, "train", "config.yaml", *MESH, "--log.dir", "impatient", "--train.steps", "100000") as going:
+        wait_for(lambda: last_step(run) >= 2, f"step 2: {going.output()}")
+        ranks = rank_processes(run)
+        os.kill(ranks[1], signal.SIGSTOP)
+        going.signal_all(signal.SIGINT)
+        begun = time.monotonic()
+        wait_for(lambda: time.monotonic() - begun > _ONE_REQUEST_S + 0.5, "", within_s=10)
+        assert going.running() and alive(ranks[0])
+        os.kill(ranks[1], signal.SIGCONT)
+        going.signal_all(signal.SIGINT)
+        assert going.wait(5) == 130
+        wait_for(lambda: not any(alive(process) for process in ranks.values()), "the end of all ranks", within_s=5)

@@ -1,0 +1,155 @@
+"""A save beside the steps: what is saved is the state of its step, and a failure reaches every rank alike."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks.keeping import Miniature, Sizes, write_corpus
+from ranks.spawn import run_ranks
+
+DP2: Sizes = (2, 1, 1, 1)
+
+
+def _fail_on(rank: int, own: int, *, after: int) -> None:
+    """Lets the disk of one rank be full from the save after `after` saves on."""
+    from threefold.checkpoint import saver
+
+    plain, count = saver.write_parts, [0]
+
+    def full(path: Path, parts: Any) -> Any:
+        count[0] += 1
+        if own == rank and count[0] > after:
+            path.write_bytes(b"half of it")
+            raise OSError(28, os.strerror(28), str(path))
+        return plain(path, parts)
+
+    saver.write_parts = full
+
+
+def _steps_until_failure(folder: str, mode: str, on_error: str, failing: int) -> Any:
+    """Saves after every second step of six; the second save fails. What the rank saw, and what was printed."""
+    import contextlib
+    import io
+
+    from threefold.errors import RunError
+
+    run = Miniature(DP2, folder, checkpoint={"mode": mode, "on_error": on_error})
+    _fail_on(failing, run.mesh.rank, after=1)
+    error = None
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        try:
+            for step in range(1, 7):
+                run.advance(1)
+                run.keeper.notice(step)
+                run.keeper.keep(step, None, step % 2 == 0)
+            run.keeper.finish()
+        except RunError as raised:
+            error = str(raised)
+    kept = [checkpoint.step for checkpoint in run.folder.checkpoints.all()]
+    whole = [checkpoint.step for checkpoint in run.folder.checkpoints.complete() if checkpoint.damage() is None]
+    hidden = sorted(path.name for path in run.folder.checkpoints.path.glob(".step*"))
+    return run.done, error, printed.getvalue(), kept, whole, hidden
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_full_disk_ends_the_run_on_every_rank_after_the_same_step(tmp_path: Path, mode: str, failing: int) -> None:
+    write_corpus(tmp_path)
+    ranks = run_ranks(_steps_until_failure, 2, str(tmp_path / "run"), mode, "error", failing)
+    assert ranks[0][0] == ranks[1][0] <= 6
+    assert ranks[0][0] == 4 or mode == "async"
+    for _, error, printed, kept, whole, hidden in ranks:
+        assert error is not None and error.startswith(
+            f"the checkpoint of step 4 could not be saved: rank {failing}: No space left on device ("
+        )
+        assert error == ranks[0][1]
+        assert "\n  expected: room for it, and a folder that every rank can write; the checkpoints before" in error
+        assert "\n  fix: make room" in error
+        assert (printed, kept, whole, hidden) == ("", [2], [2], [])
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_full_disk_is_printed_once_and_the_run_goes_on(tmp_path: Path, mode: str) -> None:
+    write_corpus(tmp_path)
+    ranks = run_ranks(_steps_until_failure, 2, str(tmp_path / "run"), mode, "continue", 1)
+    for rank, (done, error, printed, kept, whole, hidden) in enumerate(ranks):
+        assert (done, error, kept, whole, hidden) == (6, None, [2], [2], [])
+        steps = [line for line in printed.splitlines() if line.startswith("the checkpoint of step")]
+        assert [line.split()[4] for line in steps] == (["4", "6"] if rank == 0 else [])
+
+
+def _folder_gone(folder: str, mode: str) -> Any:
+    from threefold.errors import RunError
+
+    run = Miniature(DP2, folder, checkpoint={"mode": mode})
+    run.advance(1)
+    if run.mesh.rank == 0:
+        run.folder.checkpoints.path.rmdir()
+        run.folder.checkpoints.path.touch()  # the superuser may write everywhere, but not below a file
+    run.mesh.barrier()
+    try:
+        run.keeper.keep(1, None, True)
+        run.keeper.finish()
+    except RunError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_folder_that_cannot_be_written_is_named_on_every_rank(tmp_path: Path, mode: str) -> None:
+    write_corpus(tmp_path)
+    one, other = run_ranks(_folder_gone, 2, str(tmp_path / "run"), mode)
+    assert one == other
+    assert one.startswith("the checkpoint of step 1 could not be saved: ")
+    assert "checkpoints" in one.splitlines()[0]
+
+
+def _save_and_go_on(folder: str, mode: str) -> Any:
+    """The weights when step 2 was done, and those that the checkpoint of step 2 gives, saved while steps 3 to 5 ran."""
+    import torch
+
+    from threefold.checkpoint.index import Index
+    from threefold.checkpoint.layout import find
+    from threefold.checkpoint.state import parts, read_whole, state_of
+
+    run = Miniature(DP2, folder, checkpoint={"mode": mode})
+    run.advance(2)
+    state = state_of(run.model.module, run.optimizer)
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    random = torch.get_rng_state()
+    run.keeper.keep(2, None, True)
+    torch.rand(3)
+    run.advance(3)
+    run.keeper.finish()
+    saved = find(Path(folder))
+    index = Index.read(saved.state)
+    assert saved.step == 2 and saved.damage() is None
+    for name, tensor in expected.items():
+        assert torch.equal(read_whole(saved.state, index.entries[name]), tensor), name
+        assert name.startswith("model.model.rotary") or not torch.equal(state[name], tensor), f"{name} did not change"
+    assert torch.equal(read_whole(saved.state, index.entries[f"random.cpu.{run.mesh.rank}"]), random)
+    return sum(part.values.nbytes for part in parts(state, run.mesh))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_state_of_its_step_is_saved_and_replicas_share_the_work(tmp_path: Path, mode: str) -> None:
+    write_corpus(tmp_path)
+    written = run_ranks(_save_and_go_on, 2, str(tmp_path / "run"), mode)
+    assert max(written) < 1.1 * min(written)
+
+
+def _keep_some(folder: str) -> Any:
+    run = Miniature((1, 1, 1, 1), folder, checkpoint={"keep": 1, "keep_every": 3})
+    for step, eval_loss in enumerate([5.0, 4.0, 4.5, 4.4, 4.3, 4.2, 4.1], start=1):
+        run.advance(1)
+        run.keeper.keep(step, eval_loss, True)
+    run.keeper.finish()
+    return [checkpoint.step for checkpoint in run.folder.checkpoints.complete()], run.folder.checkpoints.best()
+
+
+def test_newest_best_and_every_third_are_kept(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    assert run_ranks(_keep_some, 1, str(tmp_path / "run")) == [([2, 3, 6, 7], (2, 4.0))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -20,7 +19,8 @@ from threefold.checkpoint.integrity import Seal, checksum_of
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, newest_undamaged
 from threefold.errors import CheckpointError
 
-THROUGH_THE_COMMAND = 20 if os.environ.get("LONG_FAULT_TESTS") else 4
+SEEDS = range(1000, 1020)
+BRIEFLY = 4
 
 
 def _two_checkpoints(folder: str) -> None:
@@ -231,7 +231,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("seed", range(1000, 1000 + THROUGH_THE_COMMAND))
+@pytest.mark.parametrize(
+    "seed",
+    [seed if place < BRIEFLY else pytest.param(seed, marks=pytest.mark.slow) for place, seed in enumerate(SEEDS)],
+)
 def test_run_goes_back_to_the_checkpoint_before(run: Path, seed: int) -> None:
     before = curve(run)
     untouched = run.parent / "untouched"

@@ -113,7 +113,7 @@ def _save_and_go_on(folder: str, mode: str) -> Any:
 
     from threefold.checkpoint.index import Index
     from threefold.checkpoint.layout import find
-    from threefold.checkpoint.state import parts, read_whole, state_of
+    from threefold.checkpoint.state import holdings, parts, read_whole, state_of
 
     run = Miniature(DP2, folder, checkpoint={"mode": mode})
     run.advance(2)
@@ -131,7 +131,7 @@ def _save_and_go_on(folder: str, mode: str) -> Any:
         assert torch.equal(read_whole(saved.state, index.entries[name]), tensor), name
         assert name.startswith("model.model.rotary") or not torch.equal(state[name], tensor), f"{name} did not change"
     assert torch.equal(read_whole(saved.state, index.entries[f"random.cpu.{run.mesh.rank}"]), random)
-    return sum(part.values.nbytes for part in parts(state, run.mesh))
+    return sum(part.values.nbytes for part in parts(state, holdings(state, run.mesh), run.mesh))
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

@@ -59,6 +59,7 @@ class Keeper:
         best = json.loads(mesh.share("best", lambda: json.dumps(folder.checkpoints.best())))
         self._best: float | None = best[1] if best else None
         self._saver: Saver | None = None
+        self._held: list[run_state.Holding] | None = None
 
     def start(self) -> None:
         """Makes ready to save; called when the state is the one that training begins with."""
@@ -120,7 +121,10 @@ class Keeper:
             self._saver.linger(_LINGER_S)
 
     def _parts(self) -> list[Part]:
-        return run_state.parts(run_state.state_of(self._model.module, self._optimizer), self._mesh)
+        state = run_state.state_of(self._model.module, self._optimizer)
+        if self._held is None:
+            self._held = run_state.holdings(state, self._mesh)
+        return run_state.parts(state, self._held, self._mesh)
 
     def _manifest(self, step: int) -> dict[str, Any]:
         return {
@@ -160,6 +164,7 @@ class Keeper:
             # The ranks' streams mean nothing on another mesh; those of step 1 must not come again either.
             place = (self._config.train.seed, checkpoint.step, self._mesh.dp_rank, self._mesh.cp_rank)
             torch.manual_seed(hash(place) % 2**63)
+        # Until every rank has read it, no rank may begin what could remove it.
         self._mesh.decide("resumed", "", lambda parts: "")
         return checkpoint.step
 

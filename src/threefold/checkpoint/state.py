@@ -8,7 +8,7 @@ another. Who holds what follows from placements, which every rank knows of every
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,39 +73,61 @@ def set_random_state(state: Mapping[str, Tensor], mesh: Mesh) -> None:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of a tensor that this rank holds: the box in the whole tensor, and a view of the values."""
+class Holding:
+    """A box of a tensor that this rank holds.
+
+    Attributes:
+        shape: of the whole tensor.
+        box: the box in the whole tensor.
+        inside: where the box lies in what the rank holds of the tensor.
+        writer: of those that hold the box, this rank writes it.
+    """
 
     name: str
     shape: tuple[int, ...]
     box: Box
-    values: Tensor
+    inside: tuple[slice, ...]
     writer: bool
 
+    def values(self, state: Mapping[str, Tensor]) -> Tensor:
+        """A view of the box, alive."""
+        tensor = state[self.name]
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor)[self.inside]
 
-def pieces(state: Mapping[str, Tensor], mesh: Mesh) -> Iterator[Piece]:
-    """Every box that this rank holds; of a box that several ranks hold, one of them is the writer.
 
-    The holders take turns so that each writes about as much; all ranks reckon alike, without a message.
+def holdings(state: Mapping[str, Tensor], mesh: Mesh) -> list[Holding]:
+    """Every box that this rank holds of a state; the same for every state of this model on this mesh.
+
+    Ranks that hold the same box take turns to write, so that each writes about as much; all reckon alike, without a
+    message.
     """
     loads: dict[tuple[str, ...], list[int]] = {}
+    known: dict[Any, list[tuple[Box, tuple[slice, ...]]]] = {}
+    found = []
     for name, tensor in state.items():
         copies, own = _copies(tensor, mesh)
         written = loads.setdefault(copies, [0] * math.prod(mesh.size(axis) for axis in copies))
         turn = written.index(min(written))
         written[turn] += tensor.numel() * tensor.element_size()
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        for box, inside in boxes_of(_indices(tensor)):
-            values = local[tuple(slice(o, o + n) for o, n in zip(inside.offsets, inside.sizes, strict=True))]
-            yield Piece(name, tuple(tensor.shape), box, values, writer=own == turn)
+        # Layers are alike: their boxes are worked out once.
+        kind = (tensor.shape, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else tensor.shape
+        if kind not in known:
+            known[kind] = [(box, _slices(inside)) for box, inside in boxes_of(_indices(tensor))]
+        shape = tuple(tensor.shape)
+        found += [Holding(name, shape, box, inside, own == turn) for box, inside in known[kind]]
+    return found
 
 
-def parts(state: Mapping[str, Tensor], mesh: Mesh) -> list[Part]:
+def parts(state: Mapping[str, Tensor], held: Sequence[Holding], mesh: Mesh) -> list[Part]:
     """What this rank writes of a state, with its random states, in file order; views of what lives."""
-    own = [Part(piece.name, piece.shape, piece.box, piece.values) for piece in pieces(state, mesh) if piece.writer]
+    own = [Part(each.name, each.shape, each.box, each.values(state)) for each in held if each.writer]
     for name, values in random_state(mesh).items():
         own.append(Part(name, tuple(values.shape), Box((0,), tuple(values.shape)), values))
     return in_file_order(own)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))
 
 
 def _copies(tensor: Tensor, mesh: Mesh) -> tuple[tuple[str, ...], int]:
@@ -188,8 +210,8 @@ def _described(tensor: tuple[str, tuple[int, ...]]) -> str:
 def read_into(state: Mapping[str, Tensor], folder: Path, index: Index, mesh: Mesh) -> None:
     """Fills this rank's part of `state` from the files in `folder`, in place; `fit` comes before."""
     with torch.no_grad():
-        for piece in pieces(state, mesh):
-            read_box(folder, index.entries[piece.name], piece.box, piece.values)
+        for held in holdings(state, mesh):
+            read_box(folder, index.entries[held.name], held.box, held.values(state))
 
 
 def read_weights(model: nn.Module, folder: Path, index: Index) -> None:

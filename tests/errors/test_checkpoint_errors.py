@@ -1,0 +1,172 @@
+"""The whole texts of the errors about checkpoints: what is wrong, what was expected, and what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from threefold.app.keeper import read_manifest
+from threefold.app.run_folder import RunFolder
+from threefold.checkpoint import saver, tensors
+from threefold.checkpoint.index import Box, Chunk, Entry, Index
+from threefold.checkpoint.integrity import checksum_of
+from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
+from threefold.checkpoint.state import fit
+from threefold.checkpoint.tensors import read_box
+from threefold.errors import EXIT_FAILED, EXIT_WRONG_REQUEST, CheckpointError, ThreefoldError
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def text(act: Callable[[], Any], kind: type[ThreefoldError] = CheckpointError) -> str:
+    with pytest.raises(kind) as caught:
+        act()
+    assert caught.value.exit_code == (EXIT_WRONG_REQUEST if kind is CheckpointError else EXIT_FAILED)
+    return str(caught.value)
+
+
+def problem(what: str, expected: str, fix: str) -> str:
+    return f"{what}\n  expected: {expected}\n  fix: {fix}"
+
+
+def saved(step: int = 5) -> Checkpoint:
+    checkpoints = CheckpointFolder(Path("run"))
+    checkpoints.begin(step)
+    return checkpoints.commit(step, {})
+
+
+def forge(checkpoint: Checkpoint, **changes: Any) -> None:
+    content = json.dumps(json.loads((checkpoint.path / "manifest.json").read_text()) | changes).encode()
+    (checkpoint.path / "manifest.json").write_bytes(content)
+    (checkpoint.path / "COMPLETE").write_text(f"{checkpoint.step} {checksum_of(content)}\n")
+
+
+def test_changed_manifest() -> None:
+    checkpoint = saved()
+    (checkpoint.path / "manifest.json").write_text("{}")
+    assert text(checkpoint.manifest) == problem(
+        "run/checkpoints/step-00000005/manifest.json cannot be read: it is not the one that the marker was written for",
+        "the manifest that was written with the checkpoint",
+        "remove run/checkpoints/step-00000005, and resume from an older checkpoint",
+    )
+
+
+def test_manifest_of_another_release() -> None:
+    checkpoint = saved()
+    forge(checkpoint, format=9)
+    assert text(checkpoint.manifest) == problem(
+        "run/checkpoints/step-00000005 has the format 9, which this release does not read",
+        "format 2",
+        "go on with the release of threefold that wrote it, or start a new run",
+    )
+
+
+def test_manifest_that_leads_outside() -> None:
+    checkpoint = saved()
+    forge(checkpoint, files={"../x": [1, "0"]})
+    assert text(checkpoint.seals) == problem(
+        "run/checkpoints/step-00000005/manifest.json cannot be read: '../x' is no file of a checkpoint",
+        "the manifest that was written with the checkpoint",
+        "remove run/checkpoints/step-00000005, and resume from an older checkpoint",
+    )
+
+
+def test_manifest_without_a_field() -> None:
+    checkpoint = saved()
+    assert text(lambda: read_manifest(checkpoint)) == problem(
+        "the manifest of run/checkpoints/step-00000005 has no mesh",
+        "what `threefold train` writes",
+        "use another checkpoint",
+    )
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_no_undamaged_checkpoint(asked: bool) -> None:
+    passed = [(Checkpoint(Path(f"run/checkpoints/step-{step:08d}"), step), f"reason {step}") for step in (6, 5)]
+    folder = RunFolder(Path("run"), None, tuple(checkpoint for checkpoint, _ in passed), asked)
+    expected = (
+        problem(
+            "the checkpoint run/checkpoints/step-00000006 is damaged: reason 6",
+            "the files as they were written, which their sizes and checksums show",
+            "resume from another checkpoint of the run (`ls RUN/checkpoints`), or copy this one again from its source",
+        )
+        if asked
+        else problem(
+            "no checkpoint in run/checkpoints is undamaged: step-00000006: reason 6; step-00000005: reason 5",
+            "at least one that is as it was written; otherwise the run would begin at step 1 again",
+            "restore one from a copy, or --log.dir ANOTHER_FOLDER for a new run",
+        )
+    )
+    assert text(lambda: folder.resuming(None, passed)) == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "chunk", "why"),
+    [
+        ("a/b", [0, 0, [0], [3]], "'a/b' is no file of this folder"),
+        ("x", [0, 0, [0], [3]], "a chunk reaches beyond the end of x"),
+        ("x", [0, 0, [0], [2]], "the chunks are not as large as the tensor"),
+    ],
+)
+def test_index_that_is_none(file: str, chunk: list[Any], why: str) -> None:
+    Path("run/state").mkdir(parents=True)
+    Path("run/state/x").write_bytes(bytes(8))
+    content = {"files": [file], "tensors": {"w": ["F32", [3], [chunk]]}}
+    Path("run/state/index.json").write_text(json.dumps(content))
+    assert text(lambda: Index.read(Path("run/state"))) == problem(
+        f"run/state/index.json is no index of a checkpoint: {why}",
+        "the list of tensors that was written with the checkpoint",
+        "use another checkpoint than run",
+    )
+
+
+def test_tensor_of_another_shape() -> None:
+    index = Index({"model.a": Entry("F32", (4, 2)), "model.b": Entry("BF16", (2,))})
+    state = {"model.a": torch.zeros(4, 3), "model.b": torch.zeros(2), "model.c": torch.zeros(1)}
+    assert text(lambda: fit(state, index)) == problem(
+        "the checkpoint has F32 [4, 2] for model.a, the model F32 [4, 3]; 2 more differ",
+        "the tensors of the same model and optimizer",
+        "use the model of the run, or --log.dir ANOTHER_FOLDER for a new one",
+    )
+    assert text(lambda: fit({"model.c": state["model.c"]}, index)).startswith(
+        "the checkpoint has nothing for model.c, the model F32 [1]\n"
+    )
+
+
+def test_file_that_changes_while_it_is_read() -> None:
+    Path("x").write_bytes(bytes(8))
+    box = Box((0,), (4,))
+    entry = Entry("F32", (4,), [Chunk("x", 0, box)])
+    fix = "look whether another program changes the folder, and resume again"
+    expected = "the file as it was when its checksum was compared"
+    target = torch.zeros(4)
+    assert text(lambda: read_box(Path(), entry, box, target)) == problem(
+        "x cannot be read: it ends too early", expected, fix
+    )
+    Path("x").unlink()
+    assert text(lambda: read_box(Path(), entry, box, target)) == problem(
+        "x cannot be read: No such file or directory", expected, fix
+    )
+
+
+def test_save_that_failed() -> None:
+    failure = json.dumps({"step": 7, "reason": "rank 3: No space left on device (while writing) on host"})
+    assert str(saver._failed(failure)) == problem(
+        "the checkpoint of step 7 could not be saved: rank 3: No space left on device (while writing) on host",
+        "room for it, and a folder that every rank can write; the checkpoints before it are whole",
+        "make room (`df -h RUN`) and start the run again, it goes on from the last one; or, to train on without "
+        "a checkpoint when one fails, --checkpoint.on_error continue",
+    )
+
+
+def test_types_have_names_that_read_back() -> None:
+    assert all(tensors.dtype_of(tensors.dtype_name(dtype)) == dtype for dtype in tensors._NAMES)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from threefold.config import Config
-from threefold.config_loading import as_yaml
+from threefold.config_text import as_yaml
 
 PAGE = Path(__file__).with_name("config.md")
 
@@ -25,10 +25,19 @@ def page() -> str:
         kind: Any = field.annotation
         lines += ["", f"## {section}", "", str(kind.__doc__), "", "| key | default | values | what it does |"]
         lines += ["|---|---|---|---|"]
-        for key, entry in kind.model_fields.items():
-            values = _values(entry.annotation)
-            lines.append(f"| `{key}` | `{as_yaml(entry.default)}` | {values} | {entry.description} |")
+        lines += _rows(kind)
     return "\n".join(lines) + "\n"
+
+
+def _rows(kind: Any, prefix: str = "") -> list[str]:
+    lines = []
+    for key, entry in kind.model_fields.items():
+        if hasattr(entry.annotation, "model_fields"):
+            lines += _rows(entry.annotation, f"{key}.")
+            continue
+        values = _values(entry.annotation)
+        lines.append(f"| `{prefix}{key}` | `{as_yaml(entry.default)}` | {values} | {entry.description} |")
+    return lines
 
 
 def _values(annotation: Any) -> str:

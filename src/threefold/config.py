@@ -22,6 +22,20 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
+class LoraConfig(_Section):
+    """Low-rank adapters (LoRA) that are trained in place of the model's weights."""
+
+    r: Count = Field(0, description="rank of the adapters, which alone are trained then; 0: all weights are trained")
+    alpha: PositiveFloat | None = Field(None, description="their products are scaled by alpha / r; default: 2 x r")
+    dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
+        0.0, description="share of an adapter's inputs that is dropped"
+    )
+    target_modules: Annotated[tuple[str, ...], Field(strict=False)] | Literal["all-linear"] | None = Field(
+        None, description="names of the layers' projections; default: peft's own for the architecture"
+    )
+    rslora: bool = Field(False, description="scale by alpha / sqrt(r) instead")
+
+
 class ModelConfig(_Section):
     """Which model. With neither `name_or_path` nor `config`: a Llama of about one million parameters."""
 
@@ -30,6 +44,7 @@ class ModelConfig(_Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="compute type; weights are kept in float32")
     revision: str | None = Field(None, description="branch, tag or commit on the Hub")
     trust_remote_code: bool = Field(False, description="allow code from the model's repository to run")
+    lora: LoraConfig = LoraConfig()
 
 
 class MixtureSource(_Section):

@@ -7,17 +7,16 @@ as a whole, and the origin of each value. Unknown keys are refused with the near
 from __future__ import annotations
 
 import difflib
-import itertools
-import json
-import math
-import shlex
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from threefold.config import Config, DataConfig, MixtureSource
+from threefold.config import Config, MixtureSource
+from threefold.config_checks import MIXTURE_FIX, contradictions
+from threefold.config_text import as_yaml, pasted, read_yaml
 from threefold.errors import ConfigError, Problem
 
 MESH_VARIABLES = {"DP_SIZE": "mesh.dp", "CP_SIZE": "mesh.cp", "TP_SIZE": "mesh.tp"}
@@ -32,12 +31,27 @@ class Loaded:
 
     def describe(self) -> Iterator[tuple[str, Any, str]]:
         """(section.key, value, origin) of every key, in the order of the schema."""
-        for section in Config.model_fields:
-            for key, value in getattr(self.config, section):
-                yield f"{section}.{key}", value, self.origins.get(f"{section}.{key}", "default")
+        for key in every_key():
+            yield key, _at(self.config, key), self.origins.get(key, "default")
 
 
-def load(path: str | None = None, overrides: Sequence[tuple[str, str]] = (), *, environ: Mapping[str, str]) -> Loaded:
+def every_key() -> list[str]:
+    """Every `section.key`, and `section.key.key` where a section has one inside, in the order of the schema."""
+    return [f"{section}.{key}" for section in Config.model_fields for key in _keys(section)]
+
+
+def _at(config: Config, key: str) -> Any:
+    return functools.reduce(getattr, key.split("."), config)
+
+
+def load(
+    path: str | None = None,
+    overrides: Sequence[tuple[str, str]] = (),
+    *,
+    environ: Mapping[str, str],
+    defaults: Iterable[tuple[str, str, str]] = (),
+    settings: Iterable[tuple[str, str, str]] = (),
+) -> Loaded:
     """Reads a YAML file, then the environment's mesh defaults, then `section.key` overrides, each over the one before.
 
     The environment gives defaults only: what a file or an override sets, stays.
@@ -46,17 +60,29 @@ def load(path: str | None = None, overrides: Sequence[tuple[str, str]] = (), *, 
         path: YAML 1.2 file of sections, or None.
         overrides: (section.key, value as YAML 1.2 text).
         environ: read for DP_SIZE, CP_SIZE and TP_SIZE.
+        defaults: (section.key, value as text, origin) that a launcher suggests; the file overrules them.
+        settings: the same, of a job's owner; they overrule the file, and overrides overrule them.
 
     Raises:
         ConfigError: everything that is wrong, at once.
     """
     problems: list[Problem] = []
-    values: dict[str, dict[str, Any]] = {}
+    values: dict[str, dict[str, Any]] = {}  # and one level deeper where a section has one inside
     origins: dict[str, str] = {}
 
     def put(key: str, value: Any, origin: str) -> None:
         section, _, name = key.partition(".")
-        values.setdefault(section, {})[name] = value
+        inner, _, rest = name.partition(".")
+        if inner not in _inner_sections(section):
+            values.setdefault(section, {})[name] = value
+        elif not rest and isinstance(value, Mapping):
+            for each, own in value.items():
+                put(f"{key}.{each}", own, origin)
+            return
+        elif not rest:
+            values.setdefault(section, {})[inner] = value
+        else:
+            values.setdefault(section, {}).setdefault(inner, {})[rest] = value
         origins[key] = origin
 
     def put_text(key: str, text: str, name: str, origin: str) -> None:
@@ -65,26 +91,41 @@ def load(path: str | None = None, overrides: Sequence[tuple[str, str]] = (), *, 
         if len(problems) == before:
             put(key, value, origin)
 
+    for key, value, origin in defaults:
+        put_text(key, value, origin, origin)
     for variable, key in MESH_VARIABLES.items():
         if (text := environ.get(variable)) is not None:
             put_text(key, text, variable, f"environment {variable}")
     if path is not None:
         for key, value in _read_file(path, problems):
             put(key, value, path)
+    for key, value, origin in settings:
+        put_text(key, value, origin, origin)
     for key, text in overrides:
         put_text(key, text, f"--{key}", "command line")
     problems += _unknown(values)
     if not problems:
         return Loaded(validate(values, origins), origins)
-    known = {
-        section: {key: value for key, value in values[section].items() if key in _keys(section)}
-        for section in values.keys() & Config.model_fields.keys()
-    }
     try:
-        validate(known, origins)
+        validate(_known(values), origins)
     except ConfigError as error:
         problems += error.problems
     raise ConfigError.of(problems)
+
+
+def _known(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The values of keys that exist."""
+    found: dict[str, Any] = {}
+    for section in values.keys() & Config.model_fields.keys():
+        inner, keys = _inner_sections(section), set(_keys(section))
+        found[section] = {
+            key: {each: own for each, own in value.items() if f"{key}.{each}" in keys}
+            if key in inner and isinstance(value, Mapping)
+            else value
+            for key, value in values[section].items()
+            if key in keys or key in inner
+        }
+    return found
 
 
 def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Config:
@@ -99,10 +140,10 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None
         problems = _unknown(values) + [
             _problem(entry, origins or {})
             for entry in error.errors()
-            if entry["type"] != "extra_forbidden" or len(entry["loc"]) > 2
+            if entry["type"] != "extra_forbidden" or entry["loc"][:2] == ("data", "mixture")
         ]
         raise ConfigError.of(_once(problems)) from None
-    if problems := _contradictions(config):
+    if problems := contradictions(config):
         raise ConfigError.of(problems)
     return config
 
@@ -110,102 +151,6 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None
 def _once(problems: Iterable[Problem]) -> list[Problem]:
     # A value of several possible types is refused once for each type.
     return list({problem.what: problem for problem in problems}.values())
-
-
-def _contradictions(config: Config) -> list[Problem]:
-    found = _mixture_contradictions(config)
-    if config.model.name_or_path is not None and config.model.config is not None:
-        found.append(
-            Problem(
-                "model.name_or_path and model.config are both set",
-                "one of them: trained weights by name, or random ones by sizes",
-                "leave one of them out",
-            )
-        )
-    if config.train.steps is not None and config.train.epochs is not None:
-        found.append(
-            Problem(
-                f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs} are both set",
-                "one measure of how long to train",
-                "leave one of them out",
-            )
-        )
-    if config.eval.source is None and config.eval.every:
-        found.append(
-            Problem(
-                f"eval.every = {config.eval.every} has no effect without eval.source",
-                "held-out data to evaluate on",
-                "--eval.source FILE_OR_FOLDER, or leave eval.every out",
-            )
-        )
-    found += _skip_problems(config.data.skip)
-    for number, beta in enumerate(config.optimizer.betas):
-        if not 0 <= beta < 1:
-            found.append(
-                Problem(
-                    f"optimizer.betas[{number}] = {beta} is not a decay",
-                    "0 <= beta < 1",
-                    "--optimizer.betas '[0.9, 0.95]'",
-                )
-            )
-    if config.optimizer.min_lr > config.optimizer.lr:
-        found.append(
-            Problem(
-                f"optimizer.min_lr = {config.optimizer.min_lr} is above optimizer.lr = {config.optimizer.lr}",
-                "a schedule that falls from lr to min_lr",
-                f"--optimizer.min_lr 0   (or raise optimizer.lr above {config.optimizer.min_lr})",
-            )
-        )
-    return found
-
-
-def _skip_problems(skip: Sequence[tuple[int, int]]) -> list[Problem]:
-    found = [
-        Problem(
-            f"data.skip has [{first}, {last}], which ends before it begins",
-            "[first, last], both steps included",
-            f"--data.skip '[[{last}, {first}]]'",
-        )
-        for first, last in skip
-        if last < first
-    ]
-    firsts = [first for first, _ in skip]
-    if any(later <= earlier for earlier, later in itertools.pairwise(firsts)):
-        ascending = sorted({first: [first, last] for first, last in skip}.values())
-        found.append(
-            Problem(
-                f"data.skip has ranges that begin with steps {', '.join(map(str, firsts))}: they do not ascend",
-                "the ranges in the order in which the run comes to them, each beginning with another step",
-                f"--data.skip '{ascending}'",
-            )
-        )
-    return found
-
-
-def _mixture_contradictions(config: Config) -> list[Problem]:
-    source, mixture = config.data.source, config.data.mixture
-    found: list[Problem] = []
-    if mixture is None:
-        return found
-    if not mixture:
-        found.append(Problem("data.mixture names no source", "at least one", _MIXTURE_FIX))
-    if source != DataConfig().source:
-        found.append(
-            Problem(
-                f"data.source = {source} and data.mixture are both set",
-                "one of them: a mixture names all of its sources itself, each with a weight",
-                f"leave data.source out, or make it one of the mixture: {{source: {as_yaml(source)}, weight: 1}}",
-            )
-        )
-    if config.train.epochs is not None:
-        found.append(
-            Problem(
-                f"train.epochs = {config.train.epochs} with data.mixture",
-                "train.steps: a mixture has no end of its own, each of its sources begins again when it is through",
-                "--train.steps N, and leave train.epochs out",
-            )
-        )
-    return found
 
 
 def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
@@ -249,7 +194,7 @@ def _parse(text: str, origin: str, problems: list[Problem]) -> Any:
     from ruamel.yaml.error import YAMLError
 
     try:
-        return _read_yaml(text)
+        return read_yaml(text)
     # Besides syntax: a date that does not exist, more digits than an int may have, a mapping inside itself.
     except (YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -259,7 +204,7 @@ def _parse(text: str, origin: str, problems: list[Problem]) -> Any:
             Problem(
                 f"{place}: {reason}",
                 "YAML 1.2",
-                f"text needs quotes inside the shell's quotes: {_pasted(text.strip())}"
+                f"text needs quotes inside the shell's quotes: {pasted(text.strip())}"
                 if "\n" not in text
                 else "correct the line",
             )
@@ -267,26 +212,12 @@ def _parse(text: str, origin: str, problems: list[Problem]) -> Any:
         return None
 
 
-def _read_yaml(text: str) -> Any:
-    from ruamel.yaml import YAML
-
-    return _plain(YAML(typ="safe", pure=True).load(text))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_plain(entry) for entry in value]
-    return value
-
-
 def _unknown(values: Mapping[str, Any]) -> list[Problem]:
     found = []
-    every = [f"{section}.{key}" for section in Config.model_fields for key in _keys(section)]
+    every = every_key()
     for section, keys in values.items():
         in_section = section in Config.model_fields
-        names = [f"{section}.{key}" if key else section for key in keys] if isinstance(keys, Mapping) else [section]
+        names = _names(section, keys) if isinstance(keys, Mapping) else [section]
         for name in names:
             if name in every or (in_section and not isinstance(keys, Mapping)):
                 continue
@@ -304,9 +235,28 @@ def _unknown(values: Mapping[str, Any]) -> list[Problem]:
     return found
 
 
-def _keys(section: str) -> list[str]:
+def _names(section: str, keys: Mapping[str, Any]) -> Iterator[str]:
+    inner = _inner_sections(section)
+    for key, value in keys.items():
+        if key in inner and isinstance(value, Mapping):
+            yield from (f"{section}.{key}.{each}" for each in value)
+        elif key not in inner:
+            yield f"{section}.{key}" if key else section
+
+
+def _keys(section: str) -> Iterator[str]:
     annotation: Any = Config.model_fields[section].annotation
-    return list(annotation.model_fields)
+    inner = _inner_sections(section)
+    for key in annotation.model_fields:
+        yield from (f"{key}.{each}" for each in inner[key].model_fields) if key in inner else (key,)
+
+
+def _inner_sections(section: str) -> dict[str, Any]:
+    """The keys of a section that are sections themselves, and their schemas."""
+    field = Config.model_fields.get(section)
+    fields: Mapping[str, Any] = getattr(field.annotation, "model_fields", {}) if field is not None else {}
+    kinds = {key: entry.annotation for key, entry in fields.items()}
+    return {key: kind for key, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
 
 
 _EXPECTED = {
@@ -325,29 +275,25 @@ _EXPECTED = {
 }
 
 
-_MIXTURE_FIX = (
-    "--data.mixture '{code: {source: FOLDER, weight: 0.7}, prose: {source: hf:ID, weight: 0.3}}'   (any names)"
-)
-
-
 def _mixture_problem(entry: Any, where: str) -> Problem:
     """What is wrong inside data.mixture, which alone has keys below a key."""
     path = ".".join(map(str, entry["loc"]))
     keys = ", ".join(MixtureSource.model_fields)
     if entry["type"] == "extra_forbidden":
         nearest = difflib.get_close_matches(str(entry["loc"][-1]), MixtureSource.model_fields, n=1, cutoff=0.5)
-        fix = f"did you mean {nearest[0]}?" if nearest else _MIXTURE_FIX
+        fix = f"did you mean {nearest[0]}?" if nearest else MIXTURE_FIX
         return Problem(f"unknown key {path}{where}", f"one of {keys}", fix)
     if entry["type"] == "missing":
-        return Problem(f"there is no {path}{where}", "a source and its weight under each name", _MIXTURE_FIX)
+        return Problem(f"there is no {path}{where}", "a source and its weight under each name", MIXTURE_FIX)
     template = _EXPECTED.get(entry["type"]) if len(entry["loc"]) > 3 else "{{name: {{source: ..., weight: ...}}, ...}}"
     expected = template.format(**entry.get("ctx", {})) if template else entry["msg"]
-    return Problem(f"{path} = {as_yaml(entry['input'])} is not accepted{where}", expected, _MIXTURE_FIX)
+    return Problem(f"{path} = {as_yaml(entry['input'])} is not accepted{where}", expected, MIXTURE_FIX)
 
 
 def _problem(entry: Any, origins: Mapping[str, str]) -> Problem:
     path = [str(part) for part in entry["loc"]]
-    key = ".".join(path[:2])
+    inside = len(path) > 2 and path[1] in _inner_sections(path[0])
+    key = ".".join(path[: 3 if inside else 2])
     if key == "data.mixture":
         return _mixture_problem(entry, f" ({origins[key]})" if key in origins else "")
     template = _EXPECTED.get(entry["type"])
@@ -361,50 +307,22 @@ def _problem(entry: Any, origins: Mapping[str, str]) -> Problem:
     elif key == "train.micro_batch":
         expected = "a whole number greater than 0, or auto"
     origin = origins.get(key, "")
-    default = Config().model_dump().get(path[0], {}).get(path[1]) if len(path) > 1 else None
+    default = _at(Config(), key) if key in every_key() else None
     if origin.startswith("environment "):
         fix = f"unset {origin.removeprefix('environment ')}"
     elif entry["type"] == "string_type" and not isinstance(entry["input"], list | Mapping | None):
-        fix = f"in quotes it is text: --{key} {_pasted(str(entry['input']))}"
+        fix = f"in quotes it is text: --{key} {pasted(str(entry['input']))}"
     elif default is not None:
-        fix = f"--{key} {_pasted(default)}   (the default)"
+        fix = f"--{key} {pasted(default)}   (the default)"
     else:
         fix = f"leave {key} out"
     where = f" ({origin})" if origin else ""
-    place = "".join(f"[{part}]" for part in entry["loc"][2:] if isinstance(part, int) and entry["type"] != "missing")
+    place = "".join(
+        f"[{part}]"
+        for part in entry["loc"][len(key.split(".")) :]
+        if isinstance(part, int) and entry["type"] != "missing"
+    )
     return Problem(f"{key}{place} = {as_yaml(entry['input'])} is not accepted{where}", expected, fix)
-
-
-def as_yaml(value: Any) -> str:
-    """A plain value as YAML text that fits one line and reads back to the same value."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return value if _is_plain_text(value) else json.dumps(value, ensure_ascii=False)
-    if isinstance(value, float) and not math.isfinite(value):
-        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
-    if isinstance(value, BaseModel):
-        return as_yaml(value.model_dump(exclude_none=True))
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{as_yaml(str(key))}: {as_yaml(entry)}" for key, entry in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(as_yaml, value)) + "]"
-    return "null" if value is None else str(value)
-
-
-def _pasted(value: Any) -> str:
-    """As `as_yaml`, quoted for the shell."""
-    return shlex.quote(as_yaml(value))
-
-
-def _is_plain_text(text: str) -> bool:
-    from ruamel.yaml.error import YAMLError
-
-    try:
-        # Some characters mean something only inside brackets, some only outside of them, some only in a key.
-        return _read_yaml(text) == text and _read_yaml(f"{{{text}: [{text}]}}") == {text: [text]}
-    except (YAMLError, ValueError, RecursionError):
-        return False
 
 
 def dump(config: Config) -> str:

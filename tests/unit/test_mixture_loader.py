@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from ranks.spawn import PRELOAD
 from threefold import config_loading
 from threefold.app import assemble
-from threefold.config_loading import as_yaml, dump, validate
+from threefold.config_loading import dump, validate
+from threefold.config_text import as_yaml
 from threefold.data.loader import Order, TokenLoader
 from threefold.data.mixed_rows import MixedRows
 from threefold.data.mixture import Mixture

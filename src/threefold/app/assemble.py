@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable, Iterable
@@ -19,9 +20,9 @@ from threefold.data.source import open_rows
 from threefold.data.tokens import Tokenizer, load_tokenizer
 from threefold.errors import ConfigError, Problem, ThreefoldError
 from threefold.mesh.groups import Mesh
-from threefold.mesh.launch import cache_folder
+from threefold.mesh.launch import cache_folder, data_path
 from threefold.mesh.topology import Topology
-from threefold.model import context_parallel, load, tensor_parallel
+from threefold.model import context_parallel, load, lora, tensor_parallel
 
 DEFAULT_STEPS = 120
 _FORMAT = 1
@@ -53,6 +54,13 @@ def check(config: Config, architecture: PretrainedConfig, tokenizer: Tokenizer, 
     plan = load.plan_of(architecture, trust_remote_code=config.model.trust_remote_code)
     problems += tensor_parallel.problems(architecture, topology.tp, plan=plan)
     problems += context_parallel.problems(config.mesh.cp_method, architecture, topology)
+    problems += lora.problems(
+        config.model.lora,
+        lambda: load.build_without_storage(
+            copy.deepcopy(architecture), attention="eager", trust_remote_code=config.model.trust_remote_code
+        ),
+        name=architecture.model_type,
+    )
     text = architecture.get_text_config()
     if (known := getattr(text, "vocab_size", None)) is not None and known < tokenizer.vocab_size:
         problems.append(
@@ -155,7 +163,7 @@ def _rows_of_named(data: DataConfig, name: str, source: MixtureSource, tokenizer
 def _rows_of_source(data: DataConfig, source: MixtureSource, tokenizer: Tokenizer) -> Rows:
     """The rows of one source; what it does not say for itself is as in the data section."""
     return open_rows(
-        source.source,
+        data_path(source.source),
         seq_len=data.seq_len,
         tokenizer=tokenizer,
         cache=cache_folder(),

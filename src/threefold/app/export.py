@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from threefold.app.keeper import read_manifest
+from threefold.app.export_lora import check_adapter, model_with_adapters, write_adapter
+from threefold.app.keeper import read_manifest, refuse_other_base
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.export import write_weights
 from threefold.checkpoint.index import Index
@@ -27,6 +29,7 @@ from threefold.config import Config
 from threefold.config_loading import validate
 from threefold.data.tokens import Tokenizer
 from threefold.errors import CheckpointError, ConfigError, RunError
+from threefold.model import lora
 from threefold.model.load import build_without_storage
 
 MAX_SHARD_BYTES = 5 * 1000**3
@@ -52,10 +55,14 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     verify: bool | None = None,
     trust_remote_code: bool = False,
+    adapter: bool = False,
 ) -> Exported:
     """Writes the checkpoint of a run (or a checkpoint itself) to a new folder, of which nothing stays if it fails.
 
+    A run that trained adapters is written whole, with the adapters merged.
+
     Args:
+        adapter: write the adapters alone, as peft has them.
         verify: reload and compare logits; None: where the model fits into the memory that is free.
 
     Raises:
@@ -73,31 +80,84 @@ def export(
     if (reason := checkpoint.damage()) is not None:
         raise damaged(checkpoint, reason)
     config, architecture = _described(checkpoint, trust_remote_code)
-    index = Index.read(checkpoint.state)
-    model = build_without_storage(architecture, attention="eager", trust_remote_code=trust_remote_code)
-    tensors = run_state.model_state(model)
-    run_state.fit(tensors, index)
+    if adapter and not config.model.lora.r:
+        raise ConfigError(
+            f"{run} has no adapters",
+            expected="a run with model.lora.r above 0",
+            fix="leave --adapter out: the whole model is written",
+        )
     made = not to.exists()
     to.mkdir(parents=True, exist_ok=True)
     try:
-        names = [name.removeprefix("model.") for name in tensors]
-        files = write_weights(
-            checkpoint.state,
-            index,
-            names,
-            to,
-            max_shard_bytes=max_shard_bytes,
-            convert=lambda layer: revert_weight_conversion(model, layer),
-        )
-        _save_descriptions(model, config, to, trust_remote_code)
-        num_bytes = sum(index.entries[name].num_bytes for name in tensors)
-        verified = _verified(checkpoint, to, num_bytes, verify, trust_remote_code)
+        if config.model.lora.r:
+            return _export_adapters(checkpoint, to, config, architecture, max_shard_bytes, verify, adapter)
+        return _export_weights(checkpoint, to, config, architecture, max_shard_bytes, verify, trust_remote_code)
     except BaseException:
         shutil.rmtree(to, ignore_errors=True)
         if not made:
             to.mkdir()
         raise
+
+
+def _export_weights(
+    checkpoint: Checkpoint,
+    to: Path,
+    config: Config,
+    architecture: PretrainedConfig,
+    max_shard_bytes: int,
+    verify: bool | None,
+    trust_remote_code: bool,
+) -> Exported:
+    index = Index.read(checkpoint.state)
+    model = build_without_storage(architecture, attention="eager", trust_remote_code=trust_remote_code)
+    tensors = run_state.model_state(model)
+    run_state.fit(tensors, index)
+    files = write_weights(
+        checkpoint.state,
+        index,
+        [name.removeprefix("model.") for name in tensors],
+        to,
+        max_shard_bytes=max_shard_bytes,
+        convert=lambda layer: revert_weight_conversion(model, layer),
+    )
+    _save_descriptions(model, config, to, trust_remote_code)
+    num_bytes = sum(index.entries[name].num_bytes for name in tensors)
+    verified = _verified(checkpoint, to, num_bytes, verify, trust_remote_code)
     return Exported(checkpoint.step, sum(p.numel() for p in model.parameters()), tuple(files), verified)
+
+
+def _export_adapters(
+    checkpoint: Checkpoint,
+    to: Path,
+    config: Config,
+    architecture: PretrainedConfig,
+    max_shard_bytes: int,
+    verify: bool | None,
+    adapter: bool,
+) -> Exported:
+    model = _with_adapters(checkpoint, config, architecture)
+    if adapter:
+        files = write_adapter(model, config, to)
+        _save_tokenizer(config, to)
+        verified = "not reloaded" if verify is False else check_adapter(model, config, architecture, to, _probe)
+        num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return Exported(checkpoint.step, num_parameters, tuple(files), verified)
+    lora.merge(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers' own, about a name inside it
+        model.save_pretrained(to, max_shard_size=max_shard_bytes)
+    _save_descriptions(model, config, to, config.model.trust_remote_code)
+    verified = "not reloaded" if verify is False else _reloaded(model, checkpoint, to, config.model.trust_remote_code)
+    files = sorted(path.name for path in to.glob("*.safetensors"))
+    return Exported(checkpoint.step, sum(p.numel() for p in model.parameters()), tuple(files), verified)
+
+
+def _with_adapters(checkpoint: Checkpoint, config: Config, architecture: PretrainedConfig) -> Any:
+    """The model that a run began with, and beside it the adapters that the checkpoint has."""
+    refuse_other_base(read_manifest(checkpoint), config, checkpoint)
+    model = model_with_adapters(config, architecture)
+    run_state.read_weights(model, checkpoint.state, Index.read(checkpoint.state))
+    return model
 
 
 def _verified(checkpoint: Checkpoint, to: Path, num_bytes: int, verify: bool | None, trust_remote_code: bool) -> str:
@@ -105,8 +165,11 @@ def _verified(checkpoint: Checkpoint, to: Path, num_bytes: int, verify: bool | N
     if verify is False or (verify is None and num_bytes * 1.5 > free):
         return "not reloaded" if verify is False else "not reloaded: the model does not fit into the free memory"
     model, _ = load_whole(checkpoint, trust_remote_code=trust_remote_code)
-    expected = _probe(model)
-    del model
+    return _reloaded(model, checkpoint, to, trust_remote_code)
+
+
+def _reloaded(model: Any, checkpoint: Checkpoint, to: Path, trust_remote_code: bool) -> str:
+    expected = _probe(model.eval())
     reloaded: Any = AutoModelForCausalLM.from_pretrained(
         to, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
     )
@@ -132,6 +195,8 @@ def _probe(model: Any) -> Tensor:
 def load_whole(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> tuple[Any, Config]:
     """The checkpoint's model on the CPU, whole, and the config it was trained with."""
     config, architecture = _described(checkpoint, trust_remote_code)
+    if config.model.lora.r:
+        return _with_adapters(checkpoint, config, architecture).eval(), config
     model: Any = AutoModelForCausalLM.from_config(
         architecture, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
     )
@@ -142,7 +207,9 @@ def load_whole(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> tu
 def _described(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[Config, PretrainedConfig]:
     """The run's config and the model's, as the manifest has them."""
     manifest = read_manifest(checkpoint)
-    config = validate(manifest["config"])
+    values = manifest["config"]
+    # Whatever the run that saved it allowed.
+    config = validate({**values, "model": {**values["model"], "trust_remote_code": trust_remote_code}})
     values = _without_code(manifest["architecture"])
     try:
         if trust_remote_code and config.model.name_or_path is not None:

@@ -26,9 +26,11 @@ from threefold.checkpoint.layout import Checkpoint, newest_undamaged
 from threefold.checkpoint.saver import Job, Saver
 from threefold.checkpoint.tensors import Part
 from threefold.config import Config
+from threefold.config_text import pasted
 from threefold.data.loader import TokenLoader
 from threefold.errors import CheckpointError, Problem
 from threefold.mesh.groups import Mesh
+from threefold.model import load
 from threefold.model.build import ParallelModel
 
 # What a manifest must hold, and as what; a damaged one is found by its checksum, this is for a stranger's.
@@ -60,6 +62,8 @@ class Keeper:
         self._best: float | None = best[1] if best else None
         self._saver: Saver | None = None
         self._held: list[run_state.Holding] | None = None
+        # Adapters mean nothing beside other weights than those that they were trained beside.
+        self._base = load.fingerprint(config.model) if config.model.lora.r else None
 
     def start(self) -> None:
         """Makes ready to save; called when the state is the one that training begins with."""
@@ -134,6 +138,7 @@ class Keeper:
             "seed": self._config.train.seed,
             "architecture": architecture_of(self._architecture),
             "config": self._config.model_dump(mode="json"),
+            "base": self._base,
             "versions": {
                 "threefold": __version__,
                 "torch": torch.__version__,
@@ -153,6 +158,8 @@ class Keeper:
             return 0
         manifest = read_manifest(checkpoint)
         refuse_other(manifest, self._config, self._architecture, checkpoint)
+        if self._config.model.lora.r:
+            refuse_other_base(manifest, self._config, checkpoint)
         self._loader.load_state_dict(manifest["data"])
         index = Index.read(checkpoint.state)
         state = run_state.state_of(self._model.module, self._optimizer)
@@ -226,6 +233,17 @@ def refuse_other(
                     "use the model of the run, or --log.dir ANOTHER_FOLDER for a new one",
                 )
             )
+    asked, trained = config.model.model_dump(mode="json")["lora"], manifest["config"]["model"].get("lora", {})
+    for key in sorted(asked.keys() & trained.keys()) if asked["r"] or trained.get("r") else ():
+        if asked[key] != trained[key] and key != "dropout":
+            problems.append(
+                Problem(
+                    f"the checkpoint {checkpoint.path} was made with model.lora.{key} = {trained[key]}, "
+                    f"not {asked[key]}",
+                    "the adapters of the run: others would not fit, or would mean something else",
+                    f"--model.lora.{key} {pasted(trained[key])}",
+                )
+            )
     if manifest["seed"] != config.train.seed:
         problems.append(
             Problem(
@@ -237,3 +255,13 @@ def refuse_other(
         )
     if problems:
         raise CheckpointError.of(problems)
+
+
+def refuse_other_base(manifest: Mapping[str, Any], config: Config, checkpoint: Checkpoint) -> None:
+    """CheckpointError where the model that adapters were trained beside is not the one that is there now."""
+    if manifest.get("base") != load.fingerprint(config.model):
+        raise CheckpointError(
+            f"the adapters of {checkpoint.path} were trained beside other weights than {config.model.name_or_path} has",
+            expected="the weights that the run began with, which its checkpoints do not hold",
+            fix="put them back, or name the revision: --model.revision COMMIT",
+        )

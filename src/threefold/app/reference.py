@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from threefold.config import Config
+from threefold.model import lora
 from threefold.training.loss import IGNORED
 from threefold.training.optimizer import adamw, learning_rate
 
@@ -54,6 +55,8 @@ def run_alone(
         observed_rows: the first rows of the first batch, whose layers' outputs are kept.
     """
     model = _load(config, architecture)
+    if config.model.lora.r:
+        lora.insert_whole(model, config.model.lora, seed=config.train.seed)
     optimizer = adamw(model, config.optimizer)
     curve = Curve()
     for number, batch in enumerate(batches, start=1):

@@ -52,7 +52,7 @@ def verify_rank(config: Config, options: Options, topology: Topology, answer: st
         mesh.close()
         return code
     except Exception as error:
-        return report_failure(error, first=is_first_failure(mesh, info.rank))
+        return report_failure(error, first=is_first_failure(mesh, info.rank, error))
 
 
 def _in_float32(config: Config) -> Config:
@@ -143,6 +143,8 @@ def _compare_gradients(
         if found.gradients:
             return
         for name, parameter in model.module.named_parameters():
+            if not parameter.requires_grad:
+                continue
             gradient = parameter.grad
             whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
             group = group_of(name)

@@ -34,9 +34,14 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors under `model.` and their names, tied ones once."""
-    stored = set(model.state_dict(keep_vars=True))
-    tensors = [*model.named_parameters(), *(pair for pair in model.named_buffers() if pair[0] in stored)]
+    """The model's tensors under `model.` and their names, tied ones once.
+
+    Where some parameters are frozen, only the others: the frozen ones are still what the model was built with.
+    """
+    parameters = list(model.named_parameters())
+    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    stored = set(model.state_dict(keep_vars=True)) if len(trained) == len(parameters) else set()
+    tensors = [*trained, *(pair for pair in model.named_buffers() if pair[0] in stored)]
     return {f"model.{name}": tensor.detach() for name, tensor in tensors}
 
 

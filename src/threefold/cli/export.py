@@ -21,16 +21,20 @@ def command(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let code from the model's repository run.")
     ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the adapters of a LoRA run alone, as peft loads them.")
+    ] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, which AutoModelForCausalLM.from_pretrained loads.
 
-    One process, from a run on any mesh; memory holds one file of weights and one layer.
+    One process, from a run on any mesh; memory holds one file of weights and one layer. Of a run that trained adapters
+    (model.lora.r) the whole model is written with the adapters merged, which takes the model's memory.
     """
     from threefold.cli.arguments import num_bytes
 
     largest = num_bytes(max_shard_size, option="--max-shard-size")
     from threefold.app.export import export
 
-    done = export(run, to, max_shard_bytes=largest, verify=verify, trust_remote_code=trust_remote_code)
+    done = export(run, to, max_shard_bytes=largest, verify=verify, trust_remote_code=trust_remote_code, adapter=adapter)
     files = f"{len(done.files)} file{'s' if len(done.files) > 1 else ''} of weights"
     typer.echo(f"{to}: step {done.step} of {run}, {done.num_parameters:,} parameters, {files}; {done.verified}")

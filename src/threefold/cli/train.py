@@ -19,6 +19,9 @@ def command(
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", min=0, help="Start the ranks again after a failure, this often.")
     ] = 0,
+    local_rank: Annotated[
+        int | None, typer.Option("--local_rank", "--local-rank", hidden=True, help="What older launchers add.")
+    ] = None,
 ) -> None:
     """Train a model: threefold train [CONFIG.yaml] [--section.key value ...].
 
@@ -29,14 +32,19 @@ def command(
 
     Exit codes: 0 done; 1 the run failed; 2 the request was wrong; 75 stopped by a signal with a checkpoint saved.
     """
-    from threefold import config_loading
+    from threefold import config_loading, config_text
     from threefold.cli.arguments import split
+    from threefold.mesh import launch
 
     path, overrides = split(context.args)
-    loaded = config_loading.load(path, overrides, environ=os.environ)
+    if local_rank is not None:
+        launch.accept_local_rank(local_rank)
+    loaded = config_loading.load(
+        path, overrides, environ=os.environ, defaults=launch.defaults(), settings=launch.settings()
+    )
     if print_config:
         for key, value, origin in loaded.describe():
-            text = config_loading.as_yaml(value)
+            text = config_text.as_yaml(value)
             typer.echo(f"{key}: {text}" if origin == "default" else f"{key}: {text}  # {origin}")
         return
     from threefold.app.training import train_command

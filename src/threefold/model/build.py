@@ -19,7 +19,7 @@ from threefold.config import Config
 from threefold.config_loading import validate
 from threefold.errors import ConfigError
 from threefold.mesh.groups import Mesh
-from threefold.model import context_parallel, data_parallel, head, load, recompute, tensor_parallel
+from threefold.model import context_parallel, data_parallel, head, load, lora, recompute, tensor_parallel
 from threefold.model.context_parallel import ContextParallel
 from threefold.model.sequence_parallel import gather
 from threefold.model.tensor_parallel import TensorParallelism
@@ -114,6 +114,8 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
     shared_evenly = config.data.seq_len % (mesh.size("cp") * mesh.size("tp")) == 0
     scatter = config.mesh.sequence_parallel if shared_evenly else False
     tensor, sequence = tensor_parallel.apply(model, mesh, scatter=scatter)
+    if config.model.lora.r:
+        tensor = lora.inject(model, config.model.lora, tensor, mesh)
     if config.train.activation_checkpointing != "none":
         recompute.install(model, config.train.activation_checkpointing)
     if config.train.compile:
@@ -126,7 +128,14 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
     if kind == "fsdp":
         data_parallel.shard(model, mesh, dtype=dtype)
     with load.weight_files(config.model, architecture, names, seed=config.train.seed, mesh=mesh) as found:
-        load.fill(model, found, mesh=mesh, tp_placements=tensor.placements, fsdp_sharded=kind == "fsdp")
+        load.fill(
+            model,
+            found,
+            mesh=mesh,
+            tp_placements=tensor.placements,
+            fsdp_sharded=kind == "fsdp",
+            seed=config.train.seed,
+        )
     model.train()
     forward = data_parallel.replicate(model, mesh) if kind == "ddp" else model
     choices = [(f"data parallelism: {kind}", why)]
@@ -134,6 +143,8 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
         choices.append((f"context parallelism: {method}", method_why))
     if sequence is not None:
         choices.append(sequence)
+    if config.model.lora.r:
+        choices.append(lora.described(model))
     steps, head_why = head.operations(model)
     if steps is None:
         choices.append(("loss: all logits of a micro-batch at once", head_why))

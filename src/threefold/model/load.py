@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import safe_open
@@ -29,8 +30,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from threefold.config import ModelConfig
 from threefold.errors import ConfigError
 from threefold.mesh.groups import Mesh
+from threefold.model import lora
 
 _STAGED_FILE_BYTES = 2 * 1024**3
+_SEEN_BYTES = 1024**2
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.json")
 
 # About one million parameters: what is trained where no model is named. Sizes divide by 2, 4 and 8 ranks.
@@ -179,18 +182,7 @@ def _index(folder: Path) -> dict[str, Path]:
 
 
 def _stage(asked: ModelConfig, config: PretrainedConfig, names: set[str], *, seed: int, folder: Path) -> None:
-    if asked.name_or_path is None:
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32
-        )
-    else:
-        model = AutoModelForCausalLM.from_pretrained(
-            asked.name_or_path,
-            revision=asked.revision,
-            trust_remote_code=asked.trust_remote_code,
-            dtype="auto",
-        )
+    model = whole(asked, config, seed=seed, dtype="auto" if asked.name_or_path is not None else torch.float32)
     state = {name: tensor for name, tensor in model.state_dict().items() if name in names}
     part: dict[str, Tensor] = {}
     parts = 0
@@ -201,6 +193,38 @@ def _stage(asked: ModelConfig, config: PretrainedConfig, names: set[str], *, see
             part, parts = {}, parts + 1
 
 
+def whole(asked: ModelConfig, config: PretrainedConfig, *, seed: int, dtype: torch.dtype | str) -> Any:
+    """The model in this process alone, with the weights that a run begins with."""
+    if asked.name_or_path is None:
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager", dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(
+        asked.name_or_path,
+        revision=asked.revision,
+        trust_remote_code=asked.trust_remote_code,
+        attn_implementation="eager",
+        dtype=dtype,
+    )
+
+
+def fingerprint(asked: ModelConfig) -> str | None:
+    """Tells the files of a named model's weights from others: their names and sizes, and a MiB of either end of each.
+
+    None for random weights, which their config and seed tell.
+    """
+    if asked.name_or_path is None:
+        return None
+    seen = xxhash.xxh3_128()
+    for file in sorted(path for path in _download(asked).iterdir() if path.suffix in (".safetensors", ".bin")):
+        size = file.stat().st_size
+        seen.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as opened:
+            seen.update(opened.read(_SEEN_BYTES))
+            opened.seek(max(0, size - _SEEN_BYTES))
+            seen.update(opened.read())
+    return f"xxh3:{seen.hexdigest()}"
+
+
 def fill(
     model: PreTrainedModel,
     files: Mapping[str, Path],
@@ -208,11 +232,12 @@ def fill(
     mesh: Mesh,
     tp_placements: Mapping[str, Placement],
     fsdp_sharded: bool,
+    seed: int,
 ) -> None:
     """Gives a split model its storage on the mesh's device and reads this rank's part of every tensor.
 
-    A tensor is cut first over tp by its placement, then over fsdp along dim 0, the order in which it was split. Peak
-    memory beyond the shards is one tensor.
+    Adapters, which no file has, begin as `seed` gives them. A tensor is cut first over tp by its placement, then over
+    fsdp along dim 0, the order in which it was split. Peak memory beyond the shards is one tensor.
     """
     model.to_empty(device=mesh.device)
     # Plain parameters came out of it one by one: those that were tied are one again.
@@ -224,9 +249,13 @@ def fill(
     fsdp_size = mesh.size("fsdp") if fsdp_sharded else 1
     with torch.no_grad():
         for name, target in _stored(model):
-            if name in tied and name not in files:
+            stored = lora.original(name)
+            if name in tied and stored not in files:
                 continue
-            whole = _read(files[name], name)
+            if lora.is_adapter(name):
+                whole = lora.initial(name, target.shape, seed=seed)
+            else:
+                whole = _read(files[stored], stored)
             part = _cut(whole, tp_placements.get(name), mesh=mesh)
             if fsdp_size > 1 and isinstance(target, nn.Parameter):
                 pieces = part.chunk(fsdp_size, dim=0)

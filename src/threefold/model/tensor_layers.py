@@ -49,7 +49,7 @@ def column_forward(module: nn.Linear, shared: SharedInput | None) -> Callable[[T
     """
 
     def forward(x: Tensor) -> Tensor:
-        return F.linear(x if shared is None else shared.take(x), _local(module.weight), _local(module.bias))
+        return F.linear(x if shared is None else shared.take(x), local_part(module.weight), local_part(module.bias))
 
     return forward
 
@@ -58,15 +58,18 @@ def row_forward(module: nn.Linear, shared: SharedInput | None, group: dist.Proce
     """This rank's part [.., in / tp] -> the sum over the ranks [.., out], whole or (without `shared`) its own part."""
 
     def forward(x: Tensor) -> Tensor:
-        product = F.linear(x, _local(module.weight))
-        if shared is None:
-            y = scatter_sum(product, group)
-        else:
-            shared.forget()
-            y = _Sum.apply(product, group)  # type: ignore[assignment]
-        return y if module.bias is None else y + _local(module.bias)
+        y = row_sum(F.linear(x, local_part(module.weight)), shared, group)
+        return y if module.bias is None else y + local_part(module.bias)
 
     return forward
+
+
+def row_sum(product: Tensor, shared: SharedInput | None, group: dist.ProcessGroup) -> Tensor:
+    """The sum of the ranks' products [.., out], whole or (without `shared`) this rank's part of the sequence."""
+    if shared is None:
+        return scatter_sum(product, group)
+    shared.forget()
+    return _Sum.apply(product, group)  # type: ignore[return-value]
 
 
 def vocabulary_forward(
@@ -79,7 +82,7 @@ def vocabulary_forward(
     """
 
     def forward(ids: Tensor) -> Tensor:
-        weight = _local(module.weight)
+        weight = local_part(module.weight)
         own = (ids >= start) & (ids < start + weight.shape[0])
         place = torch.where(own, ids - start, 0)
         padding = module.padding_idx - start if module.padding_idx is not None else -1
@@ -95,7 +98,8 @@ def vocabulary_forward(
     return forward
 
 
-def _local(parameter: Any) -> Any:
+def local_part(parameter: Any) -> Any:
+    """This rank's part of a parameter, or all of a plain one."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

@@ -41,12 +41,16 @@ class TensorParallelism:
         partial_gradients: names of the replicated parameters whose gradient each tp rank knows only in part.
         vocabulary_start: first vocabulary entry of this rank's logits; None where its logits are complete.
         sequence_group: the tp ranks that share the sequence between the split parts; None where each holds all of it.
+        projections: name of each plain layer split by `colwise` or `rowwise` -> which.
+        shared_input: sums the gradient of what projections read; None where the sequence is shared, which does.
     """
 
     placements: Mapping[str, Placement] = field(default_factory=dict)
     partial_gradients: tuple[str, ...] = ()
     vocabulary_start: int | None = None
     sequence_group: dist.ProcessGroup | None = None
+    projections: Mapping[str, str] = field(default_factory=dict)
+    shared_input: SharedInput | None = None
 
 
 def problems(config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, str] | None) -> list[Problem]:
@@ -102,7 +106,8 @@ def apply(
     """
     if mesh.size("tp") == 1:
         return TensorParallelism(), None
-    assert mesh.device_mesh is not None
+    tp_group = mesh.group("tp")
+    assert tp_group is not None
     head_name, head = _named(model, model.get_output_embeddings())
     embedding_name, embedding = _named(model, model.get_input_embeddings())
     tied = head is not None and embedding is not None and head.weight is embedding.weight
@@ -117,7 +122,9 @@ def apply(
     scattered, why = _sequence(model, plan, asked=scatter)
     if scattered and not tied:
         plan |= {f"{embedding_name}.weight": "embedding_rowwise", embedding_name: "embedding_rowwise"}
-    parts = _split(model, plan, mesh, scattered=scattered)
+    shared = None if scattered else SharedInput(tp_group)
+    projections = _split(model, plan, mesh, shared)
+    parts = _enter_parts(model, plan, tp_group) if scattered else []
     if tied:
         # Splitting gave each of the two modules a parameter of its own; they are one again.
         head._parameters["weight"] = embedding._parameters["weight"]
@@ -135,7 +142,9 @@ def apply(
         placements=placements,
         partial_gradients=tuple(dict.fromkeys(name for name in partial if name in names)),
         vocabulary_start=_vocabulary_start(head, mesh) if head_name else None,
-        sequence_group=mesh.group("tp") if scattered else None,
+        sequence_group=tp_group if scattered else None,
+        projections=projections,
+        shared_input=shared,
     )
     return split, (f"sequence parallelism: {'on' if scattered else 'off'}", why)
 
@@ -156,17 +165,20 @@ def _sequence(model: PreTrainedModel, plan: Mapping[str, str], *, asked: bool | 
     return possible, why
 
 
-def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh, *, scattered: bool) -> list[nn.Module]:
+def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh, shared: SharedInput | None) -> dict[str, str]:
     """Splits parameters as transformers' styles do, and gives plain layers the forward of `tensor_layers`.
 
+    Args:
+        shared: None where the sequence is scattered between the split parts.
+
     Returns:
-        the split parts of the layers, where the sequence is scattered between them.
+        plain layers that were split by columns or rows -> which.
     """
     group = mesh.group("tp")
     assert mesh.device_mesh is not None and group is not None
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
-    shared = None if scattered else SharedInput(group)
+    projections: dict[str, str] = {}
     theirs: dict[str, str] = {}
     for name, style in plan.items():
         owner = modules[name if name in modules else name.rpartition(".")[0]]
@@ -174,16 +186,19 @@ def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh, *, scattere
             theirs[name] = style
         elif name in parameters:
             ALL_PARALLEL_STYLES[style].shard_param(owner, name.rpartition(".")[2], mesh.device_mesh["tp"])
-        elif style == "colwise":
-            owner.forward = column_forward(owner, shared)
-        elif style == "rowwise":
-            owner.forward = row_forward(owner, shared, group)
-        else:
+        elif style == "embedding_rowwise":
             start = _vocabulary_start(owner, mesh)
-            owner.forward = vocabulary_forward(owner, group, start=start, scattered=scattered)
+            owner.forward = vocabulary_forward(owner, group, start=start, scattered=shared is None)
+        else:
+            projections[name] = style
+            owner.forward = column_forward(owner, shared) if style == "colwise" else row_forward(owner, shared, group)
     apply_tensor_parallelism(model, mesh.device_mesh["tp"], theirs)
-    if not scattered:
-        return []
+    return projections
+
+
+def _enter_parts(model: PreTrainedModel, plan: Mapping[str, str], group: dist.ProcessGroup) -> list[nn.Module]:
+    """Lets the split parts of the layers gather what they are given; returns them."""
+    modules = dict(model.named_modules())
     parts = [part for layer in layers_of(model) for part in sequence_parallel.split_parts(layer, modules, plan)]
     for part in parts:
         sequence_parallel.enter(part, group)

@@ -1,0 +1,257 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) in peft's modules, split as the projections beside them are.
+
+An adapter adds scale * B(A(x)) to a projection. Where tp splits the projection by columns, B is split by columns and A
+is whole; where by rows, A is split by rows and B is whole, and the adapter's part joins the sum that the projection
+makes anyway. So an adapter costs no collective of its own, but for A's gradient by columns and B's by rows, which each
+rank knows in part and which are summed once a step. The model's own weights are frozen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+from transformers import PreTrainedModel
+
+from threefold.config import LoraConfig
+from threefold.errors import Problem
+from threefold.mesh.groups import Mesh
+from threefold.model.tensor_layers import SharedInput, local_part, row_sum
+from threefold.model.tensor_parallel import TensorParallelism
+
+ADAPTER = "default"
+
+
+def problems(asked: LoraConfig, build: Callable[[], PreTrainedModel], *, name: str) -> list[Problem]:
+    """What stands against training adapters of this model; empty where nothing does.
+
+    Args:
+        build: makes the model without storage.
+        name: of the architecture.
+    """
+    if not asked.r:
+        return []
+    if importlib.util.find_spec("peft") is None:
+        return [
+            Problem(
+                f"model.lora.r = {asked.r}, but peft is not installed",
+                "the package that defines the adapters",
+                "pip install 'threefold[lora]'",
+            )
+        ]
+    model = build()
+    if not _linear_layers(model):
+        return [
+            Problem(
+                f"model.lora.r = {asked.r}, but {name!r} has no linear layers that adapters could stand beside",
+                "an architecture whose projections are torch.nn.Linear",
+                "leave model.lora.r out: all weights are trained",
+            )
+        ]
+    try:
+        _insert(model, asked)
+    except ValueError as error:
+        linear = {each.rpartition(".")[2] for each in _linear_layers(model)}
+        return [
+            Problem(
+                f"model.lora.target_modules = {_listed(asked)} is refused by peft for {name!r}: "
+                f"{str(error).strip().splitlines()[0]}",
+                f"names of its linear layers: {', '.join(sorted(linear))}",
+                "--model.lora.target_modules all-linear",
+            )
+        ]
+    ends = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
+    odd = [each for each, module in _adapted(model) if type(module.base_layer) is not nn.Linear or id(module) in ends]
+    if odd:
+        return [
+            Problem(
+                f"model.lora.target_modules has {odd[0].rpartition('.')[2]}, which is no linear layer inside {name!r}",
+                "projections of the layers; not the embedding, the head or a layer of another kind",
+                "--model.lora.target_modules all-linear",
+            )
+        ]
+    return []
+
+
+def _listed(asked: LoraConfig) -> str:
+    targets = asked.target_modules
+    return "[" + ", ".join(targets) + "]" if isinstance(targets, tuple) else str(targets or "null")
+
+
+def inject(model: PreTrainedModel, asked: LoraConfig, tensor: TensorParallelism, mesh: Mesh) -> TensorParallelism:
+    """Puts adapters beside the projections of a model on the meta device, which may be split over tp already.
+
+    Returns:
+        what is split, under the names that the parameters have now.
+    """
+    with _as_whole(model):
+        _insert(model, asked)
+    renamed = {original(name): name for name, _ in model.named_parameters()}
+    placements = {renamed[name]: placement for name, placement in tensor.placements.items()}
+    partial = [renamed[name] for name in tensor.partial_gradients]
+    for name, module in _adapted(model):
+        style = tensor.projections.get(name)
+        if style is None:
+            continue
+        first, second = module.lora_A[ADAPTER], module.lora_B[ADAPTER]
+        if style == "colwise":
+            placements[f"{name}.lora_B.{ADAPTER}.weight"] = _split(second, Shard(0), mesh)
+            partial.append(f"{name}.lora_A.{ADAPTER}.weight")
+            module.forward = _beside_columns(module, tensor.shared_input)
+        else:
+            placements[f"{name}.lora_A.{ADAPTER}.weight"] = _split(first, Shard(1), mesh)
+            partial.append(f"{name}.lora_B.{ADAPTER}.weight")
+            module.forward = _inside_rows(module, tensor.shared_input, mesh)
+    return dataclasses.replace(tensor, placements=placements, partial_gradients=tuple(partial))
+
+
+@contextmanager
+def _as_whole(model: nn.Module) -> Iterator[None]:
+    """Lets split layers look whole: peft takes the sizes of an adapter from them, and here it is split afterwards."""
+    split = [(layer, layer.weight) for layer in model.modules() if type(layer) is nn.Linear]
+    for layer, weight in split:
+        layer.out_features, layer.in_features = weight.shape
+        layer.weight = nn.Parameter(torch.empty(weight.shape, device="meta"))
+    yield
+    for layer, weight in split:
+        layer.weight = weight.requires_grad_(False)
+
+
+def _split(layer: nn.Linear, placement: Placement, mesh: Mesh) -> Placement:
+    assert mesh.device_mesh is not None
+    split = distribute_tensor(layer.weight.detach(), mesh.device_mesh["tp"], [placement], src_data_rank=None)
+    layer.weight = nn.Parameter(split)
+    return placement
+
+
+def _beside_columns(module: Any, shared: SharedInput | None) -> Callable[[Tensor], Tensor]:
+    """x [.., in] on every rank -> this rank's part [.., out / tp], its adapter's part added."""
+
+    def forward(x: Tensor) -> Tensor:
+        y: Tensor = module.base_layer(x)
+        own = x if shared is None else shared.take(x)
+        return y + _product(module, own)
+
+    return forward
+
+
+def _inside_rows(module: Any, shared: SharedInput | None, mesh: Mesh) -> Callable[[Tensor], Tensor]:
+    """This rank's part [.., in / tp] -> the sum over the ranks [.., out], the adapter's in it."""
+    group = mesh.group("tp")
+    assert group is not None
+
+    def forward(x: Tensor) -> Tensor:
+        base = module.base_layer
+        y = row_sum(F.linear(x, local_part(base.weight)) + _product(module, x), shared, group)
+        return y if base.bias is None else y + local_part(base.bias)
+
+    return forward
+
+
+def _product(module: Any, x: Tensor) -> Tensor:
+    narrow = F.linear(module.lora_dropout[ADAPTER](x), local_part(module.lora_A[ADAPTER].weight))
+    product: Tensor = F.linear(narrow, local_part(module.lora_B[ADAPTER].weight)) * module.scaling[ADAPTER]
+    return product
+
+
+def insert_whole(model: PreTrainedModel, asked: LoraConfig, *, seed: int) -> None:
+    """Puts adapters with their first values beside the projections of a whole model that has its weights."""
+    _insert(model, asked)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                parameter.copy_(initial(name, parameter.shape, seed=seed))
+
+
+def merge(model: PreTrainedModel) -> None:
+    """Adds the adapters of a whole model to its weights, and takes them out."""
+    for name, module in _adapted(model):
+        module.merge()
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, module.base_layer)
+    if hasattr(model, "peft_config"):
+        del model.peft_config
+
+
+def target_names(model: nn.Module) -> set[str]:
+    """Full names of the layers that have adapters."""
+    return {name for name, _ in _adapted(model)}
+
+
+def described(model: PreTrainedModel) -> tuple[str, str]:
+    """Where adapters are, and how much is trained."""
+    kinds = sorted({name.rpartition(".")[2] for name in target_names(model)})
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return f"adapters: {', '.join(kinds)}", f"{trained:,} parameters are trained, the others are frozen"
+
+
+def peft_config(asked: LoraConfig, model: PreTrainedModel) -> Any:
+    """The adapters as peft describes them."""
+    from peft import LoraConfig as PeftConfig
+
+    targets = asked.target_modules
+    if targets == "all-linear":
+        # By their full names: peft's own expansion takes in experts, which are no linear layers.
+        targets = tuple(_linear_layers(model))
+    return PeftConfig(
+        r=asked.r,
+        lora_alpha=2 * asked.r if asked.alpha is None else asked.alpha,  # type: ignore[arg-type]
+        lora_dropout=asked.dropout,
+        target_modules=list(targets) if isinstance(targets, tuple) else targets,
+        use_rslora=asked.rslora,
+        task_type="CAUSAL_LM",
+    )
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def original(name: str) -> str:
+    """The name that a frozen parameter has in the model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def initial(name: str, shape: torch.Size, *, seed: int) -> Tensor:
+    """First values of an adapter's whole weight; they depend on the seed and the name, not on the mesh.
+
+    A: uniform within 1 / sqrt(inputs), as torch's linear layers and peft begin. B: zeros, so that nothing changes yet.
+    """
+    if ".lora_B." in name:
+        return torch.zeros(shape)
+    key = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") % 2**63)
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    head = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
+
+
+def _insert(model: PreTrainedModel, asked: LoraConfig) -> None:
+    from peft import inject_adapter_in_model
+
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inject_adapter_in_model(peft_config(asked, model), model, adapter_name=ADAPTER, low_cpu_mem_usage=on_meta)
+
+
+def _adapted(model: nn.Module) -> list[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]

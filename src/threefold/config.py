@@ -91,8 +91,11 @@ class MeshConfig(_Section):
     dp_shard: AxisSize = Field(None, description="data ranks that share one copy of the weights: 1 DDP, dp FSDP")
     cp: AxisSize = Field(None, description="ranks that share one sequence")
     tp: AxisSize = Field(None, description="ranks that share one layer")
+    ep: PositiveInt = Field(1, description="tp ranks that share the experts, whole ones each; 1: each has a part of all")
     sequence_parallel: bool | Literal["auto"] = Field("auto", description="tp ranks share the sequence between layers")
     cp_method: Literal["auto", "gather", "ulysses"] = Field("auto", description="how cp ranks meet in attention")
+    cpu_offload: bool = Field(False, description="shards, their gradients and moments wait in the host's memory")
+    prefetch: Count = Field(0, description="sharded units gathered ahead of their turn; 0: the next one, as FSDP2 does")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cuda where there is one, else cpu")
     timeout_s: PositiveFloat = Field(600.0, description="longest wait in a collective, s")
 

@@ -370,7 +370,7 @@ def architecture(model_type: str = "llama", **sizes: Any) -> PretrainedConfig:
 
 def checking(topology: Topology, model: PretrainedConfig | None = None, **train: Any) -> Callable[[], Any]:
     config = config_loading.validate({"data": {"seq_len": 32}, "train": train})
-    return lambda: check(config, model or architecture(), ByteTokenizer(), topology)
+    return lambda: check(config, model or architecture(), ByteTokenizer(), topology, device="cpu")
 
 
 HEADS = problem(

@@ -46,6 +46,7 @@ class Miniature:
                 "optimizer": {"lr": 3e-3},
                 "checkpoint": {"every": 1, "keep": 9, **values.get("checkpoint", {})},
                 "log": {"dir": folder},
+                "mesh": values.get("mesh", {}),
             }
         )
         tokenizer = assemble.tokenizer_of(self.config)

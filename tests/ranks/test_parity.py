@@ -30,7 +30,8 @@ MESHES = [
 ]
 
 
-def _train_on_mesh(sizes: tuple[int, int, int, int], model_config: dict[str, Any], micro_batch: int) -> Any:
+def train_on_mesh(sizes: tuple[int, int, int, int], model_config: dict[str, Any], micro_batch: int, ep: int = 1) -> Any:
+    """Losses, gradient norms and the first step's clipped gradients on one rank of a mesh."""
     import torch
 
     from threefold.config import Config
@@ -47,6 +48,7 @@ def _train_on_mesh(sizes: tuple[int, int, int, int], model_config: dict[str, Any
             "model": {"config": model_config},
             "optimizer": {"lr": LR, "weight_decay": DECAY},
             "train": {"grad_clip": CLIP},
+            "mesh": {"ep": ep},
         }
     )
     model = build(config, load.read_config(config.model), mesh)
@@ -84,7 +86,8 @@ def alone() -> Any:
     return train_alone(TINY_LLAMA, batches, lr=LR, clip=CLIP, decay=DECAY)
 
 
-def _differences(found: Any, expected: Any) -> tuple[float, float, float, str]:
+def differences(found: Any, expected: Any) -> tuple[float, float, float, str]:
+    """Largest difference of the loss, of the norm and of a gradient (relative), and whose gradient that is."""
     losses, norms, first = found
     by_parameter = {
         name: float(abs(first[name] - gradient.numpy()).max() / max(1e-12, float(gradient.abs().max())))
@@ -98,8 +101,8 @@ def _differences(found: Any, expected: Any) -> tuple[float, float, float, str]:
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_mesh_follows_one_process(sizes: tuple[int, int, int, int], alone: Any) -> None:
-    results = run_ranks(_train_on_mesh, math.prod(sizes), sizes, TINY_LLAMA, 2)
-    loss, norm, gradient, worst = _differences(results[0], alone)
+    results = run_ranks(train_on_mesh, math.prod(sizes), sizes, TINY_LLAMA, 2)
+    loss, norm, gradient, worst = differences(results[0], alone)
     print(f"parity {sizes}: loss {loss:.1e}, norm {norm:.1e}, gradient {gradient:.1e} ({worst})")
     assert loss <= LOSS_TOLERANCE
     assert norm <= RELATIVE_TOLERANCE

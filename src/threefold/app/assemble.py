@@ -22,7 +22,7 @@ from threefold.errors import ConfigError, Problem, ThreefoldError
 from threefold.mesh.groups import Mesh
 from threefold.mesh.launch import cache_folder, data_path
 from threefold.mesh.topology import Topology
-from threefold.model import context_parallel, load, lora, tensor_parallel
+from threefold.model import context_parallel, data_parallel, load, lora, tensor_parallel
 
 DEFAULT_STEPS = 120
 _FORMAT = 1
@@ -44,8 +44,13 @@ def tokenizer_of(config: Config) -> Tokenizer:
     return load_tokenizer(name, revision=revision)
 
 
-def check(config: Config, architecture: PretrainedConfig, tokenizer: Tokenizer, topology: Topology) -> None:
+def check(
+    config: Config, architecture: PretrainedConfig, tokenizer: Tokenizer, topology: Topology, *, device: str
+) -> None:
     """Everything about the model, the batch and the mesh that can be known before anything is sent.
+
+    Args:
+        device: `cpu` or `cuda`, what the ranks compute on.
 
     Raises:
         ConfigError: all that is wrong, at once.
@@ -53,7 +58,9 @@ def check(config: Config, architecture: PretrainedConfig, tokenizer: Tokenizer, 
     problems = _batch_problems(config, topology)
     plan = load.plan_of(architecture, trust_remote_code=config.model.trust_remote_code)
     problems += tensor_parallel.problems(architecture, topology.tp, plan=plan)
+    problems += tensor_parallel.expert_problems(architecture, config.mesh.ep, topology.tp)
     problems += context_parallel.problems(config.mesh.cp_method, architecture, topology)
+    problems += data_parallel.problems(config.mesh, topology, device=device)
     problems += lora.problems(
         config.model.lora,
         lambda: load.build_without_storage(

@@ -110,7 +110,7 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
     console = Console(quiet=mesh.rank != 0, soft_wrap=True)
     tokenizer = assemble.tokenizer_of(config)
     architecture = load.read_config(config.model, vocab_size=tokenizer.vocab_size)
-    assemble.check(config, architecture, tokenizer, mesh.topology)
+    assemble.check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
     folder = RunFolder.from_json(mesh.share("run", lambda: open_run(_as_restarted(config), lock).to_json()))
     log_to_file(folder.path, mesh.rank)
     folder = undamaged(folder, mesh)

@@ -67,7 +67,7 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
     tokenizer = assemble.tokenizer_of(config)
     architecture = load.read_config(config.model, vocab_size=tokenizer.vocab_size)
     config, architecture = _cut(config, architecture, options)
-    assemble.check(config, architecture, tokenizer, mesh.topology)
+    assemble.check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
     rows = assemble.rows_of(config, tokenizer, mesh)
     observed = config.train.global_batch // mesh.dp_size
 

@@ -113,7 +113,7 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
     names = load.stored_names(model)
     shared_evenly = config.data.seq_len % (mesh.size("cp") * mesh.size("tp")) == 0
     scatter = config.mesh.sequence_parallel if shared_evenly else False
-    tensor, sequence = tensor_parallel.apply(model, mesh, scatter=scatter)
+    tensor, sequence = tensor_parallel.apply(model, mesh, scatter=scatter, whole_experts=config.mesh.ep > 1)
     if config.model.lora.r:
         tensor = lora.inject(model, config.model.lora, tensor, mesh)
     if config.train.activation_checkpointing != "none":
@@ -126,7 +126,9 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
     head.install(model, chunk=config.train.loss_chunk_tokens, **whole)
     kind, why = data_parallel.choose(mesh.topology)
     if kind == "fsdp":
-        data_parallel.shard(model, mesh, dtype=dtype)
+        data_parallel.shard(
+            model, mesh, dtype=dtype, cpu_offload=config.mesh.cpu_offload, prefetch=config.mesh.prefetch
+        )
     with load.weight_files(config.model, architecture, names, seed=config.train.seed, mesh=mesh) as found:
         load.fill(
             model,
@@ -135,6 +137,7 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
             tp_placements=tensor.placements,
             fsdp_sharded=kind == "fsdp",
             seed=config.train.seed,
+            offloaded=config.mesh.cpu_offload,
         )
     model.train()
     forward = data_parallel.replicate(model, mesh) if kind == "ddp" else model
@@ -143,6 +146,8 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
         choices.append((f"context parallelism: {method}", method_why))
     if sequence is not None:
         choices.append(sequence)
+    if config.mesh.ep > 1:
+        choices.append((f"experts: whole ones on each of {config.mesh.ep} tp ranks", "as given"))
     if config.model.lora.r:
         choices.append(lora.described(model))
     steps, head_why = head.operations(model)

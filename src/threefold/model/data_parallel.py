@@ -9,16 +9,19 @@ tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from threefold.config import MeshConfig
+from threefold.errors import Problem
 from threefold.mesh.groups import Mesh
 from threefold.mesh.topology import Topology
 
@@ -42,16 +45,59 @@ def choose(topology: Topology) -> tuple[str, str]:
     return "fsdp", f"FSDP2: {topology.dp_shard * topology.cp} shards (dp_shard x cp)"
 
 
-def shard(model: PreTrainedModel, mesh: Mesh, *, dtype: torch.dtype) -> None:
-    """Applies FSDP2 in place over (dp_replicate, fsdp): to each layer, small ones together, and to the rest."""
+def problems(config: MeshConfig, topology: Topology, *, device: str) -> list[Problem]:
+    """What stands against the settings of sharding on this mesh; empty where nothing does."""
+    kind, why = choose(topology)
+    found = []
+    if config.cpu_offload and device == "cpu":
+        found.append(
+            Problem(
+                "mesh.cpu_offload = true has no effect on a CPU",
+                "an accelerator, whose memory is not the host's",
+                "leave mesh.cpu_offload out",
+            )
+        )
+    for name, value in (("cpu_offload", config.cpu_offload), ("prefetch", config.prefetch)):
+        if value and kind != "fsdp":
+            found.append(
+                Problem(
+                    f"mesh.{name} = {str(value).lower()}, but nothing is sharded ({why})",
+                    "weights that are shared by several data ranks",
+                    f"--mesh.dp_shard {max(2, topology.dp)}   (FSDP2), or leave mesh.{name} out",
+                )
+            )
+    return found
+
+
+def shard(
+    model: PreTrainedModel, mesh: Mesh, *, dtype: torch.dtype, cpu_offload: bool = False, prefetch: int = 0
+) -> None:
+    """Applies FSDP2 in place over (dp_replicate, fsdp): to each layer, small ones together, and to the rest.
+
+    Args:
+        cpu_offload: keep shards, gradients and moments in the host's memory.
+        prefetch: units that are gathered ahead, in forward and in backward; 0: FSDP2 gathers the next one by itself.
+    """
     assert mesh.device_mesh is not None
     axes = ("dp_replicate", "fsdp") if mesh.topology.dp_replicate > 1 else ("fsdp",)
     policy = MixedPrecisionPolicy(param_dtype=dtype if dtype != torch.float32 else None, reduce_dtype=torch.float32)
     own_mesh = mesh.device_mesh[axes]
-    keep = _bytes(model) <= _KEPT_WHOLE_BYTES
-    for unit in _units(layers_of(model)):
-        fully_shard(unit, mesh=own_mesh, mp_policy=policy, reshard_after_forward=not keep)
-    fully_shard(model, mesh=own_mesh, mp_policy=policy, reshard_after_forward=False)
+    keep = _bytes(model) <= _KEPT_WHOLE_BYTES and not cpu_offload
+    settings: dict[str, Any] = {"mesh": own_mesh, "mp_policy": policy}
+    if cpu_offload:
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+    units = _units(layers_of(model))
+    for unit in units:
+        fully_shard(unit, reshard_after_forward=not keep, **settings)
+    fully_shard(model, reshard_after_forward=False, **settings)
+    if prefetch:
+        _prefetch([unit[0] for unit in units], prefetch)
+
+
+def _prefetch(units: Sequence[Any], ahead: int) -> None:
+    for number, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[number + 1 : number + 1 + ahead])
+        unit.set_modules_to_backward_prefetch(units[max(0, number - ahead) : number][::-1])
 
 
 def _units(layers: list[nn.Module]) -> list[list[nn.Module]]:

@@ -233,13 +233,17 @@ def fill(
     tp_placements: Mapping[str, Placement],
     fsdp_sharded: bool,
     seed: int,
+    offloaded: bool = False,
 ) -> None:
     """Gives a split model its storage on the mesh's device and reads this rank's part of every tensor.
 
     Adapters, which no file has, begin as `seed` gives them. A tensor is cut first over tp by its placement, then over
     fsdp along dim 0, the order in which it was split. Peak memory beyond the shards is one tensor.
     """
-    model.to_empty(device=mesh.device)
+    model.to_empty(device="cpu" if offloaded else mesh.device)
+    for buffer_owner in model.modules() if offloaded else ():
+        for name, buffer in buffer_owner.named_buffers(recurse=False):
+            buffer_owner._buffers[name] = torch.empty_like(buffer, device=mesh.device)
     # Plain parameters came out of it one by one: those that were tied are one again.
     for name, source in model.all_tied_weights_keys.items():
         owner, _, own = name.rpartition(".")

@@ -88,18 +88,56 @@ def problems(config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, str] 
     return found
 
 
+def expert_problems(config: PretrainedConfig, ep_size: int, tp_size: int) -> list[Problem]:
+    """What stands against giving each of `ep_size` ranks whole experts; empty where nothing does."""
+    if ep_size == 1:
+        return []
+    text = config.get_text_config()
+    name = config.model_type
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    if not getattr(text, "base_model_ep_plan", None) or not isinstance(experts, int):
+        return [
+            Problem(
+                f"mesh.ep = {ep_size}, but transformers has no expert-parallel plan for {name!r}",
+                expected="a model with experts that can be dealt out",
+                fix="--mesh.ep 1",
+            )
+        ]
+    found = []
+    if ep_size != tp_size:
+        found.append(
+            Problem(
+                f"mesh.ep = {ep_size} is not mesh.tp ({tp_size})",
+                expected="1, or the tp ranks, which hold the same tokens: shared by more, experts would be shards of "
+                "another mesh than the rest of the model, which is not built",
+                fix=f"--mesh.ep {tp_size}",
+            )
+        )
+    if experts % ep_size:
+        sizes = [size for size in range(1, experts + 1) if experts % size == 0 and size <= ep_size]
+        found.append(
+            Problem(
+                f"mesh.ep = {ep_size} cannot divide the {experts} experts of {name!r}",
+                expected="whole experts on every rank",
+                fix=f"--mesh.ep {sizes[-1]} --mesh.tp {sizes[-1]}",
+            )
+        )
+    return found
+
+
 def model_plan(model: PreTrainedModel) -> dict[str, str]:
     """The model's own plan, one entry for each module or parameter that it names; empty where it has none."""
     return model._expand_parallel_plan(dict(model.tp_plan or {}))
 
 
 def apply(
-    model: PreTrainedModel, mesh: Mesh, *, scatter: bool | str = "auto"
+    model: PreTrainedModel, mesh: Mesh, *, scatter: bool | str = "auto", whole_experts: bool = False
 ) -> tuple[TensorParallelism, tuple[str, str] | None]:
     """Splits `model` (on the meta device) over the tp axis; says what was split, and what was chosen and why.
 
     Args:
         scatter: sequence parallelism between the split parts; `auto` where the plan allows it.
+        whole_experts: give each tp rank some experts instead of a part of all.
 
     Raises:
         ConfigError: sequence parallelism was asked for and the plan does not allow it.
@@ -119,11 +157,18 @@ def apply(
         plan[head_name] = "colwise"
     if tied:
         plan |= {f"{embedding_name}.weight": "embedding_rowwise", embedding_name: "embedding_rowwise"}
-    scattered, why = _sequence(model, plan, asked=scatter)
+    experts = dict(model._expand_parallel_plan(dict(model.ep_plan))) if whole_experts else {}
+    plan = {name: style for name, style in plan.items() if name not in experts}
+    scattered, why = _sequence(model, {**plan, **experts}, asked=scatter)
     if scattered and not tied:
         plan |= {f"{embedding_name}.weight": "embedding_rowwise", embedding_name: "embedding_rowwise"}
     shared = None if scattered else SharedInput(tp_group)
     projections = _split(model, plan, mesh, shared)
+    if experts:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+        assert mesh.device_mesh is not None
+        apply_expert_parallelism(model, mesh.device_mesh["tp"], mesh.device_mesh["tp"], experts)
     parts = _enter_parts(model, plan, tp_group) if scattered else []
     if tied:
         # Splitting gave each of the two modules a parameter of its own; they are one again.

@@ -76,6 +76,7 @@ class TrainStep:
         self._token_loss = token_loss_of(model, mesh, label_smoothing=label_smoothing, z_loss=z_loss)
         self._router = RouterLoss.of(model.module.config)
         self._observe = observe
+        self._parameters_on = next(model.module.parameters()).device
         self._progress = progress or Progress()
 
     def __call__(self, batches: Sequence[Batch], *, lr: float) -> StepResult:
@@ -122,7 +123,8 @@ class TrainStep:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         # The fused kernels take a flag on the device and then change nothing: no wait for the norm.
-        self._optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
+        found = (~grad_norm.isfinite()).float()
+        self._optimizer.found_inf = found.to(self._parameters_on)  # type: ignore[attr-defined]
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -157,7 +159,7 @@ class TrainStep:
             self._observe()
         if self._grad_clip:
             factor = (self._grad_clip / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(gradients[True] + gradients[False], factor)
+            torch._foreach_mul_(gradients[True] + gradients[False], factor.to(self._parameters_on))
         return norm
 
     def _sum_partial(self, gradients: Sequence[Tensor | None]) -> None:
@@ -166,7 +168,7 @@ class TrainStep:
         own = [_local(gradient) for gradient in gradients if gradient is not None]
         if tp is None or not own:
             return
-        together = torch.cat([gradient.flatten() for gradient in own])
+        together = torch.cat([gradient.flatten() for gradient in own]).to(self._mesh.device)
         dist.all_reduce(together, group=tp)
         parts = together.split([gradient.numel() for gradient in own])
         torch._foreach_copy_(own, [part.view_as(gradient) for part, gradient in zip(parts, own, strict=True)])
@@ -266,4 +268,4 @@ def _local(gradient: Tensor | None) -> Tensor:
 def _square_sum(tensors: list[Tensor], device: torch.device) -> Tensor:
     if not tensors:
         return torch.zeros((), device=device)
-    return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).square().sum()
+    return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).square().sum().to(device)

@@ -91,7 +91,7 @@ class MeshConfig(_Section):
     dp_shard: AxisSize = Field(None, description="data ranks that share one copy of the weights: 1 DDP, dp FSDP")
     cp: AxisSize = Field(None, description="ranks that share one sequence")
     tp: AxisSize = Field(None, description="ranks that share one layer")
-    ep: PositiveInt = Field(1, description="tp ranks that share the experts, whole ones each; 1: each has a part of all")
+    ep: PositiveInt = Field(1, description="tp ranks that share experts, whole ones each; 1: all have a part of each")
     sequence_parallel: bool | Literal["auto"] = Field("auto", description="tp ranks share the sequence between layers")
     cp_method: Literal["auto", "gather", "ulysses"] = Field("auto", description="how cp ranks meet in attention")
     cpu_offload: bool = Field(False, description="shards, their gradients and moments wait in the host's memory")
@@ -115,6 +115,9 @@ class TrainConfig(_Section):
     z_loss: NonNegativeFloat = Field(0.0, description="weight of the squared log of the softmax' sum; 0: none")
     loss_chunk_tokens: Count | Literal["auto"] = Field(
         "auto", description="tokens whose logits exist at a time; auto: 256 MiB of them; 0: all"
+    )
+    fused_loss: Literal["auto", "liger", "none"] = Field(
+        "auto", description="head and loss in one kernel; auto: Liger's on CUDA where it is installed and can be used"
     )
     compile: bool = Field(False, description="compile each layer")
     activation_checkpointing: Literal["none", "full", "selective"] = Field(

@@ -55,15 +55,18 @@ def verify_rank(config: Config, options: Options, topology: Topology, answer: st
         return report_failure(error, first=is_first_failure(mesh, info.rank, error))
 
 
-def _in_float32(config: Config) -> Config:
+def _as_compared(config: Config, topology: Topology) -> Config:
+    """In float32; and without what does not bear upon the numbers, which one axis alone may not have room for."""
     values = config.model_dump()
     values["model"]["dtype"] = "float32"
+    ep = config.mesh.ep if config.mesh.ep == topology.tp else 1
+    values["mesh"].update(cpu_offload=False, prefetch=0, ep=ep)
     return validate(values)
 
 
 def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
     """The comparison of a mesh that lives already with one process; whole on rank 0. Every rank calls it."""
-    config = _in_float32(config)
+    config = _as_compared(config, mesh.topology)
     tokenizer = assemble.tokenizer_of(config)
     architecture = load.read_config(config.model, vocab_size=tokenizer.vocab_size)
     config, architecture = _cut(config, architecture, options)

@@ -19,7 +19,7 @@ from threefold.config import Config
 from threefold.config_loading import validate
 from threefold.errors import ConfigError
 from threefold.mesh.groups import Mesh
-from threefold.model import context_parallel, data_parallel, head, load, lora, recompute, tensor_parallel
+from threefold.model import context_parallel, data_parallel, fused_loss, head, load, lora, recompute, tensor_parallel
 from threefold.model.context_parallel import ContextParallel
 from threefold.model.sequence_parallel import gather
 from threefold.model.tensor_parallel import TensorParallelism
@@ -123,7 +123,15 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
             layer.compile()
     sharers = tensor.sequence_group
     whole = {"whole": partial(gather, group=sharers)} if sharers is not None else {}
-    head.install(model, chunk=config.train.loss_chunk_tokens, **whole)
+    steps, head_why = head.operations(model)
+    fused, fused_why = fused_loss.choose(
+        config.train.fused_loss,
+        steps,
+        device=mesh.device.type,
+        tp=mesh.size("tp"),
+        label_smoothing=config.train.label_smoothing,
+    )
+    head.install(model, chunk=config.train.loss_chunk_tokens, fused=fused, **whole)
     kind, why = data_parallel.choose(mesh.topology)
     if kind == "fsdp":
         data_parallel.shard(
@@ -150,7 +158,8 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
         choices.append((f"experts: whole ones on each of {config.mesh.ep} tp ranks", "as given"))
     if config.model.lora.r:
         choices.append(lora.described(model))
-    steps, head_why = head.operations(model)
+    if fused:
+        choices.append(("loss: Liger's kernel", fused_why))
     if steps is None:
         choices.append(("loss: all logits of a micro-batch at once", head_why))
     autocast = None if kind == "fsdp" or dtype == torch.float32 else dtype

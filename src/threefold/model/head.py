@@ -11,15 +11,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-# (logits [tokens, part of the vocabulary], labels [tokens]) -> (objective, cross entropy), both sums.
-TokenLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+from threefold.model.fused_loss import Additions, fused_sums
 
 _CHUNK_BYTES = 256 * 1024**2
 # What a forward may do between the hidden states and the loss for it to be understood; anything else is not known.
@@ -36,6 +35,12 @@ _LOGITS = {
     r"torch\.tanh\(logits\)": "",
     r"logits \* self\.config\.final_logit_softcapping": "",
 }
+
+
+class TokenLoss(Additions, Protocol):
+    """(logits [tokens, part of the vocabulary], labels [tokens]) -> (objective, cross entropy), both sums."""
+
+    def __call__(self, logits: Tensor, labels: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
 
 class Sums(NamedTuple):
@@ -73,13 +78,18 @@ def chunk_tokens(asked: int | str, *, tokens: int, vocabulary: int) -> int:
 
 
 def install(
-    model: PreTrainedModel, *, chunk: int | str, whole: Callable[[Tensor], Tensor] = lambda hidden: hidden
+    model: PreTrainedModel,
+    *,
+    chunk: int | str,
+    whole: Callable[[Tensor], Tensor] = lambda hidden: hidden,
+    fused: bool = False,
 ) -> None:
     """Replaces the model's forward by one that returns `Sums`; before any wrapper is put around the model.
 
     Args:
         chunk: tokens at a time, `auto`, or 0 for all at once.
         whole: makes the hidden states of this rank's sequence whole where tp ranks share it.
+        fused: head and loss in one kernel (`fused_loss.choose`).
     """
     steps, _ = operations(model)
     own_forward = model.forward
@@ -91,7 +101,12 @@ def install(
             objective, cross_entropy = token_loss(outputs.logits.flatten(0, 1), labels.flatten())
             return Sums(objective, cross_entropy, _router_logits(outputs))
         outputs = model.base_model(**inputs, **extra)
-        objective, cross_entropy = _by_chunks(model, whole(outputs.last_hidden_state), labels, token_loss, chunk, steps)
+        hidden = whole(outputs.last_hidden_state)
+        if fused:
+            sums = fused_sums(model, hidden.flatten(0, 1), labels.flatten(), token_loss, steps)
+        else:
+            sums = _by_chunks(model, hidden, labels, token_loss, chunk, steps)
+        objective, cross_entropy = sums
         return Sums(objective, cross_entropy, _router_logits(outputs))
 
     model.forward = forward  # type: ignore[method-assign]

@@ -1,0 +1,118 @@
+"""Head and cross entropy in one kernel: Liger's (arXiv:2410.10989), on CUDA, where the package is there.
+
+The kernel takes hidden states, the head's weight and the labels, works through the tokens by chunks, and keeps neither
+logits nor their gradient. It cannot smooth labels and tell the cross entropy alone, nor work on a part of the
+vocabulary: there the loss by chunks of `head` stands, which gives the same sums.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from threefold.errors import Problem
+
+IGNORED = -100
+
+
+class Additions(Protocol):
+    """What a loss adds to the cross entropy."""
+
+    @property
+    def label_smoothing(self) -> float: ...
+
+    @property
+    def z_loss(self) -> float: ...
+
+
+def problems(asked: str, *, device: str, tp: int, label_smoothing: float) -> list[Problem]:
+    """What stands against the kernel where it was asked for by name; empty where nothing does."""
+    if asked != "liger":
+        return []
+    possible, why = _possible(device=device, tp=tp, label_smoothing=label_smoothing)
+    if possible:
+        return []
+    fix = "pip install 'threefold[liger]', or " if "installed" in why else ""
+    return [
+        Problem(
+            f"train.fused_loss = liger, but {why}",
+            "CUDA, the liger-kernel package, the whole vocabulary on each rank and no smoothed labels",
+            f"{fix}--train.fused_loss auto   (the loss by chunks gives the same sums)",
+        )
+    ]
+
+
+def choose(asked: str, steps: list[str] | None, *, device: str, tp: int, label_smoothing: float) -> tuple[bool, str]:
+    """Whether the kernel is used, and why.
+
+    Args:
+        asked: `auto`, `liger` or `none`.
+        steps: what the model does to hidden states (`head.operations`).
+    """
+    if asked == "none":
+        return False, "as given"
+    if steps is None:
+        return False, "the model's head is not known"
+    return _possible(device=device, tp=tp, label_smoothing=label_smoothing)
+
+
+def _possible(*, device: str, tp: int, label_smoothing: float) -> tuple[bool, str]:
+    if importlib.util.find_spec("liger_kernel") is None or importlib.util.find_spec("triton") is None:
+        return False, "liger-kernel is not installed"
+    import triton
+
+    if device != "cuda" and not triton.knobs.runtime.interpret:
+        return False, "its kernels run on CUDA only"
+    if tp > 1:
+        return False, f"each of {tp} tp ranks has a part of the vocabulary"
+    if label_smoothing:
+        return False, "it does not tell the cross entropy alone where labels are smoothed"
+    return True, "liger-kernel is installed"
+
+
+def fused_sums(
+    model: PreTrainedModel, hidden: Tensor, labels: Tensor, loss: Additions, steps: list[str]
+) -> tuple[Tensor, Tensor]:
+    """(what is minimised, the cross entropy alone): scalar sums over the labels that are not -100.
+
+    Args:
+        hidden: [tokens, hidden], before the head.
+        steps: what follows the head, from `head.operations`.
+    """
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    head: Any = model.get_output_embeddings()
+    config: Any = model.config
+    weight, bias = head.weight, head.bias if hasattr(head, "bias") else None
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    hidden = hidden.to(weight.dtype) if hidden.dtype != weight.dtype else hidden
+    softcap = None
+    for step in steps:
+        # Scales of the logits are scales of the hidden states: the head is linear. (A bias would be scaled as well.)
+        if step == "divide":
+            hidden = hidden / config.logits_scaling
+        elif step == "multiply":
+            hidden = hidden * model.logit_scale
+        elif step == "cap":
+            softcap = config.final_logit_softcapping
+    total, z_loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
+        hidden,
+        weight,
+        labels,
+        bias,
+        None,
+        IGNORED,
+        loss.z_loss,
+        0.0,
+        "sum",
+        softcap,
+        bool(loss.z_loss),
+        torch.float32,
+    )
+    cross_entropy = total.detach() - z_loss.detach() if z_loss is not None else total.detach()
+    return total, cross_entropy

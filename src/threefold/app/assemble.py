@@ -22,7 +22,7 @@ from threefold.errors import ConfigError, Problem, ThreefoldError
 from threefold.mesh.groups import Mesh
 from threefold.mesh.launch import cache_folder, data_path
 from threefold.mesh.topology import Topology
-from threefold.model import context_parallel, data_parallel, fused_loss, load, lora, tensor_parallel
+from threefold.model import block_attention, context_parallel, data_parallel, fused_loss, load, lora, tensor_parallel
 
 DEFAULT_STEPS = 120
 _FORMAT = 1
@@ -61,6 +61,7 @@ def check(
     problems += tensor_parallel.expert_problems(architecture, config.mesh.ep, topology.tp)
     problems += context_parallel.problems(config.mesh.cp_method, architecture, topology)
     problems += data_parallel.problems(config.mesh, topology, device=device)
+    problems += block_attention.problems(config.model.attention, architecture, device=device)
     problems += fused_loss.problems(
         config.train.fused_loss, device=device, tp=topology.tp, label_smoothing=config.train.label_smoothing
     )

@@ -1,7 +1,7 @@
 """Attention of local queries over all keys, for every term that a model adds to it.
 
-torch's fused kernel where the model's attention is plain; a written-out one where a layer caps its scores (gemma2) or
-has sinks (gpt_oss), which the fused kernel would leave out without a word.
+torch's fused kernel where the model's attention is plain; by blocks where the mask is made of them; a written-out one
+where a layer caps its scores (gemma2) or has sinks (gpt_oss), which the fused kernel would leave out without a word.
 """
 
 from __future__ import annotations
@@ -10,19 +10,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+from threefold.model.block_attention import attend_blocks
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Output [batch, queries, heads, head] of one attention layer.
 
     Args:
         query: [batch, heads, queries, head]; key, value: [batch, kv heads, keys, head].
-        mask: boolean [batch, 1, queries, keys], true where a query sees a key; None for plain causal.
+        mask: boolean [batch, 1, queries, keys], true where a query sees a key, or its blocks; None for plain causal.
         kwargs: what the model's layer passes: scaling, dropout, softcap, s_aux (sinks), sliding_window (in the mask).
     """
+    if isinstance(mask, BlockMask):
+        return attend_blocks(query, key, value, mask, **kwargs), None
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         kwargs.pop("softcap", None)
         kwargs.pop("s_aux", None)

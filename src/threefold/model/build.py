@@ -19,7 +19,17 @@ from threefold.config import Config
 from threefold.config_loading import validate
 from threefold.errors import ConfigError
 from threefold.mesh.groups import Mesh
-from threefold.model import context_parallel, data_parallel, fused_loss, head, load, lora, recompute, tensor_parallel
+from threefold.model import (
+    block_attention,
+    context_parallel,
+    data_parallel,
+    fused_loss,
+    head,
+    load,
+    lora,
+    recompute,
+    tensor_parallel,
+)
 from threefold.model.context_parallel import ContextParallel
 from threefold.model.sequence_parallel import gather
 from threefold.model.tensor_parallel import TensorParallelism
@@ -105,7 +115,8 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
     method, method_why = context_parallel.choose(
         config.mesh.cp_method, architecture, mesh.topology, seq_len=config.data.seq_len
     )
-    context = ContextParallel(mesh, method=method)
+    kernel, kernel_why = block_attention.choose(config.model.attention, architecture, device=mesh.device.type)
+    context = ContextParallel(mesh, method=method, kernel=kernel)
     model: Any = load.build_without_storage(
         architecture, attention=context.name, trust_remote_code=config.model.trust_remote_code
     )
@@ -152,6 +163,8 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
     choices = [(f"data parallelism: {kind}", why)]
     if mesh.size("cp") > 1:
         choices.append((f"context parallelism: {method}", method_why))
+    if kernel == "flex" or config.model.attention != "auto":
+        choices.append((f"attention: {kernel}", kernel_why))
     if sequence is not None:
         choices.append(sequence)
     if config.mesh.ep > 1:

@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from threefold.errors import Problem
 from threefold.mesh.groups import Mesh
 from threefold.mesh.topology import Topology
 from threefold.model.attention import attend
+from threefold.model.block_attention import block_mask
 from threefold.model.context_collectives import gather_sequence, heads_to_sequence, sequence_to_heads
 
 _instance_numbers = itertools.count()
@@ -100,12 +102,17 @@ class ContextParallel:
     use; several models, each with its own, can live in one process.
     """
 
-    def __init__(self, mesh: Mesh, *, method: str = "gather") -> None:
+    def __init__(self, mesh: Mesh, *, method: str = "gather", kernel: str = "sdpa") -> None:
+        """Args:
+        method: how cp ranks meet, `gather` or `ulysses`.
+        kernel: `sdpa` with masks in memory, or `flex` with masks by blocks (`block_attention`).
+        """
         self.size = mesh.size("cp")
         self.rank = mesh.cp_rank
         self.name = f"threefold_{next(_instance_numbers)}"
         self._group = mesh.group("cp")
         self._method = method
+        self._kernel = kernel
         # What the mask function needs of the batch in flight; set by `shard`, read while the model builds its masks.
         self._query_positions = torch.empty(0, dtype=torch.long)
         self.key_positions = torch.empty(0, dtype=torch.long)
@@ -135,12 +142,23 @@ class ContextParallel:
 
     def _mask(
         self, batch_size: int, *, mask_function: Callable[..., Any], device: torch.device | str = "cpu", **kwargs: Any
-    ) -> Tensor | None:
+    ) -> Tensor | BlockMask | None:
         """Boolean mask [batch, 1, queries, sequence] of one kind of layer, at true positions.
 
-        The keys stand in the order in which the ranks deliver them. None where one process needs no mask.
+        The keys stand in the order in which the ranks deliver them. None where one process needs no mask. Where the
+        kernel is `flex`, the mask's blocks instead.
         """
         documents = self._documents
+        if self._kernel == "flex":
+            if self.size == 1 and documents is None and mask_function is causal_mask_function:
+                return None
+            return block_mask(
+                mask_function,
+                queries=self._query_positions,
+                keys=self.key_positions,
+                documents=documents,
+                batch=batch_size,
+            )
         if self.size == 1 and documents is None:
             kwargs["attention_mask"] = None  # ones, and looking at them would wait for the device
             # Hidden states may be a part of the sequence here; attention sees all of it.
@@ -164,7 +182,7 @@ class ContextParallel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | BlockMask | None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attention of local queries [batch, heads, sequence / cp, head] over the keys of the whole row."""
@@ -187,7 +205,13 @@ class ContextParallel:
         return torch.cat(outputs, dim=1), None
 
     def _by_heads(
-        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | BlockMask,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
         assert self._group is not None
         query, key, value = (heads_to_sequence(x, self._group) for x in (query, key, value))

@@ -1,0 +1,72 @@
+"""Masks by blocks hide and show what masks in memory do, at true positions; forward only, as a CPU has no backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ranks.reference import TINY_LLAMA
+from ranks.spawn import run_ranks
+from threefold.config_loading import validate
+from threefold.errors import ConfigError
+from threefold.model import block_attention, load
+
+WINDOW = {**TINY_LLAMA, "model_type": "mistral", "sliding_window": 5}
+CAPPED = {**TINY_LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8}
+CAPPED |= {"attn_logit_softcapping": 2.0}
+SINKS = {**TINY_LLAMA, "model_type": "gpt_oss", "head_dim": 8, "sliding_window": 5}
+SINKS |= {"num_local_experts": 2, "num_experts_per_tok": 1}
+MODELS = {"causal": TINY_LLAMA, "window": WINDOW, "caps": CAPPED, "sinks": SINKS}
+
+
+def _losses(cp: int, method: str) -> dict[str, tuple[float, float]]:
+    """For each model, with whole rows and with documents, the loss with masks in memory and by blocks."""
+    import torch
+
+    from threefold.mesh.groups import init_mesh
+    from threefold.model.build import build
+    from threefold.training.step import evaluate
+
+    mesh = init_mesh(cp=cp, device="cpu")
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(67, (3, 33), generator=generator)
+    positions = torch.arange(32).expand(3, -1).contiguous()
+    batch = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "position_ids": positions}
+    documents = {"document_ids": (torch.rand(3, 32, generator=generator) < 0.15).cumsum(1)}
+    found: dict[str, list[float]] = {}
+    for name, model in MODELS.items():
+        for kernel in ("sdpa", "flex"):
+            asked = {"config": model, "attention": kernel}
+            config = validate({"model": asked, "mesh": {"cp_method": method}, "data": {"seq_len": 32}})
+            built = build(config, load.read_config(config.model), mesh)
+            for kind, rows in (("whole rows", batch), ("documents", batch | documents)):
+                total, count = evaluate(built, [rows], mesh)
+                found.setdefault(f"{name}, {kind}", []).append(total / count)
+    return {name: (in_memory, by_blocks) for name, (in_memory, by_blocks) in found.items()}
+
+
+def test_blocks_hide_what_masks_hide() -> None:
+    alone = run_ranks(_losses, 1, 1, "auto")[0]
+    for cp, method in ((1, "auto"), (2, "gather"), (2, "ulysses")):
+        found = run_ranks(_losses, cp, cp, method)[0] if cp > 1 else alone
+        for name, (in_memory, by_blocks) in found.items():
+            assert abs(by_blocks - in_memory) <= 1e-5, (method, name)
+            assert abs(by_blocks - alone[name][0]) <= 1e-5, (method, name)
+    for shown, hidden in (("causal, whole rows", "window, whole rows"), ("causal, whole rows", "causal, documents")):
+        assert abs(alone[shown][0] - alone[hidden][0]) > 1e-3, f"{hidden} hides nothing: the test shows nothing"
+
+
+def test_choice_and_refusal() -> None:
+    def said(device: str, **extra: Any) -> str:
+        architecture = load.read_config(validate({"model": {"config": {**TINY_LLAMA, **extra}}}).model)
+        found = block_attention.problems("flex", architecture, device=device)
+        return str(ConfigError.of(found)) if found else ""
+
+    assert said("cuda") == ""
+    assert said("cpu") == (
+        "model.attention = flex, but flex_attention has no backward on a CPU\n"
+        "  expected: a CUDA device, and a model without attention dropout\n"
+        "  fix: --model.attention auto"
+    )
+    assert said("cuda", attention_dropout=0.1).startswith(
+        "model.attention = flex, but the model drops attention weights"
+    )

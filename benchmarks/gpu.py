@@ -3,8 +3,8 @@
     python benchmarks/gpu.py [--steps 20] [--seq-len 4096] [--rows 4] [--model 1B]
 
 In bfloat16 with float32 weights, each of: plain, compiled layers, Liger's head and loss, both; masks by blocks and in
-memory where rows hold documents. Every variant runs in a process of its own. Model FLOPs and the device's dense bfloat16
-peak are those of `threefold.training.metrics` (PaLM, appendix B).
+memory where rows hold documents. Every variant runs in a process of its own. Model FLOPs and the device's dense
+bfloat16 peak are those of `threefold.training.metrics` (PaLM, appendix B).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections import Counter
+from collections import Counter, deque
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -268,3 +268,11 @@ def test_evaluation_reads_every_row_once_in_equal_batches(num_rows: int, dp_size
 def test_evaluation_of_a_single_row_over_three_ranks_by_hand() -> None:
     found = [list(evaluation_batches(CountingRows(1), rows_per_rank=2, dp_rank=rank, dp_size=3)) for rank in range(3)]
     assert [[indices(batch) for batch in batches] for batches in found] == [[[0, -1]], [[-1, -1]], [[-1, -1]]]
+
+
+def test_rows_read_go_on_with_another_global_batch() -> None:
+    first, second = loader(50, batch=4), loader(50, batch=6)
+    deque(islice(first, 3), maxlen=0)
+    second.load_state_dict(first.state_dict())
+    next(iter(second))
+    assert (first.rows_read, second.rows_read) == (12, 18)

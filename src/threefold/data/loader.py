@@ -133,6 +133,7 @@ class TokenLoader:
         self._step = 1
         self._planned: dict[int, StepRange] = {}
         self._left_out: list[StepRange] = []
+        self._rows_read = 0
 
     @property
     def epoch(self) -> int:
@@ -156,11 +157,13 @@ class TokenLoader:
             if (step_range := self._planned.get(self._step)) is not None:
                 self._left_out.append(step_range)
             self._step += 1
+            self._rows_read += self.order.global_batch
             yield batch
 
     def advance(self, steps: int) -> None:
         """Moves on by `steps` steps without reading them."""
         self._epoch, self._position = after_steps(self._epoch, self._position, steps, **self._sizes())
+        self._rows_read += steps * self.order.global_batch
 
     def leave_out(self, skip: Sequence[StepRange], *, first_step: int) -> None:
         """Leaves the batches of some steps out when the run comes to them (see `skip`).
@@ -174,6 +177,11 @@ class TokenLoader:
         """
         self._planned = skips_ahead(skip, first_step=first_step, left_out=self._left_out)
         self._step = first_step
+
+    @property
+    def rows_read(self) -> int:
+        """Rows of the steps so far, over all dp ranks; those of `data.skip` were in no step."""
+        return self._rows_read
 
     @property
     def left_out(self) -> list[StepRange]:
@@ -203,7 +211,8 @@ class TokenLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor as plain values, and what was left out: counts the batches handed out, not those prefetched."""
-        return {**self.cursor().state_dict(), "left_out": [list(step_range) for step_range in self._left_out]}
+        left_out = [list(step_range) for step_range in self._left_out]
+        return {**self.cursor().state_dict(), "left_out": left_out, "rows_read": self._rows_read}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken, on any mesh and with any number of workers.
@@ -215,6 +224,7 @@ class TokenLoader:
         cursor.check(self.fingerprint())
         self._epoch, self._position = cursor.epoch, cursor.position
         self._left_out = [(first, last) for first, last in state.get("left_out", [])]
+        self._rows_read = state.get("rows_read", cursor.epoch * self.order.epoch_size + cursor.position)
 
     def _begins(self) -> Iterator[tuple[int, int]]:
         step, (epoch, position) = self._step, self._begin()

@@ -9,6 +9,7 @@ the end of a step, because the plan's own hook would sum an accumulated gradient
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ from threefold.model.head import operations
 from threefold.model.tensor_layers import SharedInput, column_forward, row_forward, vocabulary_forward
 
 _OUR_STYLES = {(nn.Linear, "colwise"), (nn.Linear, "rowwise"), (nn.Embedding, "embedding_rowwise")}
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _SUMMED_EVERY_BACKWARD = "replicated_with_grad_allreduce"
 
 
@@ -127,7 +129,21 @@ def expert_problems(config: PretrainedConfig, ep_size: int, tp_size: int) -> lis
 
 def model_plan(model: PreTrainedModel) -> dict[str, str]:
     """The model's own plan, one entry for each module or parameter that it names; empty where it has none."""
-    return model._expand_parallel_plan(dict(model.tp_plan or {}))
+    return _expanded(model, model.tp_plan or {})
+
+
+def _expanded(model: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, str]:
+    """A plan's rules by the names that they stand for: a module's parameters, then the module; `*` is any number."""
+    found = {}
+    for name, module in model.named_modules():
+        rule = plan.get(_NUMBER.sub(".*", name))
+        for own, _ in module.named_parameters(recurse=False):
+            parameter = f"{name}.{own}" if name else own
+            if (style := plan.get(_NUMBER.sub(".*", parameter), rule)) is not None:
+                found[parameter] = style
+        if rule is not None:
+            found[name] = rule
+    return found
 
 
 def apply(
@@ -157,7 +173,7 @@ def apply(
         plan[head_name] = "colwise"
     if tied:
         plan |= {f"{embedding_name}.weight": "embedding_rowwise", embedding_name: "embedding_rowwise"}
-    experts = dict(model._expand_parallel_plan(dict(model.ep_plan))) if whole_experts else {}
+    experts = _expanded(model, model.ep_plan) if whole_experts else {}
     plan = {name: style for name, style in plan.items() if name not in experts}
     scattered, why = _sequence(model, {**plan, **experts}, asked=scatter)
     if scattered and not tied:

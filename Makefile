@@ -11,10 +11,10 @@ TORCH_INDEX ?=
 ARGS ?=
 TESTS ?= tests
 
-.PHONY: train test test-faults check fix wheel clean help
+.PHONY: train test test-faults test-launchers test-examples check fix wheel clean help
 
 help:
-	@sed -n 's/^#   //p' Makefile; echo "make test | test-faults | check | fix | wheel | clean"
+	@sed -n 's/^#   //p' Makefile; echo "make test | test-faults | test-launchers | test-examples | check | fix | wheel | clean"
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed" if sys.version_info < (3, 10) else 0)'
@@ -36,12 +36,32 @@ train: $(VENV)/.runtime
 	$(BIN)/threefold train $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m "not slow" $(TESTS)
+	$(BIN)/python -m pytest -q -m "not slow and not launchers and not examples" $(TESTS)
 
 # Kills, stalls and lost hosts in their long forms; two hosts need root and iproute2.
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m slow tests
 	$(BIN)/python benchmarks/chaos.py --kills 100
+
+# Real launchers: torchrun, accelerate, mpirun, Slurm, SageMaker's toolkit, two hosts. Their Python parts have a venv of
+# their own; what is missing is skipped with the reason.
+LAUNCHERS := .venv-launchers
+DEBIAN := slurm-wlm munge openmpi-bin mpich iproute2
+
+$(LAUNCHERS)/.installed: tests/launchers/requirements.txt $(VENV)/.python
+	$(PYTHON) -m venv $(LAUNCHERS)
+	$(LAUNCHERS)/bin/python -m pip install -q -r tests/launchers/requirements.txt
+	$(LAUNCHERS)/bin/python -m pip install -q --no-deps sagemaker-train==1.27.0
+	@touch $@
+
+test-launchers: $(VENV)/.dev $(LAUNCHERS)/.installed
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && ! dpkg -s $(DEBIAN) > /dev/null 2>&1; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(DEBIAN); fi
+	$(BIN)/python -m pytest -q -m launchers tests/launchers
+
+# Every example by the command of its page, and long cases of what is tested shortly elsewhere.
+test-examples: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m examples tests
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -59,4 +79,4 @@ wheel: $(VENV)/.python
 	$(BIN)/python -m build --wheel --outdir dist
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LAUNCHERS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

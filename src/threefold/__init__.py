@@ -15,16 +15,18 @@ if TYPE_CHECKING:
     from threefold.data.sampler import DistributedSampler as DistributedSampler
     from threefold.mesh.groups import init_mesh as init_mesh
     from threefold.model.build import load_model as load_model
+    from threefold.training.make_step import make_step as make_step
 
 _HOME_OF_NAME = {
     "DistributedSampler": "threefold.data.sampler",
     "distribute": "threefold.data.distribute",
     "init_mesh": "threefold.mesh.groups",
     "load_model": "threefold.model.build",
+    "make_step": "threefold.training.make_step",
     "train": "threefold.app.training",
 }
 
-__all__ = ["DistributedSampler", "__version__", "distribute", "init_mesh", "load_model", "train"]
+__all__ = ["DistributedSampler", "__version__", "distribute", "init_mesh", "load_model", "make_step", "train"]
 
 
 def __getattr__(name: str) -> Any:

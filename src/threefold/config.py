@@ -18,6 +18,10 @@ AxisSize = PositiveInt | Literal["auto"] | None
 StepRange = Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)]
 
 
+# The trackers that log.trackers may name.
+TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -173,6 +177,10 @@ class LogConfig(_Section):
 
     dir: str | None = Field(None, description="the run's folder; default runs/<time>")
     every: PositiveInt = Field(10, description="steps between metrics lines; first and last are always logged")
+    trackers: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="who hears the metrics beside metrics.jsonl: tensorboard, wandb, trackio"
+    )
+    project: str = Field("threefold", description="the project's name at wandb and trackio")
     stall_s: PositiveFloat = Field(120.0, description="time without progress after which the late rank is shown, s")
     sample_tokens: Count = Field(64, description="tokens generated and shown at the end; 0: none")
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 from collections.abc import Sequence
 
-from threefold.config import Config, DataConfig, LoraConfig, ModelConfig
-from threefold.config_text import as_yaml
+from threefold.config import TRACKERS, Config, DataConfig, LogConfig, LoraConfig, ModelConfig
+from threefold.config_text import as_yaml, pasted
 from threefold.errors import Problem
 
 MIXTURE_FIX = (
@@ -43,6 +44,7 @@ def contradictions(config: Config) -> list[Problem]:
         )
     found += _lora_problems(config.model)
     found += _skip_problems(config.data.skip)
+    found += _tracker_problems(config.log)
     for number, beta in enumerate(config.optimizer.betas):
         if not 0 <= beta < 1:
             found.append(
@@ -81,6 +83,37 @@ def _skip_problems(skip: Sequence[tuple[int, int]]) -> list[Problem]:
                 f"data.skip has ranges that begin with steps {', '.join(map(str, firsts))}: they do not ascend",
                 "the ranges in the order in which the run comes to them, each beginning with another step",
                 f"--data.skip '{ascending}'",
+            )
+        )
+    return found
+
+
+def _tracker_problems(log: LogConfig) -> list[Problem]:
+    found = []
+    for name in dict.fromkeys(log.trackers):
+        if name not in TRACKERS:
+            near = difflib.get_close_matches(name.lower(), TRACKERS, n=1, cutoff=0.4)
+            found.append(
+                Problem(
+                    f"log.trackers has {as_yaml(name)}, which is none" + (f"; near: {near[0]}" if near else ""),
+                    f"of {', '.join(TRACKERS)}; metrics.jsonl is always written",
+                    f"--log.trackers '[{near[0] if near else TRACKERS[0]}]'",
+                )
+            )
+        elif log.trackers.count(name) > 1:
+            found.append(
+                Problem(
+                    f"log.trackers names {name} twice",
+                    "each once",
+                    f"--log.trackers {pasted([*dict.fromkeys(log.trackers)])}",
+                )
+            )
+    if log.project != LogConfig().project and not {"wandb", "trackio"} & {*log.trackers}:
+        found.append(
+            Problem(
+                f"log.project = {as_yaml(log.project)} has no effect without a tracker that has projects",
+                "wandb or trackio among log.trackers",
+                "--log.trackers '[wandb]', or leave log.project out",
             )
         )
     return found

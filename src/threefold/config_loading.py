@@ -304,6 +304,8 @@ def _problem(entry: Any, origins: Mapping[str, str]) -> Problem:
         expected = "two numbers, both at least 0 and below 1"
     elif key == "data.skip":
         expected = "[first, last] ranges of steps, counted from 1: [[1000, 1100]]"
+    elif key == "log.trackers":
+        expected = "a list of names: [tensorboard, wandb]"
     elif key == "train.micro_batch":
         expected = "a whole number greater than 0, or auto"
     origin = origins.get(key, "")

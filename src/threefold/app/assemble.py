@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import math
+import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from threefold import __version__
 from threefold.config import Config, DataConfig, MixtureSource
 from threefold.data.loader import Batch, Order, TokenLoader, evaluation_batches
 from threefold.data.mixed_rows import MixedRows
@@ -19,10 +23,12 @@ from threefold.data.packing import Rows
 from threefold.data.source import open_rows
 from threefold.data.tokens import Tokenizer, load_tokenizer
 from threefold.errors import ConfigError, Problem, ThreefoldError
+from threefold.integrations import trackers
 from threefold.mesh.groups import Mesh
 from threefold.mesh.launch import cache_folder, data_path
 from threefold.mesh.topology import Topology
 from threefold.model import block_attention, context_parallel, data_parallel, fused_loss, load, lora, tensor_parallel
+from threefold.training.metrics import Tracker
 
 DEFAULT_STEPS = 120
 _FORMAT = 1
@@ -61,6 +67,7 @@ def check(
     problems += tensor_parallel.expert_problems(architecture, config.mesh.ep, topology.tp)
     problems += context_parallel.problems(config.mesh.cp_method, architecture, topology)
     problems += data_parallel.problems(config.mesh, topology, device=device)
+    problems += trackers.problems(config.log.trackers)
     problems += block_attention.problems(config.model.attention, architecture, device=device)
     problems += fused_loss.problems(
         config.train.fused_loss, device=device, tp=topology.tp, label_smoothing=config.train.label_smoothing
@@ -92,6 +99,28 @@ def check(
         )
     if problems:
         raise ConfigError.of(problems)
+
+
+def trackers_of(
+    config: Config, mesh: Mesh, folder: Path, num_parameters: int, *, first_step: int, say: Callable[[str], None]
+) -> list[Tracker]:
+    """Who hears the run's metrics beside the metrics file; rank 0 calls it.
+
+    Args:
+        say: prints a line for people, where a tracker fails.
+    """
+    facts = {
+        "mesh": str(mesh.topology),
+        "ranks": mesh.world_size,
+        "device": mesh.device.type,
+        "parameters": num_parameters,
+        "threefold": __version__,
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+    }
+    run = trackers.RunDescription(folder, config.log.project, config.model_dump(mode="json"), facts, first_step)
+    return trackers.open_trackers(config.log.trackers, run, say)
 
 
 def _batch_problems(config: Config, topology: Topology) -> list[Problem]:

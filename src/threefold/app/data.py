@@ -126,6 +126,8 @@ def audit(run: Path, *, contents: bool = False) -> Iterator[str]:
     yield from _coverage_lines(stretches)
     num_read = sum(stretch.stop - stretch.start for stretch in stretches if stretch.first_step)
     what = "samples and tokens" if contents else "samples (tokens were compared during the run; --contents reads again)"
+    if not segments[-1].start.data:
+        what = "samples (of a Trainer's dataset, whose contents have no fingerprint)"
     yield f"proved: {num_read:,} reads, each by exactly one dp rank in exactly one step: {what}"
 
 

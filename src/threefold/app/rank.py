@@ -6,6 +6,7 @@ it. What goes wrong later is printed once, by the rank where it went wrong first
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+import xxhash
 from rich.console import Console
 
 from threefold import __version__
@@ -23,6 +25,7 @@ from threefold.app.export import generate_sample
 from threefold.app.keeper import Keeper, undamaged
 from threefold.app.run_folder import RunFolder, log_to_file, open_run
 from threefold.app.run_lock import RunLock
+from threefold.app.shared_folder import require_shared
 from threefold.app.training import report_failure
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config import Config
@@ -35,6 +38,7 @@ from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ThreefoldError
 from threefold.integrations.terminal import Terminal
 from threefold.mesh import launch
 from threefold.mesh.groups import FAILURES, Mesh, join_mesh
+from threefold.mesh.meeting_errors import NoDeviceError, NotMetError
 from threefold.mesh.topology import Topology
 from threefold.model import load
 from threefold.model.build import build
@@ -61,18 +65,30 @@ def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
     info = launch.current()
     mesh: Mesh | None = None
     try:
-        mesh = join_mesh(topology, info, device=config.mesh.device, timeout_s=config.mesh.timeout_s)
+        mesh = join_mesh(
+            topology, info, device=config.mesh.device, timeout_s=config.mesh.timeout_s, facts=facts_of(config)
+        )
         with RunLock() as lock:
             return _train(config, mesh, why, lock)
     except BaseException as error:
         if isinstance(error, SystemExit | KeyboardInterrupt):
             raise
-        code = report_failure(error, first=is_first_failure(mesh, info.rank))
+        code = report_failure(error, first=is_first_failure(mesh, info.rank, error))
         if isinstance(error, ThreefoldError) and mesh is not None:
             mesh.close()
         return code
     finally:
         sys.stdout.flush()
+
+
+def facts_of(config: Config) -> dict[str, str]:
+    """What must be the same on every rank, beside the mesh: the version, the config by its sections' digests."""
+    return {"threefold": __version__} | {
+        f"the config's section {section!r}": xxhash.xxh3_64_hexdigest(
+            getattr(config, section).model_dump_json().encode()
+        )
+        for section in type(config).model_fields
+    }
 
 
 def _as_restarted(config: Config) -> Config:
@@ -94,8 +110,10 @@ def quieten_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def is_first_failure(mesh: Mesh | None, rank: int) -> bool:
+def is_first_failure(mesh: Mesh | None, rank: int, error: BaseException | None = None) -> bool:
     """Whether this rank is the run's first to fail, and so the one to say why."""
+    if isinstance(error, NotMetError | NoDeviceError):
+        return error.first
     if mesh is None or mesh.store is None:
         return rank == 0
     try:
@@ -106,12 +124,14 @@ def is_first_failure(mesh: Mesh | None, rank: int) -> bool:
 
 def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
     if config.train.deterministic:
+        launch.make_products_deterministic()
         torch.use_deterministic_algorithms(True)
     console = Console(quiet=mesh.rank != 0, soft_wrap=True)
     tokenizer = assemble.tokenizer_of(config)
     architecture = load.read_config(config.model, vocab_size=tokenizer.vocab_size)
     assemble.check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
     folder = RunFolder.from_json(mesh.share("run", lambda: open_run(_as_restarted(config), lock).to_json()))
+    require_shared(folder.path, mesh)
     log_to_file(folder.path, mesh.rank)
     folder = undamaged(folder, mesh)
     rows = assemble.rows_of(config, tokenizer, mesh)
@@ -147,6 +167,8 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
     trackers: list[Tracker] = []
     if mesh.rank == 0:
         trackers = [MetricsFile(folder.metrics), Terminal(console, num_steps=steps, done=done)]
+        say = functools.partial(console.print, highlight=False, markup=False)
+        trackers += assemble.trackers_of(config, mesh, folder.path, num_parameters, first_step=done + 1, say=say)
     progress = Progress()
     timeout_s = config.train.timeout_s or _REPORT_BEFORE * config.mesh.timeout_s
     run = Run(
@@ -233,9 +255,13 @@ def _introduce(
     if folder.resume is not None:
         lines.append(f"  resumed from {folder.resume.path}")
     if (info := launch.current()).restart:
-        lines.append(f"  restart {info.restart} of {info.max_restarts}: a rank had failed")
+        lines.append(f"  restart {info.restart}{_restarted_by(info)}")
     for line in lines:
         console.print(line, highlight=False, markup=False)
+
+
+def _restarted_by(info: launch.LaunchInfo) -> str:
+    return f" of {info.max_restarts}: a rank had failed" if info.max_restarts else f": by {info.launcher}"
 
 
 def _conclude(

@@ -73,7 +73,9 @@ def train(config: Config | Mapping[str, Any] | str | Path | None = None) -> Resu
     elif isinstance(config, Mapping):
         loaded = Loaded(config_loading.validate(config))
     else:
-        loaded = config_loading.load(str(config) if config is not None else None, environ=launch.environment())
+        loaded = config_loading.load(
+            str(config) if config is not None else None, environ=launch.environment(), defaults=launch.defaults()
+        )
     code = train_command(loaded)
     if code not in (0, EXIT_STOPPED_WITH_CHECKPOINT):
         raise RunError(
@@ -96,10 +98,12 @@ def train_command(loaded: Loaded, *, max_restarts: int = 0) -> int:
         _refuse_unrestartable(loaded.config, info, max_restarts)
         if info.launcher == "torchrun":
             launch.die_with_parent()
+        launch.settle_rank(info)
         placed = resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None)
         from threefold.app.rank import run_rank
 
-        return run_rank(loaded, *placed)
+        code = run_rank(loaded, *placed)
+        return code if code or info.rank else deliver(loaded.config)
     mesh = loaded.config.mesh
     sizes = {mesh.dp, mesh.dp_shard, mesh.cp, mesh.tp} - {None}
     if sizes != {1}:
@@ -111,14 +115,30 @@ def train_command(loaded: Loaded, *, max_restarts: int = 0) -> int:
     elif topology.world_size == 1:
         from threefold.app.rank import run_rank
 
-        return run_rank(loaded, topology, why)
-    return launch.start_ranks(
+        return run_rank(loaded, topology, why) or deliver(loaded.config)
+    code = launch.start_ranks(
         _rank_entry,
         (loaded, topology, why),
         num_ranks=topology.world_size,
         grace_s=loaded.config.checkpoint.grace_s,
         max_restarts=max_restarts,
     )
+    return code or deliver(loaded.config)
+
+
+def deliver(config: Config) -> int:
+    """Leaves the trained model where a managed job keeps it (SageMaker's SM_MODEL_DIR); elsewhere does nothing."""
+    job = launch.managed_job()
+    if job is None or job.model is None or config.log.dir is None:
+        return 0
+    if job.model.exists() and any(job.model.iterdir()):
+        print(f"{job.model} holds something already: the model stays in {config.log.dir}")
+        return 0
+    from threefold.app.export import export
+
+    done = export(Path(config.log.dir), job.model)
+    print(f"{job.model}: step {done.step}, {done.num_parameters:,} parameters; {done.verified}")
+    return 0
 
 
 def _with_folder(loaded: Loaded) -> Loaded:
@@ -197,6 +217,7 @@ def report_failure(error: BaseException, *, first: bool) -> int:
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_GONE):
         text = str(_peer_gone(str(error).strip().splitlines()[0]))
     if first:
+        launch.tell_failure(text)
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
     return error.exit_code if isinstance(error, ThreefoldError) else EXIT_FAILED

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from threefold import __version__
-from threefold.cli import data, export, train, verify
+from threefold.cli import data, doctor, explain, export, submit, train, verify
 from threefold.errors import ThreefoldError
 
 app = typer.Typer(
@@ -25,7 +25,10 @@ app = typer.Typer(
 app.command("train", context_settings=train.CONTEXT)(train.command)
 app.command("verify", context_settings=verify.CONTEXT)(verify.command)
 app.command("export")(export.command)
+app.command("doctor", context_settings=doctor.CONTEXT)(doctor.command)
+app.command("explain")(explain.command)
 app.add_typer(data.app, name="data")
+app.add_typer(submit.app, name="submit")
 
 
 def _show_version(wanted: bool) -> None:
@@ -44,11 +47,11 @@ def _root(
 
 
 def _speaks_for_all() -> bool:
-    # Under a launcher every rank finds the same; a launcher that is set up wrongly has no rank that could speak.
+    # The ranks of a host find the same, hosts may differ; a launcher set up wrongly has no rank that could speak.
     from threefold.mesh import launch
 
     try:
-        return launch.current().rank == 0
+        return launch.current().local_rank == 0
     except ThreefoldError:
         return True
 
@@ -59,6 +62,9 @@ def run() -> None:
         app()
     except ThreefoldError as error:
         if _speaks_for_all():
+            from threefold.mesh import launch
+
+            launch.tell_failure(str(error))
             sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

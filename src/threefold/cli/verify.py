@@ -37,7 +37,8 @@ def command(
     from threefold import config_loading
     from threefold.app.verify import Options, verify_command
     from threefold.cli.arguments import split
+    from threefold.mesh import launch
 
     path, overrides = split(context.args)
-    loaded = config_loading.load(path, overrides, environ=os.environ)
+    loaded = config_loading.load(path, overrides, environ=os.environ, defaults=launch.defaults())
     sys.exit(verify_command(loaded, Options(steps, layers, random)))

@@ -127,7 +127,7 @@ class Watchdog:
 
     def _look(self, store: Any) -> None:
         """Looks for a stall, or for a store that no longer answers, until the watchdog is closed."""
-        speaks = self._mesh.rank % self._mesh.local_world_size == 0
+        speaks = self._mesh.rank == self._mesh.host_leader
         while not self._stopped.wait(self._every_s):
             away_s = time.monotonic() - self._reached_at
             if self._mesh.rank == 0:

@@ -1,0 +1,231 @@
+"""This machine without torch: Python, memory, shared memory, files, disks, clock, tokens, other accelerators.
+
+`look` reads the machine; `judge` is arithmetic on what was read, so that a test may read another machine.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from threefold.doctor.findings import Finding, note, ok, size, stop, warning
+
+_SHM = Path("/dev/shm")
+_LEAST_SHM = 1 << 30
+_LEAST_FILES = 4096
+_LEAST_DISK, _LITTLE_DISK = 1 << 30, 20 << 30
+_TOKENS = {
+    "Hugging Face": (("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"), ("{HF_HOME}/token",)),
+    "Weights & Biases": (("WANDB_API_KEY",), ("{HOME}/.netrc",)),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine says of itself; sizes in bytes, None where it does not say."""
+
+    host: str
+    system: str
+    python: str
+    cores: int
+    memory: int | None = None
+    shared_memory: int | None = None
+    open_files: int | None = None
+    disks: Mapping[str, int] = field(default_factory=dict)
+    clock_synchronized: bool | None = None
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    tpu: str | None = None
+
+
+def look(environ: Mapping[str, str], *, folders: Mapping[str, Path]) -> Machine:
+    """Reads this machine.
+
+    Args:
+        folders: what for -> folder whose free space counts; the nearest that exists is taken.
+    """
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(
+        host=socket.gethostname(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        python=platform.python_version(),
+        cores=affinity,
+        memory=_memory(),
+        shared_memory=shutil.disk_usage(_SHM).free if _SHM.is_dir() else None,
+        open_files=_open_files(),
+        disks={f"{name} ({folder})": _free(folder) for name, folder in folders.items()},
+        clock_synchronized=_clock_synchronized(),
+        tokens=_tokens(environ),
+        tpu=_tpu(environ),
+    )
+
+
+def judge(machine: Machine) -> list[Finding]:
+    """What is in the way of a run on this machine."""
+    found = [_python(machine), note("machine", _machine_text(machine))]
+    if machine.shared_memory is not None:
+        found.append(_shared_memory(machine.shared_memory))
+    if machine.open_files is not None:
+        found.append(_files(machine.open_files))
+    found += [_disk(name, free) for name, free in machine.disks.items()]
+    if machine.clock_synchronized is not None:
+        found.append(_clock(machine.clock_synchronized))
+    found += [
+        note("token", f"{name}: {place}" if (place := machine.tokens.get(name)) else f"{name}: none")
+        for name in _TOKENS
+    ]
+    if machine.tpu is not None:
+        found.append(
+            warning(
+                "TPU",
+                f"a TPU is here ({machine.tpu})",
+                expected="GPUs or CPUs: TPUs are not supported yet",
+                fix="--mesh.device cpu to try things out, or a machine with GPUs",
+            )
+        )
+    return found
+
+
+def _python(machine: Machine) -> Finding:
+    version = tuple(int(part) for part in machine.python.split(".")[:2])
+    if version >= (3, 10):
+        return ok("Python", machine.python)
+    return stop(
+        "Python", machine.python, expected="3.10 or newer", fix="make a virtual environment with a newer Python"
+    )
+
+
+def _machine_text(machine: Machine) -> str:
+    memory = f", {size(machine.memory)} of memory" if machine.memory is not None else ""
+    return f"{machine.host}: {machine.system}, {machine.cores} cores{memory}"
+
+
+def _shared_memory(free: int) -> Finding:
+    if free >= _LEAST_SHM:
+        return ok("shared memory", f"{size(free)} free in /dev/shm")
+    return warning(
+        "shared memory",
+        f"{size(free)} free in /dev/shm",
+        expected=f"{size(_LEAST_SHM)}: loader workers and NCCL hand data over in it, and a full one is a bus error",
+        fix="docker run --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm",
+    )
+
+
+def _files(limit: int) -> Finding:
+    if limit >= _LEAST_FILES:
+        return ok("open files", f"{limit} a process")
+    return warning(
+        "open files",
+        f"{limit} a process",
+        expected=f"{_LEAST_FILES}: connections and the tensors of loader workers each take one",
+        fix="ulimit -n 65536; docker run --ulimit nofile=65536",
+    )
+
+
+def _disk(name: str, free: int) -> Finding:
+    if free >= _LITTLE_DISK:
+        return ok("disk", f"{size(free)} free for {name}")
+    if free >= _LEAST_DISK:
+        return warning(
+            "disk",
+            f"{size(free)} free for {name}",
+            expected=f"{size(_LITTLE_DISK)}: a checkpoint with AdamW's state takes 12 bytes a parameter",
+            fix="free some, or another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches",
+        )
+    return stop(
+        "disk",
+        f"{size(free)} free for {name}",
+        expected=f"at least {size(_LEAST_DISK)}: nothing could be saved",
+        fix="free some, or another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches",
+    )
+
+
+def _clock(synchronized: bool) -> Finding:
+    if synchronized:
+        return ok("clock", "synchronised")
+    return warning(
+        "clock",
+        "not synchronised with a time server",
+        expected="a synchronised clock: logs of several machines are read side by side, and tokens have dates",
+        fix="start chrony or systemd-timesyncd; a container has its host's clock",
+    )
+
+
+def _memory() -> int | None:
+    """What this process may use: the machine's, or less where its container has a limit."""
+    sizes = []
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = _text(Path(path))
+        if text is not None and text.isdecimal():
+            sizes.append(int(text))
+    return min(sizes, default=None)
+
+
+def _open_files() -> int | None:
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return limit if limit != resource.RLIM_INFINITY else 1 << 30
+
+
+def _free(folder: Path) -> int:
+    folder = folder.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
+def _clock_synchronized() -> bool | None:
+    """What the kernel says of its clock; None where it cannot be asked."""
+    if sys.platform != "linux":
+        return None
+    import ctypes
+
+    unsynchronized, error = 0x40, 5
+    # struct timex; modes = 0 only reads. Five words come before `status`: modes with its padding, then four longs.
+    words = (ctypes.c_long * 64)()
+    try:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(words))
+    except (OSError, AttributeError):
+        return None
+    if state < 0:
+        return None
+    status = ctypes.cast(ctypes.byref(words, 5 * ctypes.sizeof(ctypes.c_long)), ctypes.POINTER(ctypes.c_int))[0]
+    return state != error and not status & unsynchronized
+
+
+def _tokens(environ: Mapping[str, str]) -> dict[str, str]:
+    """Where a token is, never the token."""
+    home = environ.get("HOME", str(Path.home()))
+    places = {"HOME": home, "HF_HOME": environ.get("HF_HOME", f"{home}/.cache/huggingface")}
+    found: dict[str, str] = {}
+    for name, (variables, files) in _TOKENS.items():
+        for variable in variables:
+            if environ.get(variable):
+                found.setdefault(name, f"set in {variable}")
+        for file in files:
+            path = Path(file.format(**places))
+            if path.is_file() and (path.name != ".netrc" or "wandb" in (_text(path) or "")):
+                found.setdefault(name, f"in {path}")
+    return found
+
+
+def _tpu(environ: Mapping[str, str]) -> str | None:
+    if any(Path("/dev").glob("accel*")):
+        return "/dev/accel*"
+    return next((name for name in ("TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE") if environ.get(name)), None)
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None

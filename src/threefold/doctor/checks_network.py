@@ -1,0 +1,196 @@
+"""The network of this machine: its interfaces, and which one gloo and NCCL would take. No torch.
+
+gloo takes GLOO_SOCKET_IFNAME, else the interface that the hostname's address belongs to, else the loopback. NCCL takes
+NCCL_SOCKET_IFNAME, else InfiniBand's interfaces (`ib*`), else any but `docker*` and `lo`.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from threefold.doctor.findings import Finding, note, ok, stop, warning
+
+_CLASS = Path("/sys/class/net")
+_INFINIBAND = Path("/sys/class/infiniband")
+_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One network interface; speed in Mbit/s, where it is known."""
+
+    name: str
+    address: str | None = None
+    up: bool = True
+    speed: int | None = None
+
+    @property
+    def loopback(self) -> bool:
+        return self.name == "lo" or (self.address or "").startswith("127.")
+
+    def __str__(self) -> str:
+        speed = f", {self.speed} Mbit/s" if self.speed else ""
+        return f"{self.name} {self.address or 'without an IPv4 address'}{speed}{'' if self.up else ', down'}"
+
+
+@dataclass(frozen=True)
+class Network:
+    """Interfaces, the address that the hostname stands for, InfiniBand ports, and the variables that choose."""
+
+    host: str
+    interfaces: Sequence[Interface] = ()
+    host_address: str | None = None
+    infiniband: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def look(environ: Mapping[str, str]) -> Network:
+    """Reads this machine."""
+    host = socket.gethostname()
+    try:
+        address: str | None = socket.gethostbyname(host)
+    except OSError:
+        address = None
+    return Network(
+        host,
+        tuple(_interface(name) for _, name in socket.if_nameindex()),
+        address,
+        tuple(_infiniband_ports()),
+        {name: value for name, value in sorted(environ.items()) if name.startswith(_VARIABLES)},
+    )
+
+
+def judge(network: Network, *, several_machines: bool) -> list[Finding]:
+    """What is in the way of ranks that meet over this network."""
+    usable = [each for each in network.interfaces if each.up and each.address]
+    found = [note("interfaces", "; ".join(map(str, usable)) or "none with an IPv4 address")]
+    found.append(_gloo(network, usable, several_machines=several_machines))
+    found.append(_nccl(network, usable))
+    for ports in network.infiniband:
+        found.append(note("InfiniBand", ports))
+    if not network.infiniband:
+        found.append(note("InfiniBand", "none"))
+    if network.variables:
+        found.append(note("variables", ", ".join(f"{name}={value}" for name, value in network.variables.items())))
+    return found
+
+
+def gloo_interface(network: Network) -> tuple[Interface | None, str]:
+    """The interface that gloo would take, and why."""
+    named = network.variables.get("GLOO_SOCKET_IFNAME")
+    by_name = {each.name: each for each in network.interfaces}
+    if named:
+        return by_name.get(named.split(",")[0]), f"GLOO_SOCKET_IFNAME={named}"
+    for each in network.interfaces:
+        if each.address is not None and each.address == network.host_address:
+            return each, f"{network.host} stands for {network.host_address}"
+    loopback = next((each for each in network.interfaces if each.loopback), None)
+    if network.host_address is not None and network.host_address.startswith("127."):
+        return loopback, f"{network.host} stands for {network.host_address}"
+    return loopback, f"{network.host} stands for no address of this machine"
+
+
+def nccl_interface(network: Network) -> tuple[Interface | None, str]:
+    """The first interface that NCCL would take for its sockets, and why."""
+    usable = [each for each in network.interfaces if each.up and each.address]
+    if named := network.variables.get("NCCL_SOCKET_IFNAME"):
+        exact, excluded = named.startswith("="), named.startswith("^")
+        names = named.lstrip("=^").split(",")
+
+        def is_named(each: Interface) -> bool:
+            return any(each.name == name if exact else each.name.startswith(name) for name in names)
+
+        chosen = [each for each in usable if is_named(each) is not excluded]
+        return (chosen[0] if chosen else None), f"NCCL_SOCKET_IFNAME={named}"
+    ranked = sorted(usable, key=lambda each: (not each.name.startswith("ib"), each.loopback, _is_bridge(each)))
+    return (ranked[0] if ranked else None), "NCCL's own order"
+
+
+def _gloo(network: Network, usable: Sequence[Interface], *, several_machines: bool) -> Finding:
+    chosen, why = gloo_interface(network)
+    others = [each.name for each in usable if not each.loopback and not _is_bridge(each)]
+    hint = f"GLOO_SOCKET_IFNAME={others[0] if others else 'NAME'}, the one that the machines share, on all of them"
+    if chosen is None:
+        return stop("gloo", f"{why}, and this machine has no such interface", expected=_names(usable), fix=hint)
+    if chosen.loopback and several_machines:
+        return stop(
+            "gloo",
+            f"would offer {chosen.address or '127.0.0.1'} to the other machines: {why}",
+            expected="an address that they can reach",
+            fix=hint,
+        )
+    if chosen.loopback and others:
+        return warning(
+            "gloo",
+            f"takes {chosen.name}: {why}",
+            expected="on one machine this is right; ranks of several machines could not connect to one another",
+            fix=f"for several machines: {hint}",
+        )
+    return ok("gloo", f"takes {chosen.name}: {why}")
+
+
+def _nccl(network: Network, usable: Sequence[Interface]) -> Finding:
+    chosen, why = nccl_interface(network)
+    if chosen is None:
+        return stop(
+            "NCCL",
+            f"{why}, and this machine has no such interface with an address",
+            expected=_names(usable),
+            fix="NCCL_SOCKET_IFNAME=NAME, the one that the machines share, or unset it",
+        )
+    return note("NCCL", f"would take {chosen.name} for its sockets: {why}")
+
+
+def _names(interfaces: Sequence[Interface]) -> str:
+    return f"one of {', '.join(each.name for each in interfaces)}" if interfaces else "an interface with an address"
+
+
+def _is_bridge(interface: Interface) -> bool:
+    return interface.name.startswith(("docker", "br-", "veth", "virbr", "cni", "flannel", "cali"))
+
+
+def _interface(name: str) -> Interface:
+    state = _text(_CLASS / name / "operstate")
+    speed = _text(_CLASS / name / "speed")
+    return Interface(
+        name,
+        _address(name),
+        up=state in (None, "up", "unknown"),
+        speed=int(speed) if speed is not None and speed.isdecimal() else None,
+    )
+
+
+def _address(name: str) -> str | None:
+    """The interface's IPv4 address, asked of the kernel."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    get_address = 0x8915
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking.fileno(), get_address, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _infiniband_ports() -> list[str]:
+    found = []
+    for port in sorted(_INFINIBAND.glob("*/ports/*")):
+        state, rate = _text(port / "state"), _text(port / "rate")
+        layer = _text(port / "link_layer")
+        found.append(f"{port.parts[-3]} port {port.name}: {state or 'unknown'}, {rate or '?'}, {layer or '?'}")
+    return found
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,235 @@
+"""`threefold explain` on collected logs: the cause, the line that matters, `unknown` for other programs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from logs.cases import PRODUCED, PUBLIC, UNRELATED
+from logs.collect import STARTS
+from threefold.app.explain import explain_command
+from threefold.doctor.explain import KNOWN, OWN_ERROR, OWN_REFUSAL, Explanation, explain
+from threefold.doctor.explain_log import Log
+from threefold.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+LOGS = ROOT / "tests/logs"
+
+
+def explained(folder: str, name: str) -> Explanation:
+    found = explain((LOGS / folder / f"{name}.log").read_text())
+    assert found is not None, "unknown"
+    return found
+
+
+@pytest.mark.parametrize("name", PRODUCED)
+def test_log_of_a_program_that_failed_here(name: str) -> None:
+    assert explained("produced", name).known.name == PRODUCED[name]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_lines_of_a_public_thread(name: str) -> None:
+    assert explained("public", name).known.name == PUBLIC[name][0]
+
+
+@pytest.mark.parametrize("name", UNRELATED)
+def test_log_of_another_kind_is_unknown(name: str) -> None:
+    assert explain((LOGS / "unrelated" / f"{name}.log").read_text()) is None
+
+
+def test_there_are_enough_logs_and_every_one_is_used() -> None:
+    assert len(PRODUCED) + len(PUBLIC) >= 25
+    assert len(UNRELATED) >= 10
+    for folder, names in (("produced", PRODUCED), ("public", PUBLIC), ("unrelated", UNRELATED)):
+        assert {path.stem for path in (LOGS / folder).iterdir()} == set(names)
+
+
+def test_every_produced_log_can_be_made_anew() -> None:
+    assert set(STARTS) == set(PRODUCED)
+
+
+def test_message_of_threefold_is_shown_whole() -> None:
+    found = explained("produced", "threefold-batch")
+    assert found.line.text == "train.global_batch = 15 cannot be divided equally among 2 dp ranks"
+    assert list(found.facts) == [
+        "expected: a multiple of mesh.dp (2), so that every dp rank makes the same number of steps",
+        "fix: --train.global_batch 16   (or 14)",
+    ]
+
+
+def test_rank_that_was_done_before_the_others_is_no_failure() -> None:
+    found = explained("produced", "uneven-epoch")
+    assert found.facts[-1] == (
+        "no other rank has failed: the one that is gone was done before the others (uneven numbers of batches?)"
+    )
+
+
+def test_every_error_is_found_by_its_own_example() -> None:
+    for known in KNOWN:
+        assert any(hit.known is known for hit in _all_hits(known.example)), known.name
+    assert len({known.name for known in (*KNOWN, OWN_ERROR, OWN_REFUSAL)}) == len(KNOWN) + 2
+
+
+def _all_hits(text: str) -> list[Explanation]:
+    found = explain(f"torch\n{text}\n")
+    return [] if found is None else [found, *found.others]  # type: ignore[list-item]
+
+
+def test_rank_that_failed_is_told_from_ranks_that_only_lost_it() -> None:
+    found = explained("produced", "own-error")
+    assert found.line.text == "KeyError: 'input_ids'"
+    assert found.line.rank == 1
+    assert found.frame is not None and found.frame.startswith("train.py:")
+    assert "child-failed" in {hit.known.name for hit in found.others}
+
+
+def test_process_that_was_killed_explains_lost_connections() -> None:
+    found = explained("produced", "killed-by-memory")
+    assert list(found.facts) == ["rank 1 on localhost failed first, with exit code -9 (SIGKILL)"]
+    assert {"peer-gone", "child-failed"} <= {hit.known.name for hit in found.others}
+
+
+def test_gpu_memory_says_by_how_much_it_was_short() -> None:
+    assert list(explained("public", "out-of-memory").facts) == [
+        "22 MiB were asked for and 11.06 MiB are free: at least 10.94 MiB short",
+        "194.9 MiB are reserved but unallocated, which would be enough: begin with step 1",
+    ]
+    assert list(explained("public", "out-of-memory-large").facts) == [
+        "30.29 GiB were asked for and 3.69 GiB are free: at least 26.6 GiB short",
+        "only 396.6 MiB are reserved but unallocated, so step 1 will not be enough",
+    ]
+
+
+def test_memory_of_other_processes_is_named() -> None:
+    text = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of "
+        "80.00 GiB of which 1.00 GiB is free. Including non-PyTorch memory, this process has 39.00 GiB memory in use."
+    )
+    found = explain(text)
+    assert found is not None
+    assert "40 GiB of this GPU belong to other processes: nvidia-smi shows them" in found.facts
+
+
+def test_nccl_timeout_says_who_did_not_come() -> None:
+    assert "ranks 1 and 2 did not report this timeout: look there first" in explained("public", "nccl-timeout").facts
+    went = "the ranks went different ways: rank 3 in ALLREDUCE; rank 7 in BROADCAST: uneven batches, or an "
+    assert any(fact.startswith(went) for fact in explained("public", "nccl-timeout-epoch-end").facts)
+    behind = "rank 7 stood further back than the others (operation 64088 of 96117): look there"
+    assert behind in explained("public", "nccl-timeout-progress-bar").facts
+
+
+def test_cause_comes_before_what_follows_from_it() -> None:
+    text = (
+        "[rank0]: torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error\n"
+        "[rank0]:[E1] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)\n"
+        "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    )
+    found = explain(text)
+    assert found is not None
+    assert (found.known.name, found.line.rank) == ("out-of-memory", 1)
+    assert [hit.known.name for hit in found.others] == ["nccl-timeout", "peer-gone"]
+
+
+@pytest.mark.parametrize(
+    ("text", "rank"),
+    [
+        ("[rank3]: KeyError: 1", 3),
+        ("[default2]:[rank2]: KeyError: 1", 2),
+        ("5: KeyError: 1", 5),
+        ("[1,6]<stderr>:KeyError: 1", 6),
+        ("2026-01-01T10:00:00.123456789Z stderr F [rank3]: KeyError: 1", 3),
+        ("2026-01-01 10:00:00,123 KeyError: 1", None),
+        ("KeyError: 1", None),
+    ],
+)
+def test_ranks_are_read_from_the_prefixes_of_launchers(text: str, rank: int | None) -> None:
+    line = Log.of(text).line_at(0)
+    assert (line.rank, line.text) == (rank, "KeyError: 1")
+
+
+def test_traceback_behind_a_progress_bar() -> None:
+    raised = Log.of("  1%| | 10/1752 [00:29]\r  2%| |Traceback (most recent call last):\nKeyError: 1\n").raised()
+    assert [error.line.number for error in raised] == [2]
+
+
+def test_text_of_an_explanation() -> None:
+    text, code = explain_command(LOGS / "public/device-mismatch.log")
+    assert code == 0
+    assert text.splitlines()[:5] == [
+        "tensors on different devices met  [device-mismatch]",
+        "  line 1: RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu "
+        "and cuda:0! (when checking argument for argument mat2 in method wrapper_mm)",
+        "  cpu and cuda:0 met in one operation",
+        "",
+        "cause: A batch or a buffer stayed on the CPU or on another GPU while the model is on this rank's GPU.",
+    ]
+    assert text.splitlines()[-1] == "more: docs/errors/device-mismatch.md"
+
+
+def test_unknown_names_the_last_error() -> None:
+    text, code = explain_command(LOGS / "unrelated/shapes-of-ones-own.log")
+    assert code == 1
+    assert text.splitlines() == [
+        "unknown: no error in this log is one that threefold knows",
+        "  the last error in it: line 12: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x5 and 4x4)",
+        "  the errors that it knows: docs/errors/README.md",
+    ]
+
+
+def test_folder_of_logs_is_read_with_its_ranks(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank-0000.log").write_text("RuntimeError: Connection closed by peer [10.0.0.2]:9 (gloo)\n")
+    (tmp_path / "logs/rank-0003.log").write_text("torch.OutOfMemoryError: CUDA out of memory.\n")
+    text, code = explain_command(tmp_path)
+    assert code == 0
+    assert "out-of-memory" in text.splitlines()[0]
+    assert "rank 3" in text.splitlines()[1]
+
+
+def test_of_a_resumed_run_the_last_start_counts(tmp_path: Path) -> None:
+    begin = "2026-01-01 10:00:00,000 INFO threefold: process 4242\n"
+    (tmp_path / "rank-0001.log").write_text(
+        f"{begin}torch.OutOfMemoryError: CUDA out of memory.\n{begin}torch: [Errno 24] Too many open files\n"
+    )
+    assert explain_command(tmp_path)[0].splitlines()[0].endswith("[open-files]")
+
+
+def test_missing_log_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        explain_command(tmp_path / "train.log")
+    assert str(error.value) == (
+        f"{tmp_path}/train.log does not exist\n"
+        "  expected: a log, or a folder with .log, .err or .out files\n"
+        "  fix: threefold explain train.log, or a pipe: ... 2>&1 | threefold explain"
+    )
+    with pytest.raises(ConfigError, match="holds no log"):
+        explain_command(tmp_path)
+
+
+def test_command_reads_a_pipe_without_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['threefold', 'explain']\n"
+        "from threefold.__main__ import main\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    log = (LOGS / "produced/mixed-dtensor.log").read_bytes()
+    done = subprocess.run([sys.executable, "-c", code], input=log, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.startswith(b"a plain tensor met a distributed one")
+
+
+def test_pages_are_current() -> None:
+    done = subprocess.run(
+        [sys.executable, "docs/generate_errors.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_logs_name_no_machine() -> None:
+    for path in LOGS.rglob("*.log"):
+        text = path.read_text()
+        assert str(ROOT) not in text and sys.prefix not in text, path

@@ -1,0 +1,184 @@
+"""Trackers: what each keeps of a run and of its resume, that none can stop training, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks.runs import _command_here, prepare
+from ranks.spawn import run_ranks
+from threefold import config_loading
+from threefold.errors import ConfigError
+from threefold.integrations.trackers import Guarded, RunDescription, open_trackers, problems
+
+ALL = "[tensorboard, wandb, trackio]"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    prepare(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb-config"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "wandb-cache"))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    return tmp_path
+
+
+def _train_here(folder: str, environ: dict[str, str], arguments: tuple[str, ...]) -> tuple[int, str, str]:
+    os.environ.update(environ)
+    return _command_here(folder, arguments)
+
+
+def train(folder: Path, steps: int, trackers: str, *more: str) -> str:
+    """What a run of one process prints; forked from a server that has torch imported."""
+    environ = {name: value for name, value in os.environ.items() if name.startswith(("WANDB_", "TRACKIO_", "HOME"))}
+    arguments = (
+        "train", "config.yaml", "--mesh.dp", "1", "--log.dir", "run", "--train.steps", str(steps),
+        "--optimizer.schedule", "constant", "--log.trackers", trackers, *more,
+    )  # fmt: skip
+    code, out, err = run_ranks(_train_here, 1, str(folder), environ, arguments)[0]
+    assert code == 0, out + err
+    return out + err
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    events.Reload()
+    return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_run_and_its_resume_are_one_run_everywhere(folder: Path) -> None:
+    first = train(folder, 3, ALL, "--log.project", "tests", "--eval.source", "corpus/part-0.txt")
+    train(folder, 5, ALL, "--log.project", "tests", "--eval.source", "corpus/part-0.txt")
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    assert sorted(losses) == [1, 2, 3, 4, 5]
+
+    found = scalars(folder / "run/tensorboard")
+    assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4, 5]
+    assert [value for _, value in found["train/loss"]] == pytest.approx([losses[step] for step in range(1, 6)])
+    assert [step for step, _ in found["eval/loss"]] == [3, 5]
+    events = b"".join(path.read_bytes() for path in (folder / "run/tensorboard").iterdir())
+    assert b"global_batch: 8" in events and b"dp=1 x cp=1 x tp=1" in events and b"transformers: " in events
+
+    number = json.loads((folder / "run/trackers.json").read_text())["wandb"]
+    offline = [path for path in (folder / "run/wandb").iterdir() if path.name.startswith("offline-run")]
+    assert len(offline) == 2 and all(path.name.split("-")[3] == number for path in offline)
+    kept = b"".join((path / f"run-{number}.wandb").read_bytes() for path in offline)
+    assert b"grad_norm" in kept and b"eval_loss" in kept and b"global_batch" in kept and b"dp=1 x cp=1" in kept
+
+    with sqlite3.connect(folder / "trackio/tests.db") as database:
+        rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
+    steps = [step for run, step, metrics in rows if "grad_norm" in json.loads(metrics)]
+    assert {run for run, *_ in rows} == {"run"} and steps == [1, 2, 3, 4, 5]
+    assert not any(word in first.lower() for word in ("wandb:", "trackio", "tensorboard"))
+
+
+def test_tracker_that_cannot_open_is_said_once_and_training_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://localhost:9")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(folder))
+    said = train(folder, 2, "[wandb]")
+    assert said.count("tracker wandb did not open and is left out: ") == 1
+    assert "done: 2 steps" in said
+    assert "Traceback" in (folder / "run/logs/rank-0000.log").read_text()
+
+
+class Failing:
+    def __init__(self, at: str) -> None:
+        self.at, self.heard = at, 0
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        self.heard += 1
+        if self.at == "log" and self.heard == 2:
+            raise OSError("the disk is full\nand more")
+
+    def close(self) -> None:
+        if self.at == "close":
+            raise SystemExit(1)
+
+
+def test_tracker_that_fails_later_is_left_out_from_then_on() -> None:
+    said: list[str] = []
+    inner = Failing("log")
+    guarded = Guarded("mine", lambda: inner, said.append)
+    for step in range(5):
+        guarded.log({"step": step})
+    guarded.close()
+    assert inner.heard == 2
+    assert said == [
+        "tracker mine failed and is left out: the disk is full (training goes on; see the rank's log)",
+    ]
+
+
+def test_tracker_that_leaves_the_process_does_not_take_training_along() -> None:
+    said: list[str] = []
+    guarded = Guarded("mine", lambda: Failing("close"), said.append)
+    guarded.close()
+    assert said == ["tracker mine did not close and is left out: 1 (training goes on; see the rank's log)"]
+
+
+def test_tracker_is_opened_with_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDescription(tmp_path / "run-a", "p", {"train": {"steps": 3}}, {"mesh": "dp=2"})
+    assert run.name == "run-a"
+    assert run.told == {"train": {"steps": 3}, "run": {"mesh": "dp=2"}}
+    run.folder.mkdir()
+    assert [run.id_of("wandb", lambda: "a"), run.id_of("wandb", lambda: "b"), run.id_of("trackio", lambda: "c")] == [
+        "a",
+        "a",
+        "c",
+    ]
+    assert open_trackers((), run, print) == []
+
+
+def test_missing_package_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else object())
+    assert [str(problem) for problem in problems(("tensorboard", "wandb"))] == [
+        "log.trackers has wandb, and the package wandb is not installed\n"
+        "  expected: a tracker that is there when training begins\n"
+        "  fix: pip install 'threefold[wandb]', or leave wandb out of log.trackers"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (
+            {"trackers": ["tensorbord"]},
+            "log.trackers has tensorbord, which is none; near: tensorboard\n"
+            "  expected: of tensorboard, wandb, trackio; metrics.jsonl is always written\n"
+            "  fix: --log.trackers '[tensorboard]'",
+        ),
+        (
+            {"trackers": "wandb"},
+            "log.trackers = wandb is not accepted\n"
+            "  expected: a list of names: [tensorboard, wandb]\n"
+            "  fix: --log.trackers '[]'   (the default)",
+        ),
+        (
+            {"trackers": ["wandb", "wandb"]},
+            "log.trackers names wandb twice\n  expected: each once\n  fix: --log.trackers '[wandb]'",
+        ),
+        (
+            {"trackers": ["tensorboard"], "project": "mine"},
+            "log.project = mine has no effect without a tracker that has projects\n"
+            "  expected: wandb or trackio among log.trackers\n"
+            "  fix: --log.trackers '[wandb]', or leave log.project out",
+        ),
+    ],
+)
+def test_request_that_makes_no_sense_is_refused(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config_loading.validate({"log": values})
+    assert str(error.value) == text

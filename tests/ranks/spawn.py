@@ -19,8 +19,10 @@ PRELOAD = [
     "torch.distributed.checkpoint",
     "transformers",
     "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
     "threefold.mesh.groups",
     "threefold.app.rank",
+    "threefold.integrations.huggingface",
 ]
 
 

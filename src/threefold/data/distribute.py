@@ -71,7 +71,7 @@ def distribute(
     Raises:
         ConfigError: a loader that cannot be distributed, or no way to know the rank.
     """
-    _check_loader(loader)
+    check_loader(loader)
     if ignore_last_row is not None and tail != "exact":
         raise ConfigError(
             f"ignore_last_row has no effect with tail = {tail!r}",
@@ -85,7 +85,7 @@ def distribute(
         tail=tail,
         order=order,
         mesh=mesh,
-        **_draw(loader.sampler, len(loader.dataset)),
+        **draw_of(loader.sampler, len(loader.dataset)),
     )
     return DistributedLoader(
         loader.dataset, sampler, ignore_last_row, **{name: getattr(loader, name) for name in _KEPT}
@@ -130,6 +130,10 @@ class DistributedLoader(DataLoader[Any]):
             DataError: no state of a loader, or one of another seed, data, size or order.
         """
         self.sampler.load_state_dict(state)
+
+    def rows_left(self) -> int:
+        """Rows of this rank from the place of the loop to the end of the epoch; the same number on every rank."""
+        return len(self.sampler.share_from(self.sampler.state_dict()["position"]))
 
     def _counting(self, batches: Iterator[Any], now: Pass) -> Iterator[Any]:
         sampler = self.sampler
@@ -198,7 +202,7 @@ def _replica_of(loader: Any) -> tuple[int, int] | None:
     return (split.world_size, split.rank) if split is not None else None
 
 
-def _draw(sampler: Any, num_rows: int) -> dict[str, Any]:
+def draw_of(sampler: Any, num_rows: int) -> dict[str, Any]:
     """The arguments of our sampler that say the same as torch's."""
     if type(sampler) is SequentialSampler:
         return {"shuffle": False}
@@ -224,7 +228,7 @@ def _draw(sampler: Any, num_rows: int) -> dict[str, Any]:
     )
 
 
-def _check_loader(loader: Any) -> None:
+def check_loader(loader: Any) -> None:
     if not isinstance(loader, DataLoader):
         raise ConfigError(
             f"distribute got a {type(loader).__name__}",

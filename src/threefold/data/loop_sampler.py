@@ -71,6 +71,10 @@ class LoopSampler(DistributedSampler):
         super().load_state_dict(state)
         self._counted = None
 
+    def share_from(self, position: int) -> range:
+        """This rank's positions from a global one to the end of the epoch; of equal length on every rank."""
+        return self._share(position)
+
     def _share(self, begin: int) -> range:
         tail: Tail = "pad" if self.tail == "exact" else self.tail
         return share(begin, num_rows=self.epoch_size, dp_rank=self.rank, dp_size=self.num_replicas, tail=tail)

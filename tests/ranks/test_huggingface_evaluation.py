@@ -1,0 +1,74 @@
+"""The Trainer's evaluation on real ranks: sum / count, and predictions in the dataset's order."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ranks.huggingface_cases import (
+    Reviews,
+    Sentences,
+    arguments,
+    causal_model,
+    classifier,
+    mean_by_hand,
+    on_ranks,
+)
+
+SIZES = (1, 2, 3, 5, 7, 8, 13, 17)
+BATCHES = (1, 2, 4)
+# (rows, rows of a batch)
+PREDICTED = ((7, 2), (5, 4), (1, 2), (12, 2))
+
+
+def evaluate_all(folder: str) -> list[float]:
+    """Losses of both models for every size of batch and set."""
+    from threefold.integrations.huggingface import Trainer
+
+    found = []
+    for model, rows_of in ((causal_model(), Sentences), (classifier(), Reviews)):
+        for batch_size in BATCHES:
+            trainer = Trainer(model, arguments(folder, per_device_eval_batch_size=batch_size))
+            found += [trainer.evaluate(rows_of(size))["eval_loss"] for size in SIZES]
+    return found
+
+
+def predict_all(folder: str) -> list[tuple[Any, Any, dict[str, float]]]:
+    from threefold.integrations.huggingface import Trainer
+
+    def accuracy(prediction: Any) -> dict[str, float]:
+        right = prediction.predictions.argmax(-1) == prediction.label_ids
+        return {"accuracy": float(right.mean()), "rows": len(right)}
+
+    found = []
+    for size, batch_size in PREDICTED:
+        args = arguments(folder, per_device_eval_batch_size=batch_size)
+        output = Trainer(classifier(), args, compute_metrics=accuracy).predict(Reviews(size))
+        found.append((output.predictions, output.label_ids, output.metrics))
+    return found
+
+
+def both(folder: str) -> tuple[Any, Any]:
+    return evaluate_all(folder), predict_all(folder)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_evaluation_is_sum_over_count_and_in_order(num_ranks: int, tmp_path: Path) -> None:
+    causal, classes = causal_model(), classifier()
+    by_hand = [mean_by_hand(causal, Sentences(size)) for size in SIZES] * len(BATCHES)
+    by_hand += [mean_by_hand(classes, Reviews(size)) for size in SIZES] * len(BATCHES)
+    alone = predict_all(str(tmp_path))
+    for losses, predicted in on_ranks(both, num_ranks, str(tmp_path)):
+        for value, wanted in zip(losses, by_hand, strict=True):
+            assert value == pytest.approx(wanted, abs=1e-6) or (math.isnan(wanted) and math.isnan(value))
+        for case, one, wanted_one in zip(PREDICTED, predicted, alone, strict=True):
+            predictions, labels, metrics = one
+            np.testing.assert_allclose(predictions, wanted_one[0], atol=1e-6)
+            np.testing.assert_array_equal(labels, [int(Reviews(case[0])[row]["labels"]) for row in range(case[0])])
+            assert metrics["test_rows"] == case[0]
+            assert metrics["test_accuracy"] == wanted_one[2]["test_accuracy"]
+            assert metrics["test_loss"] == pytest.approx(wanted_one[2]["test_loss"], abs=1e-6)

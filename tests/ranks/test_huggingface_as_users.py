@@ -57,7 +57,7 @@ def tune(folder: str, batch_size: int, more: dict[str, Any]) -> tuple[list[tuple
     return curve_of(trainer.state.log_history), trainer.evaluate()["eval_loss"], saved
 
 
-@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed (pip install 'threefold[peft]')")
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed (pip install 'threefold[lora]')")
 def test_adapters_of_peft(tmp_path: Path) -> None:
     more = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 100}
     whole, loss, _ = tune(str(tmp_path / "alone"), 8, dict(more))

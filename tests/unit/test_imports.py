@@ -62,6 +62,7 @@ TORCH_FREE = [
     "threefold.mesh.launch_info",
     "threefold.mesh.launch_managed",
     "threefold.mesh.launch_readers",
+    "threefold.mesh.launch_refusals",
     "threefold.mesh.meeting_errors",
     "threefold.mesh.topology",
     "threefold.training.metrics",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 import math
 from collections import deque
 from collections.abc import Iterator
@@ -42,6 +43,8 @@ from threefold.integrations.huggingface_state import (
 )
 
 log = logging.get_logger(__name__)
+# Beside a model in shards; transformers' own scheduler.pt is a pickle.
+_SCHEDULER = "scheduler.json"
 
 
 class Trainer(transformers.Trainer):
@@ -282,7 +285,7 @@ class Trainer(transformers.Trainer):
             return super()._save_optimizer_and_scheduler(output_dir)
         save_shards(Path(output_dir), self.model, _bare(self.optimizer))
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+            (Path(output_dir) / _SCHEDULER).write_text(json.dumps(self.lr_scheduler.state_dict()))
         return None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -296,7 +299,7 @@ class Trainer(transformers.Trainer):
             return super()._load_optimizer_and_scheduler(checkpoint)
         optimizer = _bare(self.optimizer)
         load_shards(Path(checkpoint), self.model, optimizer)
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+        self.lr_scheduler.load_state_dict(json.loads((Path(checkpoint) / _SCHEDULER).read_text()))
         for group, rate in zip(optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
         return None

@@ -13,16 +13,17 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from importlib.metadata import version
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 
 from threefold.config import MeshConfig
 from threefold.errors import EXIT_FAILED, EXIT_WRONG_REQUEST, ConfigError, Problem, RunError, ThreefoldError
 from threefold.mesh import launch
+from threefold.mesh.meeting import join_group
+from threefold.mesh.meeting_errors import no_device
 from threefold.mesh.topology import AXES, Topology, resolve
 
 # Counts the ranks that failed; the first one says why.
@@ -45,6 +46,8 @@ class Mesh:
         device: the device this rank computes on.
         device_mesh: torch's DeviceMesh of (dp_replicate, fsdp, tp), or None in a single process.
         local_world_size: ranks on this machine.
+        host_leader: the lowest rank on this machine.
+        num_hosts: machines, where that is known.
         groups: process groups of `dp`, `cp` and `loss`, where they have more than one member.
         store: the rendezvous store, or None in a single process.
     """
@@ -55,6 +58,8 @@ class Mesh:
     device_mesh: DeviceMesh | None = None
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     local_world_size: int = 1
+    host_leader: int = 0
+    num_hosts: int = 1
     store: dist.Store | None = None
     _exchanges: dict[str, int] = field(default_factory=dict, repr=False)
 
@@ -104,8 +109,7 @@ class Mesh:
 
     def once_per_host(self, name: str, work: Callable[[], str]) -> str:
         """As `share`, done by the first rank of each machine."""
-        host = self.rank // self.local_world_size
-        return self._share(f"{name}/{host}", work, maker=self.rank % self.local_world_size == 0)
+        return self._share(f"{name}/{self.host_leader}", work, maker=self.rank == self.host_leader)
 
     def decide(self, name: str, part: str, conclude: Callable[[list[str]], str]) -> str:
         """What rank 0 concludes from the `part` of every rank, in rank order, on every rank; no collective.
@@ -200,43 +204,59 @@ def init_mesh(
     return join_mesh(topology, info, device=device, timeout_s=timeout_s)
 
 
-def join_mesh(topology: Topology, info: launch.LaunchInfo, *, device: str, timeout_s: float) -> Mesh:
-    """Joins the process group that the launcher describes and lays the mesh over it."""
+def join_mesh(
+    topology: Topology,
+    info: launch.LaunchInfo,
+    *,
+    device: str,
+    timeout_s: float,
+    facts: Mapping[str, str] | None = None,
+) -> Mesh:
+    """Joins the ranks that the launcher describes and lays the mesh over them.
+
+    Args:
+        timeout_s: longest wait for the other ranks, and in any collective later.
+        facts: what must be the same on every rank, beside the mesh and the versions; compared before anything is sent.
+
+    Raises:
+        NotMetError: the ranks did not come together, within `timeout_s`.
+    """
     global _active
-    own_device = pick_device(device, info.local_rank)
+    own_device = pick_device(device, 0 if info.own_device else info.local_rank)
     if topology.world_size == 1 and not dist.is_initialized():
         _active = Mesh(topology, 0, own_device)
         return _active
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)
+    hosts: tuple[str, ...] = ()
     if not dist.is_initialized():
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo",
-            **_meeting_place(info, timedelta(seconds=timeout_s)),
-            rank=info.rank,
-            world_size=info.world_size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=own_device if own_device.type == "cuda" else None,
-        )
+        hosts = join_group(info, own_device, timeout_s, {**_own_facts(topology, own_device), **(facts or {})})
     sizes = (topology.dp_replicate, topology.dp_shard * topology.cp, topology.tp)
     device_mesh = init_device_mesh(own_device.type, sizes, mesh_dim_names=_PARAMETER_AXES)
     groups = {name: _group_of(topology, axes) for name, axes in _GROUPS.items()}
     present = {name: group for name, group in groups.items() if group is not None}
+    for group in (*device_mesh.get_all_groups(), *present.values()):
+        # Groups made of groups have torch's own limit, whatever the first one was given.
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     store = dist.distributed_c10d._get_default_store()
     # Ranks join alike, so counting gives each of several meshes in one process group keys of its own.
     number = store.add(f"threefold/meshes/{dist.get_rank()}", 1)
     store = dist.PrefixStore(f"mesh-{number}", store)
-    _active = Mesh(topology, dist.get_rank(), own_device, device_mesh, present, info.local_world_size, store)
+    rank = dist.get_rank()
+    leader = hosts.index(hosts[rank]) if hosts else rank - rank % info.local_world_size
+    _active = Mesh(
+        topology, rank, own_device, device_mesh, present, info.local_world_size, leader, len(set(hosts)) or 1, store
+    )
     return _active
 
 
-def _meeting_place(info: launch.LaunchInfo, timeout: timedelta) -> dict[str, Any]:
-    if info.generation is None:
-        return {"init_method": info.rendezvous}
-    # torch's agent gives every start the same store, with the addresses of ranks that are gone (pytorch #135712).
-    store, _, _ = next(rendezvous(info.rendezvous, info.rank, info.world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    return {"store": dist.PrefixStore(f"threefold/{info.generation}", store)}
+def _own_facts(topology: Topology, device: torch.device) -> dict[str, str]:
+    return {
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "the mesh": str(topology),
+        "the device": device.type,
+    }
 
 
 def _group_of(topology: Topology, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
@@ -259,11 +279,9 @@ def pick_device(device: str, local_rank: int) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         return torch.device("cpu")
-    visible = torch.cuda.device_count()
+    visible, named = torch.cuda.device_count(), launch.environment().get("CUDA_VISIBLE_DEVICES")
+    if visible == 1 and named == str(local_rank):
+        return torch.device("cuda", 0)  # a wrapper script around the rank has chosen
     if local_rank >= visible:
-        raise ConfigError(
-            f"local rank {local_rank} has no device: {visible} CUDA devices are visible to this process",
-            expected="one device for each local rank, so that no two ranks share one",
-            fix=f"start {visible} ranks on this machine, or --mesh.device cpu" if visible else "--mesh.device cpu",
-        )
+        raise no_device(local_rank, visible=visible, named=named)
     return torch.device("cuda", local_rank)

@@ -1,110 +1,118 @@
 """Who started this process, and starting ranks on this machine: the only reader of the environment.
 
-`read` turns a launcher's variables into a `LaunchInfo`. `start_ranks` is the launcher where there is none: local ranks
-through torch's elastic agent, forked from a server process that has the heavy libraries imported already.
+`read` turns a launcher's variables into a `LaunchInfo` (`launch_readers`), `managed_job` a managed job's into its
+folders and settings (`launch_managed`). `start_ranks` is the launcher where there is none: local ranks through torch's
+elastic agent, forked from a server process that has the heavy libraries imported already.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST, ConfigError
+from threefold.mesh.launch_info import LaunchInfo
+from threefold.mesh.launch_managed import Managed, Setting, managed
+from threefold.mesh.launch_managed import data_path as path_of_source
+from threefold.mesh.launch_managed import defaults as suggested
+from threefold.mesh.launch_readers import read
+
+__all__ = ["LaunchInfo", "Managed", "read"]
 
 _COLLECTED_WITHIN_S = 10.0
 _LEASH = "leash"
-_REQUIRED = ("RANK", "WORLD_SIZE")
-_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 # What a restart would not change: the request, and that somebody asked to stop.
 _FINAL = (EXIT_WRONG_REQUEST, EXIT_STOPPED_WITH_CHECKPOINT)
 
 
-@dataclass(frozen=True)
-class LaunchInfo:
-    """This process as its launcher describes it; one rank of one where there is no launcher.
-
-    Attributes:
-        generation: where the launcher keeps one rendezvous store over its restarts: what tells this start's keys from
-            those before; else None.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    rendezvous: str = "env://"
-    launcher: str | None = None
-    restart: int = 0
-    max_restarts: int = 0
-    generation: str | None = None
-
-
-def read(environ: Mapping[str, str]) -> LaunchInfo:
-    """What torchrun's variables say; `LaunchInfo()` where there are none.
-
-    Raises:
-        ConfigError: variables that are half set or no numbers.
-    """
-    present = [name for name in _REQUIRED if name in environ]
-    if not present:
-        return LaunchInfo()
-    missing = [name for name in (*_REQUIRED, "MASTER_ADDR", "MASTER_PORT") if name not in environ]
-    if missing:
-        raise ConfigError(
-            f"{' and '.join(present)} set, but {' and '.join(missing)} not",
-            expected="all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (set by a launcher), or none of them",
-            fix=f"start with torchrun --nproc_per_node=N -m threefold ..., or: unset {' '.join(present)}",
-        )
-    numbers = {}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *_RESTARTS):
-        value = environ.get(name)
-        if value is not None and not (value.isascii() and value.isdecimal()):
-            raise ConfigError(
-                f"{name} = {value!r} is not a number",
-                expected="the whole number that a launcher sets",
-                fix=f"unset {name}, or start with torchrun",
-            )
-        numbers[name] = int(value) if value is not None else None
-    rank, world_size = numbers["RANK"] or 0, numbers["WORLD_SIZE"] or 0
-    if rank >= world_size:
-        raise ConfigError(
-            f"RANK = {rank} with WORLD_SIZE = {world_size}",
-            expected="0 <= RANK < WORLD_SIZE",
-            fix="start with torchrun --nproc_per_node=N -m threefold ...",
-        )
-    local_world_size = numbers["LOCAL_WORLD_SIZE"] or world_size
-    local_rank = numbers["LOCAL_RANK"]
-    return LaunchInfo(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank if local_rank is not None else rank % local_world_size,
-        local_world_size=local_world_size,
-        launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment",
-        restart=(restart := numbers[_RESTARTS[0]] or 0),
-        max_restarts=numbers[_RESTARTS[1]] or 0,
-        generation=f"start-{restart}" if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else None,
-    )
-
-
 def current() -> LaunchInfo:
     """What the launcher of this very process says."""
-    return read(os.environ)
+    info = read(os.environ)
+    return info if info.host else dataclasses.replace(info, host=socket.gethostname())
 
 
 def environment() -> Mapping[str, str]:
     """The environment, for those who look up their own variables in it."""
     return os.environ
+
+
+def managed_job() -> Managed | None:
+    """The managed job (SageMaker) that this process is a part of."""
+    return managed(os.environ)
+
+
+def defaults() -> tuple[Setting, ...]:
+    """What this process' launcher suggests for keys of the config that are left open."""
+    return suggested(os.environ)
+
+
+def settings() -> tuple[Setting, ...]:
+    """What the managed job of this process says about keys of the config."""
+    job = managed_job()
+    return job.settings if job is not None else ()
+
+
+def tell_failure(text: str) -> None:
+    """Leaves a failure's reason where the owner of a managed job is shown it; without one does nothing."""
+    with contextlib.suppress(ConfigError):
+        if (job := managed_job()) is not None:
+            job.tell_failure(text)
+
+
+def data_path(source: str) -> str:
+    """The folder of a managed job's `channel:NAME`; any other source as it is."""
+    return path_of_source(source, os.environ)
+
+
+def settle_rank(info: LaunchInfo) -> None:
+    """Prepares this process, which a launcher has started, for torch; called before torch is imported.
+
+    torchrun gives its ranks one thread each. Others give none, and every rank would take all cores of its host.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    cores = os.cpu_count() or 1
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    os.environ.setdefault("OMP_NUM_THREADS", str(own if own < cores else max(1, cores // info.local_world_size)))
+
+
+def accept_local_rank(value: int) -> None:
+    """Takes the `--local_rank` that older launchers put on the command line, as LOCAL_RANK.
+
+    Raises:
+        ConfigError: LOCAL_RANK says otherwise, or no launcher has started this process.
+    """
+    said = os.environ.get("LOCAL_RANK")
+    if said is None and "RANK" not in os.environ:
+        raise ConfigError(
+            f"--local_rank {value}, but no launcher has started this process: RANK is not set",
+            expected="an option that a launcher adds by itself",
+            fix="leave --local_rank out, or start with torchrun --nproc_per_node=N -m threefold ...",
+        )
+    if said is not None and said != str(value):
+        raise ConfigError(
+            f"--local_rank {value}, but LOCAL_RANK = {said}",
+            expected="the same number: it is the device that this rank takes",
+            fix="leave --local_rank out: LOCAL_RANK is what counts",
+        )
+    # What launchers have set by themselves since they no longer use the option.
+    os.environ["LOCAL_RANK"] = str(value)
+
+
+def make_products_deterministic() -> None:
+    """Gives cuBLAS a workspace of fixed size, without which its products may differ from run to run."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def cache_folder() -> Path:

@@ -146,7 +146,7 @@ def weight_files(
         yield _index(staged)
         mesh.barrier()
     finally:
-        if mesh.rank % mesh.local_world_size == 0:
+        if mesh.rank == mesh.host_leader:
             shutil.rmtree(staged, ignore_errors=True)
 
 

@@ -1,0 +1,79 @@
+"""`threefold submit slurm` on a real Slurm: a job on two nodes is told to save, queues itself again and goes on."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launchers import slurm
+from ranks.faults import last_step, wait_for
+from ranks.runs import command, curve, environment, prepare
+
+pytestmark = [
+    pytest.mark.launchers,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(slurm.why_not() is not None, reason=str(slurm.why_not())),
+]
+
+KEYS = ("--mesh.dp", "2", "--mesh.device", "cpu", "--train.steps", "300", "--log.every", "1", "--log.dir")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[slurm.Cluster]:
+    prepare(tmp_path)
+    with slurm.cluster(tmp_path / "slurm") as made:
+        yield made
+
+
+def test_job_that_is_told_to_save_starts_itself_again(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    whole = command(tmp_path, "train", "config.yaml", *KEYS, "whole")
+    assert whole.returncode == 0, whole.stderr
+    env = {**environment(tmp_path), "OMP_NUM_THREADS": "1"}
+
+    def on_node(*arguments: str) -> str:
+        done = cluster.run(*arguments, cwd=tmp_path, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    submitted = on_node(
+        *(sys.executable, "-m", "threefold", "submit", "slurm", "config.yaml", *KEYS, "run"),
+        *("--nodes", "2", "--time", "10", "--name", "test"),
+    )
+    job = re.findall(r"Submitted batch job (\d+)", submitted)[0]
+
+    def printed() -> str:
+        path = tmp_path / f"test-{job}.out"
+        return path.read_text() if path.exists() else ""
+
+    wait_for(lambda: last_step(tmp_path / "run") >= 20, "step 20", within_s=90)
+    # What Slurm does ahead of the limit: the signal goes to the ranks, not to the script.
+    on_node("scancel", "--signal=USR1", job)
+    wait_for(lambda: "stopped by a signal after step" in printed(), "the stop", within_s=60)
+    stopped = last_step(tmp_path / "run")
+    assert 20 <= stopped < 300
+    wait_for(lambda: "JobState=PENDING" in on_node("scontrol", "show", "job", job), "the job in the queue", within_s=60)
+    # A job that was put back waits for two minutes. An administrator may shorten that, but not to nothing: within a
+    # second nodes still take the new start for the old one, whose right to run has ended.
+    on_node("scontrol", "update", f"JobId={job}", "StartTime=now+5seconds")
+    wait_for(lambda: "done: 300 steps" in printed(), "the run's end", within_s=120)
+    text = printed()
+    assert "restart 1: by slurm" in text and "resumed from run/checkpoints/step-" in text
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    wait_for(lambda: "JobState=COMPLETED" in on_node("scontrol", "show", "job", job), "the job's end")
+    assert (tmp_path / "run" / "submitted.yaml").exists()
+
+
+def test_rank_0s_node_without_a_name_is_told(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    env = {**environment(tmp_path), "MASTER_ADDR": "nowhere.invalid"}
+    arguments = ("train", "config.yaml", "--mesh.dp", "2", "--mesh.timeout_s", "8")
+    done = cluster.run(
+        *("srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "threefold", *arguments),
+        cwd=tmp_path,
+        env=env,
+    )
+    assert done.returncode == 1
+    assert "the name nowhere.invalid is not known here" in done.stderr, done.stderr

@@ -1,0 +1,411 @@
+"""Jobs that `threefold submit` makes of a config: what is in them, what is refused, and that no secret is."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from threefold.app import submit
+from threefold.config import Config, MeshConfig
+from threefold.config_loading import load, validate
+from threefold.errors import ConfigError, RunError
+from threefold.integrations import clusters, clusters_kubernetes, clusters_sagemaker, clusters_slurm
+from threefold.integrations.clusters_entry import command, fetch_secrets
+from threefold.integrations.clusters_kubernetes import KubernetesOptions
+from threefold.integrations.clusters_sagemaker import SageMakerOptions
+from threefold.integrations.clusters_slurm import SlurmOptions
+from threefold.integrations.terminal import Terminal
+from threefold.mesh.launch_managed import managed
+
+
+def config(**sections: Any) -> Config:
+    return validate({"mesh": {"dp": 4, "tp": 2}, **sections})
+
+
+def ranks(num_hosts: int = 2, **sections: Any) -> clusters.Ranks:
+    return clusters.ranks_of(config(**sections).mesh, num_hosts=num_hosts, per_host=None, option="--ranks-per-node")
+
+
+def said(error: pytest.ExceptionInfo[ConfigError]) -> str:
+    return str(error.value)
+
+
+# --- ranks, names, variables --------------------------------------------------------------------------------------
+
+
+def test_ranks_follow_from_the_mesh_or_fill_it() -> None:
+    found = ranks()
+    assert (found.num_hosts, found.per_host, found.topology.world_size) == (2, 4, 8)
+    filled = clusters.ranks_of(MeshConfig.model_validate({"dp": "auto", "tp": 4}), num_hosts=2, per_host=8, option="-x")
+    assert filled.topology.dp == 4
+
+
+@pytest.mark.parametrize(
+    ("mesh", "num_hosts", "per_host", "what"),
+    [
+        ({}, 1, None, "the mesh leaves the number of ranks open, and a job must ask for its hosts' devices"),
+        ({"dp": "auto", "tp": 2}, 1, None, "the mesh leaves the number of ranks open"),
+        ({"dp": 4}, 3, None, "4 ranks (dp=4 x cp=1 x tp=1) cannot be divided equally among 3 hosts"),
+        ({"dp": 4}, 2, 4, "mesh.dp x mesh.cp x mesh.tp = 4 x 1 x 1 = 4, but 8 ranks were started"),
+    ],
+)
+def test_ranks_that_do_not_fit(mesh: dict, num_hosts: int, per_host: int | None, what: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        asked = MeshConfig.model_validate(mesh)
+        clusters.ranks_of(asked, num_hosts=num_hosts, per_host=per_host, option="--ranks-per-node")
+    assert said(caught).startswith(what)
+
+
+@pytest.mark.parametrize("name", ["a job", "-x", "x" * 65, "", "näme", "a;rm", "$(x)"])
+def test_name_that_is_none(name: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"--name {name!r} is no name for this cluster's jobs")):
+        clusters.checked_name(name, longest=64)
+
+
+def test_secrets_stay_out_of_variables() -> None:
+    environ = {"HF_TOKEN": "hf_very_secret", "HF_HOME": "/cache"}
+    fix = "--secret {name}=SECRET/KEY"
+    assert clusters.variables(["HF_HOME", "A=b=c"], environ, secret_fix=fix) == {"HF_HOME": "/cache", "A": "b=c"}
+    for given in ("HF_TOKEN", "HF_TOKEN=hf_very_secret", "WANDB_API_KEY=x", "AWS_SECRET_ACCESS_KEY=x"):
+        with pytest.raises(ConfigError) as caught:
+            clusters.variables([given], environ, secret_fix=fix)
+        name = given.partition("=")[0]
+        assert said(caught) == (
+            f"--env {name} looks like a secret: its value would be kept in the job's description\n"
+            "  expected: secrets in the cluster's own store, and only their names in the job\n"
+            f"  fix: --secret {name}=SECRET/KEY"
+        )
+    with pytest.raises(ConfigError, match="--env NOWHERE, but NOWHERE is not set here"):
+        clusters.variables(["NOWHERE"], environ, secret_fix=fix)
+    with pytest.raises(ConfigError, match="names no variable"):
+        clusters.variables(["a-b=c"], environ, secret_fix=fix)
+
+
+# --- Slurm --------------------------------------------------------------------------------------------------------
+
+
+def test_batch_script_holds_the_config_and_starts_itself_again(tmp_path: Path) -> None:
+    asked = config(train={"steps": 7}, log={"dir": "runs/it's mine"})
+    options = SlurmOptions(name="job", time="01:00:00", cpus_per_task=4, python="/opt/my env/bin/python")
+    text = clusters_slurm.script(asked, ranks(), options)
+    for line in (
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--gpus-per-node=4",
+        "--signal=USR1@170",
+        "--requeue",
+        "--time=01:00:00",
+    ):
+        assert f"#SBATCH {line}\n" in text
+    assert "srun --wait=120 --cpus-per-task=4 '/opt/my env/bin/python' -m threefold train" in text
+    assert 'if [ "$code" -eq 75 ]; then\n    scontrol requeue "$SLURM_JOB_ID"' in text
+    # The script is run with a srun of our own, which shows what the job would start and with which config.
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin" / "srun"
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > srun.txt\nexit 75\n')
+    again = tmp_path / "bin" / "scontrol"
+    again.write_text('#!/bin/sh\necho "$@" > scontrol.txt\n')
+    for program in (fake, again):
+        program.chmod(0o755)
+    env = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", "-s"], input=text, cwd=tmp_path, env=env, text=True, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n"
+    started = (tmp_path / "srun.txt").read_text().splitlines()
+    run = "runs/it's mine"
+    assert started[-5:] == ["threefold", "train", f"{run}/submitted.yaml", "--log.dir", run]
+    assert load(str(tmp_path / run / "submitted.yaml"), environ={}).config == asked
+
+
+def test_batch_script_without_a_folder_names_it_after_the_job() -> None:
+    text = clusters_slurm.script(config(), ranks(), SlurmOptions(requeue=False))
+    assert 'run="runs/threefold-$SLURM_JOB_ID"' in text
+    assert "#SBATCH --no-requeue" in text and "scontrol" not in text
+
+
+def test_batch_script_on_cpus_asks_for_no_gpus() -> None:
+    assert "gpus" not in clusters_slurm.script(config(mesh={"dp": 2, "device": "cpu"}), ranks(), SlurmOptions())
+
+
+def test_values_stay_on_their_line() -> None:
+    with pytest.raises(ConfigError, match=r"--partition 'a b' is not one word"):
+        clusters_slurm.script(config(), ranks(), SlurmOptions(partition="a b"))
+    with pytest.raises(ConfigError, match="is no option of sbatch"):
+        clusters_slurm.script(config(), ranks(), SlurmOptions(options=("exclusive",)))
+
+
+# --- SageMaker ----------------------------------------------------------------------------------------------------
+
+
+def sagemaker_options(**given: Any) -> SageMakerOptions:
+    made = {
+        "name": "job",
+        "image": "image",
+        "role": "role",
+        "instance_type": "ml.p5.48xlarge",
+        "output": "s3://bucket/runs/",
+        **given,
+    }
+    return SageMakerOptions(**made)
+
+
+def test_request_and_source_are_what_a_container_needs() -> None:
+    asked = config(mesh={"dp": 8}, checkpoint={"every": 10})
+    options = sagemaker_options(spot=True, channels={"train": "s3://b/d"}, hyperparameters={"train.steps": "9"})
+    made = clusters_sagemaker.request(ranks(1, mesh={"dp": 8}), options, region="eu-west-1")
+    assert clusters_sagemaker.problems(asked, ranks(1, mesh={"dp": 8}), options) == []
+    assert made["ResourceConfig"]["InstanceCount"] == 1
+    assert made["EnableManagedSpotTraining"] is True
+    assert made["StoppingCondition"] == {"MaxRuntimeInSeconds": 86_400, "MaxWaitTimeInSeconds": 90_000}
+    assert made["CheckpointConfig"] == {"S3Uri": "s3://bucket/runs/job/checkpoints", "LocalPath": "/opt/ml/checkpoints"}
+    hyperparameters = {key: json.loads(value) for key, value in made["HyperParameters"].items()}
+    assert hyperparameters["sagemaker_submit_directory"] == clusters_sagemaker.source_of(options)
+    assert hyperparameters["train.steps"] == "9"
+    with tarfile.open(fileobj=io.BytesIO(clusters_sagemaker.archive(asked, options))) as tar:
+        names = tar.getnames()
+        text = tar.extractfile("config.yaml").read().decode()  # type: ignore[union-attr]
+    assert names == ["config.yaml", "threefold_entry.py"]
+    assert "dir:" not in text  # the container's checkpoint folder is the default there
+    assert clusters_sagemaker.archive(asked, options) == clusters_sagemaker.archive(asked, options)
+    # What the request says is what the container's process reads.
+    job = managed({"SM_HPS": json.dumps({"train.steps": "9"})})
+    assert job is not None and load(None, environ={}, settings=job.settings).config.train.steps == 9
+
+
+def test_wheels_are_installed_first(tmp_path: Path) -> None:
+    wheel = tmp_path / "threefold-1-py3-none-any.whl"
+    wheel.write_bytes(b"wheel")
+    files = clusters_sagemaker.source_files(config(), sagemaker_options(packages=(wheel,)))
+    assert files["requirements.txt"] == b"./threefold-1-py3-none-any.whl\n" and files[wheel.name] == b"wheel"
+
+
+def test_jobs_that_would_lose_their_work_are_refused() -> None:
+    def whats(options: SageMakerOptions, num_hosts: int = 1, **sections: Any) -> list[str]:
+        found = clusters_sagemaker.problems(config(**sections), ranks(num_hosts), options)
+        return [problem.what for problem in found]
+
+    assert whats(sagemaker_options(spot=True)) == ["--spot with checkpoint.every = 0"]
+    assert whats(sagemaker_options(), log={"dir": "runs/a"}) == ["log.dir = runs/a is lost with the instance"]
+    assert whats(sagemaker_options(), num_hosts=2) == ["2 instances, and log.dir is on each one's own disk"]
+    assert whats(sagemaker_options(), num_hosts=2, log={"dir": "/opt/ml/input/data/shared/run"}) == []
+    assert whats(sagemaker_options(output="bucket")) == ["--output 'bucket' is no place in S3"]
+    assert whats(sagemaker_options(channels={"a": "s3://"})) == ["--channel a 's3://' is no place in S3"]
+    assert whats(sagemaker_options(max_wait_s=100)) == ["--max-wait without --spot"]
+    spot = sagemaker_options(spot=True, max_wait_s=100)
+    assert whats(spot, checkpoint={"every": 1}) == ["--max-wait 100 is shorter than --max-run 86400"]
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "num_hosts", "warned"),
+    [
+        ("ml.g5.2xlarge", 2, True),
+        ("ml.g5.2xlarge", 1, False),
+        ("ml.p4d.24xlarge", 2, False),
+        ("ml.g5.12xlarge", 2, False),
+    ],
+)
+def test_several_instances_without_efa_are_warned_of(instance_type: str, num_hosts: int, warned: bool) -> None:
+    found = clusters_sagemaker.warnings(ranks(num_hosts), sagemaker_options(instance_type=instance_type))
+    assert bool(found) == warned
+    if warned:
+        assert found[0].startswith("2 instances of ml.g5.2xlarge, which has no EFA: gradients go over plain TCP")
+
+
+def test_metric_definitions_read_our_own_lines() -> None:
+    buffer = io.StringIO()
+    terminal = Terminal(Console(file=buffer, width=200), num_steps=120)
+    step = {"step": 7, "loss": 2.5, "grad_norm": 0.4, "lr": 2e-4, "step_time_s": 0.52, "tokens_per_s": 4096.0}
+    terminal.log({**step, "mfu": 0.41})
+    terminal.log({**step, "step": 8, "loss": float("nan"), "grad_norm": float("inf")})
+    terminal.log({"step": 8, "eval_loss": 2.25, "eval_tokens": 1000})
+    terminal.close()
+    lines = [line for line in buffer.getvalue().splitlines() if line]
+    read = {
+        name: [found for line in lines for found in re.findall(regex, line)]
+        for name, regex in clusters_sagemaker.METRICS.items()
+    }
+    assert read == {
+        "train:loss": ["2.5000", "nan"],
+        "train:grad_norm": ["0.400", "inf"],
+        "train:lr": ["2.00e-04", "2.00e-04"],
+        "train:step_time_s": ["0.52", "0.52"],
+        "eval:loss": ["2.2500"],
+    }
+
+
+def test_entry_script_becomes_what_the_container_lacks() -> None:
+    train = ["-m", "threefold", "train", "/code/config.yaml"]
+    one = {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}
+    two = {"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-2", "SM_NUM_GPUS": "8"}
+    assert command(one, "/code") == [sys.executable, *train]
+    assert command({**two, "RANK": "3"}, "/code") == [sys.executable, *train]
+    found = command(two, "/code")
+    assert found[1:3] == ["-m", "torch.distributed.run"] and found[-4:] == train
+    assert dict(zip(found[3:-4:2], found[4:-4:2], strict=True)) == {
+        "--nnodes": "2",
+        "--nproc-per-node": "8",
+        "--node-rank": "1",
+        "--master-addr": "algo-1",
+        "--master-port": "7777",
+    }
+    environ = {"A": "b"}
+    fetch_secrets(environ)
+    assert environ == {"A": "b"}
+
+
+def test_secrets_are_in_no_request() -> None:
+    options = sagemaker_options(secrets={"HF_TOKEN": "my/secret"}, variables={"A": "b"})
+    made = clusters_sagemaker.request(ranks(1), options, region=None)
+    assert made["Environment"] == {"A": "b", "THREEFOLD_SECRETS": '{"HF_TOKEN": "my/secret"}'}
+
+
+# --- Kubernetes ---------------------------------------------------------------------------------------------------
+
+
+def kubernetes_options(**given: Any) -> KubernetesOptions:
+    return KubernetesOptions(**{"name": "job", "image": "image", "volumes": {"claim": "/runs"}, **given})
+
+
+ON_VOLUME = {"log": {"dir": "/runs/a"}}
+
+
+@pytest.mark.parametrize("kind", clusters_kubernetes.KINDS)
+def test_manifests_read_back_and_hold_the_config(kind: str) -> None:
+    asked = config(**ON_VOLUME)
+    options = kubernetes_options(kind=kind, secrets={"HF_TOKEN": "hf/token"}, variables={"A": "1"}, namespace="team")
+    documents = clusters_kubernetes.manifests(asked, ranks(), options)
+    from ruamel.yaml import YAML
+
+    assert list(YAML(typ="safe", pure=True).load_all(clusters_kubernetes.shown(documents))) == documents
+    config_map, job = documents
+    assert config_map["metadata"]["name"] == "job-config"
+    read = YAML(typ="safe", pure=True).load(config_map["data"]["config.yaml"])
+    assert validate(read) == asked
+    text = json.dumps(job)
+    assert '"secretKeyRef": {"name": "hf", "key": "token"}' in text
+    assert {document["metadata"]["namespace"] for document in documents} == {"team"}
+    assert '"nvidia.com/gpu": "4"' in text
+    assert '"claimName": "claim"' in text and '"terminationGracePeriodSeconds": 140' in text
+
+
+def test_every_kind_starts_the_same_ranks() -> None:
+    asked = config(**ON_VOLUME)
+    made = {
+        kind: clusters_kubernetes.manifests(asked, ranks(), kubernetes_options(kind=kind))[1]["spec"]
+        for kind in clusters_kubernetes.KINDS
+    }
+    specs = made["pytorchjob"]["pytorchReplicaSpecs"]
+    assert [specs[kind]["replicas"] for kind in ("Master", "Worker")] == [1, 1]
+    assert made["pytorchjob"]["nprocPerNode"] == "4"
+    assert (made["trainjob"]["trainer"]["numNodes"], made["trainjob"]["trainer"]["numProcPerNode"]) == (2, 4)
+    job = made["jobset"]["replicatedJobs"][0]["template"]["spec"]
+    assert (job["completions"], job["parallelism"], job["completionMode"]) == (2, 2, "Indexed")
+    (container,) = job["template"]["spec"]["containers"]
+    assert container["command"][:3] == ["torchrun", "--nnodes=2", "--nproc-per-node=4"]
+    assert "--master-addr=job-node-0-0.job" in container["command"]
+
+
+def test_pods_that_would_lose_their_work_are_refused() -> None:
+    def whats(options: KubernetesOptions, **sections: Any) -> list[str]:
+        return [problem.what for problem in clusters_kubernetes.problems(config(**sections), ranks(), options)]
+
+    assert whats(kubernetes_options(), **ON_VOLUME) == []
+    assert whats(kubernetes_options()) == ["log.dir is not set: what a pod writes is lost with it"]
+    lost = ["log.dir = /tmp/a is on no volume: what a pod writes is lost with it"]
+    assert whats(kubernetes_options(), log={"dir": "/tmp/a"}) == lost
+    assert whats(kubernetes_options(kind="job"), **ON_VOLUME) == ["--kind 'job'"]
+    secret = kubernetes_options(secrets={"A": "nokey"})
+    assert whats(secret, **ON_VOLUME) == ["--secret A=nokey names no key of a Secret"]
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def test_programs_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(ConfigError, match="there is no sbatch here"):
+        list(submit.slurm(config(), ranks(), SlurmOptions(), dry_run=False))
+    with pytest.raises(ConfigError, match="there is no kubectl here"):
+        list(submit.kubernetes(config(**ON_VOLUME), ranks(), kubernetes_options(), dry_run=False))
+
+
+def test_dry_run_shows_no_value_of_a_variable() -> None:
+    options = sagemaker_options(variables={"HF_HOME": "private-place"})
+    lines = submit.sagemaker(config(), ranks(1), options, region="us-east-1", dry_run=True, source_to=None)
+    assert "private-place" not in "\n".join(lines)
+
+
+def test_source_for_the_sdk_is_written(tmp_path: Path) -> None:
+    lines = list(
+        submit.sagemaker(config(), ranks(1), sagemaker_options(), region=None, dry_run=True, source_to=tmp_path / "src")
+    )
+    assert lines[0] == f"wrote {tmp_path / 'src'}: entry script threefold_entry.py"
+    assert sorted(path.name for path in (tmp_path / "src").iterdir()) == ["config.yaml", "threefold_entry.py"]
+
+
+@pytest.fixture
+def refusing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sbatch and kubectl that refuse."""
+    for name in ("sbatch", "kubectl"):
+        program = tmp_path / name
+        program.write_text("#!/bin/sh\ncat > /dev/null\necho 'not today' >&2\nexit 1\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+
+@pytest.mark.usefixtures("refusing")
+def test_clusters_that_refuse() -> None:
+    with pytest.raises(RunError) as caught:
+        list(submit.slurm(config(), ranks(), SlurmOptions(), dry_run=False))
+    assert str(caught.value) == (
+        "sbatch has not taken the job: not today\n"
+        "  expected: options that this cluster accepts\n"
+        "  fix: --dry-run shows the script; sinfo shows partitions, sacctmgr show assoc your accounts"
+    )
+    with pytest.raises(RunError) as caught:
+        list(submit.kubernetes(config(**ON_VOLUME), ranks(), kubernetes_options(), dry_run=False))
+    assert str(caught.value) == (
+        "kubectl has not taken the job: not today\n"
+        "  expected: a cluster with the operator of this --kind, and the right to create jobs in the namespace\n"
+        "  fix: kubectl auth can-i create pytorchjobs; --kind jobset or trainjob where the operator is another"
+    )
+
+
+def test_sagemaker_without_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(ConfigError) as caught:
+        list(submit.sagemaker(config(), ranks(1), sagemaker_options(), region=None, dry_run=False, source_to=None))
+    assert said(caught) == (
+        "boto3 is not installed\n  expected: AWS' library, to send the job\n  fix: pip install 'threefold[sagemaker]'"
+    )
+
+
+def test_option_that_names_no_pair() -> None:
+    with pytest.raises(ConfigError) as caught:
+        clusters.named_pairs(["words"], option="--channel", what="NAME=s3://BUCKET/PREFIX", example="a=s3://b/c")
+    assert said(caught) == (
+        "--channel 'words' is not NAME=s3://BUCKET/PREFIX\n"
+        "  expected: NAME=s3://BUCKET/PREFIX\n"
+        "  fix: --channel a=s3://b/c"
+    )
+
+
+def test_the_command_prints_a_job(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("mesh: {dp: 2, device: cpu}\n")
+    arguments = ["submit", "slurm", "c.yaml", "--train.steps", "5", "--nodes", "2", "--dry-run"]
+    done = subprocess.run(
+        [sys.executable, "-m", "threefold", *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("#!/bin/bash\n") and "  steps: 5\n" in done.stdout
+    assert list(tmp_path.iterdir()) == [tmp_path / "c.yaml"]

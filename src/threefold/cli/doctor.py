@@ -28,7 +28,10 @@ def command(
     from threefold import config_loading
     from threefold.app.doctor import Options, doctor_command
     from threefold.cli.arguments import split
+    from threefold.mesh import launch
 
     path, overrides = split(context.args)
-    loaded = config_loading.load(path, overrides, environ=os.environ)
+    loaded = config_loading.load(
+        path, overrides, environ=os.environ, defaults=launch.defaults(), settings=launch.settings()
+    )
     sys.exit(doctor_command(loaded, Options(as_json, limit)))

@@ -151,7 +151,7 @@ WORDS = {
     ),
     "parallelism_config has cp_size = 2": (
         asked(cp=2),
-        "threefold train --mesh.cp 2   (keeps every mask), or cp_size=1",
+        "threefold.init_mesh(cp=2) before the Trainer, which keeps every mask, and cp_size=1",
     ),
     "DistributedConfig has pp_size = 2": (
         asked(model=sharded({}, pp_size=2)),

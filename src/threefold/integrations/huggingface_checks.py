@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from threefold.errors import ConfigError, Problem
+from threefold.integrations import huggingface_context
 
 # Where ours takes part in transformers' loop; the public names are older than the oldest version that we allow.
 _HOOKS = (
@@ -67,6 +68,7 @@ def check_request(trainer: Any) -> None:
         *_engine(trainer),
         *_parallelism(trainer),
         *_sharded(trainer.model, args),
+        *huggingface_context.problems(trainer),
     ]
     if problems:
         raise ConfigError.of(problems)
@@ -154,7 +156,7 @@ def _parallelism(trainer: Any) -> list[Problem]:
                     f"parallelism_config has {name} = {size}",
                     "1: accelerate drops a layer's mask there and attends causally, so packed rows, padding and "
                     "windows would be trained as if they were not there",
-                    f"threefold train --mesh.cp {size}   (keeps every mask), or {name}=1",
+                    f"threefold.init_mesh(cp={size}) before the Trainer, which keeps every mask, and {name}=1",
                 )
             )
     return problems

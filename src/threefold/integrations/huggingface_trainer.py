@@ -28,6 +28,7 @@ from transformers.utils import logging
 
 from threefold.data.distribute import require_distributed
 from threefold.integrations import huggingface_checks as checks
+from threefold.integrations import huggingface_context
 from threefold.integrations import huggingface_loaders as loaders
 from threefold.integrations.huggingface_audit import AuditCallback
 from threefold.integrations.huggingface_data import Axis, TrainLoader
@@ -68,6 +69,8 @@ class Trainer(transformers.Trainer):
         with _may_save_shards(given.get("model"), given.get("args")):
             super().__init__(*args, **kwargs)
         checks.check_request(self)
+        if (mesh := huggingface_context.mesh_of_rows()) is not None:
+            huggingface_context.cut_rows(self.model, mesh)
         if not any(isinstance(callback, AuditCallback) for callback in self.callback_handler.callbacks):
             self.add_callback(AuditCallback())
         self.callback_handler.callbacks.insert(0, EpochByRows(self))
@@ -85,8 +88,10 @@ class Trainer(transformers.Trainer):
 
     @property
     def axis(self) -> Axis:
-        """Where this process stands on the dp axis."""
-        return Axis(self.args.process_index, self.args.world_size, sharers=self.get_tp_size())
+        """Where this process stands on the dp axis; tensor and context ranks share its rows."""
+        mesh = huggingface_context.mesh_of_rows()
+        sharers = self.get_tp_size() * (mesh.size("cp") if mesh is not None else 1)
+        return Axis(self.args.process_index, self.args.world_size, sharers=sharers)
 
     def _get_dataloader(
         self,

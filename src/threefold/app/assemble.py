@@ -174,7 +174,7 @@ def rows_of(config: Config, tokenizer: Tokenizer, mesh: Mesh, *, held_out: bool 
     if held_out:
         assert config.eval.source is not None
         own = MixtureSource(source=config.eval.source, weight=1, split=config.eval.split)
-        return _open_on(mesh, "evaluation data", lambda: _rows_of_source(data, own, tokenizer))
+        return _open_on(mesh, "evaluation data", lambda: _rows_of_evaluation(data, own, tokenizer))
     if data.mixture is None:
         own = MixtureSource(source=data.source, weight=1)
         return _open_on(mesh, "data", lambda: _rows_of_source(data, own, tokenizer))
@@ -197,6 +197,18 @@ def _rows_of_named(data: DataConfig, name: str, source: MixtureSource, tokenizer
     except ThreefoldError as error:
         # Whoever reads one source speaks of data.source.
         named = [Problem(f"data.mixture.{name}: {each.what}", each.expected, each.fix) for each in error.problems]
+        raise type(error).of(named) from error
+
+
+def _rows_of_evaluation(data: DataConfig, source: MixtureSource, tokenizer: Tokenizer) -> Rows:
+    try:
+        return _rows_of_source(data, source, tokenizer)
+    except ThreefoldError as error:
+        # Whoever reads a source speaks of data.source.
+        named = [
+            Problem(*(text.replace("data.source", "eval.source") for text in (each.what, each.expected, each.fix)))
+            for each in error.problems
+        ]
         raise type(error).of(named) from error
 
 

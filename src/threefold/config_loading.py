@@ -6,17 +6,16 @@ as a whole, and the origin of each value. Unknown keys are refused with the near
 
 from __future__ import annotations
 
-import difflib
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from threefold.config import Config, MixtureSource
-from threefold.config_checks import MIXTURE_FIX, contradictions
-from threefold.config_text import as_yaml, pasted, read_yaml
+from threefold.config import Config
+from threefold.config_checks import contradictions
+from threefold.config_problems import every_key, inner_sections, keys_of, problem_of, unknown, value_at
+from threefold.config_text import pasted, read_yaml
 from threefold.errors import ConfigError, Problem
 
 MESH_VARIABLES = {"DP_SIZE": "mesh.dp", "CP_SIZE": "mesh.cp", "TP_SIZE": "mesh.tp"}
@@ -32,16 +31,7 @@ class Loaded:
     def describe(self) -> Iterator[tuple[str, Any, str]]:
         """(section.key, value, origin) of every key, in the order of the schema."""
         for key in every_key():
-            yield key, _at(self.config, key), self.origins.get(key, "default")
-
-
-def every_key() -> list[str]:
-    """Every `section.key`, and `section.key.key` where a section has one inside, in the order of the schema."""
-    return [f"{section}.{key}" for section in Config.model_fields for key in _keys(section)]
-
-
-def _at(config: Config, key: str) -> Any:
-    return functools.reduce(getattr, key.split("."), config)
+            yield key, value_at(self.config, key), self.origins.get(key, "default")
 
 
 def load(
@@ -73,7 +63,7 @@ def load(
     def put(key: str, value: Any, origin: str) -> None:
         section, _, name = key.partition(".")
         inner, _, rest = name.partition(".")
-        if inner not in _inner_sections(section):
+        if inner not in inner_sections(section):
             values.setdefault(section, {})[name] = value
         elif not rest and isinstance(value, Mapping):
             for each, own in value.items():
@@ -103,7 +93,7 @@ def load(
         put_text(key, value, origin, origin)
     for key, text in overrides:
         put_text(key, text, f"--{key}", "command line")
-    problems += _unknown(values)
+    problems += unknown(values)
     if not problems:
         return Loaded(validate(values, origins), origins)
     try:
@@ -117,7 +107,7 @@ def _known(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The values of keys that exist."""
     found: dict[str, Any] = {}
     for section in values.keys() & Config.model_fields.keys():
-        inner, keys = _inner_sections(section), set(_keys(section))
+        inner, keys = inner_sections(section), set(keys_of(section))
         found[section] = {
             key: {each: own for each, own in value.items() if f"{key}.{each}" in keys}
             if key in inner and isinstance(value, Mapping)
@@ -137,8 +127,8 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        problems = _unknown(values) + [
-            _problem(entry, origins or {})
+        problems = unknown(values) + [
+            problem_of(entry, origins or {})
             for entry in error.errors()
             if entry["type"] != "extra_forbidden" or entry["loc"][:2] == ("data", "mixture")
         ]
@@ -210,121 +200,6 @@ def _parse(text: str, origin: str, problems: list[Problem]) -> Any:
             )
         )
         return None
-
-
-def _unknown(values: Mapping[str, Any]) -> list[Problem]:
-    found = []
-    every = every_key()
-    for section, keys in values.items():
-        in_section = section in Config.model_fields
-        names = _names(section, keys) if isinstance(keys, Mapping) else [section]
-        for name in names:
-            if name in every or (in_section and not isinstance(keys, Mapping)):
-                continue
-            known = every if in_section else [*Config.model_fields, *every]
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            ends = [key for key in every if key.rpartition(".")[2] == name.rpartition(".")[2]]
-            meant = next(iter(ends or nearest), None)
-            expected = (
-                f"one of {section}.{{{', '.join(_keys(section))}}}"
-                if in_section
-                else f"a key of the sections {', '.join(Config.model_fields)}"
-            )
-            fix = f"did you mean {meant}?" if meant else "`threefold train --print-config` lists every key"
-            found.append(Problem(f"unknown key {name}", expected, fix))
-    return found
-
-
-def _names(section: str, keys: Mapping[str, Any]) -> Iterator[str]:
-    inner = _inner_sections(section)
-    for key, value in keys.items():
-        if key in inner and isinstance(value, Mapping):
-            yield from (f"{section}.{key}.{each}" for each in value)
-        elif key not in inner:
-            yield f"{section}.{key}" if key else section
-
-
-def _keys(section: str) -> Iterator[str]:
-    annotation: Any = Config.model_fields[section].annotation
-    inner = _inner_sections(section)
-    for key in annotation.model_fields:
-        yield from (f"{key}.{each}" for each in inner[key].model_fields) if key in inner else (key,)
-
-
-def _inner_sections(section: str) -> dict[str, Any]:
-    """The keys of a section that are sections themselves, and their schemas."""
-    field = Config.model_fields.get(section)
-    fields: Mapping[str, Any] = getattr(field.annotation, "model_fields", {}) if field is not None else {}
-    kinds = {key: entry.annotation for key, entry in fields.items()}
-    return {key: kind for key, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
-
-
-_EXPECTED = {
-    "greater_than": "a number greater than {gt}",
-    "greater_than_equal": "a number of at least {ge}",
-    "finite_number": "a finite number",
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "literal_error": "one of {expected}",
-    "missing": "another entry",
-    "model_type": "keys below the section's name",
-    "dict_type": "a mapping: {{key: value}}",
-}
-
-
-def _mixture_problem(entry: Any, where: str) -> Problem:
-    """What is wrong inside data.mixture, which alone has keys below a key."""
-    path = ".".join(map(str, entry["loc"]))
-    keys = ", ".join(MixtureSource.model_fields)
-    if entry["type"] == "extra_forbidden":
-        nearest = difflib.get_close_matches(str(entry["loc"][-1]), MixtureSource.model_fields, n=1, cutoff=0.5)
-        fix = f"did you mean {nearest[0]}?" if nearest else MIXTURE_FIX
-        return Problem(f"unknown key {path}{where}", f"one of {keys}", fix)
-    if entry["type"] == "missing":
-        return Problem(f"there is no {path}{where}", "a source and its weight under each name", MIXTURE_FIX)
-    template = _EXPECTED.get(entry["type"]) if len(entry["loc"]) > 3 else "{{name: {{source: ..., weight: ...}}, ...}}"
-    expected = template.format(**entry.get("ctx", {})) if template else entry["msg"]
-    return Problem(f"{path} = {as_yaml(entry['input'])} is not accepted{where}", expected, MIXTURE_FIX)
-
-
-def _problem(entry: Any, origins: Mapping[str, str]) -> Problem:
-    path = [str(part) for part in entry["loc"]]
-    inside = len(path) > 2 and path[1] in _inner_sections(path[0])
-    key = ".".join(path[: 3 if inside else 2])
-    if key == "data.mixture":
-        return _mixture_problem(entry, f" ({origins[key]})" if key in origins else "")
-    template = _EXPECTED.get(entry["type"])
-    expected = template.format(**entry.get("ctx", {})) if template else entry["msg"]
-    if key in ("mesh.dp", "mesh.dp_shard", "mesh.cp", "mesh.tp"):
-        expected = "a whole number greater than 0, or auto"
-    elif key == "optimizer.betas":
-        expected = "two numbers, both at least 0 and below 1"
-    elif key == "data.skip":
-        expected = "[first, last] ranges of steps, counted from 1: [[1000, 1100]]"
-    elif key == "log.trackers":
-        expected = "a list of names: [tensorboard, wandb]"
-    elif key == "train.micro_batch":
-        expected = "a whole number greater than 0, or auto"
-    origin = origins.get(key, "")
-    default = _at(Config(), key) if key in every_key() else None
-    if origin.startswith("environment "):
-        fix = f"unset {origin.removeprefix('environment ')}"
-    elif entry["type"] == "string_type" and not isinstance(entry["input"], list | Mapping | None):
-        fix = f"in quotes it is text: --{key} {pasted(str(entry['input']))}"
-    elif default is not None:
-        fix = f"--{key} {pasted(default)}   (the default)"
-    else:
-        fix = f"leave {key} out"
-    where = f" ({origin})" if origin else ""
-    place = "".join(
-        f"[{part}]"
-        for part in entry["loc"][len(key.split(".")) :]
-        if isinstance(part, int) and entry["type"] != "missing"
-    )
-    return Problem(f"{key}{place} = {as_yaml(entry['input'])} is not accepted{where}", expected, fix)
 
 
 def dump(config: Config) -> str:

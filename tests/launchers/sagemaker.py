@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -76,6 +77,19 @@ def lay_out(
 def toolkit_command() -> list[str]:
     """What the container's entry point runs."""
     return [str(PYTHON), "-c", "from sagemaker_training.cli.train import main; main()"]
+
+
+def run_toolkit(folder: Path, base: Path) -> subprocess.CompletedProcess[str]:
+    """The container's life, from its start to its end."""
+    return subprocess.run(
+        toolkit_command(),
+        cwd=folder,
+        env=toolkit_environment(folder, base),
+        capture_output=True,
+        text=True,
+        timeout=140,
+        check=False,
+    )
 
 
 def toolkit_environment(folder: Path, base: Path) -> dict[str, str]:

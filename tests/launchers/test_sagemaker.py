@@ -60,31 +60,19 @@ def lay_out(folder: Path, base: Path, **hyperparameters: str) -> None:
     )
 
 
-def run(folder: Path, base: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        sagemaker.toolkit_command(),
-        cwd=folder,
-        env=sagemaker.toolkit_environment(folder, base),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 def test_job_goes_on_in_the_next_container_and_leaves_its_model(folder: Path) -> None:
     """The checkpoint folder is all that the second container has of the first one."""
     first, second, whole = folder / "first", folder / "second", folder / "whole"
     for base, steps in ((first, "7"), (second, "12"), (whole, "12")):
         # The schedule is the longer run's: the rate of a step must not depend on where the first one was stopped.
         lay_out(folder, base, **{"train.steps": steps, "optimizer.schedule": "constant"})
-    ended = run(folder, first)
+    ended = sagemaker.run_toolkit(folder, first)
     assert ended.returncode == 0, ended.stderr
     shutil.copytree(first / "checkpoints", second / "checkpoints", dirs_exist_ok=True)
-    ended = run(folder, second)
+    ended = sagemaker.run_toolkit(folder, second)
     assert ended.returncode == 0, ended.stderr
     assert f"resumed from {second}/checkpoints/checkpoints/step-00000007" in ended.stdout
-    assert run(folder, whole).returncode == 0
+    assert sagemaker.run_toolkit(folder, whole).returncode == 0
     assert curve(second / "checkpoints") == curve(whole / "checkpoints")
     assert (second / "output" / "success").exists()
     assert {"config.json", "model.safetensors"} <= {path.name for path in (second / "model").iterdir()}
@@ -92,7 +80,7 @@ def test_job_goes_on_in_the_next_container_and_leaves_its_model(folder: Path) ->
 
 def test_reason_of_a_failure_is_where_the_job_shows_it(folder: Path) -> None:
     lay_out(folder, folder / "ml", **{"train.step": "7"})
-    ended = run(folder, folder / "ml")
+    ended = sagemaker.run_toolkit(folder, folder / "ml")
     assert ended.returncode != 0
     said = (folder / "ml" / "output" / "failure").read_text()
     assert said.startswith("unknown key train.step\n  expected: one of train."), said

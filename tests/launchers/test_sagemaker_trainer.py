@@ -57,15 +57,7 @@ def _loss(output: str) -> float:
 def test_trainer_is_started_by_the_toolkit(tmp_path: Path) -> None:
     base = tmp_path / "ml"
     _lay_out(base)
-    hosted = subprocess.run(
-        sagemaker.toolkit_command(),
-        cwd=tmp_path,
-        env=sagemaker.toolkit_environment(tmp_path, base),
-        capture_output=True,
-        text=True,
-        timeout=140,
-        check=False,
-    )
+    hosted = sagemaker.run_toolkit(tmp_path, base)
     assert hosted.returncode == 0, hosted.stdout + hosted.stderr
     command = ["torchrun", "--standalone", "--nproc_per_node", "2", str(EXAMPLE), "--max_steps", "12"]
     direct = subprocess.run(

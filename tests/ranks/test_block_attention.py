@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
+
+import pytest
 
 from ranks.reference import TINY_LLAMA
 from ranks.spawn import run_ranks
@@ -55,7 +58,10 @@ def test_blocks_hide_what_masks_hide() -> None:
         assert abs(alone[shown][0] - alone[hidden][0]) > 1e-3, f"{hidden} hides nothing: the test shows nothing"
 
 
-def test_choice_and_refusal() -> None:
+def test_choice_and_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"triton": True}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there.get(name))
+
     def said(device: str, **extra: Any) -> str:
         architecture = load.read_config(validate({"model": {"config": {**TINY_LLAMA, **extra}}}).model)
         found = block_attention.problems("flex", architecture, device=device)
@@ -64,9 +70,14 @@ def test_choice_and_refusal() -> None:
     assert said("cuda") == ""
     assert said("cpu") == (
         "model.attention = flex, but flex_attention has no backward on a CPU\n"
-        "  expected: a CUDA device, and a model without attention dropout\n"
+        "  expected: a CUDA device with triton, and a model without attention dropout\n"
         "  fix: --model.attention auto"
     )
+    there.clear()
+    assert said("cuda").startswith(
+        "model.attention = flex, but triton, which compiles flex_attention, is not installed"
+    )
+    there["triton"] = True
     assert said("cuda", attention_dropout=0.1).startswith(
         "model.attention = flex, but the model drops attention weights"
     )

@@ -16,6 +16,7 @@ from ranks.huggingface_cases import VOCAB, arguments
 from ranks.spawn import run_ranks
 from ranks.test_huggingface_training import GLOBAL_BATCH, RATE, SEED, assert_same_curve, curve_of
 from threefold.data.permutation import Permutation
+from threefold.errors import ConfigError
 
 ROWS, LENGTH, EPOCHS = 19, 14, 2  # 14 places do not divide among two ranks with head and tail: rows are filled up
 
@@ -100,6 +101,12 @@ def _train(folder: str, dp: int, cp: int) -> dict[str, Any]:
     trainer.train()
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(f"{folder}/model")
+    with pytest.raises(ConfigError) as caught:
+        trainer.model(input_ids=torch.zeros(1, 8, dtype=torch.long), inputs_embeds=torch.zeros(1, 8, 16))
+    assert str(caught.value).startswith(
+        f"the model has its rows cut among {cp} context ranks, and was given inputs_embeds\n"
+        "  expected: input_ids, attention_mask, position_ids and labels: anything else would be left out\n"
+    )
     trainer.end()
     return {"curve": curve_of(trainer.state.log_history), "loss": loss, "seen": seen}
 
@@ -123,7 +130,6 @@ def test_context_ranks_follow_whole_rows(tmp_path: Path) -> None:
 def _refused(folder: str) -> str:
     import threefold
     from ranks.huggingface_cases import Reviews, classifier
-    from threefold.errors import ConfigError
     from threefold.integrations.huggingface import Trainer
 
     threefold.init_mesh(cp=2, device="cpu")

@@ -24,6 +24,7 @@ TORCH_FREE = [
     "threefold.config",
     "threefold.config_checks",
     "threefold.config_loading",
+    "threefold.config_problems",
     "threefold.config_text",
     "threefold.data.audit",
     "threefold.data.audit_findings",

@@ -30,7 +30,7 @@ from threefold.config_loading import validate
 from threefold.data.tokens import Tokenizer
 from threefold.errors import CheckpointError, ConfigError, RunError
 from threefold.model import lora
-from threefold.model.load import build_without_storage
+from threefold.model.load import build_without_storage, fingerprint
 
 MAX_SHARD_BYTES = 5 * 1000**3
 # Keys by which a config can make transformers fetch code or kernels.
@@ -154,7 +154,7 @@ def _export_adapters(
 
 def _with_adapters(checkpoint: Checkpoint, config: Config, architecture: PretrainedConfig) -> Any:
     """The model that a run began with, and beside it the adapters that the checkpoint has."""
-    refuse_other_base(read_manifest(checkpoint), config, checkpoint)
+    refuse_other_base(read_manifest(checkpoint), fingerprint(config.model), config, checkpoint)
     model = model_with_adapters(config, architecture)
     run_state.read_weights(model, checkpoint.state, Index.read(checkpoint.state))
     return model

@@ -63,7 +63,8 @@ class Keeper:
         self._saver: Saver | None = None
         self._held: list[run_state.Holding] | None = None
         # Adapters mean nothing beside other weights than those that they were trained beside.
-        self._base = load.fingerprint(config.model) if config.model.lora.r else None
+        adapted = bool(config.model.lora.r)
+        self._base = mesh.once_per_host("base", lambda: load.fingerprint(config.model)) if adapted else None
 
     def start(self) -> None:
         """Makes ready to save; called when the state is the one that training begins with."""
@@ -159,7 +160,7 @@ class Keeper:
         manifest = read_manifest(checkpoint)
         refuse_other(manifest, self._config, self._architecture, checkpoint)
         if self._config.model.lora.r:
-            refuse_other_base(manifest, self._config, checkpoint)
+            refuse_other_base(manifest, self._base, self._config, checkpoint)
         self._loader.load_state_dict(manifest["data"])
         index = Index.read(checkpoint.state)
         state = run_state.state_of(self._model.module, self._optimizer)
@@ -257,9 +258,9 @@ def refuse_other(
         raise CheckpointError.of(problems)
 
 
-def refuse_other_base(manifest: Mapping[str, Any], config: Config, checkpoint: Checkpoint) -> None:
-    """CheckpointError where the model that adapters were trained beside is not the one that is there now."""
-    if manifest.get("base") != load.fingerprint(config.model):
+def refuse_other_base(manifest: Mapping[str, Any], base: str | None, config: Config, checkpoint: Checkpoint) -> None:
+    """CheckpointError where adapters were trained beside another model than `base`, the one that is there now."""
+    if manifest.get("base") != base:
         raise CheckpointError(
             f"the adapters of {checkpoint.path} were trained beside other weights than {config.model.name_or_path} has",
             expected="the weights that the run began with, which its checkpoints do not hold",

@@ -59,6 +59,7 @@ def _as_compared(config: Config, topology: Topology) -> Config:
     """In float32; and without what does not bear upon the numbers, which one axis alone may not have room for."""
     values = config.model_dump()
     values["model"]["dtype"] = "float32"
+    values["model"]["lora"]["dropout"] = 0.0
     ep = config.mesh.ep if config.mesh.ep == topology.tp else 1
     values["mesh"].update(cpu_offload=False, prefetch=0, ep=ep)
     return validate(values)

@@ -19,11 +19,13 @@ from transformers import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
 from threefold.data.loader import IGNORED
-from threefold.errors import Problem
+from threefold.errors import ConfigError, Problem
 from threefold.mesh.groups import Mesh, active_mesh
 from threefold.model import context_parallel
 from threefold.model.context_parallel import ContextParallel
 
+# What the Trainer passes to every model, and what a cut one does alike without.
+_PASSED_OVER = {"num_items_in_batch", "return_dict", "use_cache", "output_attentions", "output_hidden_states"}
 _NOT_THERE = -1  # the document of places that only fill a row up
 
 
@@ -90,6 +92,12 @@ def cut_rows(model: Any, mesh: Mesh) -> None:
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutput:
+        if others := sorted(name for name in kwargs.keys() - _PASSED_OVER if kwargs[name] is not None):
+            raise ConfigError(
+                f"the model has its rows cut among {context.size} context ranks, and was given {', '.join(others)}",
+                expected="input_ids, attention_mask, position_ids and labels: anything else would be left out",
+                fix="leave it out; to generate, save_model(DIR) and from_pretrained(DIR) in one process",
+            )
         length = input_ids.shape[1]
         whole = _filled_up(input_ids, attention_mask, position_ids, labels, unit=2 * context.size)
         part = context.shard(whole)

@@ -7,6 +7,7 @@ computed, so windows, documents and the causal half cost what they hold.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -27,6 +28,8 @@ def choose(asked: str, config: PretrainedConfig, *, device: str) -> tuple[str, s
         return asked, "as given"
     if device != "cuda":
         return "sdpa", "flex_attention has no backward on a CPU"
+    if importlib.util.find_spec("triton") is None:
+        return "sdpa", "triton, which compiles flex_attention, is not installed"
     if getattr(config.get_text_config(), "attention_dropout", 0.0):
         return "sdpa", "the model drops attention weights, which flex_attention cannot"
     return "flex", "masks that are not plain causal cost no memory, and what they hide no time"
@@ -40,7 +43,7 @@ def problems(asked: str, config: PretrainedConfig, *, device: str) -> list[Probl
     return [
         Problem(
             f"model.attention = flex, but {why}",
-            "a CUDA device, and a model without attention dropout",
+            "a CUDA device with triton, and a model without attention dropout",
             "--model.attention auto",
         )
     ]

@@ -93,11 +93,10 @@ def fused_sums(
     hidden = hidden.to(weight.dtype) if hidden.dtype != weight.dtype else hidden
     softcap = None
     for step in steps:
-        # Scales of the logits are scales of the hidden states: the head is linear. (A bias would be scaled as well.)
-        if step == "divide":
-            hidden = hidden / config.logits_scaling
-        elif step == "multiply":
-            hidden = hidden * model.logit_scale
+        # The head is linear: a scale of the logits is one of the hidden states, and of a bias.
+        if step in ("divide", "multiply"):
+            scale: Any = model.logit_scale if step == "multiply" else 1 / config.logits_scaling
+            hidden, bias = hidden * scale, bias * scale if bias is not None else None
         elif step == "cap":
             softcap = config.final_logit_softcapping
     total, z_loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(

@@ -207,13 +207,13 @@ def whole(asked: ModelConfig, config: PretrainedConfig, *, seed: int, dtype: tor
     )
 
 
-def fingerprint(asked: ModelConfig) -> str | None:
+def fingerprint(asked: ModelConfig) -> str:
     """Tells the files of a named model's weights from others: their names and sizes, and a MiB of either end of each.
 
-    None for random weights, which their config and seed tell.
+    `random` for random weights, which their config and seed tell.
     """
     if asked.name_or_path is None:
-        return None
+        return "random"
     seen = xxhash.xxh3_128()
     for file in sorted(path for path in _download(asked).iterdir() if path.suffix in (".safetensors", ".bin")):
         size = file.stat().st_size

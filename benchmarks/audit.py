@@ -60,7 +60,7 @@ def _measure(folder: Path, ranks: int, steps: int, train: list[str]) -> tuple[li
 def _run_timed(train: list[str]) -> int:
     """One rank of the run, with a clock around the audit's calls."""
     from threefold.__main__ import main as command
-    from threefold.training.audit import RunAudit
+    from threefold.audit.compare import RunAudit
 
     spent: dict[str, list[tuple[float, float]]] = {"observe": [], "check": []}
 

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from threefold.app.training import PRELOAD
-from threefold.mesh import launch
+from threefold.mesh import local_ranks
+from threefold.run.start import PRELOAD
 
 RANKS = 2
 Times = dict[str, float]
@@ -36,10 +36,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--folder", help="where to write; default: a temporary folder")
     asked = parser.parse_args()
-    launch.preload(PRELOAD)
+    local_ranks.preload(PRELOAD)
     parent = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=asked.folder))
     try:
-        code = launch.start_ranks(_rank, (str(parent), asked.rounds, asked.hidden, asked.layers), num_ranks=RANKS)
+        code = local_ranks.start_ranks(_rank, (str(parent), asked.rounds, asked.hidden, asked.layers), num_ranks=RANKS)
         if code:
             raise SystemExit(code)
         print(table(json.loads((parent / "times.json").read_text())))
@@ -86,7 +86,7 @@ def _rank(parent: str, num_rounds: int, hidden: int, layers: int) -> None:
 
 
 def _size(model: dict[str, Any]) -> tuple[int, int]:
-    from threefold.config import ModelConfig
+    from threefold.config.schema import ModelConfig
     from threefold.model import load
 
     whole = load.build_without_storage(load.read_config(ModelConfig(config=model)), attention="eager")
@@ -111,8 +111,8 @@ def _built(values: dict[str, Any], **sizes: int) -> tuple[Any, Any, Any]:
     """Mesh, model and optimizer with moments that are not zero."""
     import torch
 
-    from threefold.config import Config
-    from threefold.mesh.groups import init_mesh
+    from threefold.config.schema import Config
+    from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
     from threefold.training.optimizer import adamw
@@ -130,7 +130,7 @@ def _built(values: dict[str, Any], **sizes: int) -> tuple[Any, Any, Any]:
 
 def _threefold(values: dict[str, Any], parent: Path) -> Callable[[], Times]:
     from threefold.checkpoint import state as run_state
-    from threefold.checkpoint.index import Index
+    from threefold.checkpoint.boxes import Index
     from threefold.checkpoint.layout import CheckpointFolder
     from threefold.checkpoint.saver import Job, Saver
 

@@ -18,12 +18,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from threefold.app.training import PRELOAD
-from threefold.app.verify import GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, Comparison, Options
-from threefold.config_loading import validate
+from threefold.config.loading import validate
 from threefold.errors import ThreefoldError
-from threefold.mesh import launch
+from threefold.mesh import environment, local_ranks
 from threefold.mesh.topology import Topology
+from threefold.run.start import PRELOAD
+from threefold.verify.comparison import GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, Comparison, Options
 
 _SIZES = {
     "vocab_size": 257,
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="FAMILY")
     parser.add_argument("--write", type=Path, help="write the page there instead of printing it")
     arguments = parser.parse_args()
-    launch.preload(PRELOAD)
+    local_ranks.preload(PRELOAD)
     results: dict[str, dict[str, str]] = {family: {} for family in arguments.families}
     with tempfile.TemporaryDirectory(prefix="threefold-families-") as folder:
         os.environ["XDG_CACHE_HOME"] = folder
@@ -121,7 +121,7 @@ def main() -> None:
             answers.unlink(missing_ok=True)
             topology = MESHES[mesh][0]
             case = (mesh, list(arguments.families), str(corpus), str(answers))
-            code = launch.start_ranks(_run_cases, case, num_ranks=topology.world_size)
+            code = local_ranks.start_ranks(_run_cases, case, num_ranks=topology.world_size)
             for line in answers.read_text().splitlines():
                 found = json.loads(line)
                 results[found["family"]][f"{mesh}/{found['mask']}"] = found["cell"]
@@ -147,13 +147,13 @@ def _write_corpus(path: Path) -> None:
 def _run_cases(mesh_name: str, families: list[str], corpus: str, answers: str) -> None:
     import torch
 
-    from threefold.app.rank import quieten_libraries
-    from threefold.app.verify_rank import compare_on
-    from threefold.mesh.groups import join_mesh
+    from threefold.mesh.mesh import join_mesh
+    from threefold.run.rank import quieten_libraries
+    from threefold.verify.mesh_side import compare_on
 
     quieten_libraries()
     topology, method = MESHES[mesh_name]
-    mesh = join_mesh(topology, launch.current(), device="cpu", timeout_s=120)
+    mesh = join_mesh(topology, environment.current(), device="cpu", timeout_s=120)
     for family in families:
         for mask, data in MASKS.items():
             config = validate(

@@ -37,8 +37,8 @@ def measure(size: str, variant: dict[str, Any], *, steps: int, rows: int, seq_le
     """Trains in this process and returns tokens_per_s, mfu (0 where the peak is not known) and peak_bytes."""
     import torch
 
-    from threefold.config_loading import validate
-    from threefold.mesh.groups import init_mesh
+    from threefold.config.loading import validate
+    from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
     from threefold.training.metrics import flops_per_token, peak_flops

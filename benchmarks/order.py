@@ -123,7 +123,7 @@ PEERS = {
     "Grain shuffle()[r::w]": Peer(("grain",), grain_shuffle, one_by_one=10**5),
     "numpy permutation": Peer(("numpy",), numpy_permutation, numpy_blocks),
     "threefold order=torch": Peer(("threefold.data.sampler",), threefold_torch_order),
-    "threefold": Peer(("threefold.data.sampler", "threefold.mesh.groups"), threefold_sampler, threefold_blocks),
+    "threefold": Peer(("threefold.data.sampler", "threefold.mesh.mesh"), threefold_sampler, threefold_blocks),
 }
 
 

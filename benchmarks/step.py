@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from threefold.app.training import PRELOAD
-from threefold.mesh import launch
+from threefold.mesh import local_ranks
+from threefold.run.start import PRELOAD
 
 ROWS, SEQ_LEN, LR, CLIP = 8, 256, 1e-3, 1.0
 WARMUP = 4
@@ -95,8 +95,8 @@ def hand(size: str) -> Step:
 
 def ours(size: str, **sizes: Any) -> Step:
     """Threefold's step on a mesh."""
-    from threefold.config import Config
-    from threefold.mesh.groups import init_mesh
+    from threefold.config.schema import Config
+    from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
     from threefold.training.optimizer import adamw
@@ -228,7 +228,7 @@ def _one(name: str, size: str, steps: int, folder: str) -> dict[str, float] | No
     answer = Path(folder) / "answer.json"
     answer.unlink(missing_ok=True)
     ranks = CONTENDERS[name][0]
-    code = launch.start_ranks(run_contender, (name, size, steps, str(answer)), num_ranks=ranks)
+    code = local_ranks.start_ranks(run_contender, (name, size, steps, str(answer)), num_ranks=ranks)
     if code or not answer.exists():
         print(f"{name}, {size}: ended with exit code {code}", file=sys.stderr)
         return None
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["1M", "10M"], choices=list(MODELS))
     parser.add_argument("--only", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
     arguments = parser.parse_args()
-    launch.preload(PRELOAD)
+    local_ranks.preload(PRELOAD)
     baseline = next(iter(CONTENDERS))
     names = [name for name in CONTENDERS if name in arguments.only or name == baseline]
     print(f"rows of {SEQ_LEN} tokens, {ROWS} a step, float32, {os.cpu_count()} cores;", end=" ")

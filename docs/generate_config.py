@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from threefold.config import Config
-from threefold.config_text import as_yaml
+from threefold.config.schema import Config
+from threefold.config.text import as_yaml
 
 PAGE = Path(__file__).with_name("config.md")
 
@@ -17,8 +17,8 @@ def page() -> str:
     lines = [
         "# Configuration",
         "",
-        "Written by `python docs/generate_config.py` from `src/threefold/config.py`. Every key can stand in a YAML",
-        "file, below its section's name, or be given as `--section.key value`; values are YAML 1.2.",
+        "Written by `python docs/generate_config.py` from `src/threefold/config/schema.py`. Every key can stand in a",
+        "YAML file, below its section's name, or be given as `--section.key value`; values are YAML 1.2.",
         "`threefold train --print-config` shows the value of each and where it came from.",
     ]
     for section, field in Config.model_fields.items():

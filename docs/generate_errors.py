@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from threefold.doctor.explain import KNOWN, OWN_ERROR, OWN_REFUSAL
-from threefold.doctor.explain_install import INSTALL
-from threefold.doctor.explain_known import KnownError
-from threefold.doctor.explain_memory import MEMORY
-from threefold.doctor.explain_mesh import MESH
-from threefold.doctor.explain_network import NETWORK
+from threefold.explain.explain import KNOWN, OWN_ERROR, OWN_REFUSAL
+from threefold.explain.explain_install import INSTALL
+from threefold.explain.explain_memory import MEMORY
+from threefold.explain.explain_mesh import MESH
+from threefold.explain.explain_network import NETWORK
+from threefold.explain.known import KnownError
 
 FOLDER = Path(__file__).with_name("errors")
 GROUPS = {

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import threefold
-from threefold.mesh.groups import Mesh
+from threefold.mesh.mesh import Mesh
 
 EPOCHS, ROWS = 12, 64
 

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from threefold.app.training import train as train
     from threefold.data.distribute import distribute as distribute
     from threefold.data.sampler import DistributedSampler as DistributedSampler
-    from threefold.mesh.groups import init_mesh as init_mesh
+    from threefold.mesh.mesh import init_mesh
     from threefold.model.build import load_model as load_model
+    from threefold.run.start import train
     from threefold.training.make_step import make_step as make_step
 
 _HOME_OF_NAME = {
     "DistributedSampler": "threefold.data.sampler",
     "distribute": "threefold.data.distribute",
-    "init_mesh": "threefold.mesh.groups",
+    "init_mesh": "threefold.mesh.mesh",
     "load_model": "threefold.model.build",
     "make_step": "threefold.training.make_step",
-    "train": "threefold.app.training",
+    "train": "threefold.run.start",
 }
 
 __all__ = ["DistributedSampler", "__version__", "distribute", "init_mesh", "load_model", "make_step", "train"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def main() -> None:
     """The entry point of the command `threefold`."""
-    from threefold.cli.main import run
+    from threefold.commands.main import run
 
     run()
 

@@ -76,3 +76,26 @@ class CheckpointError(ThreefoldError):
 
 class RunError(ThreefoldError):
     """The run began and failed."""
+
+
+_NUM_NAMED = 6
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0 to 3`, `ranks 0, 2 and 5`."""
+    found = sorted(ranks)
+    if len(found) == 1:
+        return f"rank {found[0]}"
+    if len(found) > 2 and found == list(range(found[0], found[-1] + 1)):
+        return f"ranks {found[0]} to {found[-1]}"
+    return f"ranks {', '.join(map(str, found[:-1]))} and {found[-1]}"
+
+
+def rows_text(rows: Iterable[int]) -> str:
+    """`row 7`, `rows 7, 12, 3`; of many the first, and how many more."""
+    found = [int(row) for row in rows if row >= 0]
+    if not found:
+        return "no row"
+    named = ", ".join(map(str, found[:_NUM_NAMED]))
+    more = f" and {len(found) - _NUM_NAMED:,} more" if len(found) > _NUM_NAMED else ""
+    return f"{'row' if len(found) == 1 else 'rows'} {named}{more}"

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from threefold.app.keeper import read_manifest
-from threefold.app.run_folder import RunFolder
 from threefold.checkpoint import saver, tensors
-from threefold.checkpoint.index import Box, Chunk, Entry, Index
-from threefold.checkpoint.integrity import checksum_of
+from threefold.checkpoint.boxes import Box, Chunk, Entry, Index
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
+from threefold.checkpoint.manifest import read_manifest
+from threefold.checkpoint.seal import checksum_of
 from threefold.checkpoint.state import fit
 from threefold.checkpoint.tensors import read_box
 from threefold.errors import EXIT_FAILED, EXIT_WRONG_REQUEST, CheckpointError, ThreefoldError
+from threefold.run.folder import RunFolder
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,12 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, models
 
-from threefold.data import parts
-from threefold.data.packing_padded import PaddedRows
-from threefold.data.prepare import prepare
-from threefold.data.source import open_rows, open_store
-from threefold.data.store import TokenStore
-from threefold.data.text import documents, open_text
+from threefold.data.rows.open import open_rows, open_store
+from threefold.data.rows.padded import PaddedRows
+from threefold.data.store import parts
+from threefold.data.store.prepare import prepare
+from threefold.data.store.store import TokenStore
+from threefold.data.text.source import documents, open_text
 from threefold.data.tokens import ByteTokenizer, load_tokenizer
 from threefold.errors import EXIT_WRONG_REQUEST, ConfigError, DataError, RunError, ThreefoldError
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from threefold.config_loading import load
+from threefold.config.loading import load
 from threefold.errors import EXIT_WRONG_REQUEST, ConfigError, ThreefoldError
-from threefold.mesh import launch, meeting_errors
-from threefold.mesh.launch_info import LaunchInfo
-from threefold.mesh.launch_managed import data_path, defaults, managed
-from threefold.mesh.launch_readers import read
+from threefold.mesh import environment, rendezvous_errors
+from threefold.mesh.launchers.info import LaunchInfo
+from threefold.mesh.launchers.managed import data_path, defaults, managed
+from threefold.mesh.launchers.readers import read
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
 ELASTIC = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "1"}
@@ -235,14 +235,14 @@ def test_channel_that_is_not_there() -> None:
 def test_local_rank_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert text(lambda: launch.accept_local_rank(1)) == problem(
+    assert text(lambda: environment.accept_local_rank(1)) == problem(
         "--local_rank 1, but no launcher has started this process: RANK is not set",
         "an option that a launcher adds by itself",
         "leave --local_rank out, or start with torchrun --nproc_per_node=N -m threefold ...",
     )
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert text(lambda: launch.accept_local_rank(1)) == problem(
+    assert text(lambda: environment.accept_local_rank(1)) == problem(
         "--local_rank 1, but LOCAL_RANK = 0",
         "the same number: it is the device that this rank takes",
         "leave --local_rank out: LOCAL_RANK is what counts",
@@ -255,13 +255,13 @@ MORE_TIME = "more time: --mesh.timeout_s N"
 
 
 def test_port_that_is_taken() -> None:
-    assert str(meeting_errors.port_taken(INFO, "..., code: -98, name: EADDRINUSE, ...")) == problem(
+    assert str(rendezvous_errors.port_taken(INFO, "..., code: -98, name: EADDRINUSE, ...")) == problem(
         "port 29500 of host b is taken by another program, or another rank 0",
         "a free port on rank 0's host, where the ranks meet",
         "export MASTER_PORT=ANOTHER (torchrun --master-port, accelerate --main_process_port), or end what holds it: "
         "ss -ltnp 'sport = :29500'",
     )
-    assert str(meeting_errors.port_taken(INFO, "code: -13, name: EACCES\nmore")) == problem(
+    assert str(rendezvous_errors.port_taken(INFO, "code: -13, name: EACCES\nmore")) == problem(
         "rank 0 cannot listen on port 29500 of b: code: -13, name: EACCES",
         "a free port above 1023",
         "export MASTER_PORT=29500",
@@ -269,18 +269,18 @@ def test_port_that_is_taken() -> None:
 
 
 def test_rank_0_that_is_not_reached() -> None:
-    assert str(meeting_errors.unreached(INFO, "Connection refused", 600.0)) == problem(
+    assert str(rendezvous_errors.unreached(INFO, "Connection refused", 600.0)) == problem(
         "rank 3 of host b has not reached rank 0 at a:29500 within mesh.timeout_s = 600 s: Connection refused",
         "rank 0 at that address, started, and reachable from every host",
         "see whether rank 0 has started and ended; MASTER_ADDR must be the name or address of its host that the others "
         f"know, and no firewall between them; {MORE_TIME}",
     )
-    assert str(meeting_errors.no_store(INFO)) == problem(
+    assert str(rendezvous_errors.no_store(INFO)) == problem(
         "rank 3 of host b: what listens at a:29500 is not this run's rank 0, or has ended",
         "the store of this run's rank 0 at that address",
         "export MASTER_PORT=ANOTHER: another program has that port; MASTER_ADDR must be rank 0's host",
     )
-    assert str(meeting_errors.store_lost(INFO, "reset by peer\nmore")) == problem(
+    assert str(rendezvous_errors.store_lost(INFO, "reset by peer\nmore")) == problem(
         "rank 3 of host b lost rank 0 at a:29500 while ranks were still coming: reset by peer",
         "rank 0 (or the launcher's agent) to stay",
         "look at rank 0's output: it has ended or was killed",
@@ -293,24 +293,24 @@ def test_ranks_that_are_missing() -> None:
         f"0's host that all hosts know; {MORE_TIME}"
     )
     expected = "all ranks to be started within that time, on hosts that reach one another"
-    found = meeting_errors.missing(INFO, [1, 2], timeout_s=5, unreachable=None)
+    found = rendezvous_errors.missing(INFO, [1, 2], timeout_s=5, unreachable=None)
     what = "ranks 1 and 2 of 4 did not come within mesh.timeout_s = 5 s (2 are there)"
     assert str(found) == problem(what, expected, fix)
-    found = meeting_errors.missing(INFO, [1, 2, 3], timeout_s=5, unreachable="no answer")
+    found = rendezvous_errors.missing(INFO, [1, 2, 3], timeout_s=5, unreachable="no answer")
     what = (
         "ranks 1, 2 and 3 of 4 did not come within mesh.timeout_s = 5 s (1 is there); "
         "and rank 0, on host b, does not reach itself at a:29500: no answer"
     )
     assert str(found) == problem(what, expected, fix)
     many = LaunchInfo(0, 64, 0, 8, "a", 29500)
-    found = meeting_errors.missing(many, range(8, 64), timeout_s=5, unreachable=None)
+    found = rendezvous_errors.missing(many, range(8, 64), timeout_s=5, unreachable=None)
     assert found.what.startswith("56 ranks (8, 9, 10, 11, 12, 13, 14, 15, ...) of 64 did not come")
 
 
 def test_ranks_that_differ() -> None:
     rank_0 = {"rank": 0, "host": "a", "facts": {"torch": "2.13.0"}}
     other = {"rank": 2, "host": "b", "facts": {"torch": "2.12.0"}}
-    assert str(meeting_errors.differs("torch", [other], rank_0)) == problem(
+    assert str(rendezvous_errors.differs("torch", [other], rank_0)) == problem(
         "rank 2 of host b: torch is 2.12.0, on rank 0 of host a it is 2.13.0",
         "the same torch on every rank: otherwise they would compute different things, or wait for ever",
         "start every rank with the same command, files and environment; versions: pip install the same ones on every "
@@ -319,13 +319,13 @@ def test_ranks_that_differ() -> None:
 
 
 def test_ranks_that_count_otherwise_or_have_one_number() -> None:
-    assert str(meeting_errors.other_count(INFO, 2)) == problem(
+    assert str(rendezvous_errors.other_count(INFO, 2)) == problem(
         "rank 3 of host b was started as one of 4 ranks, rank 0 as one of 2",
         "the same number of ranks on every host",
         "give every host the same number of hosts and of ranks on each: --nnodes, --nproc-per-node, WORLD_SIZE",
     )
     before, now = {"host": "a", "process": 10}, {"host": "b", "process": 11}
-    assert str(meeting_errors.twice(INFO, before, now)) == problem(
+    assert str(rendezvous_errors.twice(INFO, before, now)) == problem(
         "two processes say that they are rank 3 of 4: 10 of host a and 11 of host b",
         "every rank once",
         "let the launcher set RANK: give each host its own --node-rank, and export no RANK yourself; or another "
@@ -334,7 +334,7 @@ def test_ranks_that_count_otherwise_or_have_one_number() -> None:
 
 
 def test_hosts_that_the_backend_does_not_connect() -> None:
-    assert str(meeting_errors.unconnected(INFO, "timed out\nmore", ["a", "a", "b", "b"])) == problem(
+    assert str(rendezvous_errors.unconnected(INFO, "timed out\nmore", ["a", "a", "b", "b"])) == problem(
         "the ranks have met, but rank 3 of host b cannot connect to the others: timed out",
         "a network between the hosts (a and b) on the interface that the backend takes",
         "export GLOO_SOCKET_IFNAME=NAME NCCL_SOCKET_IFNAME=NAME   (`ip -br addr` lists them; that of MASTER_ADDR)",
@@ -342,15 +342,15 @@ def test_hosts_that_the_backend_does_not_connect() -> None:
 
 
 def test_rank_without_a_device() -> None:
-    found = meeting_errors.no_device(2, visible=2, named="0,1")
+    found = rendezvous_errors.no_device(2, visible=2, named="0,1")
     assert str(found) == problem(
         "local rank 2 has no device: 2 CUDA devices are visible to this process",
         "one device for each local rank, so that no two ranks share one "
         "(CUDA_VISIBLE_DEVICES = '0,1' hides the others)",
         "start 2 ranks on this machine, or --mesh.device cpu",
     )
-    assert found.first and not meeting_errors.no_device(3, visible=2, named=None).first
-    assert str(meeting_errors.no_device(0, visible=0, named=None)).endswith("fix: --mesh.device cpu")
+    assert found.first and not rendezvous_errors.no_device(3, visible=2, named=None).first
+    assert str(rendezvous_errors.no_device(0, visible=0, named=None)).endswith("fix: --mesh.device cpu")
 
 
 def test_first_reason_of_a_managed_job_stands(tmp_path: Path) -> None:
@@ -362,7 +362,7 @@ def test_first_reason_of_a_managed_job_stands(tmp_path: Path) -> None:
 
 
 def test_folder_that_hosts_do_not_share() -> None:
-    from threefold.app.shared_folder import _judge
+    from threefold.run.shared_folder import _judge
 
     assert _judge(Path("runs/a"), ["", ""]) == ""
     assert text(lambda: _judge(Path("runs/a"), ["", "b", "c", "b"])) == problem(
@@ -375,16 +375,16 @@ def test_folder_that_hosts_do_not_share() -> None:
 def test_device_of_a_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from threefold.mesh.groups import pick_device
+    from threefold.mesh.mesh import pick_device
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [pick_device("cuda", rank) for rank in range(2)] == [torch.device("cuda", rank) for rank in range(2)]
-    with pytest.raises(meeting_errors.NoDeviceError, match="local rank 2 has no device: 2 CUDA devices are visible"):
+    with pytest.raises(rendezvous_errors.NoDeviceError, match="local rank 2 has no device: 2 CUDA devices are visible"):
         pick_device("cuda", 2)
     # A script around each rank, as mpirun's users write it: CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_LOCAL_RANK.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert pick_device("cuda", 3) == torch.device("cuda", 0)
-    with pytest.raises(meeting_errors.NoDeviceError, match="CUDA_VISIBLE_DEVICES = '3' hides the others"):
+    with pytest.raises(rendezvous_errors.NoDeviceError, match="CUDA_VISIBLE_DEVICES = '3' hides the others"):
         pick_device("cuda", 1)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from threefold.config import LoraConfig
-from threefold.config_loading import validate
+from threefold.config.loading import validate
+from threefold.config.schema import LoraConfig
 from threefold.errors import CheckpointError, ConfigError
 from threefold.model import load, lora
 
@@ -90,9 +90,9 @@ def test_settings_without_a_rank() -> None:
 
 
 def test_adapters_of_another_kind_are_not_resumed(tmp_path: Path) -> None:
-    from threefold.app.assemble import architecture_of
-    from threefold.app.keeper import refuse_other
     from threefold.checkpoint.layout import CheckpointFolder
+    from threefold.checkpoint.manifest import refuse_other
+    from threefold.model.load import architecture_of
 
     trained, asked = (
         validate({"model": {"config": dict(LLAMA), "lora": {"r": 4, "alpha": alpha}}}) for alpha in (8, 16)

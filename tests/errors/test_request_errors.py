@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
-from threefold import config_loading
-from threefold.app.assemble import check
-from threefold.app.run_folder import open_run
 from threefold.checkpoint.layout import CheckpointFolder, find
-from threefold.cli.arguments import split
-from threefold.config import Config, MeshConfig
+from threefold.commands.arguments import split
+from threefold.config import loading as config_loading
+from threefold.config.schema import Config, MeshConfig
 from threefold.data.tokens import ByteTokenizer
 from threefold.errors import EXIT_WRONG_REQUEST, CheckpointError, ConfigError, ThreefoldError
-from threefold.mesh import launch
+from threefold.mesh import environment
 from threefold.mesh.topology import Topology, resolve
-from threefold.model import tensor_parallel
 from threefold.model.load import plan_of
+from threefold.model.tensor_parallel import plan as tensor_parallel
+from threefold.run.assemble import check
+from threefold.run.folder import open_run
 
 SECTIONS = ", ".join(Config.model_fields)
 
@@ -275,7 +275,7 @@ def test_dp_shard_that_does_not_divide() -> None:
 
 
 def test_half_set_launcher() -> None:
-    assert text(lambda: launch.read({"RANK": "0", "WORLD_SIZE": "2"})) == problem(
+    assert text(lambda: environment.read({"RANK": "0", "WORLD_SIZE": "2"})) == problem(
         "RANK and WORLD_SIZE set, but MASTER_ADDR and MASTER_PORT not",
         "all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (set by a launcher), or none of them",
         "start with torchrun --nproc_per_node=N -m threefold ..., or: unset RANK WORLD_SIZE",
@@ -284,7 +284,7 @@ def test_half_set_launcher() -> None:
 
 def test_launcher_of_words() -> None:
     environ = {"RANK": "zero", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
-    assert text(lambda: launch.read(environ)) == problem(
+    assert text(lambda: environment.read(environ)) == problem(
         "RANK = 'zero' is not a number",
         "the whole number that a launcher sets",
         "unset RANK, or start with torchrun",
@@ -293,7 +293,7 @@ def test_launcher_of_words() -> None:
 
 def test_rank_outside_of_the_world() -> None:
     environ = {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
-    assert text(lambda: launch.read(environ)) == problem(
+    assert text(lambda: environment.read(environ)) == problem(
         "RANK = 2 with WORLD_SIZE = 2",
         "0 <= RANK < WORLD_SIZE",
         "start with torchrun --nproc_per_node=N -m threefold ...",

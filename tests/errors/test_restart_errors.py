@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from threefold.app.training import _peer_gone, _refuse_unrestartable
-from threefold.config import Config
+from threefold.config.schema import Config
 from threefold.errors import ConfigError
-from threefold.mesh.launch import LaunchInfo
+from threefold.mesh.environment import LaunchInfo
+from threefold.run.start import _peer_gone, _refuse_unrestartable
 
 
 def test_restarts_asked_of_a_rank_that_a_launcher_started() -> None:

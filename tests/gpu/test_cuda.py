@@ -35,8 +35,8 @@ BF16_LOSS, BF16_NORM = 2e-2, 5e-2
 
 
 def _curve(name: str, settings: dict[str, Any], documents: bool) -> list[tuple[float, float]]:
-    from threefold.config_loading import validate
-    from threefold.mesh.groups import init_mesh
+    from threefold.config.loading import validate
+    from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
     from threefold.training.optimizer import adamw

@@ -19,10 +19,11 @@ from launchers.processes import free_port
 from ranks.runs import environment
 from ranks.two_hosts import Host, hosts
 from ranks.two_hosts import why_not as why_no_hosts
-from threefold.app import submit
-from threefold.integrations import clusters_kubernetes, clusters_sagemaker
-from threefold.integrations.clusters_kubernetes import KubernetesOptions
-from threefold.integrations.clusters_sagemaker import SageMakerOptions
+from threefold.commands import submit
+from threefold.jobs import kubernetes
+from threefold.jobs import sagemaker as clusters_sagemaker
+from threefold.jobs.kubernetes import KubernetesOptions
+from threefold.jobs.sagemaker import SageMakerOptions
 
 PYTHON = sys.executable
 BIN = Path(PYTHON).parent
@@ -204,7 +205,7 @@ def _pytorch_job(folder: Path, run: Path) -> tuple[int, str]:
     config = submit.read_config(None, list({**SHORT, **MESH, "log.dir": str(run)}.items()))
     job = submit.ranks(config, num_hosts=2, per_host=2, option="--ranks-per-node")
     options = KubernetesOptions(name="test", image="image", volumes={"claim": str(run.parent)})
-    config_map, manifest = clusters_kubernetes.manifests(config, job, options)
+    config_map, manifest = kubernetes.manifests(config, job, options)
     (folder / "pods.yaml").write_text(config_map["data"]["config.yaml"])
     replicas = manifest["spec"]["pytorchReplicaSpecs"]
 

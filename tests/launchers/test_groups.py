@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from launchers.processes import free_port, rank
 from ranks.spawn import run_ranks
-from threefold.mesh.groups import init_mesh
+from threefold.mesh.mesh import init_mesh
 
 
 def _limits() -> dict[str, timedelta]:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from launchers import sagemaker
-from threefold.config_loading import validate
-from threefold.integrations import clusters_kubernetes
-from threefold.integrations.clusters import ranks_of
-from threefold.integrations.clusters_kubernetes import KINDS, KubernetesOptions
+from threefold.config.loading import validate
+from threefold.jobs import kubernetes
+from threefold.jobs.job import ranks_of
+from threefold.jobs.kubernetes import KINDS, KubernetesOptions
 
 pytestmark = [
     pytest.mark.launchers,
@@ -59,8 +59,8 @@ def made(kind: str, num_hosts: int) -> list[dict[str, Any]]:
         secrets={"HF_TOKEN": "hf/token"},
         service_account="trainer",
     )
-    assert clusters_kubernetes.problems(config, job, options) == []
-    return clusters_kubernetes.manifests(config, job, options)
+    assert kubernetes.problems(config, job, options) == []
+    return kubernetes.manifests(config, job, options)
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2])

@@ -16,9 +16,10 @@ import pytest
 from launchers import sagemaker
 from ranks.faults import wait_for
 from ranks.runs import curve, environment, prepare
-from threefold.app import submit
-from threefold.integrations import clusters_entry, clusters_sagemaker
-from threefold.integrations.clusters_sagemaker import SageMakerOptions
+from threefold.commands import submit
+from threefold.jobs import entry
+from threefold.jobs import sagemaker as clusters_sagemaker
+from threefold.jobs.sagemaker import SageMakerOptions
 
 pytestmark = [
     pytest.mark.launchers,
@@ -143,7 +144,7 @@ def test_entry_script_fetches_secrets_by_name(folder: Path, moto: str) -> None:
     )
     keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
     done = subprocess.run(
-        [str(sagemaker.PYTHON), "-c", code, clusters_entry.__file__],
+        [str(sagemaker.PYTHON), "-c", code, entry.__file__],
         env={**environment(folder), **keys, "AWS_ENDPOINT_URL": moto},
         capture_output=True,
         text=True,

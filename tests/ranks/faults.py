@@ -37,22 +37,22 @@ def planted(folder: Path, plant: str, *arguments: str, sizes: tuple[int, int] = 
 
 def train_planted(plant: str, dp: str, tp: str, *arguments: str) -> int:
     """`threefold train config.yaml ...` as it starts its ranks, with something planted in them."""
-    from threefold import config_loading
-    from threefold.app.training import PRELOAD, topology_here
-    from threefold.cli.arguments import split
-    from threefold.mesh import launch
+    from threefold.commands.arguments import split
+    from threefold.config import loading
+    from threefold.mesh import local_ranks
+    from threefold.run.start import PRELOAD, topology_here
 
-    launch.preload(PRELOAD)
+    local_ranks.preload(PRELOAD)
     _, overrides = split(arguments)
     overrides += [("mesh.dp", dp), ("mesh.tp", tp), ("mesh.device", "cpu")]
-    loaded = config_loading.load("config.yaml", overrides, environ={})
+    loaded = loading.load("config.yaml", overrides, environ={})
     topology, why = topology_here(loaded.config)
-    return launch.start_ranks(_planted_rank, (plant, loaded, topology, why), num_ranks=topology.world_size)
+    return local_ranks.start_ranks(_planted_rank, (plant, loaded, topology, why), num_ranks=topology.world_size)
 
 
 def _planted_rank(plant: str, loaded: Any, topology: Any, why: str) -> None:
     from ranks import plants
-    from threefold.app.rank import run_rank
+    from threefold.run.rank import run_rank
 
     getattr(plants, plant)(int(os.environ["RANK"]))
     sys.exit(run_rank(loaded, topology, why))

@@ -24,13 +24,13 @@ class Miniature:
     """
 
     def __init__(self, sizes: Sizes, folder: str, *, micro_batch: int = 2, **values: Any) -> None:
-        from threefold.app import assemble
-        from threefold.app.keeper import Keeper, undamaged
-        from threefold.app.run_folder import RunFolder, open_run
-        from threefold.config_loading import validate
-        from threefold.mesh.groups import init_mesh
+        from threefold.config.loading import validate
+        from threefold.mesh.mesh import init_mesh
         from threefold.model import load
         from threefold.model.build import build
+        from threefold.run import assemble
+        from threefold.run.folder import RunFolder, open_run
+        from threefold.run.resume import Keeper, undamaged
         from threefold.training.optimizer import adamw
         from threefold.training.settle import settle_buckets
         from threefold.training.step import TrainStep

@@ -20,8 +20,8 @@ PRELOAD = [
     "transformers",
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
-    "threefold.mesh.groups",
-    "threefold.app.rank",
+    "threefold.mesh.mesh",
+    "threefold.run.rank",
     "threefold.integrations.huggingface",
 ]
 

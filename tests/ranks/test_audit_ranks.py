@@ -16,8 +16,8 @@ import pytest
 from ranks.runs import command, environment, prepare, stop_after
 from ranks.spawn import run_ranks
 from threefold.checkpoint import layout
-from threefold.data.packing import ConcatRows
-from threefold.data.store import StoreInfo, StoreWriter, TokenStore
+from threefold.data.rows.concat import ConcatRows
+from threefold.data.store.store import StoreInfo, StoreWriter, TokenStore
 
 MESH = ("--mesh.dp", "2", "--mesh.tp", "2")
 SIZES = {"dp": 2, "tp": 2}
@@ -45,11 +45,11 @@ def _changed_in_worker(store: TokenStore) -> ChangedInWorker:
 
 def _read(prefix: Path, fault: str) -> tuple[str, int]:
     """One rank that reads and audits steps 3 to 16 with a fault; (the error, steps that the last audit passed)."""
-    from threefold.data.audit import Place, Prediction
+    from threefold.audit.compare import AuditPlan, RunAudit
+    from threefold.audit.digest import Place, Prediction
     from threefold.data.loader import Order, TokenLoader
     from threefold.errors import RunError
-    from threefold.mesh.groups import init_mesh
-    from threefold.training.audit import AuditPlan, RunAudit
+    from threefold.mesh.mesh import init_mesh
 
     mesh = init_mesh(**SIZES, device="cpu")
     planted = fault == "changed token" and mesh.rank == 1

@@ -9,9 +9,10 @@ import pytest
 
 from ranks.reference import TINY_LLAMA
 from ranks.spawn import run_ranks
-from threefold.config_loading import validate
+from threefold.config.loading import validate
 from threefold.errors import ConfigError
-from threefold.model import block_attention, load
+from threefold.model import load
+from threefold.model.context_parallel import flex
 
 WINDOW = {**TINY_LLAMA, "model_type": "mistral", "sliding_window": 5}
 CAPPED = {**TINY_LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8}
@@ -25,7 +26,7 @@ def _losses(cp: int, method: str) -> dict[str, tuple[float, float]]:
     """For each model, with whole rows and with documents, the loss with masks in memory and by blocks."""
     import torch
 
-    from threefold.mesh.groups import init_mesh
+    from threefold.mesh.mesh import init_mesh
     from threefold.model.build import build
     from threefold.training.step import evaluate
 
@@ -64,7 +65,7 @@ def test_choice_and_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def said(device: str, **extra: Any) -> str:
         architecture = load.read_config(validate({"model": {"config": {**TINY_LLAMA, **extra}}}).model)
-        found = block_attention.problems("flex", architecture, device=device)
+        found = flex.problems("flex", architecture, device=device)
         return str(ConfigError.of(found)) if found else ""
 
     assert said("cuda") == ""

@@ -17,8 +17,8 @@ KINDS = ("allgather", "reduce_scatter", "alltoall", "allreduce")
 def _count(sizes: tuple[int, int, int, int], method: str) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from threefold.config import Config
-    from threefold.mesh.groups import init_mesh
+    from threefold.config.schema import Config
+    from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
     from threefold.training.optimizer import adamw

@@ -15,8 +15,8 @@ from ranks.keeping import Miniature, write_corpus
 from ranks.mutations import mutate
 from ranks.runs import curve, forked_command, prepare
 from ranks.spawn import run_ranks
-from threefold.checkpoint.integrity import Seal, checksum_of
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, newest_undamaged
+from threefold.checkpoint.seal import Seal, checksum_of
 from threefold.errors import CheckpointError
 
 SEEDS = range(1000, 1020)
@@ -47,8 +47,8 @@ def _opened(run: Path) -> tuple[Checkpoint | None, list[tuple[Checkpoint, str]]]
 
 def _content(checkpoint: Checkpoint) -> tuple[Any, dict[str, Any]]:
     """All that a resume takes from a checkpoint."""
-    from threefold.app.keeper import read_manifest
-    from threefold.checkpoint.index import Index
+    from threefold.checkpoint.boxes import Index
+    from threefold.checkpoint.manifest import read_manifest
     from threefold.checkpoint.tensors import read_whole
 
     index = Index.read(checkpoint.state)
@@ -172,7 +172,7 @@ def test_manifest_that_is_none_is_refused(forged: Path, text: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["step", "mesh", "data", "seed", "architecture", "config"])
 def test_forged_field_is_refused(forged: Path, name: str) -> None:
-    from threefold.app.keeper import read_manifest
+    from threefold.checkpoint.manifest import read_manifest
 
     _sealed_anew(forged, **{name: None})
     with pytest.raises(CheckpointError, match=f"the manifest of .* has no {name}"):
@@ -198,7 +198,7 @@ def test_forged_field_is_refused(forged: Path, name: str) -> None:
     ids=str,
 )
 def test_forged_index_is_refused(forged: Path, entry: Any) -> None:
-    from threefold.checkpoint.index import Index
+    from threefold.checkpoint.boxes import Index
 
     path = forged / "state" / "index.json"
     index = json.loads(path.read_text())
@@ -208,7 +208,7 @@ def test_forged_index_is_refused(forged: Path, entry: Any) -> None:
 
 
 def test_index_leads_to_no_file_outside(forged: Path) -> None:
-    from threefold.checkpoint.index import Index
+    from threefold.checkpoint.boxes import Index
 
     path = forged / "state" / "index.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "files": ["../../../../etc/passwd"] * 2}))

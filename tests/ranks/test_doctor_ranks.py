@@ -13,7 +13,7 @@ import pytest
 
 from ranks.runs import command, environment
 from ranks.spawn import run_ranks
-from threefold.doctor.checks_links import Measured, StuckError, Timing, judge, paired_ranks, rounds
+from threefold.doctor.links import Measured, StuckError, Timing, judge, paired_ranks, rounds
 
 
 def test_mesh_is_started_here_and_every_axis_measured(tmp_path: Path) -> None:
@@ -53,8 +53,8 @@ def test_under_torchrun_rank_0_speaks_for_all(tmp_path: Path) -> None:
 def _measure_without(how: str) -> str | None:
     import torch.distributed as dist
 
-    from threefold.doctor import checks_links
-    from threefold.mesh.groups import init_mesh
+    from threefold.doctor import links
+    from threefold.mesh.mesh import init_mesh
 
     mesh = init_mesh(dp=2)
     assert mesh.store is not None
@@ -64,8 +64,8 @@ def _measure_without(how: str) -> str | None:
             mesh.store.wait(["test is over"])
         return None
     try:
-        checks_links.measure(mesh, limit_s=1.0, hosts=["a", "a"])
-    except checks_links.StuckError as error:
+        links.measure(mesh, limit_s=1.0, hosts=["a", "a"])
+    except links.StuckError as error:
         assert time.monotonic() - begun < 3.5
         mesh.store.set("test is over", "")
         return "\n".join(error.finding(1.0).lines())
@@ -85,8 +85,8 @@ def test_rank_that_does_not_come_is_named_in_time(how: str) -> None:
 def _whole_doctor_without_a_rank(folder: str) -> None:
     import torch.distributed as dist
 
-    from threefold.app import doctor
-    from threefold.config import Config
+    from threefold.commands import doctor
+    from threefold.config.schema import Config
     from threefold.mesh.topology import Topology
 
     os.chdir(folder)

@@ -22,9 +22,10 @@ from ranks.test_parity import (
     differences,
     train_on_mesh,
 )
-from threefold.config_loading import validate
+from threefold.config.loading import validate
 from threefold.errors import ConfigError
-from threefold.model import load, tensor_parallel
+from threefold.model import load
+from threefold.model.tensor_parallel import plan as tensor_parallel
 
 MIXTRAL = {**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN3 = {**TINY_LLAMA, "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2}

@@ -58,7 +58,7 @@ def trained(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[
 
 
 def test_export_reloads_to_the_trained_weights(trained: tuple[Path, dict[str, Any], bool], tmp_path: Path) -> None:
-    from threefold.app.export import export
+    from threefold.export.model_folder import export
 
     folder, weights, tied = trained
     done = export(folder, tmp_path / "out", max_shard_bytes=20_000)
@@ -89,7 +89,7 @@ def test_every_rank_file_is_plain_safetensors(tmp_path: Path) -> None:
 
 
 def test_experts_have_the_names_of_the_hub(tmp_path: Path) -> None:
-    from threefold.app.export import export
+    from threefold.export.model_folder import export
 
     write_corpus(tmp_path)
     run_ranks(_trained, 1, (1, 1, 1, 1), str(tmp_path / "run"), MOE)
@@ -105,7 +105,7 @@ TENSORS, TENSOR_BYTES = 40, 8_000_000
 
 
 def _write_large(state: str) -> None:
-    from threefold.checkpoint.index import FILE, Box, Entry, Index
+    from threefold.checkpoint.boxes import FILE, Box, Entry, Index
     from threefold.checkpoint.tensors import Part, entries_of, write_parts
 
     shape = (TENSOR_BYTES // 4000, 1000)
@@ -120,8 +120,8 @@ def _write_large(state: str) -> None:
 
 
 def _export_large(state: str, to: str) -> int:
-    from threefold.checkpoint.export import write_weights
-    from threefold.checkpoint.index import Index
+    from threefold.checkpoint.boxes import Index
+    from threefold.export.weights import write_weights
 
     index = Index.read(Path(state))
     names = [name.removeprefix("model.") for name in index.entries]
@@ -155,7 +155,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path) -> None:
-    from threefold.app.export import export
+    from threefold.export.model_folder import export
 
     copy = Path(shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "step-00000001"))
     (copy / "state" / "index.json").write_text("{}")
@@ -165,20 +165,20 @@ def test_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path) -> None:
 
 
 def test_other_logits_are_told_and_nothing_stays(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from threefold.app import export as module
+    from threefold.export import model_folder
 
     def wrong(model: Any, layer: dict[str, Any]) -> dict[str, Any]:
         return {name: tensor + 1 if name == "lm_head.weight" else tensor for name, tensor in layer.items()}
 
-    monkeypatch.setattr(module, "revert_weight_conversion", wrong)
+    monkeypatch.setattr(model_folder, "revert_weight_conversion", wrong)
     with pytest.raises(RunError, match=r"reloads to other logits than .* they differ by up to "):
-        module.export(run, tmp_path / "out")
+        model_folder.export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    assert module.export(run, tmp_path / "out", verify=False).verified == "not reloaded"
+    assert model_folder.export(run, tmp_path / "out", verify=False).verified == "not reloaded"
 
 
 def test_folder_that_is_not_empty_is_refused(run: Path, tmp_path: Path) -> None:
-    from threefold.app.export import export
+    from threefold.export.model_folder import export
 
     (tmp_path / "file").touch()
     for to in (tmp_path, tmp_path / "file"):
@@ -203,7 +203,7 @@ def test_command_says_what_it_wrote(run: Path) -> None:
 
 def test_strangers_code_is_run_only_where_allowed(run: Path, tmp_path: Path) -> None:
     """A checkpoint that says its model is code of a repository, and that this code is trusted."""
-    from threefold.app.export import export
+    from threefold.export.model_folder import export
 
     repository = tmp_path / "repository"
     repository.mkdir()
@@ -225,7 +225,7 @@ def test_strangers_code_is_run_only_where_allowed(run: Path, tmp_path: Path) -> 
 
 
 def test_strangers_kernels_are_not_fetched(run: Path, tmp_path: Path) -> None:
-    from threefold.app.export import load_whole
+    from threefold.export.model_folder import load_whole
 
     stranger = Path(shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "step-00000001"))
     manifest = json.loads((stranger / "manifest.json").read_text())

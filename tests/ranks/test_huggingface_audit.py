@@ -16,8 +16,7 @@ from threefold.errors import RunError
 def run_with_fault(folder: str, fault: str) -> tuple[str, int] | None:
     import torch.distributed as dist
 
-    from threefold.integrations import huggingface_data as data
-    from threefold.integrations.huggingface import AuditCallback, Trainer
+    from threefold.integrations.huggingface import AuditCallback, Trainer, data
 
     class Faulty(data.StepSampler):
         """Reads wrongly from the third batch of 2 rows on."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ranks.huggingface_cases import Reviews, Sentences, arguments, causal_model, classifier, on_ranks
-from threefold.app.data import audit
+from threefold.commands.data import audit
 from threefold.data.permutation import Permutation
 
 GLOBAL_BATCH, RATE, SEED = 8, 1e-2, 3

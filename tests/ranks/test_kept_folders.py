@@ -11,8 +11,8 @@ import pytest
 
 from ranks.runs import _command_here, curve, forked_command, prepare
 from ranks.spawn import run_ranks
-from threefold.app.run_lock import RunLock
 from threefold.checkpoint.layout import CheckpointFolder
+from threefold.run.lock import RunLock
 
 LARGEST_FILE = 250_000  # bytes; the state of this model has more, all other files of a run have less
 TO_STEP_4 = ("--mesh.dp", "1", "--checkpoint.every", "2", "--train.steps", "4", "--optimizer.schedule", "constant")

@@ -62,7 +62,7 @@ def _load(folder: str, sizes: dict[str, int]) -> Any:
     from safetensors import safe_open
     from torch.distributed.tensor import DTensor
 
-    from threefold.mesh.groups import init_mesh
+    from threefold.mesh.mesh import init_mesh
     from threefold.model.build import load_model
 
     mesh = init_mesh(device="cpu", **sizes)

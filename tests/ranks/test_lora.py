@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ranks.keeping import LLAMA, Miniature, Sizes, write_corpus
 from ranks.reference import TINY_LLAMA, make_batches
 from ranks.spawn import run_ranks
-from threefold.app.export import export
 from threefold.checkpoint.layout import find
 from threefold.errors import CheckpointError
+from threefold.export.model_folder import export
 
 STEPS, ROWS, SEQ_LEN, LR = 6, 8, 16, 3e-3
 LORA = {"r": 4, "alpha": 6, "target_modules": "all-linear"}
@@ -48,8 +48,8 @@ def _values(name: str, shape: torch.Size, *, seed: int) -> Tensor:
 
 
 def _train_on_mesh(sizes: Sizes, model_config: dict[str, Any], scatter: bool | str) -> Any:
-    from threefold.config_loading import validate
-    from threefold.mesh.groups import init_mesh
+    from threefold.config.loading import validate
+    from threefold.mesh.mesh import init_mesh
     from threefold.model import load, lora
     from threefold.model.build import build
     from threefold.training.optimizer import adamw

@@ -34,8 +34,8 @@ def train_on_mesh(sizes: tuple[int, int, int, int], model_config: dict[str, Any]
     """Losses, gradient norms and the first step's clipped gradients on one rank of a mesh."""
     import torch
 
-    from threefold.config import Config
-    from threefold.mesh.groups import init_mesh
+    from threefold.config.schema import Config
+    from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
     from threefold.training.optimizer import adamw

@@ -116,7 +116,7 @@ def test_failing_rank_ends_the_run_with_one_traceback(folder: Path) -> None:
     code = (
         "import os, sys\n"
         "from threefold.training import step\n"
-        "from threefold.app.training import train\n"
+        "from threefold.run.start import train\n"
         "plain = step.TrainStep.__call__\n"
         "def fail(self, batches, *, lr):\n"
         "    if os.environ['RANK'] == '3':\n"

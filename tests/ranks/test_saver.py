@@ -111,7 +111,7 @@ def _save_and_go_on(folder: str, mode: str) -> Any:
     """The weights when step 2 was done, and those that the checkpoint of step 2 gives, saved while steps 3 to 5 ran."""
     import torch
 
-    from threefold.checkpoint.index import Index
+    from threefold.checkpoint.boxes import Index
     from threefold.checkpoint.layout import find
     from threefold.checkpoint.state import holdings, parts, read_whole, state_of
 

@@ -8,7 +8,7 @@ import pytest
 
 from ranks.keeping import LLAMA, Miniature, Sizes, write_corpus
 from ranks.spawn import run_ranks
-from threefold.config import MeshConfig
+from threefold.config.schema import MeshConfig
 from threefold.errors import ConfigError
 from threefold.mesh.topology import Topology
 from threefold.model import data_parallel

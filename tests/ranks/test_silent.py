@@ -26,10 +26,10 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 def _compare(tmp: str, sizes: dict[str, int], values: dict[str, Any], steps: int = 2) -> Any:
     import os
 
-    from threefold.app.verify import Options
-    from threefold.app.verify_rank import compare_on
-    from threefold.config_loading import validate
-    from threefold.mesh.groups import init_mesh
+    from threefold.config.loading import validate
+    from threefold.mesh.mesh import init_mesh
+    from threefold.verify.comparison import Options
+    from threefold.verify.mesh_side import compare_on
 
     os.environ["XDG_CACHE_HOME"] = tmp
     config = validate({**values, "data": {"source": f"{tmp}/corpus.txt", "seq_len": 32, **values.get("data", {})}})
@@ -84,8 +84,8 @@ def test_the_embedding_learns(folder: str) -> None:
 def _router_losses(tmp: str, sizes: dict[str, int], micro_batch: int) -> Any:
     import torch
 
-    from threefold.config import Config
-    from threefold.mesh.groups import init_mesh
+    from threefold.config.schema import Config
+    from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
     from threefold.training.optimizer import adamw

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ranks.runs import command, environment, prepare
-from threefold.app.verify import Comparison, compare_runs, diagnose, group_of
 from threefold.errors import ConfigError
 from threefold.mesh.topology import Topology
+from threefold.verify.comparison import Comparison, compare_runs, diagnose, group_of
 
 RIGHT = Comparison([(1.0, 1.0)], [(2.0, 2.0)], {"w": 0.0})
 WRONG = Comparison([(1.0, 1.5)], [(2.0, 2.0)], {"w": 0.0})
@@ -37,7 +37,7 @@ def test_right_mesh_is_confirmed(folder: Path) -> None:
 PLANTED = {
     # tokens of the tail chunk are put where they do not stand
     "positions": (
-        "from threefold.model import context_parallel as c\n"
+        "from threefold.model.context_parallel import split as c\n"
         "plain = c.local_positions\n"
         "c.local_positions = lambda n, *, cp_size, cp_rank: plain(n, cp_size=cp_size, cp_rank=cp_rank).roll(1)\n"
         "shard = c.ContextParallel.shard\n"
@@ -52,7 +52,7 @@ PLANTED = {
     # one rank's part of a sum is lost
     "sum": (
         "import torch\n"
-        "from threefold.model import sequence_parallel as s\n"
+        "from threefold.model.tensor_parallel import sequence as s\n"
         "plain = s._scattered\n"
         "s._scattered = lambda x, group: plain(x * (0.5 + torch.distributed.get_rank(group)), group)\n",
         ("--mesh.tp", "2"),
@@ -60,7 +60,7 @@ PLANTED = {
     ),
     # the same data on both data ranks
     "data": (
-        "from threefold.mesh import groups\ngroups.Mesh.dp_rank = property(lambda self: 0)\n",
+        "from threefold.mesh import mesh\nmesh.Mesh.dp_rank = property(lambda self: 0)\n",
         ("--mesh.dp", "2"),
         "<- departs",
     ),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threefold.cli.arguments import split
+from threefold.commands.arguments import split
 from threefold.errors import ConfigError
 
 KEYS = st.from_regex(r"[a-z_]+\.[a-z_]+", fullmatch=True)

@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threefold.data import audit_record
-from threefold.data.audit import Int64, Message, Place, Prediction, Window, agree, fold_samples, predicted_samples
-from threefold.data.audit_findings import Evidence, explain, ranks_text, rows_text
-from threefold.data.audit_lookup import coverage, find_sample, find_step, turns
-from threefold.data.audit_proof import prove, stretches_of
-from threefold.data.audit_record import Line, SegmentLine, SkipLine, StepsLine, described, place_after, standing
+from threefold.audit import record as audit_record
+from threefold.audit.digest import Int64, Message, Place, Prediction, Window, agree, fold_samples, predicted_samples
+from threefold.audit.lookup import coverage, find_sample, find_step, turns
+from threefold.audit.offences import Evidence, explain
+from threefold.audit.proof import prove, stretches_of
+from threefold.audit.record import Line, SegmentLine, SkipLine, StepsLine, described, place_after, standing
 from threefold.data.mixture import Mixture
 from threefold.data.partition import rows_for_step
 from threefold.data.permutation import Permutation
-from threefold.errors import ConfigError, RunError
+from threefold.errors import ConfigError, RunError, ranks_text, rows_text
 from threefold.mesh.topology import Topology
 
 SEQ_LEN = 4

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from threefold import config_loading
-from threefold.config import Config, OptimizerConfig, TrainConfig
-from threefold.config_loading import Loaded, dump, validate
-from threefold.config_text import as_yaml
+from threefold.config import loading
+from threefold.config.loading import Loaded, dump, validate
+from threefold.config.schema import Config, OptimizerConfig, TrainConfig
+from threefold.config.text import as_yaml
 from threefold.errors import ConfigError
 
 TEXT = st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=120)
@@ -33,7 +33,7 @@ def load(text: str | None = None, *overrides: tuple[str, str], environ: Mapping[
     """Loads `text` as c.yaml in the working folder."""
     if text is not None:
         Path("c.yaml").write_text(text, encoding="utf-8")
-    return config_loading.load("c.yaml" if text is not None else None, overrides, environ=environ or {})
+    return loading.load("c.yaml" if text is not None else None, overrides, environ=environ or {})
 
 
 def refused(
@@ -146,7 +146,7 @@ def test_file_that_cannot_be_read(folder: Path) -> None:
         ("latin1.yaml", "it is not UTF-8 text"),
     ]:
         with pytest.raises(ConfigError) as caught:
-            config_loading.load(path, environ={})
+            loading.load(path, environ={})
         assert [problem.what for problem in caught.value.problems] == [f"{path}: {reason}"]
 
 
@@ -375,7 +375,7 @@ def test_dump_loads_as_the_same_config(
     )
     path = tmp_path_factory.getbasetemp() / "dumped.yaml"
     path.write_text(dump(config), encoding="utf-8")
-    assert config_loading.load(str(path), environ={"DP_SIZE": "3"}).config == config
+    assert loading.load(str(path), environ={"DP_SIZE": "3"}).config == config
 
 
 @pytest.mark.parametrize("text", ["null", "1e-4", "true", "yes", "2024-01-01", "", " ", "a: b", "#x", "- a", "'", "é"])
@@ -397,7 +397,7 @@ def test_shown_value_reads_back_to_the_same(value: Any) -> None:
     """What an error or --print-config shows can be pasted."""
     shown = as_yaml(value)
     assert "\n" not in shown
-    loaded = config_loading.load(None, [("model.config", f"{{value: {shown}}}")], environ={})
+    loaded = loading.load(None, [("model.config", f"{{value: {shown}}}")], environ={})
     assert loaded.config.model.config == {"value": value}
 
 

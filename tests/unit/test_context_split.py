@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threefold.model.context_parallel import local_positions
+from threefold.model.context_parallel.split import local_positions
 
 CP = st.integers(1, 8)
 UNITS = st.integers(1, 9)

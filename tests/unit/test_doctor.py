@@ -10,13 +10,23 @@ from pathlib import Path
 import pytest
 
 from ranks.runs import command
-from threefold.doctor import checks_gpu, checks_machine, checks_network, checks_packages, checks_ranks
-from threefold.doctor.checks_gpu import Gpu, Torch
-from threefold.doctor.checks_machine import Machine
-from threefold.doctor.checks_network import Interface, Network
-from threefold.doctor.checks_packages import Package
-from threefold.doctor.checks_ranks import RankReport
+from threefold.doctor import (
+    gpu,
+    machine,
+    ranks,
+)
+from threefold.doctor import (
+    network as checks_network,
+)
+from threefold.doctor import (
+    packages as checks_packages,
+)
 from threefold.doctor.findings import Finding, note, ok, render, stop, summary, warning, would_stop
+from threefold.doctor.gpu import Gpu, Torch
+from threefold.doctor.machine import Machine
+from threefold.doctor.network import Interface, Network
+from threefold.doctor.packages import Package
+from threefold.doctor.ranks import RankReport
 from threefold.mesh.topology import Topology
 
 GIB = 1 << 30
@@ -45,7 +55,7 @@ def levels(findings: list[Finding]) -> dict[str, str]:
 
 
 def test_machine_that_has_all_is_in_no_way() -> None:
-    assert not [finding for finding in checks_machine.judge(MACHINE) if finding.level in ("warning", "stop")]
+    assert not [finding for finding in machine.judge(MACHINE) if finding.level in ("warning", "stop")]
 
 
 def test_machine_that_lacks_things() -> None:
@@ -58,7 +68,7 @@ def test_machine_that_lacks_things() -> None:
         clock_synchronized=False,
         tpu="/dev/accel*",
     )
-    found = checks_machine.judge(poor)
+    found = machine.judge(poor)
     assert texts(found, "Python") == [
         "STOP    Python: 3.9.2\n          expected: 3.10 or newer\n"
         "          fix: make a virtual environment with a newer Python"
@@ -94,11 +104,11 @@ def test_machine_that_lacks_things() -> None:
 def test_tokens_are_found_and_never_shown(tmp_path: Path) -> None:
     (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  password very-secret-key\n")
     environ = {"HOME": str(tmp_path), "HF_TOKEN": "hf_very_secret"}
-    seen = checks_machine.look(environ, folders={"runs": tmp_path / "not" / "there"})
+    seen = machine.look(environ, folders={"runs": tmp_path / "not" / "there"})
     assert seen.tokens == {"Hugging Face": "set in HF_TOKEN", "Weights & Biases": f"in {tmp_path}/.netrc"}
-    shown = "\n".join(render(checks_machine.judge(seen))) + json.dumps(dataclasses.asdict(seen))
+    shown = "\n".join(render(machine.judge(seen))) + json.dumps(dataclasses.asdict(seen))
     assert "secret" not in shown
-    assert checks_machine.look({"HOME": str(tmp_path / "x")}, folders={}).tokens == {}
+    assert machine.look({"HOME": str(tmp_path / "x")}, folders={}).tokens == {}
 
 
 def test_gloo_takes_what_the_hostname_stands_for() -> None:
@@ -150,7 +160,7 @@ def test_this_machine_has_a_loopback() -> None:
 
 
 def test_gpus_that_fit() -> None:
-    found = checks_gpu.judge(CUDA)
+    found = gpu.judge(CUDA)
     assert {finding.level for finding in found} == {"ok"}
     assert texts(found, "GPU 0") == ["ok      GPU 0: NVIDIA H100, 80.0 GiB, 79.0 GiB free, capability 9.0"]
 
@@ -226,27 +236,27 @@ def test_gpus_that_fit() -> None:
     ],
 )
 def test_gpus_and_builds_that_do_not_fit(change: dict, check: str, text: str) -> None:
-    assert texts(checks_gpu.judge(dataclasses.replace(CUDA, **change)), check) == [text]
+    assert texts(gpu.judge(dataclasses.replace(CUDA, **change)), check) == [text]
 
 
 def test_capability_of_the_same_generation_fits() -> None:
     rtx = Gpu("NVIDIA RTX A6000", 48 * GIB, 48 * GIB, (8, 6))
-    assert levels(checks_gpu.judge(dataclasses.replace(CUDA, gpus=(rtx,))))["GPU 0"] == "ok"
+    assert levels(gpu.judge(dataclasses.replace(CUDA, gpus=(rtx,))))["GPU 0"] == "ok"
 
 
 def test_answers_of_nvidia_smi_are_read() -> None:
     header = "| NVIDIA-SMI 470.86       Driver Version: 470.86       CUDA Version: 11.4     |"
-    assert checks_gpu.read_summary(header) == ("470.86", (11, 4))
-    assert checks_gpu.read_summary("") == (None, None)
+    assert gpu.read_summary(header) == ("470.86", (11, 4))
+    assert gpu.read_summary("") == (None, None)
     matrix = (
         "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m\n"
         "GPU0\t X \tNV12\tSYS\tSYS\tPXB\t0-31\t0\nGPU1\tNV12\t X \tSYS\tSYS\tPXB\t0-31\t0\n"
         "GPU2\tSYS\tSYS\t X \tPIX\tSYS\t32-63\t1\nGPU3\tSYS\tSYS\tPIX\t X \tSYS\t32-63\t1\n"
         "NIC0\tPXB\tPXB\tSYS\tSYS\t X \n\nLegend:\n\n  X    = Self\n"
     )
-    links = checks_gpu.read_links(matrix)
+    links = gpu.read_links(matrix)
     assert links[(0, 1)] == "NV12" and links[(2, 3)] == "PIX" and len(links) == 6
-    found = checks_gpu.judge(dataclasses.replace(CUDA, links=links))
+    found = gpu.judge(dataclasses.replace(CUDA, links=links))
     assert texts(found, "links") == [
         "note    links: NVLink (NV12): 0-1; PCIe between CPUs: 0-2, 0-3, 1-2, 1-3; one PCIe switch: 2-3"
     ]
@@ -254,7 +264,7 @@ def test_answers_of_nvidia_smi_are_read() -> None:
 
 @pytest.mark.parametrize(("number", "version"), [(8902, (8, 9, 2)), (90100, (9, 1, 0)), (91002, (9, 10, 2))])
 def test_cudnn_numbers_are_read(number: int, version: tuple[int, ...]) -> None:
-    assert checks_gpu._cudnn_version(number) == version
+    assert gpu._cudnn_version(number) == version
 
 
 def test_versions_that_do_not_fit() -> None:
@@ -286,7 +296,7 @@ def report(rank: int, host: str, clock: float = 100.0, **versions: str) -> RankR
 
 def test_ranks_that_differ() -> None:
     reports = [report(0, "a"), report(1, "a"), report(2, "b", 103.5, torch="2.12.0"), report(3, "b", driver="2")]
-    found = checks_ranks.judge(reports, Topology(dp_replicate=2, tp=2))
+    found = ranks.judge(reports, Topology(dp_replicate=2, tp=2))
     assert texts(found, "versions of the ranks") == [
         "WARNING versions of the ranks: driver: 1 on ranks 0 to 2; 2 on rank 3\n"
         "          expected: the same everywhere, so that all ranks compute and say the same\n"
@@ -304,19 +314,19 @@ def test_ranks_that_differ() -> None:
 
 def test_axis_that_a_hosts_border_cuts_is_named() -> None:
     reports = [report(rank, "a" if rank < 2 else "b") for rank in range(4)]
-    assert texts(checks_ranks.judge(reports, Topology(tp=4)), "axis tp") == [
+    assert texts(ranks.judge(reports, Topology(tp=4)), "axis tp") == [
         "note    axis tp: ranks 0 to 3 are on several hosts: every layer waits for the network"
     ]
-    assert texts(checks_ranks.judge(reports, Topology(dp_replicate=2, tp=2)), "axis tp") == []
+    assert texts(ranks.judge(reports, Topology(dp_replicate=2, tp=2)), "axis tp") == []
 
 
 def test_rank_map() -> None:
     reports = [report(rank, "a" if rank < 2 else "b") for rank in range(4)]
-    assert checks_ranks.rank_map(reports, Topology(dp_replicate=2, tp=2))[3] == (
+    assert ranks.rank_map(reports, Topology(dp_replicate=2, tp=2))[3] == (
         "rank 3: dp 1  cp 0  tp 1  on b, cuda:0, process 43"
     )
     many = [report(rank, f"host-{rank // 8}") for rank in range(64)]
-    assert checks_ranks.rank_map(many, Topology(dp_replicate=64))[-1] == "... and 48 more; 64 ranks on 8 hosts"
+    assert ranks.rank_map(many, Topology(dp_replicate=64))[-1] == "... and 48 more; 64 ranks on 8 hosts"
 
 
 def test_summary() -> None:

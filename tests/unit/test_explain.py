@@ -10,10 +10,10 @@ import pytest
 
 from logs.cases import PRODUCED, PUBLIC, UNRELATED
 from logs.collect import STARTS
-from threefold.app.explain import explain_command
-from threefold.doctor.explain import KNOWN, OWN_ERROR, OWN_REFUSAL, Explanation, explain
-from threefold.doctor.explain_log import Log
+from threefold.commands.explain import explain_command
 from threefold.errors import ConfigError
+from threefold.explain.explain import KNOWN, OWN_ERROR, OWN_REFUSAL, Explanation, explain
+from threefold.explain.log import Log
 
 ROOT = Path(__file__).parents[2]
 LOGS = ROOT / "tests/logs"

@@ -16,11 +16,10 @@ from torch.utils.data import DataLoader
 from ranks.huggingface_cases import Sentences, arguments, causal_model
 from ranks.spawn import run_ranks
 from threefold.errors import CheckpointError, ConfigError, DataError, ThreefoldError
-from threefold.integrations import huggingface_checks as checks
-from threefold.integrations.huggingface import AuditCallback, Trainer, prepare_evaluation_loader
-from threefold.integrations.huggingface_data import Axis, StepSampler, TrainLoader
-from threefold.integrations.huggingface_evaluation import BlockBatches, EvaluationLoader
-from threefold.integrations.huggingface_loss import RunningMean, nothing_of, part_of_mean, targets_in
+from threefold.integrations.huggingface import AuditCallback, Trainer, checks, prepare_evaluation_loader
+from threefold.integrations.huggingface.data import Axis, StepSampler, TrainLoader
+from threefold.integrations.huggingface.evaluation import BlockBatches, EvaluationLoader
+from threefold.integrations.huggingface.loss import RunningMean, nothing_of, part_of_mean, targets_in
 
 
 def refusal(work: Callable[[], Any]) -> list[tuple[str, str, str]]:
@@ -374,7 +373,7 @@ def test_mean_without_targets_is_not_a_number() -> None:
 
 
 def test_another_order_is_refused_in_the_trainers_words() -> None:
-    from threefold.integrations.huggingface_state import check_order
+    from threefold.integrations.huggingface.state import check_order
 
     order = StepSampler(range(5), global_batch=1, num_replicas=1, rank=0, seed=0, tail="exact")
     other = StepSampler(range(6), global_batch=1, num_replicas=1, rank=0, seed=0, tail="exact")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threefold.checkpoint.integrity import (
+from threefold.checkpoint.seal import (
     Seal,
     SealedWriter,
     checksum_of,

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from threefold.errors import ConfigError
-from threefold.mesh.launch import LaunchInfo, read
-from threefold.mesh.launch_info import first_host, tasks_of_node
+from threefold.mesh.environment import LaunchInfo, read
+from threefold.mesh.launchers.info import first_host, tasks_of_node
 
 TORCHRUN = {
     "RANK": "5",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from threefold.config_loading import load
-from threefold.mesh.launch_managed import data_path, defaults, managed
+from threefold.config.loading import load
+from threefold.mesh.launchers.managed import data_path, defaults, managed
 
 JOB = {
     "SM_HPS": json.dumps(

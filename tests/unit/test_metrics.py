@@ -10,15 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threefold.training.metrics import (
-    MetricsFile,
-    Stopwatch,
-    cut_torn_line,
-    flops_per_token,
-    peak_flops,
-    peak_memory_bytes,
-    read_metrics,
-)
+from threefold.jsonl import MetricsFile, cut_torn_line, read_metrics
+from threefold.training.metrics import Stopwatch, flops_per_token, peak_flops, peak_memory_bytes
 
 LINES = b'{"step": 1}\n{"step": 2}\n'
 

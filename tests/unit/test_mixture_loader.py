@@ -17,17 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranks.spawn import PRELOAD
-from threefold import config_loading
-from threefold.app import assemble
-from threefold.config_loading import dump, validate
-from threefold.config_text import as_yaml
+from threefold.config import loading
+from threefold.config.loading import dump, validate
+from threefold.config.text import as_yaml
 from threefold.data.loader import Order, TokenLoader
-from threefold.data.mixed_rows import MixedRows
 from threefold.data.mixture import Mixture
-from threefold.data.packing import PackingReport
+from threefold.data.rows.concat import PackingReport
+from threefold.data.rows.mixed import MixedRows
 from threefold.data.tokens import ByteTokenizer
 from threefold.errors import ConfigError, DataError
-from threefold.mesh.groups import init_mesh
+from threefold.mesh.mesh import init_mesh
+from threefold.run import assemble
 
 SEQ_LEN = 4
 SIZES = {"code": 7, "prose": 30, "maths": 11}
@@ -200,7 +200,7 @@ MIXTURE = "{code: {source: a, weight: 0.7}, prose: {source: 'hf:x', weight: 3, s
 
 
 def load(*overrides: tuple[str, str]) -> Any:
-    return config_loading.load(None, overrides, environ={})
+    return loading.load(None, overrides, environ={})
 
 
 def test_mixture_in_the_config_reads_back(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_mixture_in_the_config_reads_back(tmp_path: Path) -> None:
     assert as_yaml(mixture) == "{code: {source: a, weight: 0.7}, prose: {source: hf:x, weight: 3.0, split: test}}"
     path = tmp_path / "c.yaml"
     path.write_text(dump(loaded.config))
-    assert config_loading.load(str(path), environ={}).config == loaded.config
+    assert loading.load(str(path), environ={}).config == loaded.config
 
 
 FIX = "--data.mixture '{code: {source: FOLDER, weight: 0.7}, prose: {source: hf:ID, weight: 0.3}}'   (any names)"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from threefold.config import OptimizerConfig
+from threefold.config.schema import OptimizerConfig
 from threefold.training.optimizer import adamw, learning_rate
 
 SCHEDULES = ("constant", "linear", "cosine")

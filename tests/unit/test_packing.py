@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threefold.data.best_fit import best_fit
-from threefold.data.packing import IGNORED, PADDING, ConcatRows, Rows
-from threefold.data.packing_padded import PaddedRows, cut_documents
-from threefold.data.source import pack
-from threefold.data.store import StoreInfo, StoreWriter, TokenStore
+from threefold.data.rows.best_fit import best_fit
+from threefold.data.rows.concat import IGNORED, PADDING, ConcatRows, Rows
+from threefold.data.rows.open import pack
+from threefold.data.rows.padded import PaddedRows, cut_documents
+from threefold.data.store.store import StoreInfo, StoreWriter, TokenStore
 
 END = 60_000
 

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from threefold.data import parts, prepare
-from threefold.data.prepare import PreparedStore, Progress, cached_store, request_of
-from threefold.data.store import TokenStore
-from threefold.data.text import Piece, documents, open_text
+from threefold.data.store import parts, prepare
+from threefold.data.store.prepare import PreparedStore, Progress, cached_store, request_of
+from threefold.data.store.store import TokenStore
+from threefold.data.text.source import Piece, documents, open_text
 from threefold.data.tokens import ByteTokenizer
 from threefold.errors import DataError, RunError
 
@@ -258,7 +258,7 @@ def test_joined_documents_end_with_the_end_token() -> None:
 
 def test_documents_of_one_file_larger_than_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 50)
-    monkeypatch.setattr("threefold.data.text_rows._PIECE_BYTES", 30)
+    monkeypatch.setattr("threefold.data.text.rows._PIECE_BYTES", 30)
     texts = [f"{i} " * (i % 7) for i in range(60)]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     make(tmp_path / "x.jsonl", tmp_path / "to", num_workers=2)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from threefold import config_loading
-from threefold.app.run_folder import RunFolder, open_run
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
-from threefold.config import Config
+from threefold.config import loading
+from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
+from threefold.run.folder import RunFolder, open_run
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def config(resume: str = "auto", log_dir: str | None = "run") -> Config:
     values: dict[str, Any] = {"log": {"dir": log_dir}, "checkpoint": {"resume": resume}}
-    return config_loading.validate(values)
+    return loading.validate(values)
 
 
 def save(run: str, *steps: int) -> Checkpoint:
@@ -47,7 +47,7 @@ def test_resolved_config_is_written_when_the_request_is_accepted_and_reads_back(
     opened = open_run(asked)
     assert not (opened.path / "config.yaml").exists()
     opened.accept(asked)
-    assert config_loading.load(str(opened.path / "config.yaml"), environ={}).config == asked
+    assert loading.load(str(opened.path / "config.yaml"), environ={}).config == asked
 
 
 def test_default_folders_do_not_collide() -> None:

@@ -354,7 +354,7 @@ def test_defaults_come_from_the_active_mesh(monkeypatch: pytest.MonkeyPatch) -> 
     place = SimpleNamespace(dp_size=4, dp_rank=2)
     given = DistributedSampler(range(100), mesh=place)
     assert (given.num_replicas, given.rank) == (4, 2)
-    monkeypatch.setattr("threefold.mesh.groups.active_mesh", lambda: place)
+    monkeypatch.setattr("threefold.mesh.mesh.active_mesh", lambda: place)
     for sampler in (DistributedSampler(range(100)), DistributedSampler(range(100), num_replicas=4)):
         assert (sampler.num_replicas, sampler.rank) == (4, 2)
     explicit = DistributedSampler(range(100), num_replicas=7, rank=6)

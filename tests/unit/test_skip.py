@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pytest
 
 from ranks.spawn import PRELOAD
-from threefold.config import Config
-from threefold.config_loading import validate
+from threefold.config.loading import validate
+from threefold.config.schema import Config
 from threefold.data.loader import Order, TokenLoader
 from threefold.data.skip import skips_ahead, steps_left
 from threefold.errors import ConfigError

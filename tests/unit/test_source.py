@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from threefold.data.packing import ConcatRows
-from threefold.data.packing_padded import PaddedRows
-from threefold.data.prepare import prepare
-from threefold.data.source import open_rows, open_store, store_prefix
-from threefold.data.text import open_text
+from threefold.data.rows.concat import ConcatRows
+from threefold.data.rows.open import open_rows, open_store, store_prefix
+from threefold.data.rows.padded import PaddedRows
+from threefold.data.store.prepare import prepare
+from threefold.data.text.source import open_text
 from threefold.data.tokens import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -85,7 +85,7 @@ def test_stdlib_rows_are_the_library(tmp_path: Path) -> None:
 
 def test_reading_loads_no_torch(text: Path, tmp_path: Path) -> None:
     code = (
-        "import sys, numpy as np; from pathlib import Path; from threefold.data.source import open_rows;"
+        "import sys, numpy as np; from pathlib import Path; from threefold.data.rows.open import open_rows;"
         "from threefold.data.tokens import load_tokenizer;"
         "rows = open_rows(sys.argv[1], tokenizer=load_tokenizer('bytes'), cache=Path(sys.argv[2]), seq_len=10);"
         "rows.rows(np.arange(2)); print('torch' in sys.modules, 'datasets' in sys.modules)"

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threefold.data import store as store_module
-from threefold.data.store import StoreInfo, StoreWriter, TokenStore, dtype_for
-from threefold.data.store_index import DTYPE_OF_CODE
+from threefold.data.store import store as store_module
+from threefold.data.store.index import DTYPE_OF_CODE
+from threefold.data.store.store import StoreInfo, StoreWriter, TokenStore, dtype_for
 
 FILES = (".bin", ".idx", ".json")
 
@@ -85,7 +85,7 @@ def test_layout_is_byte_for_byte_the_common_one(tmp_path: Path) -> None:
 def test_index_is_the_same_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = [[1] * (i % 4) for i in range(11)]
     write(tmp_path / "whole", documents)
-    monkeypatch.setattr("threefold.data.store_index._CHUNK", 3)
+    monkeypatch.setattr("threefold.data.store.index._CHUNK", 3)
     write(tmp_path / "chunks", documents)
     assert (tmp_path / "chunks.idx").read_bytes() == (tmp_path / "whole.idx").read_bytes()
     (tmp_path / "chunks.json").unlink()

@@ -14,17 +14,24 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from threefold.app import submit
-from threefold.config import Config, MeshConfig
-from threefold.config_loading import load, validate
+from threefold.commands import submit
+from threefold.config.loading import load, validate
+from threefold.config.schema import Config, MeshConfig
 from threefold.errors import ConfigError, RunError
-from threefold.integrations import clusters, clusters_kubernetes, clusters_sagemaker, clusters_slurm
-from threefold.integrations.clusters_entry import command, fetch_secrets
-from threefold.integrations.clusters_kubernetes import KubernetesOptions
-from threefold.integrations.clusters_sagemaker import SageMakerOptions
-from threefold.integrations.clusters_slurm import SlurmOptions
 from threefold.integrations.terminal import Terminal
-from threefold.mesh.launch_managed import managed
+from threefold.jobs import (
+    job as clusters,
+)
+from threefold.jobs import (
+    kubernetes,
+    sagemaker,
+    slurm,
+)
+from threefold.jobs.entry import command, fetch_secrets
+from threefold.jobs.kubernetes import KubernetesOptions
+from threefold.jobs.sagemaker import SageMakerOptions
+from threefold.jobs.slurm import SlurmOptions
+from threefold.mesh.launchers.managed import managed
 
 
 def config(**sections: Any) -> Config:
@@ -96,7 +103,7 @@ def test_secrets_stay_out_of_variables() -> None:
 def test_batch_script_holds_the_config_and_starts_itself_again(tmp_path: Path) -> None:
     asked = config(train={"steps": 7}, log={"dir": "runs/it's mine"})
     options = SlurmOptions(name="job", time="01:00:00", cpus_per_task=4, python="/opt/my env/bin/python")
-    text = clusters_slurm.script(asked, ranks(), options)
+    text = slurm.script(asked, ranks(), options)
     for line in (
         "--nodes=2",
         "--ntasks-per-node=4",
@@ -129,20 +136,20 @@ def test_batch_script_holds_the_config_and_starts_itself_again(tmp_path: Path) -
 
 
 def test_batch_script_without_a_folder_names_it_after_the_job() -> None:
-    text = clusters_slurm.script(config(), ranks(), SlurmOptions(requeue=False))
+    text = slurm.script(config(), ranks(), SlurmOptions(requeue=False))
     assert 'run="runs/threefold-$SLURM_JOB_ID"' in text
     assert "#SBATCH --no-requeue" in text and "scontrol" not in text
 
 
 def test_batch_script_on_cpus_asks_for_no_gpus() -> None:
-    assert "gpus" not in clusters_slurm.script(config(mesh={"dp": 2, "device": "cpu"}), ranks(), SlurmOptions())
+    assert "gpus" not in slurm.script(config(mesh={"dp": 2, "device": "cpu"}), ranks(), SlurmOptions())
 
 
 def test_values_stay_on_their_line() -> None:
     with pytest.raises(ConfigError, match=r"--partition 'a b' is not one word"):
-        clusters_slurm.script(config(), ranks(), SlurmOptions(partition="a b"))
+        slurm.script(config(), ranks(), SlurmOptions(partition="a b"))
     with pytest.raises(ConfigError, match="is no option of sbatch"):
-        clusters_slurm.script(config(), ranks(), SlurmOptions(options=("exclusive",)))
+        slurm.script(config(), ranks(), SlurmOptions(options=("exclusive",)))
 
 
 # --- SageMaker ----------------------------------------------------------------------------------------------------
@@ -163,21 +170,21 @@ def sagemaker_options(**given: Any) -> SageMakerOptions:
 def test_request_and_source_are_what_a_container_needs() -> None:
     asked = config(mesh={"dp": 8}, checkpoint={"every": 10})
     options = sagemaker_options(spot=True, channels={"train": "s3://b/d"}, hyperparameters={"train.steps": "9"})
-    made = clusters_sagemaker.request(ranks(1, mesh={"dp": 8}), options, region="eu-west-1")
-    assert clusters_sagemaker.problems(asked, ranks(1, mesh={"dp": 8}), options) == []
+    made = sagemaker.request(ranks(1, mesh={"dp": 8}), options, region="eu-west-1")
+    assert sagemaker.problems(asked, ranks(1, mesh={"dp": 8}), options) == []
     assert made["ResourceConfig"]["InstanceCount"] == 1
     assert made["EnableManagedSpotTraining"] is True
     assert made["StoppingCondition"] == {"MaxRuntimeInSeconds": 86_400, "MaxWaitTimeInSeconds": 90_000}
     assert made["CheckpointConfig"] == {"S3Uri": "s3://bucket/runs/job/checkpoints", "LocalPath": "/opt/ml/checkpoints"}
     hyperparameters = {key: json.loads(value) for key, value in made["HyperParameters"].items()}
-    assert hyperparameters["sagemaker_submit_directory"] == clusters_sagemaker.source_of(options)
+    assert hyperparameters["sagemaker_submit_directory"] == sagemaker.source_of(options)
     assert hyperparameters["train.steps"] == "9"
-    with tarfile.open(fileobj=io.BytesIO(clusters_sagemaker.archive(asked, options))) as tar:
+    with tarfile.open(fileobj=io.BytesIO(sagemaker.archive(asked, options))) as tar:
         names = tar.getnames()
         text = tar.extractfile("config.yaml").read().decode()  # type: ignore[union-attr]
     assert names == ["config.yaml", "threefold_entry.py"]
     assert "dir:" not in text  # the container's checkpoint folder is the default there
-    assert clusters_sagemaker.archive(asked, options) == clusters_sagemaker.archive(asked, options)
+    assert sagemaker.archive(asked, options) == sagemaker.archive(asked, options)
     # What the request says is what the container's process reads.
     job = managed({"SM_HPS": json.dumps({"train.steps": "9"})})
     assert job is not None and load(None, environ={}, settings=job.settings).config.train.steps == 9
@@ -186,13 +193,13 @@ def test_request_and_source_are_what_a_container_needs() -> None:
 def test_wheels_are_installed_first(tmp_path: Path) -> None:
     wheel = tmp_path / "threefold-1-py3-none-any.whl"
     wheel.write_bytes(b"wheel")
-    files = clusters_sagemaker.source_files(config(), sagemaker_options(packages=(wheel,)))
+    files = sagemaker.source_files(config(), sagemaker_options(packages=(wheel,)))
     assert files["requirements.txt"] == b"./threefold-1-py3-none-any.whl\n" and files[wheel.name] == b"wheel"
 
 
 def test_jobs_that_would_lose_their_work_are_refused() -> None:
     def whats(options: SageMakerOptions, num_hosts: int = 1, **sections: Any) -> list[str]:
-        found = clusters_sagemaker.problems(config(**sections), ranks(num_hosts), options)
+        found = sagemaker.problems(config(**sections), ranks(num_hosts), options)
         return [problem.what for problem in found]
 
     assert whats(sagemaker_options(spot=True)) == ["--spot with checkpoint.every = 0"]
@@ -216,7 +223,7 @@ def test_jobs_that_would_lose_their_work_are_refused() -> None:
     ],
 )
 def test_several_instances_without_efa_are_warned_of(instance_type: str, num_hosts: int, warned: bool) -> None:
-    found = clusters_sagemaker.warnings(ranks(num_hosts), sagemaker_options(instance_type=instance_type))
+    found = sagemaker.warnings(ranks(num_hosts), sagemaker_options(instance_type=instance_type))
     assert bool(found) == warned
     if warned:
         assert found[0].startswith("2 instances of ml.g5.2xlarge, which has no EFA: gradients go over plain TCP")
@@ -233,7 +240,7 @@ def test_metric_definitions_read_our_own_lines() -> None:
     lines = [line for line in buffer.getvalue().splitlines() if line]
     read = {
         name: [found for line in lines for found in re.findall(regex, line)]
-        for name, regex in clusters_sagemaker.METRICS.items()
+        for name, regex in sagemaker.METRICS.items()
     }
     assert read == {
         "train:loss": ["2.5000", "nan"],
@@ -266,7 +273,7 @@ def test_entry_script_becomes_what_the_container_lacks() -> None:
 
 def test_secrets_are_in_no_request() -> None:
     options = sagemaker_options(secrets={"HF_TOKEN": "my/secret"}, variables={"A": "b"})
-    made = clusters_sagemaker.request(ranks(1), options, region=None)
+    made = sagemaker.request(ranks(1), options, region=None)
     assert made["Environment"] == {"A": "b", "THREEFOLD_SECRETS": '{"HF_TOKEN": "my/secret"}'}
 
 
@@ -280,14 +287,14 @@ def kubernetes_options(**given: Any) -> KubernetesOptions:
 ON_VOLUME = {"log": {"dir": "/runs/a"}}
 
 
-@pytest.mark.parametrize("kind", clusters_kubernetes.KINDS)
+@pytest.mark.parametrize("kind", kubernetes.KINDS)
 def test_manifests_read_back_and_hold_the_config(kind: str) -> None:
     asked = config(**ON_VOLUME)
     options = kubernetes_options(kind=kind, secrets={"HF_TOKEN": "hf/token"}, variables={"A": "1"}, namespace="team")
-    documents = clusters_kubernetes.manifests(asked, ranks(), options)
+    documents = kubernetes.manifests(asked, ranks(), options)
     from ruamel.yaml import YAML
 
-    assert list(YAML(typ="safe", pure=True).load_all(clusters_kubernetes.shown(documents))) == documents
+    assert list(YAML(typ="safe", pure=True).load_all(kubernetes.shown(documents))) == documents
     config_map, job = documents
     assert config_map["metadata"]["name"] == "job-config"
     read = YAML(typ="safe", pure=True).load(config_map["data"]["config.yaml"])
@@ -302,8 +309,8 @@ def test_manifests_read_back_and_hold_the_config(kind: str) -> None:
 def test_every_kind_starts_the_same_ranks() -> None:
     asked = config(**ON_VOLUME)
     made = {
-        kind: clusters_kubernetes.manifests(asked, ranks(), kubernetes_options(kind=kind))[1]["spec"]
-        for kind in clusters_kubernetes.KINDS
+        kind: kubernetes.manifests(asked, ranks(), kubernetes_options(kind=kind))[1]["spec"]
+        for kind in kubernetes.KINDS
     }
     specs = made["pytorchjob"]["pytorchReplicaSpecs"]
     assert [specs[kind]["replicas"] for kind in ("Master", "Worker")] == [1, 1]
@@ -318,7 +325,7 @@ def test_every_kind_starts_the_same_ranks() -> None:
 
 def test_pods_that_would_lose_their_work_are_refused() -> None:
     def whats(options: KubernetesOptions, **sections: Any) -> list[str]:
-        return [problem.what for problem in clusters_kubernetes.problems(config(**sections), ranks(), options)]
+        return [problem.what for problem in kubernetes.problems(config(**sections), ranks(), options)]
 
     assert whats(kubernetes_options(), **ON_VOLUME) == []
     assert whats(kubernetes_options()) == ["log.dir is not set: what a pod writes is lost with it"]

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threefold.data import text_files, text_hub, text_rows
-from threefold.data.text import Piece, ReadLog, documents, open_text
+from threefold.data.text import files as text_files
+from threefold.data.text import hub
+from threefold.data.text import rows as text_rows
+from threefold.data.text.source import Piece, ReadLog, documents, open_text
 from threefold.errors import DataError
 
 
@@ -178,7 +180,7 @@ def test_text_field(tmp_path: Path) -> None:
 def test_hub_source_through_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(tmp_path / "train.jsonl", [{"text": f"train {i}", "id": i} for i in range(5)])
     write_jsonl(tmp_path / "test.jsonl", [{"text": "held out", "id": 0}])
-    monkeypatch.setattr(text_hub, "_PIECE_BYTES", 30)
+    monkeypatch.setattr(hub, "_PIECE_BYTES", 30)
     source = open_text(f"hf:{tmp_path}")
     assert len(source.pieces) > 1
     assert list(documents(source)) == [f"train {i}" for i in range(5)]

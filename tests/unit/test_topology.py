@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threefold.config import MeshConfig
+from threefold.config.schema import MeshConfig
 from threefold.errors import ConfigError
 from threefold.mesh.topology import AXES, Topology, default_topology, resolve
 

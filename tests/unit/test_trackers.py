@@ -13,7 +13,7 @@ import pytest
 
 from ranks.runs import _command_here, prepare
 from ranks.spawn import run_ranks
-from threefold import config_loading
+from threefold.config import loading
 from threefold.errors import ConfigError
 from threefold.integrations.trackers import Guarded, RunDescription, open_trackers, problems
 
@@ -180,5 +180,5 @@ def test_missing_package_is_refused_with_the_command(monkeypatch: pytest.MonkeyP
 )
 def test_request_that_makes_no_sense_is_refused(values: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as error:
-        config_loading.validate({"log": values})
+        loading.validate({"log": values})
     assert str(error.value) == text

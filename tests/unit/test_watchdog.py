@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from threefold.doctor.stall import Report, Seen, Stall, find
+from threefold.run.stall import Report, Seen, Stall, find
 from threefold.training.progress import OwnTime, Place, Progress, slowest
 
 WAITING = "  File distributed_c10d.py, line 1, in all_reduce\n    work.wait()"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from threefold.checkpoint.integrity import (
+from threefold.checkpoint.seal import (
     Seal,
     checksum_of,
     shares,

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from threefold.checkpoint import index as index_of_tensors
-from threefold.checkpoint.index import Entry, Index
-from threefold.checkpoint.integrity import Seal, write_sealed
+from threefold.checkpoint import boxes as index_of_tensors
+from threefold.checkpoint.boxes import Entry, Index
+from threefold.checkpoint.seal import Seal, write_sealed
 from threefold.checkpoint.staging import Stage
 from threefold.checkpoint.tensors import Part, entries_of, write_parts
 from threefold.errors import RunError
-from threefold.mesh.groups import Mesh
+from threefold.mesh.mesh import Mesh
 
 log = logging.getLogger("threefold")
 

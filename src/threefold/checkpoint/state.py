@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from threefold.checkpoint.index import Box, Index, boxes_of
+from threefold.checkpoint.boxes import Box, Index, boxes_of
 from threefold.checkpoint.tensors import Part, dtype_name, in_file_order, read_box, read_whole
 from threefold.errors import CheckpointError
-from threefold.mesh.groups import Mesh
+from threefold.mesh.mesh import Mesh
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 # A model is split over tp first and over fsdp what is left (`model.build`).

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.checkpoint.index import ITEM_BYTES, Box, Chunk, Entry
-from threefold.checkpoint.integrity import Seal, SealedWriter
+from threefold.checkpoint.boxes import ITEM_BYTES, Box, Chunk, Entry
+from threefold.checkpoint.seal import Seal, SealedWriter
 from threefold.errors import CheckpointError
 
 _NAMES: dict[torch.dtype, str] = {

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from threefold.data.cursor import Cursor
 from threefold.data.mixture import Mixture
-from threefold.data.packing import Rows
 from threefold.data.partition import (
     StepRows,
     Tail,
@@ -31,6 +30,7 @@ from threefold.data.partition import (
     steps_per_epoch,
 )
 from threefold.data.permutation import MAX_ROWS, ORDER_VERSION, Permutation
+from threefold.data.rows.concat import Rows
 from threefold.data.skip import StepRange, num_batches, skips_ahead
 
 IGNORED = -100

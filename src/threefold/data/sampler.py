@@ -269,7 +269,7 @@ def _axis_of_mesh(mesh: Any) -> tuple[int, int] | None:
 
 
 def _active_mesh() -> DataAxis | None:
-    from threefold.mesh.groups import active_mesh
+    from threefold.mesh.mesh import active_mesh
 
     return active_mesh()
 

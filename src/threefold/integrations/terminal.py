@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from threefold.training.metrics import Metrics
+from threefold.jsonl import Metrics
 
 
 class Terminal:

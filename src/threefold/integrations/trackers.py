@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.errors import Problem
-from threefold.training.metrics import Metrics, Tracker
+from threefold.jsonl import Metrics, Tracker
 
 log = logging.getLogger("threefold")
 
@@ -131,7 +131,7 @@ class TensorBoard:
     def __init__(self, run: RunDescription) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        from threefold.config_text import as_yaml
+        from threefold.config.text import as_yaml
 
         self._writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step)
         for section, values in run.told.items():

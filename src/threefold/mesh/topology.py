@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from threefold.config import MeshConfig
+from threefold.config.schema import MeshConfig
 from threefold.errors import ConfigError
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")

@@ -15,24 +15,17 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from threefold.config import Config
-from threefold.config_loading import validate
+from threefold.config.loading import validate
+from threefold.config.schema import Config
 from threefold.errors import ConfigError
-from threefold.mesh.groups import Mesh
-from threefold.model import (
-    block_attention,
-    context_parallel,
-    data_parallel,
-    fused_loss,
-    head,
-    load,
-    lora,
-    recompute,
-    tensor_parallel,
-)
-from threefold.model.context_parallel import ContextParallel
-from threefold.model.sequence_parallel import gather
-from threefold.model.tensor_parallel import TensorParallelism
+from threefold.mesh.mesh import Mesh
+from threefold.model import activation_checkpointing, data_parallel, fused_loss, head, load, lora
+from threefold.model.context_parallel import flex
+from threefold.model.context_parallel import split as context_parallel
+from threefold.model.context_parallel.split import ContextParallel
+from threefold.model.tensor_parallel import plan as tensor_parallel
+from threefold.model.tensor_parallel.plan import TensorParallelism
+from threefold.model.tensor_parallel.sequence import gather
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -115,7 +108,7 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
     method, method_why = context_parallel.choose(
         config.mesh.cp_method, architecture, mesh.topology, seq_len=config.data.seq_len
     )
-    kernel, kernel_why = block_attention.choose(config.model.attention, architecture, device=mesh.device.type)
+    kernel, kernel_why = flex.choose(config.model.attention, architecture, device=mesh.device.type)
     context = ContextParallel(mesh, method=method, kernel=kernel)
     model: Any = load.build_without_storage(
         architecture, attention=context.name, trust_remote_code=config.model.trust_remote_code
@@ -128,7 +121,7 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
     if config.model.lora.r:
         tensor = lora.inject(model, config.model.lora, tensor, mesh)
     if config.train.activation_checkpointing != "none":
-        recompute.install(model, config.train.activation_checkpointing)
+        activation_checkpointing.install(model, config.train.activation_checkpointing)
     if config.train.compile:
         for layer in data_parallel.layers_of(model):
             layer.compile()

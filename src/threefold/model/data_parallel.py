@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from threefold.config import MeshConfig
+from threefold.config.schema import MeshConfig
 from threefold.errors import Problem
-from threefold.mesh.groups import Mesh
+from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 
 # A collective over less than this is mostly latency.

@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from threefold.config import ModelConfig
+from threefold.config.schema import ModelConfig
 from threefold.errors import ConfigError
-from threefold.mesh.groups import Mesh
+from threefold.mesh.mesh import Mesh
 from threefold.model import lora
 
 _STAGED_FILE_BYTES = 2 * 1024**3
@@ -296,3 +296,11 @@ def _cut(whole: Tensor, placement: Placement | None, *, mesh: Mesh) -> Tensor:
     with torch.device("cpu"):
         split = distribute_tensor(whole, mesh.device_mesh["tp"], [placement], src_data_rank=None)
     return split.to_local()
+
+
+def architecture_of(config: PretrainedConfig) -> dict[str, Any]:
+    """The model's config as plain values, without what does not belong to the weights."""
+    values = json.loads(config.to_json_string(use_diff=False))
+    for volatile in ("_name_or_path", "transformers_version", "dtype", "use_cache", "_attn_implementation"):
+        values.pop(volatile, None)
+    return values

@@ -24,11 +24,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from transformers import PreTrainedModel
 
-from threefold.config import LoraConfig
+from threefold.config.schema import LoraConfig
 from threefold.errors import Problem
-from threefold.mesh.groups import Mesh
-from threefold.model.tensor_layers import SharedInput, local_part, row_sum
-from threefold.model.tensor_parallel import TensorParallelism
+from threefold.mesh.mesh import Mesh
+from threefold.model.tensor_parallel.layers import SharedInput, local_part, row_sum
+from threefold.model.tensor_parallel.plan import TensorParallelism
 
 ADAPTER = "default"
 

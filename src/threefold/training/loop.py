@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from threefold.config import Config
+from threefold.audit.compare import RunAudit
+from threefold.config.schema import Config
 from threefold.data.loader import TokenLoader
 from threefold.errors import RunError
-from threefold.mesh.groups import Mesh
+from threefold.jsonl import Metrics, Tracker
+from threefold.mesh.mesh import Mesh
 from threefold.model.build import ParallelModel
-from threefold.training.audit import RunAudit
-from threefold.training.metrics import Metrics, Stopwatch, Tracker, peak_memory_bytes
+from threefold.training.metrics import Stopwatch, peak_memory_bytes
 from threefold.training.nonfinite import Finite
 from threefold.training.optimizer import learning_rate
 from threefold.training.progress import OwnTime, Progress, Slowest, Watch

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from threefold.config import OptimizerConfig
-from threefold.mesh.groups import Mesh
+from threefold.config.schema import OptimizerConfig
+from threefold.mesh.mesh import Mesh
 from threefold.model.build import ParallelModel
 from threefold.training.optimizer import adamw
 from threefold.training.step import Batch, TrainStep, mean_loss

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.data.audit_findings import ranks_text, rows_text
-from threefold.errors import RunError
-from threefold.mesh.groups import Mesh
+from threefold.errors import RunError, ranks_text, rows_text
+from threefold.mesh.mesh import Mesh
 from threefold.training.step import Batch, StepResult
 
 log = logging.getLogger("threefold")

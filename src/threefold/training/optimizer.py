@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from threefold.config import OptimizerConfig
+from threefold.config.schema import OptimizerConfig
 
 
 def adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from threefold.mesh.groups import Mesh
+from threefold.mesh.mesh import Mesh
 
 _KEY = "threefold/own-time"
 

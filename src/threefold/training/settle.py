@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from threefold.mesh.groups import Mesh
+from threefold.mesh.mesh import Mesh
 from threefold.model.build import ParallelModel
 from threefold.training.step import forward_sums, token_loss_of
 

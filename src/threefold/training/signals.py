@@ -14,7 +14,7 @@ import uuid
 from types import FrameType
 from typing import Any
 
-from threefold.mesh.groups import Mesh
+from threefold.mesh.mesh import Mesh
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _KEY = "threefold/stop-after"  # and who asks: the store may outlive a restart, and hold an older request

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from threefold.mesh.groups import Mesh
+from threefold.mesh.mesh import Mesh
 from threefold.model.build import ParallelModel
 from threefold.model.data_parallel import last_backward
 from threefold.model.head import Sums

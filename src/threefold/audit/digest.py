@@ -1,0 +1,274 @@
+"""What a rank really read, as digests, and what the order says it should have read.
+
+In: the batches as the steps used them, and the few numbers that an order is made of. Out: one short message for each
+rank and audit; all ranks' messages side by side say whether every dp rank read its own samples, its cp and tp ranks
+read the same ones, and the tokens were the source's. What stays true: the prediction is made from the order alone and
+knows no loader, so a loader that is wrong cannot agree with it; and equal messages lead every rank to the same
+conclusion. No communication, no torch.
+
+Digests are 64 bits of XXH3 over little-endian int64 values, each step's folded onto the one before (it is the seed):
+
+    samples    (step, row indices in the order of the batch)
+    contents   (input_ids, labels) of those rows
+
+So they depend on the order of the steps and on the places in a batch. -1 is a row without a sample and is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from threefold.data.mixture import Mixture
+from threefold.data.partition import Tail, after_steps, step_begin, steps_left
+from threefold.data.permutation import MAX_ROWS, ORDER_VERSION, Permutation
+from threefold.data.rows.concat import Rows
+from threefold.mesh.topology import Topology
+
+Int64 = npt.NDArray[np.int64]
+
+TOKEN_FIELDS = ("input_ids", "labels")
+
+
+class Place(NamedTuple):
+    """Where a step begins: a global position in an epoch."""
+
+    epoch: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The order of a run, from its own few numbers: which rows each dp rank reads in a step."""
+
+    num_rows: int
+    global_batch: int
+    seed: int
+    shuffle: bool
+    tail: Tail = "drop"
+    order_version: int = ORDER_VERSION
+    mixture: Mixture | None = None
+
+    @property
+    def epoch_size(self) -> int:
+        """Positions of an epoch; a mixture has a single one without an end."""
+        return self.num_rows if self.mixture is None else MAX_ROWS
+
+    def begin(self, place: Place) -> Place:
+        """Where a step that is to begin at `place` really does: there, or at the head of the next epoch."""
+        return Place(*step_begin(*place, **self._sizes()))
+
+    def after(self, place: Place, num_steps: int) -> Place:
+        """Where the step begins that follows `num_steps` steps from `place`."""
+        return Place(*after_steps(*place, num_steps, **self._sizes()))
+
+    def before(self, place: Place) -> Place | None:
+        """Where the step before the one at `place` began; None at the very beginning."""
+        epoch, position = self.begin(place)
+        if position >= self.global_batch:
+            return Place(epoch, position - self.global_batch)
+        steps = steps_left(0, **self._sizes())
+        return Place(epoch - 1, (steps - 1) * self.global_batch) if epoch else None
+
+    def stretches(self, place: Place, num_steps: int) -> Iterator[tuple[Place, int]]:
+        """(place, number of steps) of each run of steps inside one epoch, `num_steps` together from `place` on."""
+        while num_steps > 0:
+            place = self.begin(place)
+            count = min(num_steps, steps_left(place.position, **self._sizes()))
+            yield place, count
+            place, num_steps = self.after(place, count), num_steps - count
+
+    def rows(self, place: Place, num_steps: int) -> Int64:
+        """Row indices of some steps, [num_steps, global_batch]: dp rank d of D reads [:, d::D]; -1 is no sample."""
+        parts = [np.empty((0, self.global_batch), np.int64)]
+        for (epoch, position), count in self.stretches(place, num_steps):
+            positions = np.arange(position, position + count * self.global_batch, dtype=np.int64)
+            rows = self.rows_at(epoch, positions % self.epoch_size)
+            if self.tail == "exact":
+                rows[positions >= self.epoch_size] = -1
+            parts.append(rows.reshape(count, self.global_batch))
+        return np.concatenate(parts)
+
+    def rows_at(self, epoch: int, positions: Int64) -> Int64:
+        """Row indices at some positions of an epoch, each in [0, epoch_size)."""
+        if self.mixture is not None:
+            return self.mixture.rows_at(positions, shuffle=self.shuffle)
+        if not self.shuffle:
+            return positions.copy()
+        return permutation(self.num_rows, self.seed, epoch, self.order_version).at(positions)
+
+    def _sizes(self) -> dict[str, Any]:
+        return {"num_rows": self.epoch_size, "global_batch": self.global_batch, "tail": self.tail}
+
+
+@lru_cache(maxsize=4)
+def permutation(num_rows: int, seed: int, epoch: int, version: int) -> Permutation:
+    """The order of an epoch; kept, because a small one is a table."""
+    return Permutation(num_rows, seed=seed, epoch=epoch, version=version)
+
+
+def fold_samples(digest: int, step: int, indices: Int64) -> int:
+    """`digest` with one step's row indices [rows] folded in."""
+    content = step.to_bytes(8, "little") + _bytes(indices[indices >= 0])
+    return xxhash.xxh3_64_intdigest(content, seed=digest)
+
+
+def fold_contents(digest: int, input_ids: Int64, labels: Int64) -> int:
+    """`digest` with one step's tokens folded in, both [rows, seq_len]."""
+    digest = xxhash.xxh3_64_intdigest(_bytes(input_ids), seed=digest)
+    return xxhash.xxh3_64_intdigest(_bytes(labels), seed=digest)
+
+
+def _bytes(values: Int64) -> memoryview:
+    return np.ascontiguousarray(values, "<i8").data.cast("B") if values.size else memoryview(b"")
+
+
+class Difference(NamedTuple):
+    """The first token of a row that is not the source's."""
+
+    step: int
+    row: int
+    column: int
+    field: int
+    """place in TOKEN_FIELDS."""
+    found: int
+    expected: int
+
+
+class Message(NamedTuple):
+    """What a rank says of the steps since the last audit; on the wire seven int64."""
+
+    last_step: int
+    num_rows: int
+    samples: int
+    contents: int
+    source: int
+    """digest of the fingerprint of the rows that the rank compares with."""
+    differing_step: int
+    """first step with a token that is not the source's, 0: none."""
+    differing_row: int
+
+    def pack(self) -> Int64:
+        """[7] int64; digests keep their bits."""
+        return np.array(self, np.uint64).view(np.int64)
+
+    @classmethod
+    def unpack(cls, values: Int64) -> Message:
+        """The inverse of `pack`."""
+        return cls(*np.ascontiguousarray(values, np.int64).view(np.uint64).tolist())
+
+
+class Window:
+    """What one rank read since the last audit: digests, indices, and the first token that is not the source's.
+
+    Every row is read again from the source and compared, place by place.
+    """
+
+    def __init__(self, rows: Rows, *, first_step: int) -> None:
+        self.first_step = first_step
+        self.indices: list[Int64] = []
+        """of each step, [rows]; kept to name the samples where something is wrong."""
+        self.samples = 0
+        self.contents = 0
+        self.difference: Difference | None = None
+        self._rows = rows
+        self._source = source_tag(rows.fingerprint)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.indices)
+
+    @property
+    def last_step(self) -> int:
+        return self.first_step + len(self.indices) - 1
+
+    def add(self, indices: Int64, input_ids: Int64, labels: Int64) -> None:
+        """Takes one step's batch: indices [rows], the others [rows, seq_len]."""
+        step = self.last_step + 1
+        real = indices >= 0
+        if not real.all():
+            indices, input_ids, labels = indices[real], input_ids[real], labels[real]
+        self.indices.append(indices)
+        self.samples = fold_samples(self.samples, step, indices)
+        self.contents = fold_contents(self.contents, input_ids, labels)
+        if self.difference is None and len(indices):
+            self.difference = self._compare(step, indices, {"input_ids": input_ids, "labels": labels})
+
+    def _compare(self, step: int, indices: Int64, batch: dict[str, Int64]) -> Difference | None:
+        inside = (indices >= 0) & (indices < self._rows.num_rows)
+        if not inside.all():
+            place = int(np.argmin(inside))
+            return Difference(step, int(indices[place]), 0, 0, int(batch["input_ids"][place, 0]), -1)
+        source = self._rows.rows(indices)
+        for field, name in enumerate(TOKEN_FIELDS):
+            if not np.array_equal(batch[name], source[name]):
+                place, column = np.argwhere(batch[name] != source[name])[0].tolist()
+                found, expected = int(batch[name][place, column]), int(source[name][place, column])
+                return Difference(step, int(indices[place]), column, field, found, expected)
+        return None
+
+    def message(self) -> Message:
+        """What this rank tells the others."""
+        return Message(
+            last_step=self.last_step,
+            num_rows=sum(map(len, self.indices)),
+            samples=self.samples,
+            contents=self.contents,
+            source=self._source,
+            differing_step=self.difference.step if self.difference else 0,
+            differing_row=self.difference.row if self.difference else 0,
+        )
+
+    def evidence(self, rows_per_step: int) -> Int64:
+        """Everything this rank can say, of one size on every rank: the first difference, then the indices.
+
+        [6 + num_steps * rows_per_step] int64; -1 fills a step that had fewer rows.
+        """
+        difference = self.difference or Difference(0, 0, 0, 0, 0, 0)
+        steps = np.full((self.num_steps, rows_per_step), -1, np.int64)
+        for step, indices in zip(steps, self.indices, strict=True):
+            taken = indices[:rows_per_step]
+            step[: len(taken)] = taken
+        return np.concatenate([np.array(difference, np.int64), steps.ravel()])
+
+
+def source_tag(fingerprint: str) -> int:
+    """64 bits that stand for a source's fingerprint."""
+    return xxhash.xxh3_64_intdigest(fingerprint.encode())
+
+
+def predicted_samples(rows: Int64, *, first_step: int, dp_size: int) -> list[int]:
+    """The `samples` digest that each dp rank must have of steps whose rows are [num_steps, global_batch]."""
+    digests = []
+    for dp_rank in range(dp_size):
+        digest = 0
+        for step, indices in enumerate(rows[:, dp_rank::dp_size], start=first_step):
+            digest = fold_samples(digest, step, indices)
+        digests.append(digest)
+    return digests
+
+
+def agree(messages: list[Message], predicted: list[int], topology: Topology) -> bool:
+    """Whether all is well: each dp rank's cp and tp ranks say the same, and that is what the order predicts.
+
+    The predicted shares of the dp ranks are disjoint and together the steps' positions, so ranks that have read them
+    have left nothing out and read nothing twice.
+
+    Args:
+        messages: by global rank.
+        predicted: `samples` by dp rank.
+    """
+    ranks_per_dp = topology.cp * topology.tp
+    return all(
+        message.samples == predicted[rank // ranks_per_dp]
+        and message.contents == messages[rank - rank % ranks_per_dp].contents
+        and message.source == messages[0].source
+        and not message.differing_step
+        for rank, message in enumerate(messages)
+    )

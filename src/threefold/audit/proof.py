@@ -1,0 +1,169 @@
+"""The proof afterwards: from a run's record, that every sample was read exactly once an epoch, or which were not.
+
+In: the history that stands (`audit_record`) and, for contents, the source. Out: what was covered, or the first step
+that offends. The order is computed again from the numbers that the run recorded. Proved is, step by step over all
+restarts and meshes: each step begins where the one before it ended, every dp rank's digest is that of its share of the
+step, and each share's tokens are the source's (where the source is read again). A position is then read by exactly one
+dp rank in exactly one step, and a position is a row: the order is a bijection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from threefold.audit.digest import Int64, Place, Prediction, fold_contents, predicted_samples
+from threefold.audit.record import Segment, SegmentLine, SkipLine, StepsLine
+from threefold.data.rows.concat import Rows
+from threefold.errors import Problem, RunError, rows_text
+from threefold.mesh.topology import Topology
+
+_ORDER_FIELDS = ("data", "num_rows", "seed", "shuffle", "tail", "order_version", "mixture")
+
+
+class Stretch(NamedTuple):
+    """Consecutive positions of one epoch that steps have read, or that were left out (`first_step` is then 0)."""
+
+    epoch: int
+    start: int
+    stop: int
+    first_step: int
+    segment: SegmentLine
+
+
+def prove(segments: Sequence[Segment], rows: Rows | None = None) -> list[Stretch]:
+    """What the run has read and left out, in its order, now that it is proved.
+
+    Args:
+        rows: the source, to read every token again; None: the samples alone are proved.
+
+    Raises:
+        RunError: the first step at which the record and the order part, or a step without a record.
+    """
+    first = segments[0].start
+    next_step, place = first.first_step, first.place
+    for segment in segments:
+        start, order = segment.start, segment.start.prediction
+        _check_same_order(first, start)
+        _check_step(start.first_step, next_step)
+        _check_place(start.place, place, step=next_step, order=order)
+        for line in segment.lines:
+            step = line.first if isinstance(line, StepsLine) else line.before_step
+            _check_step(step, next_step)
+            _check_place(line.place, place, step=step, order=order)
+            if isinstance(line, SkipLine):
+                place = order.after(place, line.batches)
+                continue
+            _check_digests(line, start, rows)
+            count = segment.stands(line)
+            next_step, place = next_step + count, order.after(place, count)
+        if segment.last_step is not None:
+            _check_step(segment.last_step + 1, next_step)
+    return stretches_of(segments)
+
+
+def stretches_of(segments: Sequence[Segment]) -> list[Stretch]:
+    """What a run has read and left out by its record, in its order."""
+    found = []
+    for segment in segments:
+        order = segment.start.prediction
+        for line in segment.lines:
+            if isinstance(line, StepsLine):
+                num_steps, step = segment.stands(line), line.first
+            else:
+                num_steps, step = line.batches, 0
+            for (epoch, position), count in order.stretches(line.place, num_steps):
+                stop = position + count * order.global_batch
+                found.append(Stretch(epoch, position, stop, step, segment.start))
+                step += count if step else 0
+    return found
+
+
+def _check_same_order(first: SegmentLine, start: SegmentLine) -> None:
+    for name in _ORDER_FIELDS:
+        then, now = getattr(first, name), getattr(start, name)
+        if then != now:
+            raise RunError(
+                f"step {start.first_step} goes on in another order: {name} = {now}, before it {then}",
+                expected="one order from the first step on, or samples are repeated and others never read",
+                fix="train on from a checkpoint before that step, with the data and the seed of the run",
+            )
+
+
+def _check_step(found: int, expected: int) -> None:
+    if found > expected:
+        text = f"step {expected} has" if found == expected + 1 else f"steps {expected} to {found - 1} have"
+        raise RunError(
+            f"{text} no record",
+            expected="every step in audit.jsonl, as a run writes it with audit.every > 0",
+            fix="restore the file where lines were lost; what was not recorded cannot be proved",
+        )
+    if found < expected:
+        raise RunError(
+            f"step {found} is recorded twice within one start of the run",
+            expected="each step once, or a start of kind segment before it is recorded again",
+            fix="restore the file; a line was copied or a segment's line lost",
+        )
+
+
+def _check_place(found: Place, expected: Place, *, step: int, order: Prediction) -> None:
+    found, expected = order.begin(found), order.begin(expected)
+    if found == expected:
+        return
+    text = f"step {step} begins at position {found.position} of epoch {found.epoch}"
+    text += f", but the steps before it ended at position {expected.position} of epoch {expected.epoch}"
+    if found > expected:
+        what = f"{text}: {rows_text(order.rows(expected, 1)[0])} and what lies between were left out"
+    else:
+        what = f"{text}: {rows_text(order.rows(found, 1)[0])} were read again"
+    raise RunError(
+        what,
+        expected="each step to begin where the one before it ended",
+        fix=f"train on from a checkpoint before step {step}; where the file was changed by hand, restore it",
+    )
+
+
+def _check_digests(line: StepsLine, start: SegmentLine, rows: Rows | None) -> None:
+    dp = start.topology.dp
+    steps = f"step {line.first}" if line.first == line.last else f"steps {line.first} to {line.last}"
+    if line.faults:
+        raise RunError.of(
+            Problem(
+                f"{steps}: the run itself found: {fault}",
+                "a run that reads what its order has",
+                f"train on from a checkpoint before step {line.first}: the last reading of a step stands",
+            )
+            for fault in line.faults
+        )
+    num_steps = line.last - line.first + 1
+    indices = start.prediction.rows(line.place, num_steps)
+    predicted = predicted_samples(indices, first_step=line.first, dp_size=dp)
+    for dp_rank in range(max(dp, len(line.samples))):
+        recorded = line.samples[dp_rank] if dp_rank < len(line.samples) else None
+        if dp_rank >= dp or recorded != predicted[dp_rank]:
+            raise _other_samples(steps, dp_rank, start.topology, indices[:, dp_rank::dp].ravel())
+        if rows is not None and contents_of(rows, indices[:, dp_rank::dp]) != line.contents[dp_rank]:
+            raise RunError(
+                f"{steps}: the tokens that dp rank {dp_rank} read are not those that the source has now",
+                expected=f"the tokens of {rows_text(indices[:, dp_rank::dp].ravel())}, as the source has them",
+                fix="compare the source with a copy of it; where it was changed on purpose, prepare it in a new folder",
+            )
+
+
+def _other_samples(steps: str, dp_rank: int, topology: Topology, rows: Int64) -> RunError:
+    return RunError(
+        f"{steps}: dp rank {dp_rank} did not read its samples, says its digest",
+        expected=f"dp rank {dp_rank} of {topology} to read {rows_text(rows)}"
+        if dp_rank < topology.dp
+        else f"one digest for each of {topology.dp} dp ranks",
+        fix=f"train on from a checkpoint before {steps}; where the file was changed by hand, restore it",
+    )
+
+
+def contents_of(rows: Rows, indices: Int64) -> int:
+    """The `contents` digest of one dp rank's steps, whose row indices are [num_steps, rows]."""
+    digest = 0
+    for step in indices:
+        batch = rows.rows(step[step >= 0])
+        digest = fold_contents(digest, batch["input_ids"], batch["labels"])
+    return digest

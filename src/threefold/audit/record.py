@@ -1,0 +1,266 @@
+"""What audit.jsonl says: one line at every start of a run, at every audit, and where batches were left out.
+
+In: the lines, in the order they were written. Out: the history that stands. A start at step s supersedes what was
+recorded of steps from s on: a run that was killed and went on from an older checkpoint has read these steps again, and
+the last reading is the one that the weights have seen. A torn last line is no line.
+
+    segment   a start: the mesh, what the order is made of, the first step and where it begins
+    steps     an audit: steps first to last, where the first begins, each dp rank's digests (see `audit`)
+    skip      batches left out before a step (see `skip`)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from threefold.audit.digest import Place, Prediction
+from threefold.data.mixture import Mixture
+from threefold.data.partition import TAILS, Tail
+from threefold.errors import ConfigError, RunError
+from threefold.mesh.topology import Topology
+
+FILE = "audit.jsonl"
+
+_Line = TypeVar("_Line", bound="_Record")
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A line of the file: `kind`, then the fields; digests as 16 hexadecimal digits."""
+
+    def to_record(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        values = asdict(self)
+        for name in ("samples", "contents"):
+            if name in values:
+                values[name] = [f"{digest:016x}" for digest in values[name]]
+        return {"kind": _KIND_OF[type(self)], **values}
+
+    @classmethod
+    def from_record(cls: type[_Line], record: Mapping[str, Any]) -> _Line:
+        """The inverse of `to_record`; ValueError, TypeError or KeyError for anything else."""
+        values = {entry.name: record[entry.name] for entry in fields(cls)}
+        for name in ("samples", "contents"):
+            if name in values:
+                values[name] = tuple(int(digest, 16) for digest in values[name])
+        return cls(**{name: _as_tuple(value) for name, value in values.items()})
+
+
+@dataclass(frozen=True)
+class SegmentLine(_Record):
+    """A start of the run, from step 1 or from a checkpoint."""
+
+    segment: int
+    first_step: int
+    epoch: int
+    position: int
+    mesh: tuple[int, int, int, int]
+    global_batch: int
+    num_rows: int
+    seed: int
+    shuffle: bool
+    tail: Tail
+    order_version: int
+    data: str
+    """fingerprint of the rows."""
+    mixture: tuple[tuple[str, int, int], ...] | None
+    """(name, rows, turns in a period) of each source; None: there is one source."""
+    every: int
+    checkpoint: str | None
+    """where the run goes on from."""
+
+    def __post_init__(self) -> None:
+        numbers = (self.segment, self.first_step, self.epoch, self.position, self.num_rows, self.seed, self.every)
+        _check(all(_is_count(number) for number in (*numbers, *self.mesh, self.order_version)) and len(self.mesh) == 4)
+        _check(min(self.segment, self.first_step, self.num_rows, self.global_batch, *self.mesh) > 0)
+        _check(self.tail in TAILS and self.global_batch % self.topology.dp == 0)
+        _check(self.mixture is None or self.num_rows == sum(size for _, size, _ in self.mixture))
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(*self.mesh)
+
+    @property
+    def place(self) -> Place:
+        return Place(self.epoch, self.position)
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """The order that the run followed."""
+        mixture = None
+        if self.mixture is not None:
+            sizes = {name: size for name, size, _ in self.mixture}
+            mixture = Mixture(sizes, {name: turns for name, _, turns in self.mixture}, seed=self.seed)
+        order = (self.num_rows, self.global_batch, self.seed, self.shuffle, self.tail, self.order_version)
+        return Prediction(*order, mixture)
+
+
+def described(mixture: Mixture) -> tuple[tuple[str, int, int], ...]:
+    """(name, rows, turns in a period) of each source, from which the same mixture can be made again."""
+    return tuple(zip(mixture.names, mixture.sizes, mixture.quotas, strict=True))
+
+
+@dataclass(frozen=True)
+class StepsLine(_Record):
+    """An audit of the steps `first` to `last`, whose first begins at (epoch, position)."""
+
+    segment: int
+    first: int
+    last: int
+    epoch: int
+    position: int
+    samples: tuple[int, ...]
+    """by dp rank."""
+    contents: tuple[int, ...]
+    """by dp rank."""
+    faults: tuple[str, ...] = ()
+    """what the run itself found wrong, and stopped for."""
+
+    def __post_init__(self) -> None:
+        _check(all(_is_count(number) for number in (self.segment, self.first, self.last, self.epoch, self.position)))
+        _check(0 < self.first <= self.last and len(self.samples) == len(self.contents))
+
+    @property
+    def place(self) -> Place:
+        return Place(self.epoch, self.position)
+
+
+@dataclass(frozen=True)
+class SkipLine(_Record):
+    """Batches left out before step `before_step`, from (epoch, position) on: those of the steps `first` to `last`."""
+
+    segment: int
+    before_step: int
+    first: int
+    last: int
+    epoch: int
+    position: int
+    batches: int
+
+    def __post_init__(self) -> None:
+        _check(all(_is_count(getattr(self, entry.name)) for entry in fields(self)) and self.batches > 0)
+
+    @property
+    def place(self) -> Place:
+        return Place(self.epoch, self.position)
+
+
+Line = SegmentLine | StepsLine | SkipLine
+_KINDS: dict[str, type[Line]] = {"segment": SegmentLine, "steps": StepsLine, "skip": SkipLine}
+_KIND_OF: dict[type, str] = {cls: kind for kind, cls in _KINDS.items()}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A start of the run and what stands of it: steps up to `last_step` (None: no later start superseded any)."""
+
+    start: SegmentLine
+    lines: tuple[StepsLine | SkipLine, ...]
+    last_step: int | None
+
+    @property
+    def steps(self) -> list[StepsLine]:
+        """The audits among the lines."""
+        return [line for line in self.lines if isinstance(line, StepsLine)]
+
+    def stands(self, line: StepsLine) -> int:
+        """How many steps of a line stand."""
+        last = line.last if self.last_step is None else min(line.last, self.last_step)
+        return last - line.first + 1
+
+    def until(self, last_step: int) -> Segment:
+        """What is left of it where a later start has read the steps after `last_step` again."""
+        if self.last_step is not None:
+            last_step = min(last_step, self.last_step)
+        last_step = max(last_step, self.start.first_step - 1)
+        kept = (line for line in self.lines if _first_step(line) <= last_step)
+        return Segment(self.start, tuple(kept), last_step)
+
+
+def _first_step(line: StepsLine | SkipLine) -> int:
+    return line.first if isinstance(line, StepsLine) else line.before_step
+
+
+def read(path: Path) -> list[Segment]:
+    """The history that stands, oldest first; see `read_lines` for errors."""
+    return standing(read_lines(path))
+
+
+def read_lines(path: Path) -> list[Line]:
+    """All lines of a record, also those that a later start has superseded.
+
+    Raises:
+        ConfigError: there is no such file. RunError: a line is not what a run writes.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path.parent} has no {path.name}",
+            expected="the folder of a run",
+            fix="check the path: a run's folder is its log.dir (runs/... where none was given)",
+        ) from None
+    lines = [_parse(path, number, line) for number, line in enumerate(text.split("\n")[:-1], start=1)]
+    if not lines or not isinstance(lines[0], SegmentLine):
+        raise RunError(
+            f"{path} does not begin with the start of a run",
+            expected="a line of kind segment: without it nobody knows the order and the mesh",
+            fix="restore the file; without its record nothing about the run can be proved",
+        )
+    return lines
+
+
+def standing(lines: Sequence[Line]) -> list[Segment]:
+    """What stands of the lines of a file, which begins with a segment; segments of which nothing stands are left out.
+
+    A start supersedes all that earlier ones have recorded of its first step and the steps after it.
+    """
+    segments: list[Segment] = []
+    for line in lines:
+        if isinstance(line, SegmentLine):
+            kept = (segment.until(line.first_step - 1) for segment in segments)
+            segments = [segment for segment in kept if segment.last_step != segment.start.first_step - 1]
+            segments.append(Segment(line, (), None))
+        else:
+            last = segments[-1]
+            segments[-1] = Segment(last.start, (*last.lines, line), last.last_step)
+    return segments
+
+
+def place_after(segments: Sequence[Segment], step: int) -> Place | None:
+    """Where the order stood after `step`; None where what stands does not say."""
+    for segment in segments:
+        for line in segment.steps:
+            if 0 <= step - line.first < segment.stands(line):
+                return segment.start.prediction.after(line.place, step - line.first + 1)
+    return None
+
+
+def _parse(path: Path, number: int, text: str) -> Line:
+    try:
+        record = json.loads(text)
+        return _KINDS[record["kind"]].from_record(record)
+    except (ValueError, TypeError, KeyError) as error:
+        raise RunError(
+            f"{path}, line {number} is not what a run writes: {text[:60]!r}",
+            expected="an object of kind segment, steps or skip, as the run wrote it",
+            fix="restore the file; without its record nothing about the run can be proved",
+        ) from error
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(_as_tuple(entry) for entry in value) if isinstance(value, list | tuple) else value
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def _check(holds: bool) -> None:
+    if not holds:
+        raise ValueError("a value is out of its range")

@@ -1,0 +1,86 @@
+"""What a checkpoint says of the run that wrote it, and the refusal of one that belongs to another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from threefold.checkpoint.layout import Checkpoint
+from threefold.config.schema import Config
+from threefold.config.text import pasted
+from threefold.errors import CheckpointError, Problem
+from threefold.model.load import architecture_of
+
+# What a manifest must hold, and as what; a damaged one is found by its checksum, this is for a stranger's.
+_FIELDS = {"step": int, "mesh": list, "data": dict, "seed": int, "architecture": dict, "config": dict}
+
+
+def read_manifest(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The manifest of a checkpoint, with all that a resume or an export needs.
+
+    Raises:
+        CheckpointError: it is not what was written, or something is missing.
+    """
+    manifest = checkpoint.manifest()
+    wrong = [name for name, kind in _FIELDS.items() if not isinstance(manifest.get(name), kind)]
+    if wrong or manifest["step"] != checkpoint.step:
+        raise CheckpointError(
+            f"the manifest of {checkpoint.path} has no {wrong[0]}"
+            if wrong
+            else f"{checkpoint.path} holds another step",
+            expected="what `threefold train` writes",
+            fix="use another checkpoint",
+        )
+    return manifest
+
+
+def refuse_other(
+    manifest: Mapping[str, Any], config: Config, architecture: PretrainedConfig, checkpoint: Checkpoint
+) -> None:
+    """CheckpointError where the checkpoint belongs to another model or seed."""
+    problems = []
+    now, then = architecture_of(architecture), manifest["architecture"]
+    for key in sorted(now.keys() | then.keys()):
+        if now.get(key) != then.get(key):
+            problems.append(
+                Problem(
+                    f"the checkpoint {checkpoint.path} has a model with {key} = {then.get(key)}, "
+                    f"this run {now.get(key)}",
+                    "the same model: its tensors would not fit, or would mean something else",
+                    "use the model of the run, or --log.dir ANOTHER_FOLDER for a new one",
+                )
+            )
+    asked, trained = config.model.model_dump(mode="json")["lora"], manifest["config"]["model"].get("lora", {})
+    for key in sorted(asked.keys() & trained.keys()) if asked["r"] or trained.get("r") else ():
+        if asked[key] != trained[key] and key != "dropout":
+            problems.append(
+                Problem(
+                    f"the checkpoint {checkpoint.path} was made with model.lora.{key} = {trained[key]}, "
+                    f"not {asked[key]}",
+                    "the adapters of the run: others would not fit, or would mean something else",
+                    f"--model.lora.{key} {pasted(trained[key])}",
+                )
+            )
+    if manifest["seed"] != config.train.seed:
+        problems.append(
+            Problem(
+                f"the checkpoint {checkpoint.path} was made with train.seed = {manifest['seed']}, "
+                f"not {config.train.seed}",
+                "the seed of the run, so that it goes on as it would have without the stop",
+                f"--train.seed {manifest['seed']}",
+            )
+        )
+    if problems:
+        raise CheckpointError.of(problems)
+
+
+def refuse_other_base(manifest: Mapping[str, Any], base: str | None, config: Config, checkpoint: Checkpoint) -> None:
+    """CheckpointError where adapters were trained beside another model than `base`, the one that is there now."""
+    if manifest.get("base") != base:
+        raise CheckpointError(
+            f"the adapters of {checkpoint.path} were trained beside other weights than {config.model.name_or_path} has",
+            expected="the weights that the run began with, which its checkpoints do not hold",
+            fix="put them back, or name the revision: --model.revision COMMIT",
+        )

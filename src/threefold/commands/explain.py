@@ -1,0 +1,76 @@
+"""`threefold explain`: a failed program's output from a file, a folder of logs or a pipe -> cause and remedy."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from threefold.errors import EXIT_FAILED, ConfigError
+from threefold.explain import explain
+
+# Ours, and torchrun's --log-dir: attempt_0/3/stderr.log.
+_BEGIN = " INFO threefold: process "
+_RANK_OF_FILE = re.compile(r"rank-(\d+)\.log$|/(\d+)/(?:std(?:out|err)|error)\.\w+$")
+
+
+def explain_command(path: Path | None) -> tuple[str, int]:
+    """(what to print, exit code): 0 explained, 1 unknown.
+
+    Args:
+        path: a log, a folder of logs, or None for standard input.
+
+    Raises:
+        ConfigError: there is no such log, or nothing is piped in.
+    """
+    text = _read_input() if path is None else _read(path)
+    found = explain.explain(text)
+    if found is not None:
+        return found.text(), 0
+    last = explain.last_error(text)
+    lines = ["unknown: no error in this log is one that threefold knows"]
+    if last is not None:
+        lines.append(f"  the last error in it: {last.where()}: {last.text.strip()}")
+    lines.append(f"  the errors that it knows: {explain.PAGES}/README.md")
+    return "\n".join(lines), EXIT_FAILED
+
+
+def _read_input() -> str:
+    if sys.stdin.isatty():
+        raise ConfigError(
+            "no log is given, and nothing is piped in",
+            expected="the output of a program that has failed",
+            fix="threefold explain train.log, or: torchrun ... 2>&1 | tee train.log | threefold explain",
+        )
+    return sys.stdin.buffer.read().decode(errors="replace")
+
+
+def _read(path: Path) -> str:
+    if path.is_dir():
+        files = sorted(file for kind in ("*.log", "*.err", "*.out") for file in path.rglob(kind))
+    else:
+        files = [path] if path.exists() else []
+    if not files:
+        raise ConfigError(
+            f"{path} holds no log" if path.is_dir() else f"{path} does not exist",
+            expected="a log, or a folder with .log, .err or .out files",
+            fix="threefold explain train.log, or a pipe: ... 2>&1 | threefold explain",
+        )
+    try:
+        return "\n".join(_of_file(file, named=path.is_dir()) for file in files)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}", expected="a readable log", fix=f"look at: ls -l {path}"
+        ) from error
+
+
+def _of_file(path: Path, *, named: bool) -> str:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    rank = _RANK_OF_FILE.search(path.as_posix()) if named else None
+    if rank is None:
+        return text
+    number = rank[1] or rank[2]
+    # A resumed run appends: what counts is its last start.
+    lines = text.splitlines()
+    begin = max((place for place, line in enumerate(lines) if _BEGIN in line), default=0)
+    return "".join(f"[rank{int(number)}]: {line}\n" for line in lines[begin:])

@@ -1,0 +1,40 @@
+"""`threefold export`: parse, call, exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.")],
+    to: Annotated[Path, typer.Option(help="The folder to make.")],
+    max_shard_size: Annotated[str, typer.Option(help="Largest file of weights: 500MB, 5GB, 2GiB.")] = "5GB",
+    verify: Annotated[
+        bool | None,
+        typer.Option(
+            "--verify/--no-verify", help="Reload the folder and compare logits. Default: where the model fits."
+        ),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let code from the model's repository run.")
+    ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the adapters of a LoRA run alone, as peft loads them.")
+    ] = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder, which AutoModelForCausalLM.from_pretrained loads.
+
+    One process, from a run on any mesh; memory holds one file of weights and one layer. Of a run that trained adapters
+    (model.lora.r) the whole model is written with the adapters merged, which takes the model's memory.
+    """
+    from threefold.commands.arguments import num_bytes
+
+    largest = num_bytes(max_shard_size, option="--max-shard-size")
+    from threefold.export.model_folder import export
+
+    done = export(run, to, max_shard_bytes=largest, verify=verify, trust_remote_code=trust_remote_code, adapter=adapter)
+    files = f"{len(done.files)} file{'s' if len(done.files) > 1 else ''} of weights"
+    typer.echo(f"{to}: step {done.step} of {run}, {done.num_parameters:,} parameters, {files}; {done.verified}")

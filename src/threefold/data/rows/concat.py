@@ -1,0 +1,176 @@
+"""Rows of fixed length from the documents of a token store: index arithmetic, no communication.
+
+In: a store and three ways to cut it. Out: an object that knows how many rows there are and reads any of them:
+
+    concat     row i holds the tokens [i*S, i*S + S] of the stream: S inputs, and the labels one to the right
+    best_fit   whole documents side by side, chosen so that little is padded (`best_fit`); longer ones are cut
+    none       a document a row, padded; a longer one goes on in the next row, or is truncated
+
+What stays true: which row holds what depends on the store and the settings only, never on the mesh. Labels are shifted
+already and -100 where nothing is to be predicted. With `document_mask`, `document_ids` count the documents inside a row
+and positions begin again with each of them; without, a row is one document, 0, at positions 0 to S-1. Padding has the
+document id -1. No label is dropped by the mask: an end token's label is the token after it in the row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from threefold.data.store.store import TokenStore
+from threefold.errors import DataError
+
+Int64 = npt.NDArray[np.int64]
+Batch = dict[str, Int64]
+
+IGNORED = -100
+PADDING = -1
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """What packing did with a store.
+
+    `dropped_tokens` are neither input nor label of any row; `padding_share` is the share of the rows' places that hold
+    no token (0 to 1).
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_documents: int
+    dropped_tokens: int
+    padding_share: float = 0.0
+    split_documents: int = 0
+    truncated_documents: int = 0
+
+    def __str__(self) -> str:
+        rows, documents = counted(self.num_rows, "row"), counted(self.num_documents, "document")
+        parts = [f"{rows} of {counted(self.num_tokens, 'token')} in {documents}"]
+        if self.padding_share:
+            parts.append(f"{self.padding_share:.2%} padding")
+        if self.split_documents:
+            parts.append(f"{counted(self.split_documents, 'document')} split")
+        if self.truncated_documents:
+            parts.append(f"{counted(self.truncated_documents, 'document')} truncated")
+        parts.append(f"{counted(self.dropped_tokens, 'token')} dropped")
+        return ", ".join(parts)
+
+
+class Rows(Protocol):
+    """Rows that can be read in any order. Pickles as its recipe."""
+
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def fingerprint(self) -> str:
+        """Equal for rows that are equal: of the store and the way it is cut."""
+        ...
+
+    @property
+    def report(self) -> PackingReport: ...
+    def rows(self, indices: npt.NDArray[np.integer[Any]]) -> Batch:
+        """`input_ids`, `labels`, `position_ids` and `document_ids` of some rows, each [len(indices), seq_len] int64."""
+        ...
+
+
+class ConcatRows:
+    """The stream cut into windows: row i holds the tokens [i*S, i*S + S].
+
+    Raises:
+        DataError: the store is shorter than one row.
+    """
+
+    def __init__(self, store: TokenStore, *, seq_len: int, document_mask: bool = False) -> None:
+        self.store = store
+        self.seq_len = seq_len
+        self.document_mask = document_mask
+        self.num_rows = max(0, store.num_tokens - 1) // seq_len
+        if self.num_rows == 0:
+            raise DataError(
+                f"data.source has {counted(store.num_tokens, 'token')}: not one row",
+                expected=f"more than data.seq_len = {seq_len:,} tokens",
+                fix=f"--data.seq_len {max(1, (store.num_tokens - 1) // 2)}   (or a larger source)",
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _concat, (self.store, self.seq_len, self.document_mask)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.store, "concat 1", self.seq_len, self.document_mask)
+
+    @cached_property
+    def report(self) -> PackingReport:
+        dropped = (self.store.num_tokens - 1) % self.seq_len
+        return PackingReport(self.num_rows, self.store.num_tokens, self.store.num_documents, dropped)
+
+    def rows(self, indices: npt.NDArray[np.integer[Any]]) -> Batch:
+        starts = checked(indices, self.num_rows) * self.seq_len
+        # windows: (rows, seq_len + 1)
+        windows = np.empty((len(starts), self.seq_len + 1), np.int64)
+        for window, start in zip(windows, starts.tolist(), strict=True):
+            window[:] = self.store.tokens[start : start + self.seq_len + 1]
+        begins = np.zeros((len(starts), self.seq_len), np.bool_)
+        if self.document_mask:
+            mark_documents(begins, starts, self.store.document_ends)
+        position_ids, document_ids = numbered(begins)
+        return {
+            "input_ids": windows[:, :-1].copy(),
+            "labels": windows[:, 1:].copy(),
+            "position_ids": position_ids,
+            "document_ids": document_ids,
+        }
+
+
+def _concat(store: TokenStore, seq_len: int, document_mask: bool) -> ConcatRows:
+    return ConcatRows(store, seq_len=seq_len, document_mask=document_mask)
+
+
+def mark_documents(begins: npt.NDArray[np.bool_], starts: Int64, ends: Int64) -> None:
+    """Sets `begins[r, s]` where a document begins s > 0 tokens into the window of row r.
+
+    Args:
+        begins: [rows, length].
+        starts: where each window begins in the stream, [rows].
+        ends: the documents' ends in the stream, ascending; empty documents repeat an end.
+    """
+    first = np.searchsorted(ends, starts, "right")
+    last = np.searchsorted(ends, starts + begins.shape[1], "left")
+    counts = np.maximum(last - first, 0)
+    row = np.repeat(np.arange(len(starts)), counts)
+    # The k-th end inside row r is ends[first[r] + k].
+    k = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begins[row, ends[first[row] + k] - starts[row]] = True
+
+
+def numbered(begins: npt.NDArray[np.bool_]) -> tuple[Int64, Int64]:
+    """Positions that begin again at each mark, and the number of marks up to each place; both [rows, length]."""
+    places = np.arange(begins.shape[1], dtype=np.int64)
+    last_begin = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    return places - last_begin, np.cumsum(begins, axis=1, dtype=np.int64)
+
+
+def checked(indices: npt.NDArray[np.integer[Any]], num_rows: int) -> Int64:
+    """`indices` as int64, each in [0, num_rows)."""
+    rows = np.asarray(indices, np.int64)
+    if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < num_rows):
+        raise IndexError(f"row {int(rows.min())} or {int(rows.max())} is not in [0, {num_rows})")
+    return rows
+
+
+def fingerprint_of(store: TokenStore, *settings: object) -> str:
+    """Identity of rows: of the store's content and of everything that decides how it is cut."""
+    recipe = f"{store.fingerprint} {settings!r}"
+    return hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 row`, `2,000 rows`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

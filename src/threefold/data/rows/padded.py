@@ -1,0 +1,202 @@
+"""Rows that hold whole documents, padded where they end: `none` (a document a row) and `best_fit` (several).
+
+A document longer than a row is cut every S tokens, or truncated. A piece is a stretch of the stream inside one
+document; a row is one or several pieces side by side, then padding. A place's label is the token after it in the row,
+and at the end of a piece that was cut the document's next token, so that a cut loses no label. The end of a row's
+last document has nothing to predict: -100.
+
+Two kinds of single tokens make no piece: a document of one token, which is counted as dropped, and what a cut would
+leave behind of a document of k*S + 1 tokens, which the row before it has as a label.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from threefold.data.rows.best_fit import best_fit
+from threefold.data.rows.concat import (
+    IGNORED,
+    PADDING,
+    Batch,
+    Int64,
+    PackingReport,
+    checked,
+    counted,
+    fingerprint_of,
+    numbered,
+)
+from threefold.data.store.store import TokenStore
+from threefold.errors import DataError
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Stretches of the stream in its order, and what cutting the documents into them cost.
+
+    `starts` and `lengths` are [pieces]; `cut` is true where the document goes on behind the piece.
+    """
+
+    starts: Int64
+    lengths: Int64
+    cut: npt.NDArray[np.bool_]
+    dropped_tokens: int
+    split_documents: int
+    truncated_documents: int
+
+
+def cut_documents(ends: Int64, *, seq_len: int, truncate: bool) -> Pieces:
+    """Pieces of at most `seq_len` tokens of the documents that end at `ends`; with `truncate`, the first of each."""
+    starts = np.concatenate(([0], ends[:-1])).astype(np.int64)
+    lengths = ends - starts
+    # S inputs take S + 1 tokens of the document with their labels, so a document of L tokens needs (L - 1) / S rows.
+    counts = np.maximum(-((1 - lengths) // seq_len), 0)
+    dropped = int(np.count_nonzero(lengths == 1))
+    longer = int(np.count_nonzero(counts > 1))
+    if truncate:
+        dropped += int(np.maximum(lengths - seq_len - 1, 0).sum())
+        counts = np.minimum(counts, 1)
+    document = np.repeat(np.arange(len(ends)), counts)
+    first_piece = np.cumsum(counts) - counts
+    offset = (np.arange(len(document)) - first_piece[document]) * seq_len
+    left = lengths[document] - offset
+    return Pieces(
+        starts=starts[document] + offset,
+        lengths=np.minimum(left, seq_len),
+        cut=left > seq_len,
+        dropped_tokens=dropped,
+        split_documents=0 if truncate else longer,
+        truncated_documents=longer if truncate else 0,
+    )
+
+
+class PaddedRows:
+    """Rows of pieces, the places behind them filled with the end token (0 in a store made elsewhere).
+
+    Args:
+        lookahead: pieces that `best_fit` chooses from at a time; None: a piece a row.
+        truncate: keep the first row of a longer document instead of cutting it.
+        pad_to_multiple: batches are as long as their longest row, rounded up to this; None: as long as seq_len.
+
+    Raises:
+        DataError: no document has two tokens.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        *,
+        seq_len: int,
+        lookahead: int | None = None,
+        document_mask: bool = False,
+        truncate: bool = False,
+        pad_to_multiple: int | None = None,
+    ) -> None:
+        self.store = store
+        self.seq_len = seq_len
+        self.lookahead = lookahead
+        self.document_mask = document_mask
+        self.truncate = truncate
+        self.pad_to_multiple = pad_to_multiple
+        self._pieces = cut_documents(store.document_ends, seq_len=seq_len, truncate=truncate)
+        num_pieces = len(self._pieces.starts)
+        if num_pieces == 0:
+            raise DataError(
+                f"data.source has {counted(store.num_documents, 'document')}, none of two tokens or more: not one row",
+                expected="a document with a token and one to predict after it",
+                fix="--data.packing concat   (or a larger source)",
+            )
+        # order: the pieces row by row; row_ends: one past each row's last piece in it.
+        if lookahead is None:
+            self._order = np.arange(num_pieces)
+            self._row_ends = np.arange(1, num_pieces + 1)
+        else:
+            self._order, self._row_ends = best_fit(self._pieces.lengths, capacity=seq_len, lookahead=lookahead)
+        self.num_rows = len(self._row_ends)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        settings = (self.seq_len, self.lookahead, self.document_mask, self.truncate, self.pad_to_multiple)
+        return _rebuild, (self.store, *settings)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        kind = "none 1" if self.lookahead is None else f"best_fit 1 {self.lookahead}"
+        return fingerprint_of(self.store, kind, self.seq_len, self.document_mask, self.truncate, self.pad_to_multiple)
+
+    @cached_property
+    def report(self) -> PackingReport:
+        """What packing did; with `pad_to_multiple`, `padding_share` is that of rows read one by one."""
+        used = np.add.reduceat(self._pieces.lengths[self._order], self._row_ends - np.diff(self._row_ends, prepend=0))
+        places = self._width(used).sum() if self.pad_to_multiple else self.num_rows * self.seq_len
+        return PackingReport(
+            num_rows=self.num_rows,
+            num_tokens=self.store.num_tokens,
+            num_documents=self.store.num_documents,
+            dropped_tokens=self._pieces.dropped_tokens,
+            padding_share=1 - float(used.sum()) / float(places),
+            split_documents=self._pieces.split_documents,
+            truncated_documents=self._pieces.truncated_documents,
+        )
+
+    def rows(self, indices: npt.NDArray[np.integer[Any]]) -> Batch:
+        indices = checked(indices, self.num_rows)
+        shape = (len(indices), self.seq_len)
+        input_ids = np.full(shape, self.store.end_id or 0, np.int64)
+        labels = np.full(shape, IGNORED, np.int64)
+        begins = np.zeros(shape, np.bool_)
+        used = np.zeros(len(indices), np.int64)
+        for row, index in enumerate(indices.tolist()):
+            used[row] = self._fill(index, input_ids[row], labels[row], begins[row])
+        if not self.document_mask:
+            begins[:] = False
+        position_ids, document_ids = numbered(begins)
+        document_ids[np.arange(self.seq_len) >= used[:, None]] = PADDING
+        width = self._width(used.max(initial=1)) if self.pad_to_multiple else self.seq_len
+        batch = {
+            "input_ids": input_ids,
+            "labels": labels,
+            "position_ids": position_ids,
+            "document_ids": document_ids,
+        }
+        return {name: np.ascontiguousarray(values[:, :width]) for name, values in batch.items()}
+
+    def _fill(self, index: int, input_ids: Int64, labels: Int64, begins: npt.NDArray[np.bool_]) -> int:
+        """Writes row `index` into arrays of one row, [seq_len] each; returns the number of places that hold a token."""
+        first = int(self._row_ends[index - 1]) if index else 0
+        used = 0
+        for piece in self._order[first : self._row_ends[index]].tolist():
+            start, length = int(self._pieces.starts[piece]), int(self._pieces.lengths[piece])
+            input_ids[used : used + length] = self.store.tokens[start : start + length]
+            used += length
+            if used < self.seq_len:
+                begins[used] = True
+            elif self._pieces.cut[piece]:
+                labels[-1] = self.store.tokens[start + length]
+        labels[: used - 1] = input_ids[1:used]
+        return used
+
+    def _width(self, used: Any) -> Any:
+        assert self.pad_to_multiple is not None
+        return np.minimum(-(-used // self.pad_to_multiple) * self.pad_to_multiple, self.seq_len)
+
+
+def _rebuild(
+    store: TokenStore,
+    seq_len: int,
+    lookahead: int | None,
+    document_mask: bool,
+    truncate: bool,
+    pad_to_multiple: int | None,
+) -> PaddedRows:
+    return PaddedRows(
+        store,
+        seq_len=seq_len,
+        lookahead=lookahead,
+        document_mask=document_mask,
+        truncate=truncate,
+        pad_to_multiple=pad_to_multiple,
+    )

@@ -1,0 +1,256 @@
+"""The token store: every token of a corpus in one flat memory-mapped file, and where its documents lie.
+
+The layout is Megatron-LM's, so that stores made elsewhere can be read and ours can be read elsewhere:
+
+    PREFIX.bin   the tokens, nothing else (uint16 where the vocabulary allows, else int32), little-endian
+    PREFIX.idx   where documents begin and end (`store_index`)
+    PREFIX.json  ours, written last: what the store was made of (`StoreInfo`); stores made elsewhere have none
+
+A store whose .json is present is whole: the writer renames .bin and .idx into place before it. What is read is always
+one flat stream of tokens and the documents' ends in it; a cut or alien file is refused with its reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from threefold.data.store.index import check_arrays, read_index, write_index
+from threefold.errors import DataError
+
+Tokens = npt.NDArray[Any]
+Offsets = npt.NDArray[np.int64]
+
+INFO_FORMAT = "threefold-store-1"
+
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class StoreInfo:
+    """What a store was made of.
+
+    `fingerprint` is of the tokens, the documents' lengths and the tokenizer; `request` names the source, the tokenizer
+    and the way it was read, before anything was.
+    """
+
+    fingerprint: str
+    request: str
+    num_tokens: int
+    num_documents: int
+    num_skipped: int
+    source: str
+    source_fingerprint: str
+    tokenizer: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    end_id: int
+
+
+def dtype_for(vocab_size: int) -> np.dtype[Any]:
+    """uint16 where every id of the vocabulary fits, else int32."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<i4")
+
+
+class TokenStore:
+    """A store that was opened: the flat `tokens` (memory-mapped) and the documents' ends in it.
+
+    Pickles as its prefix, so that a loader's worker maps the files itself.
+
+    Raises:
+        DataError: a file is missing, cut, or not of this format.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = Path(prefix)
+        self._index = read_index(with_suffix(self.prefix, ".idx"), with_suffix(self.prefix, ".bin"))
+        self.dtype = self._index.dtype
+        self.num_tokens = self._index.num_tokens
+        self.num_documents = self._index.num_bounds - 1
+        self.info = read_info(self.prefix)
+        if self.info is None:
+            check_arrays(self._index)
+        elif (self.info.num_tokens, self.info.num_documents) != (self.num_tokens, self.num_documents):
+            raise DataError(
+                f"{with_suffix(self.prefix, '.json')} belongs to another store: it counts "
+                f"{self.info.num_tokens:,} tokens in {self.info.num_documents:,} documents",
+                expected=f"the {self.num_tokens:,} tokens in {self.num_documents:,} documents of the .bin and .idx",
+                fix="remove the .json to read the store as one made elsewhere, or copy all three files again",
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenStore, (self.prefix,)
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """The whole stream, [num_tokens], read-only and memory-mapped."""
+        if self.num_tokens == 0:
+            return np.empty(0, self.dtype)
+        return np.memmap(with_suffix(self.prefix, ".bin"), self.dtype, mode="r")
+
+    @cached_property
+    def document_ends(self) -> Offsets:
+        """One past each document's last token in the stream, [num_documents], never decreasing."""
+        sequence_ends = np.zeros(self._index.num_sequences + 1, np.int64)
+        np.cumsum(self._index.lengths(), out=sequence_ends[1:])
+        return sequence_ends[self._index.bounds()[1:]]
+
+    def document(self, i: int) -> Tokens:
+        """Tokens of document i, its end token included."""
+        if not 0 <= i < self.num_documents:
+            raise IndexError(f"document {i} of {self.num_documents}")
+        start = int(self.document_ends[i - 1]) if i else 0
+        return self.tokens[start : int(self.document_ends[i])]
+
+    def slice(self, start: int, stop: int) -> Tokens:
+        """Tokens [start, stop) of the stream."""
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise IndexError(f"tokens [{start}, {stop}) of {self.num_tokens}")
+        return self.tokens[start:stop]
+
+    @property
+    def end_id(self) -> int | None:
+        """Id of the end token, None for a store made elsewhere: its documents are taken as they are."""
+        return self.info.end_id if self.info else None
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.info.vocab_size if self.info else None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of tokens, documents and tokenizer; the same after the files are moved.
+
+        A store made elsewhere records none: its sizes and 16 blocks of 1 MiB, evenly spread over both files, stand for
+        it, so that opening stays cheap at any size.
+        """
+        if self.info:
+            return self.info.fingerprint
+        digest = hashlib.blake2b(digest_size=16)
+        for suffix in (".idx", ".bin"):
+            path = with_suffix(self.prefix, suffix)
+            size = path.stat().st_size
+            digest.update(f"{suffix} {size}\n".encode())
+            with path.open("rb") as file:
+                for k in range(16):
+                    file.seek(max(0, size - _BLOCK) * k // 15)
+                    digest.update(file.read(_BLOCK))
+        return digest.hexdigest()
+
+
+class StoreWriter:
+    """Writes a store document by document; it appears under its name only once `finish` is done.
+
+    Use as a context manager: leaving it without `finish` removes what was written.
+
+    Args:
+        prefix: path without suffix.
+        dtype: of the tokens, one of `dtype_for`.
+    """
+
+    def __init__(self, prefix: str | Path, *, dtype: np.dtype[Any]) -> None:
+        self.prefix = Path(prefix)
+        self.dtype = np.dtype(dtype)
+        self.num_tokens = 0
+        self._lengths = array("i")
+        self._digest = hashlib.blake2b(digest_size=16)
+        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._bin: BinaryIO = self._temporary(".bin").open("wb")
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bin.close()
+        for suffix in (".bin", ".idx", ".json"):
+            self._temporary(suffix).unlink(missing_ok=True)
+
+    def add(self, tokens: Tokens) -> None:
+        """Appends one document."""
+        self.add_block(tokens, np.array([len(tokens)], np.int32))
+
+    def add_block(self, tokens: Tokens, lengths: npt.NDArray[np.int32]) -> None:
+        """Appends documents of `lengths`, [documents] int32, whose tokens lie one after the other in `tokens`."""
+        data = np.ascontiguousarray(tokens, self.dtype).data.cast("B") if len(tokens) else b""
+        self._bin.write(data)
+        self._digest.update(data)
+        self.num_tokens += len(tokens)
+        self._lengths.frombytes(lengths.tobytes())
+
+    def content_hash(self) -> str:
+        """Hash of all tokens and document lengths so far."""
+        digest = self._digest.copy()
+        digest.update(np.asarray(self._lengths, "<i4").tobytes())
+        return digest.hexdigest()
+
+    def finish(self, info: Callable[[StoreWriter], StoreInfo]) -> StoreInfo:
+        """Puts .bin and .idx in place, then the .json that `info` makes of this writer, and returns that.
+
+        Each file is synced to the disk before it gets its name, so a power cut leaves no store that looks whole.
+        """
+        _sync(self._bin)
+        self._bin.close()
+        lengths = np.frombuffer(self._lengths, np.int32)
+        with self._temporary(".idx").open("wb") as file:
+            write_index(file, lengths, dtype=self.dtype)
+            _sync(file)
+        made = info(self)
+        with self._temporary(".json").open("wb") as file:
+            file.write(json.dumps({"format": INFO_FORMAT, **asdict(made)}, indent=2).encode() + b"\n")
+            _sync(file)
+        for suffix in (".bin", ".idx", ".json"):
+            os.replace(self._temporary(suffix), with_suffix(self.prefix, suffix))
+        return made
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._lengths)
+
+    def _temporary(self, suffix: str) -> Path:
+        return self.prefix.with_name(f".{self.prefix.name}{suffix}.{os.getpid()}.tmp")
+
+
+def with_suffix(prefix: str | Path, suffix: str) -> Path:
+    """`prefix` with `suffix` appended; a dot in the prefix's own name stays."""
+    prefix = Path(prefix)
+    return prefix.with_name(prefix.name + suffix)
+
+
+def read_info(prefix: str | Path) -> StoreInfo | None:
+    """What the .json beside a store says, None where there is none.
+
+    Raises:
+        DataError: there is one, but not of this project or not readable.
+    """
+    path = with_suffix(prefix, ".json")
+    try:
+        record = json.loads(path.read_bytes())
+        if record.pop("format", None) != INFO_FORMAT:
+            raise ValueError(f"its format is not {INFO_FORMAT}")
+        return StoreInfo(**record)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path} does not describe a token store: {error}",
+            expected=f"a record of format {INFO_FORMAT}, written beside the .bin and .idx",
+            fix="remove the .json to read the store as one made elsewhere, or prepare it again",
+        ) from error
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

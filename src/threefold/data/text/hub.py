@@ -1,0 +1,141 @@
+"""Documents from a dataset of the Hugging Face Hub, or from a folder that `datasets` reads, one a row.
+
+The dataset is loaded as Arrow files, memory-mapped, in the cache of `datasets`; only the text's column is read. Its
+own fingerprint names the content. It pickles as the paths of those files, so that other processes map them too. No
+code from the dataset's repository runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from threefold.data.text.rows import not_text, rows_of_texts
+from threefold.data.text.source import Piece, ReadLog, missing_field
+from threefold.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_PIECE_BYTES = 4 << 20
+_BATCH_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class HubRows:
+    """The text column of one split; `fingerprint` is of the rows and of the column's name."""
+
+    name: str
+    dataset: Dataset
+    text_field: str
+    fingerprint: str
+
+    @cached_property
+    def pieces(self) -> Sequence[Piece]:
+        num_rows = len(self.dataset)
+        row_bytes = max(1, self.dataset.data.nbytes // max(num_rows, 1))
+        step = max(1, _PIECE_BYTES // row_bytes)
+        stops = [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+        return [Piece(0, start, stop, (stop - start) * row_bytes) for start, stop in stops]
+
+    def read(self, piece: Piece, log: ReadLog) -> Iterator[str]:
+        for start in range(piece.start, piece.stop, _BATCH_ROWS):
+            texts = self.dataset[start : min(start + _BATCH_ROWS, piece.stop)][self.text_field]
+            yield from rows_of_texts(list(texts), where=self.name, first_row=start, log=log)
+
+
+def open_hub(dataset_id: str, *, text_field: str, split: str, config_name: str | None, revision: str | None) -> HubRows:
+    """One split of a dataset: `dataset_id` is an id on the Hub or a folder.
+
+    Raises:
+        DataError: it cannot be reached or read, or has no such split, configuration or text field.
+    """
+    import datasets
+
+    folder = Path(dataset_id).expanduser()
+    if dataset_id.startswith((".", "/", "~")) and not folder.is_dir():
+        raise DataError(
+            f"data.source = 'hf:{dataset_id}': there is no such folder",
+            expected=f"hf:OWNER/NAME as on the Hub, or hf:FOLDER, seen from {Path.cwd()}",
+            fix="--data.source hf:FOLDER   (a folder with .jsonl, .parquet, .csv or .txt files)",
+        )
+    try:
+        dataset = datasets.load_dataset(
+            str(folder) if folder.is_dir() else dataset_id,
+            name=config_name,
+            split=split,
+            revision=revision,
+        )
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise _not_loaded(dataset_id, error, split=split, config_name=config_name) from error
+    name = f"hf:{dataset_id}"
+    if text_field not in dataset.column_names:
+        raise missing_field(name, field=text_field, fields=dataset.column_names)
+    kind = getattr(dataset.features[text_field], "dtype", type(dataset.features[text_field]).__name__)
+    if kind not in ("string", "large_string"):
+        raise not_text(name, field=text_field, kind=str(kind))
+    recipe = f"hub 1 {dataset._fingerprint} {text_field!r}"
+    fingerprint = hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
+    return HubRows(name, dataset.select_columns([text_field]), text_field, fingerprint)
+
+
+def _not_loaded(dataset_id: str, error: Exception, *, split: str, config_name: str | None) -> DataError:
+    """What the error of `load_dataset` means for who asked."""
+    import datasets
+
+    name = f"data.source = 'hf:{dataset_id}'"
+    # What is wrong with a file is the cause of an error that only says where it happened.
+    said = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+    reason = (str(said).splitlines() or [type(error).__name__])[0]
+    if isinstance(error, datasets.exceptions.DatasetNotFoundError):
+        return DataError(
+            f"{name} is not on the Hub, or not open to you: {reason}",
+            expected="hf:OWNER/NAME as on the Hub, or hf:FOLDER",
+            fix="check the name and the revision; for a gated dataset   hf auth login",
+        )
+    if isinstance(error, ConnectionError):
+        return DataError(
+            f"{name} is not in the cache, and the Hub cannot be reached: {reason}",
+            expected="a dataset that was downloaded before, a folder, or a way to the Hub",
+            fix=f"hf download --repo-type dataset {dataset_id}   on a machine with internet, "
+            "then --data.source hf:FOLDER",
+        )
+    if isinstance(error, datasets.exceptions.DatasetsError):
+        return DataError(
+            f"{name} is there, but one of its files cannot be read: {reason}",
+            expected="data files that datasets.load_dataset can read",
+            fix=f"--data.source {dataset_id}   (reads the files of a folder directly, and names the line)",
+        )
+    if isinstance(error, FileNotFoundError):
+        return DataError(
+            f"{name} has no data: {reason}",
+            expected="hf:OWNER/NAME as on the Hub, or hf:FOLDER with data files",
+            fix="--data.source hf:FOLDER   (a folder with .jsonl, .parquet, .csv or .txt files)",
+        )
+    if "save_to_disk" in reason:
+        return DataError(
+            f"{name} is a folder of datasets' save_to_disk",
+            expected="a folder or an id that datasets.load_dataset reads",
+            fix="dataset.to_parquet('data.parquet')   in Python, then --data.source data.parquet",
+        )
+    if "split" in reason:
+        return DataError(
+            f"data.split = {split!r}: {name.removeprefix('data.source = ')} has no such split: {reason}",
+            expected="a split of the dataset",
+            fix="--data.split NAME   (one of the splits above)",
+        )
+    if "onfig" in reason:
+        return DataError(
+            f"data.config_name = {config_name!r}: {reason}",
+            expected="a configuration of the dataset",
+            fix="--data.config_name NAME   (one of those above)",
+        )
+    return DataError(
+        f"{name} cannot be loaded: {reason}",
+        expected="a dataset that datasets.load_dataset reads",
+        fix="pip install -U datasets   (or read the files directly: --data.source FOLDER)",
+    )

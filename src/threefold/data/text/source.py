@@ -1,0 +1,161 @@
+"""Documents from sources: what `data.source` names, as pieces that are read one by one.
+
+A source knows its `fingerprint` and its `pieces` before any document is decoded. A piece is a whole text file, some
+lines of a .jsonl, some row groups of a .parquet or some rows of a Hub dataset; pieces are small, in the documents'
+order and the same on every machine, so that the work on them can be shared out, stopped and taken up again. What is
+wrong with the documents collects in a `ReadLog`, so that one error names several lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from threefold.errors import DataError, Problem
+
+EXTENSIONS = (".txt", ".md", ".py", ".jsonl", ".parquet")
+MAX_PROBLEMS = 10
+MAX_FIELDS = 40
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of one file: bytes of a .jsonl, row groups of a .parquet, rows of a Hub dataset, a whole text file."""
+
+    file: int
+    start: int
+    stop: int
+    size_bytes: int
+
+
+@dataclass
+class ReadLog:
+    """What was met while reading: counts, and the first problems.
+
+    Args:
+        skip_bad: count bad lines, rows and files instead of keeping them as problems.
+    """
+
+    skip_bad: bool = False
+    num_rows: int = 0
+    num_with_field: int = 0
+    num_skipped: int = 0
+    num_bad: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    fields: list[str] = field(default_factory=list)
+
+    def bad(self, what: str, *, expected: str, fix: str) -> None:
+        """One line, row or file that cannot be used."""
+        if self.skip_bad:
+            self.num_skipped += 1
+            return
+        self.num_bad += 1
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(Problem(what, expected, fix))
+
+    def saw_fields(self, names: Sequence[str]) -> None:
+        """Remembers the names of a row's fields, for the message when no row has the one asked for."""
+        if len(self.fields) < MAX_FIELDS:
+            self.fields.extend(name for name in names if name not in self.fields)
+
+    def merge(self, other: ReadLog) -> None:
+        """Adds what another log, of later pieces, has met."""
+        self.num_rows += other.num_rows
+        self.num_with_field += other.num_with_field
+        self.num_skipped += other.num_skipped
+        self.num_bad += other.num_bad
+        self.problems = (self.problems + other.problems)[:MAX_PROBLEMS]
+        self.saw_fields(other.fields)
+
+
+class TextSource(Protocol):
+    """Documents in a fixed order. Pickles, so that other processes can read pieces."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the content and of the way it is read; needs no decoding."""
+        ...
+
+    @property
+    def text_field(self) -> str | None:
+        """Field that holds the text, None where documents are whole files."""
+        ...
+
+    @property
+    def pieces(self) -> Sequence[Piece]: ...
+    def read(self, piece: Piece, log: ReadLog) -> Iterator[str]:
+        """The documents of one piece; what is wrong with them goes to `log`."""
+        ...
+
+
+def open_text(
+    source: str,
+    *,
+    text_field: str = "text",
+    split: str = "train",
+    config_name: str | None = None,
+    revision: str | None = None,
+) -> TextSource:
+    """The documents that `source` names.
+
+    Args:
+        source: `stdlib`, a file, folder or glob of .txt, .md, .py, .jsonl and .parquet, or `hf:ID` (ID may be a
+            folder).
+        text_field: field of the text in the rows of .jsonl, .parquet and Hub datasets.
+        split, config_name, revision: of a Hub dataset.
+
+    Raises:
+        DataError: nothing is there, or not in a form that can be read.
+    """
+    if source.startswith("hf:"):
+        from threefold.data.text.hub import open_hub
+
+        return open_hub(source[3:], text_field=text_field, split=split, config_name=config_name, revision=revision)
+    from threefold.data.text.files import open_files, open_stdlib
+
+    return open_stdlib() if source == "stdlib" else open_files(source, text_field=text_field)
+
+
+def documents(source: TextSource, *, skip_bad: bool = False) -> Iterator[str]:
+    """All documents of a source, one process, in order.
+
+    Raises:
+        DataError: at the end of the piece where something was wrong.
+    """
+    log = ReadLog(skip_bad=skip_bad)
+    for piece in source.pieces:
+        yield from source.read(piece, log)
+        if log.num_bad:
+            raise log_error(source, log)
+    if source.text_field is not None and log.num_rows and not log.num_with_field:
+        raise log_error(source, log)
+
+
+def log_error(source: TextSource, log: ReadLog) -> DataError:
+    """One error of what a log holds; the field that no row has comes before the rows that lack it."""
+    if source.text_field is not None and log.num_rows and not log.num_with_field:
+        return missing_field(source.name, field=source.text_field, fields=log.fields, num_rows=log.num_rows)
+    problems = list(log.problems)
+    if log.num_bad > len(problems):
+        more = log.num_bad - len(problems)
+        last = problems[-1]
+        problems[-1] = Problem(f"{last.what}\n  (and {more:,} more like these)", last.expected, last.fix)
+    error = DataError.of(problems)
+    assert isinstance(error, DataError)
+    return error
+
+
+def missing_field(where: str, *, field: str, fields: Sequence[str], num_rows: int | None = None) -> DataError:
+    """The error for a text field that no row has: names the fields there are, and the nearest as the fix."""
+    import difflib
+
+    rows = f"none of the first {num_rows:,} rows has such a field" if num_rows is not None else "no such field"
+    nearest = (difflib.get_close_matches(field, fields, 1, 0.5) or list(fields[:1]) or ["NAME"])[0]
+    return DataError(
+        f"data.text_field = {field!r}: {where}: {rows}",
+        expected=f"one of the fields there are: {', '.join(fields) or 'none'}",
+        fix=f"--data.text_field {nearest}",
+    )

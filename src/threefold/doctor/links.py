@@ -1,0 +1,282 @@
+"""The live network of a mesh: a barrier and an all-reduce on every axis, then pairs of ranks; each within a time limit.
+
+Every rank calls `measure`; nothing waits longer than the limit. A rank that waits in vain asks the store who has come:
+all ranks say there which test they begin. What is measured is returned as plain values; `judge` reads all ranks' own.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from threefold.doctor.findings import Finding, ok, size, stop, warning
+from threefold.errors import ranks_text
+from threefold.mesh.mesh import Mesh
+
+_KEY = "threefold/doctor"
+_NUM_TIMED = 10
+_NUM_LARGE = 3
+_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+_MOST_PAIRED = 32
+_SLOW_SHARE = 0.25
+_FEWEST_JUDGED = 3
+
+
+class StuckError(Exception):
+    """A test did not end in time: its name, the ranks that took part, and those that have not begun it."""
+
+    def __init__(self, test: str, ranks: Sequence[int], missing: Sequence[int], said: str) -> None:
+        super().__init__(test)
+        self.test, self.ranks, self.missing, self.said = test, list(ranks), list(missing), said
+
+    def finding(self, limit_s: float) -> Finding:
+        """In three parts."""
+        who = f"of {ranks_text(self.ranks)} did not end in {limit_s:g} s"
+        if self.missing:
+            came = f"{ranks_text(self.missing)} did not come"
+            fix = f"look at {ranks_text(self.missing)}: is the process there, is its host reachable"
+        else:
+            came = f"all had come, so it is the network between them ({self.said})"
+            fix = (
+                "open all ports between the machines; GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME on all; NCCL_DEBUG=INFO"
+            )
+        return stop("collective", f"{self.test} {who}: {came}", expected="an answer from every rank", fix=fix)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One rank's view of one test: seconds of a barrier and of a small all-reduce, bytes a second of a large one."""
+
+    ranks: list[int]
+    barrier_s: float
+    latency_s: float
+    bytes_per_s: float
+    right: bool
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank has measured: by axis, and with each partner that it led the exchange with."""
+
+    axes: dict[str, Timing]
+    pairs: dict[str, tuple[float, float]]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Measured:
+        """The inverse of `dataclasses.asdict`."""
+        axes = {name: Timing(**timing) for name, timing in values["axes"].items()}
+        return cls(axes, {partner: (pair[0], pair[1]) for partner, pair in values["pairs"].items()})
+
+
+def axes_of(mesh: Mesh) -> list[str]:
+    """The axes that have something to send, without those that hold the same ranks as one before."""
+    found: dict[tuple[int, ...], str] = {}
+    for name in ("dp", "cp", "tp", "fsdp", "world"):
+        if mesh.group(name) is not None:
+            found.setdefault(tuple(dist.get_process_group_ranks(mesh.group(name))), name)
+    # Of two axes with the same ranks here, ranks elsewhere see the same two.
+    return list(found.values())
+
+
+def meet(mesh: Mesh, *, limit_s: float) -> None:
+    """Returns when every rank has come; all call it.
+
+    Raises:
+        StuckError: some rank did not, within `limit_s`.
+    """
+    with _Test(mesh, "barrier", range(mesh.world_size), limit_s) as run:
+        run(lambda: dist.barrier(async_op=True))
+
+
+def measure(mesh: Mesh, *, limit_s: float, hosts: Sequence[str]) -> Measured:
+    """Runs every test with the other ranks; all call it.
+
+    Args:
+        hosts: of every rank; where there are many ranks, one a host takes part in pairs.
+
+    Raises:
+        StuckError: a test did not end within `limit_s`.
+    """
+    axes = {}
+    for name in axes_of(mesh):
+        ranks = dist.get_process_group_ranks(mesh.group(name))
+        axes[name] = _time_axis(mesh, name, ranks, limit_s)
+    pairs: dict[str, tuple[float, float]] = {}
+    for number, round_ in enumerate(rounds(paired_ranks(hosts))):
+        own = next((pair for pair in round_ if mesh.rank in pair), None)
+        if own is not None:
+            timing = _time_pair(mesh, own, f"pair exchange {number + 1}", limit_s)
+            if mesh.rank == own[0]:
+                pairs[str(own[1])] = timing
+    return Measured(axes, pairs)
+
+
+def paired_ranks(hosts: Sequence[str]) -> list[int]:
+    """All ranks, or of many the first one on each host."""
+    if len(hosts) <= _MOST_PAIRED:
+        return list(range(len(hosts)))
+    first = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
+    return sorted(first.values())[:_MOST_PAIRED]
+
+
+def rounds(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """Every pair once, in rounds in which each rank has one partner at most (the circle method)."""
+    circle: list[int | None] = [*ranks] if len(ranks) % 2 == 0 else [*ranks, None]
+    for _ in range(len(circle) - 1):
+        facing = zip(circle[: len(circle) // 2], reversed(circle[len(circle) // 2 :]), strict=True)
+        yield [(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None]
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+
+
+def judge(measured: Mapping[int, Measured], *, own_links: bool) -> list[Finding]:
+    """What the numbers of all ranks say, by axis and for pairs.
+
+    Args:
+        own_links: pairs have links of their own; ranks on the CPU of one host share its cores, and differ by chance.
+    """
+    found = []
+    for name in next(iter(measured.values())).axes:
+        timings = [each.axes[name] for each in measured.values() if name in each.axes]
+        found.append(_axis_finding(name, timings))
+    pairs = {(rank, int(partner)): timing for rank, each in measured.items() for partner, timing in each.pairs.items()}
+    if pairs:
+        found.append(_pairs_finding(pairs, own_links=own_links))
+    return found
+
+
+def _axis_finding(name: str, timings: Sequence[Timing]) -> Finding:
+    wrong = [timing.ranks for timing in timings if not timing.right]
+    if wrong:
+        return stop(
+            f"axis {name}",
+            f"an all-reduce of {ranks_text(wrong[0])} gave a wrong sum",
+            expected="the sum of what the ranks sent",
+            fix="take the host or the network card out of the job: it changes data",
+        )
+    # A group is as fast as its slowest rank saw it.
+    slowest = min(timings, key=lambda timing: timing.bytes_per_s)
+    text = (
+        f"{len(slowest.ranks)} ranks: barrier {_time(statistics.median(t.barrier_s for t in timings))}, all-reduce "
+        f"{_time(statistics.median(t.latency_s for t in timings))}, bus bandwidth {_rate(slowest.bytes_per_s)}"
+    )
+    groups = {tuple(timing.ranks) for timing in timings}
+    if len(groups) > 1:
+        text += f" in the slowest of {len(groups)} groups ({ranks_text(slowest.ranks)})"
+    return ok(f"axis {name}", text)
+
+
+def _pairs_finding(pairs: Mapping[tuple[int, int], tuple[float, float]], *, own_links: bool) -> Finding:
+    slowest = min(pairs, key=lambda pair: pairs[pair][1])
+    latency_s, rate = pairs[slowest]
+    median = statistics.median(rate for _, rate in pairs.values())
+    text = (
+        f"slowest of {len(pairs)}: ranks {slowest[0]} and {slowest[1]}, {_rate(rate)}, {_time(latency_s)} one way; "
+        f"median {_rate(median)}"
+    )
+    if own_links and len(pairs) >= _FEWEST_JUDGED and rate < _SLOW_SHARE * median:
+        return warning(
+            "pairs",
+            text,
+            expected="pairs of about the same speed: a step waits for the slowest",
+            fix="run it again; where it is the same pair, look at the cables, cards and load of its hosts, and place "
+            "tp and cp ranks on one host",
+        )
+    return ok("pairs", text)
+
+
+def _time_axis(mesh: Mesh, name: str, ranks: Sequence[int], limit_s: float) -> Timing:
+    group, test = mesh.group(name), f"all-reduce over {name}"
+    one = torch.ones(1, device=mesh.device)
+    large = torch.ones(_BYTES[mesh.device.type] // 4, device=mesh.device)
+
+    def all_reduce(values: torch.Tensor) -> Any:
+        return dist.all_reduce(values, group=group, async_op=True)
+
+    with _Test(mesh, test, ranks, limit_s) as run:
+        run(lambda: all_reduce(one))
+        right = bool(one.item() == len(ranks))
+        one.fill_(0)
+        latency_s = statistics.median(run(lambda: all_reduce(one)) for _ in range(_NUM_TIMED))
+        barrier_s = statistics.median(
+            run(lambda: dist.barrier(group, async_op=True)) for _ in range(1 + _NUM_TIMED // 2)
+        )
+        large.zero_()
+        seconds = min(run(lambda: all_reduce(large)) for _ in range(_NUM_LARGE))
+    # Of a ring each rank sends and receives this much; so axes of different sizes compare.
+    moved = 2 * (len(ranks) - 1) / len(ranks) * large.numel() * 4
+    return Timing(list(ranks), barrier_s, latency_s, moved / seconds, right)
+
+
+def _time_pair(mesh: Mesh, pair: tuple[int, int], test: str, limit_s: float) -> tuple[float, float]:
+    """(seconds one way, bytes a second) of a message there and back."""
+    first, partner = mesh.rank == pair[0], pair[1] if mesh.rank == pair[0] else pair[0]
+    one = torch.ones(1, device=mesh.device)
+    large = torch.ones(_BYTES[mesh.device.type] // 16, device=mesh.device)
+
+    with _Test(mesh, test, pair, limit_s) as run:
+
+        def there_and_back(values: torch.Tensor) -> float:
+            sent, received = (lambda: dist.isend(values, partner)), (lambda: dist.irecv(values, partner))
+            ways: tuple[Callable[[], Any], ...] = (sent, received) if first else (received, sent)
+            return sum(map(run, ways)) / 2
+
+        there_and_back(one)
+        latency_s = statistics.median(there_and_back(one) for _ in range(_NUM_TIMED))
+        seconds = min(there_and_back(large) for _ in range(_NUM_LARGE))
+    return latency_s, large.numel() * 4 / seconds
+
+
+class _Test:
+    """Runs the operations of one test within its time, and finds out who is missing when one does not end."""
+
+    def __init__(self, mesh: Mesh, test: str, ranks: Sequence[int], limit_s: float) -> None:
+        self._mesh, self._test, self._ranks, self._limit_s = mesh, test, ranks, limit_s
+
+    def __enter__(self) -> Callable[[Callable[[], Any]], float]:
+        assert self._mesh.store is not None
+        self._mesh.store.set(self._key(self._mesh.rank), b"1")
+        self._ends = time.monotonic() + self._limit_s
+        return self._run
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def _run(self, begin: Callable[[], Any]) -> float:
+        """Seconds that an operation has taken."""
+        started = time.perf_counter()
+        try:
+            work = begin()
+            if work is not None and not work.wait(timedelta(seconds=max(0.001, self._ends - time.monotonic()))):
+                raise self._stuck("no answer")
+        except RuntimeError as error:
+            raise self._stuck(str(error).strip().splitlines()[0]) from error
+        if self._mesh.device.type == "cuda":
+            torch.cuda.synchronize(self._mesh.device)
+        return time.perf_counter() - started
+
+    def _stuck(self, said: str) -> StuckError:
+        store = self._mesh.store
+        assert store is not None
+        try:
+            missing = [rank for rank in self._ranks if not store.check([self._key(rank)])]
+        except RuntimeError:  # the store went with rank 0
+            missing = [0]
+        return StuckError(self._test, self._ranks, missing, said)
+
+    def _key(self, rank: int) -> str:
+        return f"{_KEY}/{self._test}/{rank}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{size(bytes_per_s)}/s"

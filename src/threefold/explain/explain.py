@@ -1,0 +1,163 @@
+"""`threefold explain`: the log of any torch.distributed program -> what happened, the line that matters, what to do.
+
+Where a log shows several errors, the one nearest to the beginning of the failure explains it: a cause before a symptom,
+a symptom before a consequence (`Tier`). An error that is in no table but ended a rank's traceback is the program's own;
+it comes before symptoms, because the other ranks' lost connections and timeouts follow from it. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from threefold.explain.explain_install import INSTALL
+from threefold.explain.explain_memory import MEMORY
+from threefold.explain.explain_mesh import MESH
+from threefold.explain.explain_network import NETWORK
+from threefold.explain.known import KnownError, Tier
+from threefold.explain.log import Line, Log, Raised
+
+OWN_ERROR = KnownError(
+    "own-error",
+    "a rank failed with an error of the program's own",
+    (),
+    "One rank raised this error and ended; what the other ranks say (lost connections, timeouts, stop signals) follows "
+    "from it.",
+    (
+        "mend what the error says, at the place named above",
+        "where it came on one rank only: what differs there, its rows, its files, its host",
+        "threefold data order RUN --step N --show prints what the step has read",
+    ),
+    "[rank1]: KeyError: 'input_ids'",
+    Tier.SYMPTOM,
+)
+OWN_REFUSAL = KnownError(
+    "threefold",
+    "threefold has said what is wrong",
+    (),
+    "Errors of threefold have three parts: what is wrong, what was expected, and how to mend it. Other messages in the "
+    "log follow from this one.",
+    ("do what stands behind `fix`", "threefold train config.yaml --print-config shows where each value comes from"),
+    "  fix: start 3 ranks, or set --mesh.dp 2 --mesh.cp 1 --mesh.tp 1",
+    Tier.SYMPTOM,
+)
+KNOWN = (*NETWORK, *MESH, *MEMORY, *INSTALL)
+PAGES = "docs/errors"
+_SHOWN = 300
+# A full disk or a lost connection has the same words everywhere; this is about programs that train.
+_FIELD = re.compile(
+    r"torch|c10d|\bgloo|NCCL|\[rank\d|transformers|huggingface|accelerate|deepspeed|threefold|flash_attn|CUDA|cuda:\d"
+    r"|vllm|tensor parallel|mp_size|world[_ ]size"
+)
+_WARNING = re.compile(r"\[?W\d{3,4} |WARNING|\S*Warning:")
+_THREE_PARTS = re.compile(r"^.+\n  expected: (?P<expected>.+)\n  fix: (?P<fix>.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A known error in a log: the lines that show it, in order, and whether the first ended a traceback."""
+
+    known: KnownError
+    lines: Sequence[Line]
+    raised: Raised | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What happened, from what it follows, and what else the log shows because of it.
+
+    Attributes:
+        line: the one that matters.
+        frame: place in the program, where a traceback names one.
+        facts: what the log says in numbers.
+        others: known errors that follow from this one, or stand beside it.
+    """
+
+    known: KnownError
+    line: Line
+    frame: str | None = None
+    facts: Sequence[str] = ()
+    others: Sequence[Hit] = field(default=())
+
+    def text(self) -> str:
+        """For people."""
+        lines = [f"{self.known.title}  [{self.known.name}]", f"  {self.line.where()}: {_shortened(self.line.text)}"]
+        if self.frame:
+            lines.append(f"  at {self.frame}")
+        lines += [f"  {fact}" for fact in self.facts]
+        lines += ["", f"cause: {self.known.cause}", "what to do:"]
+        lines += [f"  {number}. {step}" for number, step in enumerate(self.known.steps, 1)]
+        if self.others:
+            lines += ["", "also in this log:"]
+            lines += [f"  {hit.lines[0].where()}: {hit.known.title}  [{hit.known.name}]" for hit in self.others]
+        return "\n".join([*lines, "", f"more: {PAGES}/{self.known.name}.md"])
+
+
+def explain(text: str) -> Explanation | None:
+    """What the log says has happened, or None where no error in it is known or it is of another kind of program."""
+    log = Log.of(text)
+    if not _FIELD.search(log.text):
+        return None
+    raised = log.raised()
+    hits = sorted(_hits(log, raised), key=_precedence)
+    if not raised and all(_WARNING.match(line.text) for hit in hits for line in hit.lines):
+        hits = []  # torch warns of attempts that it then makes good
+    if hits and hits[0].known.tier is Tier.CAUSE:
+        return _explained(log, hits)
+    if (said := _THREE_PARTS.search(log.text)) is not None:
+        facts = [f"expected: {said['expected']}", f"fix: {said['fix']}"]
+        return Explanation(OWN_REFUSAL, log.line_at(said.start()), None, facts, hits)
+    own = _own_error(text, raised, hits)
+    if own is not None:
+        facts = ["it ended rank " + str(own.line.rank)] if own.line.rank is not None else []
+        return Explanation(OWN_ERROR, own.line, own.frame, facts, hits)
+    return _explained(log, hits) if hits else None
+
+
+def _explained(log: Log, hits: Sequence[Hit]) -> Explanation:
+    first, *others = hits
+    frame = first.raised.frame if first.raised is not None else None
+    return Explanation(first.known, first.lines[0], frame, first.known.facts(log, first.lines), others)
+
+
+def last_error(text: str) -> Line | None:
+    """The line that ended the last traceback, for a log that cannot be explained."""
+    raised = Log.of(text).raised()
+    return raised[-1].line if raised else None
+
+
+def _hits(log: Log, raised: Sequence[Raised]) -> list[Hit]:
+    ended = {error.line.number: error for error in raised}
+    found = []
+    for known in KNOWN:
+        offsets = sorted({match.start() for sign in known.signs for match in re.finditer(sign, log.text, re.MULTILINE)})
+        lines = {line.number: line for line in map(log.line_at, offsets)}
+        if not lines:
+            continue
+        # A line that ended a traceback says more than a warning on the way to it.
+        ordered = sorted(lines.values(), key=lambda line: (line.number not in ended, line.number))
+        found.append(Hit(known, ordered, ended.get(ordered[0].number)))
+    return found
+
+
+def _precedence(hit: Hit) -> tuple[int, bool, int]:
+    return (hit.known.tier, hit.raised is None, hit.lines[0].number)
+
+
+def _own_error(text: str, raised: Sequence[Raised], hits: Sequence[Hit]) -> Raised | None:
+    """The first error of a rank that no table knows, in the log of a program of several ranks."""
+    known = {line.number for hit in hits for line in hit.lines}
+    own = [error for error in raised if error.line.number not in known and not error.reports_another]
+    several = hits or any(error.line.rank is not None for error in raised) or "torch.distributed" in text
+    if not own or not several:
+        return None
+    _, found, failure = text.partition("Root Cause (first observed failure)")
+    rank = re.search(r"\brank +: (\d+)", failure) if found else None
+    named = [error for error in own if rank is not None and error.line.rank == int(rank[1])]
+    return (named or own)[0]
+
+
+def _shortened(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + " ..."

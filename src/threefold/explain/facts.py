@@ -1,0 +1,159 @@
+"""What can be read from the lines of an error: by how much memory was short, which rank did not come, which port.
+
+Each function gets the log and the lines that show the error, and returns sentences. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from threefold.errors import ranks_text
+from threefold.explain.log import Line, Log
+
+_SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_WORK = re.compile(r"(?:\[Rank (\d+)\].*?)?SeqNum=(\d+), OpType=(\w+)")
+_TIMEOUT_MS = re.compile(r"Timeout\(ms\)=(\d+)")
+_LAST_WORK = re.compile(r"last enqueued (?:NCCL )?work: (-?\d+), last completed (?:NCCL )?work: (-?\d+)")
+
+
+def gpu_memory(log: Log, lines: Sequence[Line]) -> list[str]:
+    """By how much memory was short, and whether it is there in pieces."""
+    text = lines[0].text
+    asked = _bytes(rf"Tried to allocate {_SIZE}", text)
+    free = _bytes(rf"of which {_SIZE} is free", text) or _bytes(rf"{_SIZE} free", text)
+    if asked is None or free is None:
+        return []
+    found = [f"{_size(asked)} were asked for and {_size(free)} are free: at least {_size(max(0, asked - free))} short"]
+    pieces = _bytes(rf"{_SIZE} is reserved by PyTorch but unallocated", text)
+    if pieces is not None and pieces + free >= asked:
+        found.append(f"{_size(pieces)} are reserved but unallocated, which would be enough: begin with step 1")
+    elif pieces is not None:
+        found.append(f"only {_size(pieces)} are reserved but unallocated, so step 1 will not be enough")
+    total = _bytes(rf"total capac\w+ of {_SIZE}", text)
+    own = _bytes(rf"this process has {_SIZE} memory in use", text)
+    if total is not None and own is not None and total - own - free > 2**30:
+        found.append(f"{_size(total - own - free)} of this GPU belong to other processes: nvidia-smi shows them")
+    return found + _ranks(lines)
+
+
+def nccl_timeout(log: Log, lines: Sequence[Line]) -> list[str]:
+    """Who waited for whom: ranks in different operations, ranks that stand further back, ranks that said nothing."""
+    first: dict[int, tuple[int, str]] = {}
+    enqueued: dict[int, int] = {}
+    for line in log.lines():
+        rank = line.rank
+        if (work := _WORK.search(line.text)) and (named := work[1] or rank) is not None:
+            place = (int(work[2]), work[3])
+            first[int(named)] = min(first.get(int(named), place), place)
+        if (last := _LAST_WORK.search(line.text)) and rank is not None:
+            enqueued[rank] = int(last[1])
+    found = []
+    if limit := _TIMEOUT_MS.search(lines[0].text):
+        found.append(f"the limit was {int(limit[1]) / 1000:g} s")
+    kinds = Counter(kind for _, kind in first.values())
+    numbers = Counter(number for number, _ in first.values())
+    if len(kinds) > 1:
+        ways = "; ".join(
+            f"{ranks_text(rank for rank, (_, own) in first.items() if own == kind)} in {kind}" for kind in sorted(kinds)
+        )
+        found.append(f"the ranks went different ways: {ways}: uneven batches, or an `if rank == 0` around a collective")
+    elif len(numbers) > 1:
+        behind = min(numbers)
+        ranks = ranks_text(rank for rank, (number, _) in first.items() if number == behind)
+        found.append(f"{ranks} stood further back than the others (operation {behind} of {max(numbers)}): look there")
+    elif missing := sorted(set(range(max([*first, *enqueued], default=0) + 1)) - {*first, *enqueued}):
+        found.append(f"{ranks_text(missing)} did not report this timeout: look there first")
+    elif len(set(enqueued.values())) > 1:
+        behind = min(enqueued.values())
+        late = ranks_text(rank for rank, number in enqueued.items() if number == behind)
+        found.append(f"{late} had begun the fewest operations ({behind}): look there first")
+    return found
+
+
+def port(log: Log, lines: Sequence[Line]) -> list[str]:
+    """The port or the endpoint that the line names."""
+    for line in lines:
+        if found := re.search(
+            r"port: (\d+)|[\[(]?([\w.-]+)[\])]?, (\d{4,5})\)|(?:\[([\w.:-]+)\]|\b([\w.-]+(?<!\.cpp))):(\d{4,5})\b",
+            line.text,
+        ):
+            host = next((found[group] for group in (2, 4, 5) if found[group]), None)
+            number = next(found[group] for group in (1, 3, 6) if found[group])
+            return [f"port {number}" + (f" of {host}" if host else "")]
+    return []
+
+
+def lost_peer(log: Log, lines: Sequence[Line]) -> list[str]:
+    """Whether the rank that is gone has failed at all: then the launcher would have seen it."""
+    found = _ranks(lines)
+    losers = {line.rank for line in lines if line.rank is not None}
+    failed = {int(rank) for rank in re.findall(r"^\s+rank +: (\d+)", log.text, re.MULTILINE)}
+    if failed and failed == losers:
+        found.append(
+            "no other rank has failed: the one that is gone was done before the others (uneven numbers of batches?)"
+        )
+    return found
+
+
+def first_failure(log: Log, lines: Sequence[Line]) -> list[str]:
+    """The rank that the launcher saw fail first, and its exit code."""
+    _, found, text = log.text.partition("Root Cause (first observed failure)")
+    rank, code = re.search(r"\brank +: (\d+)", text), re.search(r"exitcode +: (-?\d+)", text)
+    if not found or rank is None or code is None:
+        return _ranks(lines)
+    host = re.search(r"\bhost +: (\S+)", text)
+    where = f" on {host[1]}" if host else ""
+    return [f"rank {rank[1]}{where} failed first, with exit code {code[1]}{_signal(int(code[1]))}"]
+
+
+def devices(log: Log, lines: Sequence[Line]) -> list[str]:
+    """The devices that met."""
+    found = re.findall(r"\b(?:cuda:\d+|cpu|meta|mps:\d+|xpu:\d+)\b", lines[0].text.partition("devices")[2])
+    met = sorted(set(found))
+    return [f"{' and '.join(met)} met in one operation"] if len(met) > 1 else []
+
+
+def ranks(log: Log, lines: Sequence[Line]) -> list[str]:
+    """The ranks that show it, where there are several."""
+    return _ranks(lines)
+
+
+def repository(log: Log, lines: Sequence[Line]) -> list[str]:
+    """The repository on the Hub."""
+    for line in log.lines():
+        if found := re.search(
+            r"https?://[\w.:-]+/(?:api/)?(?:models/|datasets/)?([\w.-]+/[\w.-]+)/(?:resolve|tree|revision)", line.text
+        ):
+            return [f"repository {found[1]}"]
+        if found := re.search(r"(?:model|repo|repository|for) '?([\w-]+/[\w.-]+)'?", line.text):
+            return [f"repository {found[1].rstrip('.')}"]
+    return []
+
+
+def _ranks(lines: Sequence[Line]) -> list[str]:
+    seen = {line.rank for line in lines if line.rank is not None}
+    return [f"on {ranks_text(seen)}"] if len(seen) > 1 else []
+
+
+def _bytes(pattern: str, text: str) -> int | None:
+    found = re.search(pattern, text)
+    return int(float(found[1]) * _UNITS[found[2]]) if found else None
+
+
+def _size(num_bytes: int) -> str:
+    unit = next(unit for unit in ("GiB", "MiB", "KiB", "bytes") if num_bytes >= _UNITS[unit] or unit == "bytes")
+    return f"{num_bytes / _UNITS[unit]:.4g} {unit}"
+
+
+def _signal(code: int) -> str:
+    import signal
+
+    if code >= 0:
+        return ""
+    try:
+        return f" ({signal.Signals(-code).name})"
+    except ValueError:
+        return ""

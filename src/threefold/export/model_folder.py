@@ -1,0 +1,305 @@
+"""A checkpoint as a Hugging Face folder that reloads to equal logits, and a sample of what it writes: one process.
+
+A checkpoint may be a stranger's: nothing of it is run. Its config names a model class that transformers has; code of
+another origin is loaded only where the caller allows it, whatever the run that saved it allowed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from threefold.checkpoint import state as run_state
+from threefold.checkpoint.boxes import Index
+from threefold.checkpoint.layout import Checkpoint, damaged, find
+from threefold.checkpoint.manifest import read_manifest, refuse_other_base
+from threefold.config.loading import validate
+from threefold.config.schema import Config
+from threefold.data.tokens import Tokenizer
+from threefold.errors import CheckpointError, ConfigError, RunError
+from threefold.export.adapters import check_adapter, model_with_adapters, write_adapter
+from threefold.export.weights import write_weights
+from threefold.model import lora
+from threefold.model.load import build_without_storage, fingerprint
+
+MAX_SHARD_BYTES = 5 * 1000**3
+# Keys by which a config can make transformers fetch code or kernels.
+_CODE = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config", "use_kernels")
+_PROBE_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export has written: step of the checkpoint, parameters, files of weights, and what reloading showed."""
+
+    step: int
+    num_parameters: int
+    files: tuple[str, ...]
+    verified: str
+
+
+def export(
+    run: Path,
+    to: Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    verify: bool | None = None,
+    trust_remote_code: bool = False,
+    adapter: bool = False,
+) -> Exported:
+    """Writes the checkpoint of a run (or a checkpoint itself) to a new folder, of which nothing stays if it fails.
+
+    A run that trained adapters is written whole, with the adapters merged.
+
+    Args:
+        adapter: write the adapters alone, as peft has them.
+        verify: reload and compare logits; None: where the model fits into the memory that is free.
+
+    Raises:
+        CheckpointError: no complete checkpoint is there, or it is damaged. ConfigError: the folder is not empty.
+        RunError: the folder reloads to other logits.
+    """
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ConfigError(
+            f"{to} is not empty",
+            expected="a new or empty folder, so that no other model's files are mixed in",
+            fix="--to ANOTHER_FOLDER",
+        )
+    transformers.utils.logging.disable_progress_bar()
+    checkpoint = find(run)
+    if (reason := checkpoint.damage()) is not None:
+        raise damaged(checkpoint, reason)
+    config, architecture = _described(checkpoint, trust_remote_code)
+    if adapter and not config.model.lora.r:
+        raise ConfigError(
+            f"{run} has no adapters",
+            expected="a run with model.lora.r above 0",
+            fix="leave --adapter out: the whole model is written",
+        )
+    made = not to.exists()
+    to.mkdir(parents=True, exist_ok=True)
+    try:
+        if config.model.lora.r:
+            return _export_adapters(checkpoint, to, config, architecture, max_shard_bytes, verify, adapter)
+        return _export_weights(checkpoint, to, config, architecture, max_shard_bytes, verify, trust_remote_code)
+    except BaseException:
+        shutil.rmtree(to, ignore_errors=True)
+        if not made:
+            to.mkdir()
+        raise
+
+
+def _export_weights(
+    checkpoint: Checkpoint,
+    to: Path,
+    config: Config,
+    architecture: PretrainedConfig,
+    max_shard_bytes: int,
+    verify: bool | None,
+    trust_remote_code: bool,
+) -> Exported:
+    index = Index.read(checkpoint.state)
+    model = build_without_storage(architecture, attention="eager", trust_remote_code=trust_remote_code)
+    tensors = run_state.model_state(model)
+    run_state.fit(tensors, index)
+    files = write_weights(
+        checkpoint.state,
+        index,
+        [name.removeprefix("model.") for name in tensors],
+        to,
+        max_shard_bytes=max_shard_bytes,
+        convert=lambda layer: revert_weight_conversion(model, layer),
+    )
+    _save_descriptions(model, config, to, trust_remote_code)
+    num_bytes = sum(index.entries[name].num_bytes for name in tensors)
+    verified = _verified(checkpoint, to, num_bytes, verify, trust_remote_code)
+    return Exported(checkpoint.step, sum(p.numel() for p in model.parameters()), tuple(files), verified)
+
+
+def _export_adapters(
+    checkpoint: Checkpoint,
+    to: Path,
+    config: Config,
+    architecture: PretrainedConfig,
+    max_shard_bytes: int,
+    verify: bool | None,
+    adapter: bool,
+) -> Exported:
+    model = _with_adapters(checkpoint, config, architecture)
+    if adapter:
+        files = write_adapter(model, config, to)
+        _save_tokenizer(config, to)
+        verified = "not reloaded" if verify is False else check_adapter(model, config, architecture, to, _probe)
+        num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return Exported(checkpoint.step, num_parameters, tuple(files), verified)
+    lora.merge(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers' own, about a name inside it
+        model.save_pretrained(to, max_shard_size=max_shard_bytes)
+    _save_descriptions(model, config, to, config.model.trust_remote_code)
+    verified = "not reloaded" if verify is False else _reloaded(model, checkpoint, to, config.model.trust_remote_code)
+    files = sorted(path.name for path in to.glob("*.safetensors"))
+    return Exported(checkpoint.step, sum(p.numel() for p in model.parameters()), tuple(files), verified)
+
+
+def _with_adapters(checkpoint: Checkpoint, config: Config, architecture: PretrainedConfig) -> Any:
+    """The model that a run began with, and beside it the adapters that the checkpoint has."""
+    refuse_other_base(read_manifest(checkpoint), fingerprint(config.model), config, checkpoint)
+    model = model_with_adapters(config, architecture)
+    run_state.read_weights(model, checkpoint.state, Index.read(checkpoint.state))
+    return model
+
+
+def _verified(checkpoint: Checkpoint, to: Path, num_bytes: int, verify: bool | None, trust_remote_code: bool) -> str:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if verify is False or (verify is None and num_bytes * 1.5 > free):
+        return "not reloaded" if verify is False else "not reloaded: the model does not fit into the free memory"
+    model, _ = load_whole(checkpoint, trust_remote_code=trust_remote_code)
+    return _reloaded(model, checkpoint, to, trust_remote_code)
+
+
+def _reloaded(model: Any, checkpoint: Checkpoint, to: Path, trust_remote_code: bool) -> str:
+    expected = _probe(model.eval())
+    reloaded: Any = AutoModelForCausalLM.from_pretrained(
+        to, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
+    )
+    found = _probe(reloaded.eval())
+    if not torch.equal(found, expected):
+        raise RunError(
+            f"{to} reloads to other logits than {checkpoint.path}: they differ by up to "
+            f"{(found - expected).abs().max().item():.3g}",
+            expected="equal logits; the folder has been removed",
+            fix="report it with the model's config; --no-verify writes the folder all the same",
+        )
+    return "reloaded: equal logits"
+
+
+@torch.no_grad()
+def _probe(model: Any) -> Tensor:
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def load_whole(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> tuple[Any, Config]:
+    """The checkpoint's model on the CPU, whole, and the config it was trained with."""
+    config, architecture = _described(checkpoint, trust_remote_code)
+    if config.model.lora.r:
+        return _with_adapters(checkpoint, config, architecture).eval(), config
+    model: Any = AutoModelForCausalLM.from_config(
+        architecture, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
+    )
+    run_state.read_weights(model, checkpoint.state, Index.read(checkpoint.state))
+    return model.eval(), config
+
+
+def _described(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[Config, PretrainedConfig]:
+    """The run's config and the model's, as the manifest has them."""
+    manifest = read_manifest(checkpoint)
+    values = manifest["config"]
+    # Whatever the run that saved it allowed.
+    config = validate({**values, "model": {**values["model"], "trust_remote_code": trust_remote_code}})
+    values = _without_code(manifest["architecture"])
+    try:
+        if trust_remote_code and config.model.name_or_path is not None:
+            return config, AutoConfig.from_pretrained(
+                config.model.name_or_path, revision=config.model.revision, trust_remote_code=True
+            )
+        return config, AutoConfig.for_model(values.pop("model_type"), **values)
+    except Exception as error:  # transformers validates with exceptions of several families
+        raise CheckpointError(
+            f"transformers has no model for {checkpoint.path}: {' '.join(str(error).split())}",
+            expected="an architecture that the installed transformers knows",
+            fix="install the transformers release that trained it; or, if you trust the code of its model's "
+            "repository, --trust-remote-code",
+        ) from error
+
+
+def _without_code(values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    return {key: _without_code(value) for key, value in values.items() if key.lstrip("_") not in _CODE}
+
+
+def _save_descriptions(model: Any, config: Config, to: Path, trust_remote_code: bool) -> None:
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = "float32"
+    model.config.save_pretrained(to)
+    if model.is_remote_code():
+        transformers.dynamic_module_utils.custom_object_save(model, to, config=model.config)
+    if model.can_generate():
+        _generation_config(model, config).save_pretrained(to)
+    _save_tokenizer(config, to)
+
+
+def _generation_config(model: Any, config: Config) -> Any:
+    if config.model.name_or_path is not None:
+        try:
+            return GenerationConfig.from_pretrained(config.model.name_or_path, revision=config.model.revision)
+        except OSError:  # it has none, or is not there any more
+            pass
+    return model.generation_config
+
+
+def _save_tokenizer(config: Config, to: Path) -> None:
+    name = config.data.tokenizer or config.model.name_or_path or "bytes"
+    if name == "bytes":
+        byte_tokenizer().save_pretrained(to)
+        return
+    revision = config.model.revision if name == config.model.name_or_path else None
+    AutoTokenizer.from_pretrained(name, revision=revision).save_pretrained(to)
+
+
+def byte_tokenizer() -> Any:
+    """The tokenizer `bytes` as transformers knows tokenizers: the same ids, 256 as the end token."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerFast
+
+    characters = _byte_characters()
+    backend = Backend(models.BPE(vocab={character: byte for byte, character in enumerate(characters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", clean_up_tokenization_spaces=False)
+
+
+def _byte_characters() -> list[str]:
+    # The printable character that stands for each byte in byte-level tokenizers (GPT-2): itself where it is printable
+    # in Latin-1, else the next free code point from 256 on.
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    characters, free = [], 256
+    for byte in range(256):
+        characters.append(chr(byte) if byte in printable else chr(free))
+        free += byte not in printable
+    return characters
+
+
+def generate_sample(checkpoint: Checkpoint, tokenizer: Tokenizer, prompt: list[int], *, num_tokens: int) -> str:
+    """The prompt and what the model of this process' own run continues it with, sampled with a fixed seed."""
+    trusted = bool(checkpoint.manifest()["config"]["model"]["trust_remote_code"])
+    model, _ = load_whole(checkpoint, trust_remote_code=trusted)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        ids = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=num_tokens,
+            do_sample=True,
+            temperature=0.8,
+            use_cache=True,
+            pad_token_id=tokenizer.end_id,
+            eos_token_id=tokenizer.end_id,
+        )
+    return tokenizer.decode(ids[0].tolist())

@@ -1,0 +1,329 @@
+"""transformers.Trainer with threefold's three promises: the same data, the same curve, the same state.
+
+A thin subclass: the loop is transformers'. What it hands over is replaced: the loaders (`huggingface_data`), the
+weight of each micro-batch in the loss (`huggingface_loss`), the evaluation's mean, the place a run goes on from and,
+for models that transformers has loaded in shards, what is saved (`huggingface_state`). What stays true: an epoch reads
+every sample once; loss and gradient are those of the mean over all targets of a step, on any number of ranks and
+micro-batches; a run goes on at the next sample, with other ranks or another batch size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import math
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.utils.data import IterableDataset, RandomSampler
+from transformers.trainer_utils import has_length
+from transformers.utils import logging
+
+from threefold.data.distribute import require_distributed
+from threefold.integrations.huggingface import checks, context, loaders
+from threefold.integrations.huggingface.audit import AuditCallback
+from threefold.integrations.huggingface.data import Axis, TrainLoader
+from threefold.integrations.huggingface.evaluation import EvaluationLoader
+from threefold.integrations.huggingface.loss import RunningMean, counting_for_nothing, part_of_mean, targets_in
+from threefold.integrations.huggingface.progress import EpochByRows, Resumed
+from threefold.integrations.huggingface.state import SavedPlace, load_shards, newest_complete, read_place, save_shards
+
+log = logging.get_logger(__name__)
+# Beside a model in shards; transformers' own scheduler.pt is a pickle.
+_SCHEDULER = "scheduler.json"
+
+
+class Trainer(transformers.Trainer):
+    """transformers.Trainer, exact on any number of ranks; the arguments are its own."""
+
+    # Decorated, so that the signature is transformers', whatever its version.
+    @functools.wraps(transformers.Trainer.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(transformers.Trainer.__init__).bind(self, *args, **kwargs).arguments
+        checks.check_version(transformers.Trainer, transformers.__version__)
+        checks.check_model(given.get("model"))
+        self._train_loader: Any = None
+        self._checkpoint: Path | None = None
+        self._resumed: Resumed | None = None
+        # Of each micro-batch of the step that is not trained yet: its targets, and its true rows.
+        self._weights: deque[tuple[int, int]] = deque()
+        self._weight: int | None = None
+        self._collects = False
+        self._mean: RunningMean | None = None
+        self._eval_loader: EvaluationLoader | None = None
+        with _may_save_shards(given.get("model"), given.get("args")):
+            super().__init__(*args, **kwargs)
+        checks.check_request(self)
+        if (mesh := context.mesh_of_rows()) is not None:
+            context.cut_rows(self.model, mesh)
+        if not any(isinstance(callback, AuditCallback) for callback in self.callback_handler.callbacks):
+            self.add_callback(AuditCallback())
+        self.callback_handler.callbacks.insert(0, EpochByRows(self))
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        built = super()._build_accelerator_args(**kwargs)
+        if self.args.parallelism_config is None and getattr(
+            self.model, "is_distributed_loading_by_transformers", False
+        ):
+            # Such a model owns its mesh; accelerate would look for one of its own, which a CPU does not have.
+            built.pop("parallelism_config", None)
+        return built
+
+    # ---- Loaders ----
+
+    @property
+    def axis(self) -> Axis:
+        """Where this process stands on the dp axis; tensor and context ranks share its rows."""
+        mesh = context.mesh_of_rows()
+        sharers = self.get_tp_size() * (mesh.size("cp") if mesh is not None else 1)
+        return Axis(self.args.process_index, self.args.world_size, sharers=sharers)
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:
+        if isinstance(dataset, IterableDataset) or not has_length(dataset):
+            log.warning_once(
+                "A stream has no positions: of threefold's promises only the loss is kept for it, and transformers' "
+                "own loader reads it."
+            )
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        rows, collate = dataset, self.data_collator
+        if hasattr(dataset, "remove_columns"):
+            rows = self._remove_unused_columns(dataset, description=description)
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description=description)
+        if is_training:
+            sampler = sampler_fn(rows) if sampler_fn is not None else RandomSampler(rows)
+            return loaders.training(self, rows, sampler, batch_size=batch_size, collate=collate)
+        loader = loaders.evaluation(self, rows, batch_size=batch_size, collate=collate)
+        if dataloader_key is not None and self.args.dataloader_persistent_workers:
+            self._eval_dataloaders = {**getattr(self, "_eval_dataloaders", {}), dataloader_key: loader}
+        return loader
+
+    # ---- The loss of a step ----
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """As transformers'; counts the step's targets over all ranks and micro-batches, whatever the model."""
+        self._collects = True
+        try:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        finally:
+            self._collects = False
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Targets of the step over all ranks and micro-batches; in an evaluation those of the batch, for a function."""
+        if not batch_samples or not (self._collects or self._mean is not None):
+            return super()._get_num_items_in_batch(batch_samples, device)
+        own = [targets_in(batch, shifts_labels=self._loss_shifts_labels) for batch in batch_samples]
+        if not self._collects:
+            return torch.as_tensor(own[0], device=device).clamp(min=1) if self.compute_loss_func else None
+        loader = self._train_loader
+        rows = [loader.rows.popleft() for _ in own] if isinstance(loader, TrainLoader) else [1 for _ in own]
+        counted = torch.stack([torch.as_tensor(count, device=device) for count in own])
+        counted = counted * torch.tensor([row > 0 for row in rows], device=device)
+        self._weights = deque(zip(counted.tolist(), rows, strict=True))
+        return self.accelerator.reduce(counted.sum(), reduction="sum") // self.axis.sharers
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As transformers': forward and backward of one micro-batch."""
+        self._weight, rows = self._weights.popleft() if self._weights else (None, 1)
+        self.loss_is_scaled_for_ga: bool | None = getattr(type(self), "loss_is_scaled_for_ga", None)
+        if rows:
+            return super().training_step(model, inputs, num_items_in_batch)
+        with counting_for_nothing(self):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As transformers', but of the mean over a micro-batch it takes the part of it in the mean over the step."""
+        if self._mean is not None:
+            loss, outputs = self._evaluation_loss(model, inputs, num_items_in_batch)
+        elif self.compute_loss_func is not None or num_items_in_batch is None or self._weight is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        else:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+            loss = part_of_mean(
+                loss, outputs, targets=self._weight, all_targets=num_items_in_batch, ranks=self.axis.dp_size
+            )
+            self.loss_is_scaled_for_ga = True
+        return (loss, outputs) if return_outputs else loss
+
+    def _evaluation_loss(self, model: Any, inputs: Any, num_items: Any) -> tuple[Tensor, Any]:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items)
+        if num_items is not None and self.args.average_tokens_across_devices:
+            loss = loss / self.axis.dp_size  # transformers multiplies by it, for gradients
+        return loss, outputs
+
+    # ---- Evaluation ----
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """As transformers'; the loss is the sum over all targets / their number, rows are in the dataset's order."""
+        if not isinstance(dataloader, EvaluationLoader):
+            return super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        self._mean, self._eval_loader = RunningMean(self.args.device), dataloader
+        self.gather_function = dataloader.gather
+        try:
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+            mean = self._mean.over_ranks(self.accelerator)
+        finally:
+            self._mean = self._eval_loader = None
+        if mean is not None:
+            output.metrics[f"{metric_key_prefix}_loss"] = mean
+        return output
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """As transformers'; adds the batch's loss to the mean over all targets."""
+        targets = targets_in(inputs, shifts_labels=self._loss_shifts_labels)
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if self._mean is not None and self._eval_loader is not None and loss is not None:
+            self._mean.add(loss, targets if self._eval_loader.rows else 0)
+        return loss, logits, labels
+
+    # ---- Going on ----
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As transformers'; `True` goes on from the newest checkpoint that was written to its end.
+
+        Raises:
+            CheckpointError: no such checkpoint, or one of another Trainer.
+            DataError: the checkpoint's order is not this one: another seed, or data of another size.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(newest_complete(Path(self.args.output_dir)))
+        self._checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        return super().train(resume_from_checkpoint or None, *args, **kwargs)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """As transformers'; after a resume the steps that are left are counted from the saved place."""
+        self._train_loader, self._resumed = dataloader, None
+        values = super().set_initial_training_values(args, dataloader)
+        if not isinstance(dataloader, TrainLoader):
+            rows = getattr(dataloader, "dataset", None)
+            if rows is None or (has_length(rows) and not isinstance(rows, IterableDataset)):
+                require_distributed(dataloader, self.axis)
+            return values
+        if self._checkpoint is None or args.ignore_data_skip:
+            return values
+        self._resumed = Resumed(read_place(self._checkpoint))
+        self._resumed.go_to_place(dataloader, accumulation=args.gradient_accumulation_steps)
+        epochs, per_epoch, *rest, max_steps = values
+        epochs, max_steps = self._resumed.plan(args, per_epoch=per_epoch, max_steps=max_steps)
+        return (epochs, per_epoch, *rest, max_steps)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        epoch_and_batches = super()._init_training_state(*args, **kwargs)
+        # The loader stands where it goes on: transformers has nothing to skip.
+        return epoch_and_batches if self._resumed is None else (self._resumed.epoch, 0)
+
+    def _run_epoch(self, **values: Any) -> None:
+        resumed = self._resumed
+        if resumed is not None and resumed.batches_left and values["epoch"] == resumed.epoch:
+            values["steps_in_epoch"] = resumed.batches_left
+            values["num_update_steps_per_epoch"] = math.ceil(
+                resumed.batches_left / self.args.gradient_accumulation_steps
+            )
+        super()._run_epoch(**values)
+
+    def end(self) -> None:
+        """As transformers', when every rank has come here: what sends through the process group goes before it does.
+
+        A wrapper that is freed after its group waits, in gloo, for a thread that waits for Python: a rank would hang.
+        """
+        self.accelerator.wait_for_everyone()
+        self.model_wrapped, self.deepspeed = self.model, None
+        self.accelerator.free_memory()
+        super().end()
+
+    # ---- Saving ----
+
+    @property
+    def _is_sharded(self) -> bool:
+        return bool(self.is_distributed_loading_by_transformers)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, AuditCallback):
+                callback.check()
+        loader = self._train_loader
+        if isinstance(loader, TrainLoader) and self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            SavedPlace(self.state.global_step, loader.state_dict(), loader.sampler.global_batch).write(folder)
+        super()._save_checkpoint(model, trial)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._is_sharded:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        save_shards(Path(output_dir), self.model, _bare(self.optimizer))
+        if self.args.should_save:
+            (Path(output_dir) / _SCHEDULER).write_text(json.dumps(self.lr_scheduler.state_dict()))
+        return None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self._is_sharded:
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_shards(Path(resume_from_checkpoint), self.model, None)
+        return None
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self._is_sharded or checkpoint is None:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        optimizer = _bare(self.optimizer)
+        load_shards(Path(checkpoint), self.model, optimizer)
+        self.lr_scheduler.load_state_dict(json.loads((Path(checkpoint) / _SCHEDULER).read_text()))
+        for group, rate in zip(optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+        return None
+
+    def _load_best_model(self) -> None:
+        if not self._is_sharded:
+            return super()._load_best_model()
+        load_shards(Path(str(self.state.best_model_checkpoint)), self.model, None)
+        return None
+
+
+def _bare(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+@contextlib.contextmanager
+def _may_save_shards(model: Any, args: Any) -> Iterator[None]:
+    """transformers refuses to save the optimizer of a model that it loaded in shards; here it can be saved.
+
+    It looks once, while it is constructed, so the argument says otherwise until then.
+    """
+    if args is None or args.save_only_model or not getattr(model, "is_distributed_loading_by_transformers", False):
+        yield
+        return
+    args.save_only_model = True
+    try:
+        yield
+    finally:
+        args.save_only_model = False

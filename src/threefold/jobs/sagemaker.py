@@ -1,0 +1,245 @@
+"""A SageMaker training job from a config: the source archive, the CreateTrainingJob request, and sending both.
+
+The archive holds the config, the entry script (`clusters_entry`) and requirements; the request starts it in a training
+container through torchrun, and says which lines of ours are metrics. Checkpoints and metrics go to the checkpoint
+folder, which SageMaker copies to S3 while the job runs and back when a spot instance was taken away.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from threefold.config.schema import Config
+from threefold.errors import ConfigError, Problem, RunError
+from threefold.jobs.job import Ranks, as_document, checked_name
+
+ENTRY = "threefold_entry.py"
+CHECKPOINTS = "/opt/ml/checkpoints"
+_S3 = "s3://"
+# Types with the Elastic Fabric Adapter, by their beginning; AWS' list of 2026.
+_EFA = (
+    *("ml.p4d.", "ml.p4de.", "ml.p5.48", "ml.p5e.", "ml.p5en.", "ml.p6", "ml.trn", "ml.p3dn."),
+    *("ml.g6e.8", "ml.g6e.12", "ml.g6e.16", "ml.g6e.24", "ml.g6e.48"),
+    *("ml.g6.8", "ml.g6.12", "ml.g6.16", "ml.g6.24", "ml.g6.48"),
+    *("ml.g5.8", "ml.g5.12", "ml.g5.16", "ml.g5.24", "ml.g5.48"),
+    *("ml.g4dn.8", "ml.g4dn.12", "ml.g4dn.16", "ml.c5n.18", "ml.c6i.32"),
+)
+_NUMBER = r"([0-9.]+(?:e[+-]?[0-9]+)?|nan|inf)"
+# The lines that integrations.terminal prints for each logged step and each evaluation.
+METRICS = {
+    "train:loss": rf"step +[0-9]+/[0-9]+  loss {_NUMBER}",
+    "train:grad_norm": rf"step +[0-9]+/[0-9]+ .*grad norm {_NUMBER}",
+    "train:lr": rf"step +[0-9]+/[0-9]+ .*  lr {_NUMBER}",
+    "train:step_time_s": rf"step +[0-9]+/[0-9]+ .*  {_NUMBER} s/step",
+    "eval:loss": rf"evaluation after step [0-9]+: loss {_NUMBER}",
+}
+
+
+@dataclass(frozen=True)
+class SageMakerOptions:
+    """What a config does not say about a SageMaker job.
+
+    Attributes:
+        output: S3 prefix under which source, checkpoints and the model are kept.
+        hyperparameters: keys of the config with their values as text, shown in the job and open to its tuner.
+        channels: name to S3 prefix; `data.source: channel:NAME` reads it.
+        secrets: variable to the id of a secret in AWS Secrets Manager.
+        packages: wheels that are put into the archive and installed first.
+    """
+
+    name: str
+    image: str
+    role: str
+    instance_type: str
+    output: str
+    hyperparameters: Mapping[str, str] = field(default_factory=dict)
+    channels: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    packages: tuple[Path, ...] = ()
+    max_run_s: int = 86_400
+    spot: bool = False
+    max_wait_s: int | None = None
+    volume_gb: int = 100
+    subnets: tuple[str, ...] = ()
+    security_groups: tuple[str, ...] = ()
+
+
+def problems(config: Config, ranks: Ranks, options: SageMakerOptions) -> list[Problem]:
+    """What would make the job fail, or lose its work."""
+    found = []
+    paths = {"--output": options.output, **{f"--channel {name}": path for name, path in options.channels.items()}}
+    for option, path in paths.items():
+        if not path.startswith(_S3) or not path.removeprefix(_S3).partition("/")[0]:
+            found.append(
+                Problem(f"{option} {path!r} is no place in S3", "s3://BUCKET/PREFIX", f"{option} s3://BUCKET/PREFIX")
+            )
+    if options.spot and not config.checkpoint.every:
+        found.append(
+            Problem(
+                "--spot with checkpoint.every = 0",
+                "checkpoints while it runs: the training container is not told before an instance is taken away",
+                "--checkpoint.every 100",
+            )
+        )
+    if options.spot and options.max_wait_s is not None and options.max_wait_s < options.max_run_s:
+        found.append(
+            Problem(
+                f"--max-wait {options.max_wait_s} is shorter than --max-run {options.max_run_s}",
+                "the whole time, with what the job waits for instances",
+                f"--max-wait {options.max_run_s + 3600}",
+            )
+        )
+    if not options.spot and options.max_wait_s is not None:
+        found.append(Problem("--max-wait without --spot", "a time to wait for spot instances", "--spot"))
+    if config.log.dir is not None and ranks.num_hosts == 1 and not config.log.dir.startswith("/opt/ml/"):
+        found.append(
+            Problem(
+                f"log.dir = {config.log.dir} is lost with the instance",
+                f"a folder that SageMaker keeps; without log.dir it is {CHECKPOINTS}",
+                "leave log.dir out of the config",
+            )
+        )
+    if ranks.num_hosts > 1 and (config.log.dir is None or config.log.dir.startswith(CHECKPOINTS)):
+        found.append(
+            Problem(
+                f"{ranks.num_hosts} instances, and log.dir is on each one's own disk",
+                "a folder that all instances share: each rank writes its part of a checkpoint",
+                "an FSx for Lustre or EFS channel, and log.dir below it: --log.dir /opt/ml/input/data/shared/run",
+            )
+        )
+    return found
+
+
+def warnings(ranks: Ranks, options: SageMakerOptions) -> list[str]:
+    """What works, but not as well as it could."""
+    found = []
+    if ranks.num_hosts > 1 and not options.instance_type.startswith(_EFA):
+        found.append(
+            f"{ranks.num_hosts} instances of {options.instance_type}, which has no EFA: gradients go over plain TCP, "
+            "many times slower; take one larger instance, or a type with EFA (ml.p4d, ml.p5, ml.g5.12xlarge and up)"
+        )
+    return found
+
+
+def source_files(config: Config, options: SageMakerOptions) -> dict[str, bytes]:
+    """What the job's source holds, by name."""
+    from threefold.jobs import entry as clusters_entry
+
+    files = {
+        "config.yaml": as_document(config.model_dump(mode="json", exclude_none=True)).encode(),
+        ENTRY: Path(clusters_entry.__file__).read_bytes(),
+        **{path.name: path.read_bytes() for path in options.packages},
+    }
+    if options.packages:
+        # The toolkit installs requirements from the folder that the archive is unpacked to.
+        files["requirements.txt"] = "".join(f"./{path.name}\n" for path in options.packages).encode()
+    return files
+
+
+def archive(config: Config, options: SageMakerOptions) -> bytes:
+    """The source as a .tar.gz; equal for equal contents."""
+    buffer = io.BytesIO()
+    with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
+        for name, content in source_files(config, options).items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def source_of(options: SageMakerOptions) -> str:
+    """Where the archive goes."""
+    return f"{options.output.rstrip('/')}/{options.name}/source/sourcedir.tar.gz"
+
+
+def request(ranks: Ranks, options: SageMakerOptions, *, region: str | None) -> dict[str, Any]:
+    """The CreateTrainingJob request, secrets' values nowhere in it."""
+    checked_name(options.name, longest=63)
+    place = f"{options.output.rstrip('/')}/{options.name}"
+    # Every hyperparameter is a JSON document in a string, as SageMaker's own SDK writes them.
+    toolkit = {
+        "sagemaker_program": ENTRY,
+        "sagemaker_submit_directory": source_of(options),
+        "sagemaker_torch_distributed_enabled": True,
+        "sagemaker_instance_type": options.instance_type,
+        "sagemaker_job_name": options.name,
+        "sagemaker_container_log_level": 20,
+        **({"sagemaker_region": region} if region is not None else {}),
+    }
+    environment = dict(options.variables)
+    if options.secrets:
+        environment["THREEFOLD_SECRETS"] = json.dumps(dict(options.secrets))
+    stopping = {"MaxRuntimeInSeconds": options.max_run_s}
+    if options.spot:
+        stopping["MaxWaitTimeInSeconds"] = options.max_wait_s or options.max_run_s + 3600
+    made: dict[str, Any] = {
+        "TrainingJobName": options.name,
+        "RoleArn": options.role,
+        "AlgorithmSpecification": {
+            "TrainingImage": options.image,
+            "TrainingInputMode": "File",
+            "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in METRICS.items()],
+        },
+        "HyperParameters": {key: json.dumps(value) for key, value in {**toolkit, **options.hyperparameters}.items()},
+        "OutputDataConfig": {"S3OutputPath": f"{place}/output"},
+        "CheckpointConfig": {"S3Uri": f"{place}/checkpoints", "LocalPath": CHECKPOINTS},
+        "ResourceConfig": {
+            "InstanceType": options.instance_type,
+            "InstanceCount": ranks.num_hosts,
+            "VolumeSizeInGB": options.volume_gb,
+        },
+        "StoppingCondition": stopping,
+        "EnableManagedSpotTraining": options.spot,
+    }
+    if environment:
+        made["Environment"] = environment
+    if options.channels:
+        made["InputDataConfig"] = [_channel(name, path) for name, path in options.channels.items()]
+    if options.subnets:
+        made["VpcConfig"] = {"Subnets": list(options.subnets), "SecurityGroupIds": list(options.security_groups)}
+    return made
+
+
+def _channel(name: str, path: str) -> dict[str, Any]:
+    source = {"S3DataType": "S3Prefix", "S3Uri": path, "S3DataDistributionType": "FullyReplicated"}
+    return {"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": "File"}
+
+
+def submit(made: Mapping[str, Any], source: bytes, *, to: str, region: str | None) -> str:
+    """Uploads the source and creates the job; returns its ARN.
+
+    Raises:
+        ConfigError: boto3 is not installed. RunError: AWS refuses, or no credentials are found.
+    """
+    client = _clients(region)
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    bucket, _, key = to.removeprefix(_S3).partition("/")
+    try:
+        client("s3").put_object(Bucket=bucket, Key=key, Body=source)
+        return str(client("sagemaker").create_training_job(**made)["TrainingJobArn"])
+    except (BotoCoreError, ClientError) as error:
+        raise RunError(
+            f"AWS has not taken the job: {error}",
+            expected="credentials that may write to the bucket, pass the role and create training jobs, and a region",
+            fix="aws sts get-caller-identity shows who you are; --region, AWS_PROFILE; or see the request: --dry-run",
+        ) from error
+
+
+def _clients(region: str | None) -> Callable[[str], Any]:
+    try:
+        import boto3
+    except ImportError:
+        raise ConfigError(
+            "boto3 is not installed", expected="AWS' library, to send the job", fix="pip install 'threefold[sagemaker]'"
+        ) from None
+    session = boto3.Session(region_name=region)
+    return lambda service: session.client(service)

@@ -1,0 +1,128 @@
+"""A Slurm job from a config: one batch script that holds everything, and starts itself again after a stop.
+
+srun starts a rank for each task; `mesh.launch_readers` finds rank, world size and master in srun's own variables.
+Before the time limit Slurm sends SIGUSR1 to the ranks, which save and leave with exit code 75; the script then puts the
+job back into the queue, and the next start goes on in the same folder. The config travels inside the script, so that
+editing the file later changes nothing.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+
+from threefold.config.schema import Config
+from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError
+from threefold.jobs.job import Ranks, as_document, checked_name
+
+# After the first rank has ended, srun gives the others this long: a rank that died must not leave the others waiting.
+_WAIT_S = 120
+_SAVE_AND_LEAVE_S = 60
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """What a config does not say about a Slurm job; None leaves it to the cluster.
+
+    Attributes:
+        signal_ahead_s: how long before the limit the ranks are told to save; None: checkpoint.grace_s and a minute.
+        setup: shell file that is sourced first, on the first node: modules, a virtual environment.
+        options: further options of sbatch, as `--exclusive`.
+        python: the interpreter that has threefold, on every node.
+    """
+
+    name: str = "threefold"
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    mem: str | None = None
+    cpus_per_task: int | None = None
+    gpus_per_node: int | None = None
+    signal_ahead_s: int | None = None
+    requeue: bool = True
+    setup: str | None = None
+    options: tuple[str, ...] = field(default=())
+    python: str = "python"
+
+
+def script(config: Config, ranks: Ranks, options: SlurmOptions) -> str:
+    """The batch script.
+
+    Raises:
+        ConfigError: a name or an option that would not stay on its line.
+    """
+    name = checked_name(options.name, longest=64)
+    for option in options.options:
+        if not option.startswith("--") or "\n" in option:
+            raise ConfigError(
+                f"--option {option!r} is no option of sbatch", expected="one long option", fix="--option=--exclusive"
+            )
+    folder = shlex.quote(config.log.dir) if config.log.dir is not None else f'"runs/{name}-$SLURM_JOB_ID"'
+    text = as_document(config.model_dump(mode="json", exclude_none=True))
+    end = "END_OF_CONFIG"
+    while end in text:
+        end += "_"
+    lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in _directives(config, ranks, options)), "", "set -u"]
+    if options.setup is not None:
+        lines.append(f"source {shlex.quote(options.setup)}")
+    lines += [
+        f"run={folder}",
+        'mkdir -p "$run"',
+        f"cat > \"$run/submitted.yaml\" <<'{end}'",
+        text.rstrip("\n"),
+        end,
+        "",
+        f"srun {_srun_options(options)} {shlex.quote(options.python)} -m threefold train "
+        '"$run/submitted.yaml" --log.dir "$run"',
+        "code=$?",
+    ]
+    if options.requeue:
+        lines += [
+            f"# {EXIT_STOPPED_WITH_CHECKPOINT}: stopped by a signal with a complete checkpoint",
+            f'if [ "$code" -eq {EXIT_STOPPED_WITH_CHECKPOINT} ]; then',
+            '    scontrol requeue "$SLURM_JOB_ID" && exit 0',
+            "fi",
+        ]
+    return "\n".join([*lines, 'exit "$code"', ""])
+
+
+def _srun_options(options: SlurmOptions) -> str:
+    # Since Slurm 22.05 srun does not take --cpus-per-task from the batch job.
+    cpus = f" --cpus-per-task={options.cpus_per_task}" if options.cpus_per_task is not None else ""
+    return f"--wait={_WAIT_S}{cpus}"
+
+
+def _directives(config: Config, ranks: Ranks, options: SlurmOptions) -> list[str]:
+    gpus = options.gpus_per_node
+    if gpus is None and config.mesh.device != "cpu":
+        gpus = ranks.per_host
+    ahead = options.signal_ahead_s
+    if ahead is None:
+        ahead = config.checkpoint.grace_s + _SAVE_AND_LEAVE_S
+    lines = [
+        f"--job-name={options.name}",
+        f"--nodes={ranks.num_hosts}",
+        f"--ntasks-per-node={ranks.per_host}",
+        f"--signal=USR1@{ahead}",
+        "--requeue" if options.requeue else "--no-requeue",
+        "--open-mode=append",
+        f"--output={options.name}-%j.out",
+    ]
+    if gpus:
+        lines.append(f"--gpus-per-node={gpus}")
+    for key in ("time", "partition", "account", "qos", "constraint", "mem", "cpus_per_task"):
+        value = getattr(options, key)
+        if value is not None:
+            lines.append(f"--{key.replace('_', '-')}={_one_word(key, str(value))}")
+    return [*lines, *options.options]
+
+
+def _one_word(key: str, value: str) -> str:
+    if value and value.isprintable() and not any(character.isspace() or character in "\"'#" for character in value):
+        return value
+    option = f"--{key.replace('_', '-')}"
+    raise ConfigError(
+        f"{option} {value!r} is not one word", expected="a value that stays on its #SBATCH line", fix=f"{option} VALUE"
+    )

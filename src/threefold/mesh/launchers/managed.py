@@ -1,0 +1,172 @@
+"""Settings and folders that come with a launcher: a managed job's (SageMaker) and accelerate's mesh.
+
+They stand between the config's layers: what a job's hyperparameters say is as good as the command line's, sizes and
+folders that a launcher suggests are defaults, which a config file overrules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from threefold.config.text import as_yaml
+from threefold.errors import ConfigError, DataError
+
+CHANNEL = "channel:"
+_FAILURE_CHARACTERS = 1024
+_ACCELERATE = {axis: f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("DP_REPLICATE", "DP_SHARD", "CP", "TP", "SP")}
+
+
+class Setting(NamedTuple):
+    """One key of the config with its value as YAML text, and who says so."""
+
+    key: str
+    text: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Managed:
+    """What a managed job has laid out for its program.
+
+    Attributes:
+        settings: its hyperparameters that are keys of the config.
+        channels: folders of its data, by the channels' names in lower case.
+        checkpoints: folder that is kept while the job is stopped and started again.
+        model: folder of the finished model.
+        failure: file whose first 1,024 characters the job's owner is shown.
+    """
+
+    settings: tuple[Setting, ...]
+    channels: Mapping[str, Path] = field(default_factory=dict)
+    checkpoints: Path | None = None
+    model: Path | None = None
+    failure: Path | None = None
+
+    def tell_failure(self, text: str) -> None:
+        """Leaves the reason where the job's owner is shown it; the first one stands."""
+        if self.failure is None or self.failure.exists():
+            return
+        with contextlib.suppress(OSError):
+            self.failure.parent.mkdir(parents=True, exist_ok=True)
+            self.failure.write_text(text[:_FAILURE_CHARACTERS])
+
+
+def managed(environ: Mapping[str, str]) -> Managed | None:
+    """The managed job that this process is a part of; None where there is none.
+
+    SageMaker's toolkit and its SDK's own drivers set SM_HPS, SM_CHANNEL_*, SM_MODEL_DIR and SM_OUTPUT_DIR alike; their
+    command lines differ. SAGEMAKER_BASE_DIR moves /opt/ml, where the checkpoint folder has no variable.
+
+    Raises:
+        ConfigError: SM_HPS is no JSON mapping.
+    """
+    if "SM_HPS" not in environ:
+        return None
+    try:
+        hyperparameters = json.loads(environ["SM_HPS"])
+    except ValueError:
+        hyperparameters = None
+    if not isinstance(hyperparameters, dict):
+        raise ConfigError(
+            f"SM_HPS = {environ['SM_HPS'][:60]!r} is no JSON mapping",
+            expected='the hyperparameters as SageMaker sets them: {"train.steps": 100}',
+            fix="unset SM_HPS, or give it as JSON",
+        )
+    base = Path(environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
+    output = Path(environ.get("SM_OUTPUT_DIR", base / "output"))
+    prefix = "SM_CHANNEL_"
+    return Managed(
+        tuple(
+            # Text is what it would be on the command line: YAML. The SDK's drivers make shell variables of the names,
+            # which may hold no dot: train__steps is train.steps.
+            Setting(
+                str(key).replace("__", "."),
+                value if isinstance(value, str) else as_yaml(value),
+                f"hyperparameter {key}",
+            )
+            for key, value in hyperparameters.items()
+            if not str(key).startswith("sagemaker_")
+        ),
+        {
+            name.removeprefix(prefix).lower(): Path(folder)
+            for name, folder in environ.items()
+            if name.startswith(prefix)
+        },
+        base / "checkpoints",
+        Path(environ["SM_MODEL_DIR"]) if "SM_MODEL_DIR" in environ else None,
+        Path(environ.get("SM_OUTPUT_FAILURE", output / "failure")),
+    )
+
+
+def defaults(environ: Mapping[str, str]) -> tuple[Setting, ...]:
+    """What the launcher suggests for keys that the config leaves open.
+
+    Raises:
+        ConfigError: sizes that are no numbers or contradict DP_SIZE, CP_SIZE or TP_SIZE.
+    """
+    found = _accelerate_sizes(environ)
+    job = managed(environ)
+    if job is not None and job.checkpoints is not None:
+        found.append(Setting("log.dir", as_yaml(str(job.checkpoints)), "SageMaker's checkpoint folder"))
+    return tuple(found)
+
+
+def _accelerate_sizes(environ: Mapping[str, str]) -> list[Setting]:
+    """accelerate's mesh: dp = dp_replicate x dp_shard. Its sizes are all 1 where none was given."""
+    sizes = {}
+    for axis, name in _ACCELERATE.items():
+        text = environ.get(name, "1")
+        if not (text.isascii() and text.isdecimal() and int(text) > 0):
+            raise ConfigError(
+                f"{name} = {text!r} is not accepted",
+                expected="a whole number greater than 0, as accelerate launch sets it",
+                fix=f"unset {name}, and give the mesh by --mesh.dp, --mesh.cp and --mesh.tp",
+            )
+        sizes[axis] = int(text)
+    if all(size == 1 for size in sizes.values()):
+        return []
+    if sizes["SP"] > 1:
+        raise ConfigError(
+            f"{_ACCELERATE['SP']} = {sizes['SP']}",
+            expected="no such axis: Threefold splits sequences over mesh.cp, by Ulysses too",
+            fix=f"--parallelism_config_cp_size {sizes['SP']} in place of sp, and --mesh.cp_method ulysses",
+        )
+    sizes["DP"] = sizes["DP_REPLICATE"] * sizes["DP_SHARD"]
+    for axis in ("DP", "CP", "TP"):
+        own = environ.get(f"{axis}_SIZE")
+        if own is not None and own != str(sizes[axis]):
+            raise ConfigError(
+                f"{axis}_SIZE = {own}, but accelerate's PARALLELISM_CONFIG_ sizes give {axis.lower()} = {sizes[axis]}",
+                expected="one answer",
+                fix=f"unset {axis}_SIZE, or --mesh.{axis.lower()} {own}   (it overrules both, with the other axes)",
+            )
+    keys = {"mesh.dp": "DP", "mesh.dp_shard": "DP_SHARD", "mesh.cp": "CP", "mesh.tp": "TP"}
+    return [Setting(key, str(sizes[axis]), "accelerate launch") for key, axis in keys.items()]
+
+
+def data_path(source: str, environ: Mapping[str, str]) -> str:
+    """The folder of `channel:NAME`; any other source as it is.
+
+    Raises:
+        DataError: there is no such channel.
+    """
+    if not source.startswith(CHANNEL):
+        return source
+    name = source.removeprefix(CHANNEL)
+    job = managed(environ)
+    channels = job.channels if job is not None else {}
+    # SageMaker's variables have the names in upper case.
+    if (folder := channels.get(name.lower())) is not None:
+        return str(folder)
+    raise DataError(
+        f"data.source = {source!r}: there is no such channel here",
+        expected=f"one of {', '.join(CHANNEL + each for each in sorted(channels))}"
+        if channels
+        else "a SageMaker job, which sets SM_HPS and for each channel SM_CHANNEL_NAME",
+        fix=f"threefold submit sagemaker ... --channel {name}=s3://BUCKET/PREFIX, or a folder as --data.source",
+    )

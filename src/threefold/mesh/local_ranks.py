@@ -1,0 +1,149 @@
+"""Starting ranks on this machine: the launcher where there is none.
+
+Local ranks run under torch's elastic agent, forked from a server process that has already imported the heavy libraries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST
+
+_COLLECTED_WITHIN_S = 10.0
+_LEASH = "leash"
+# What a restart would not change: the request, and that somebody asked to stop.
+_FINAL = (EXIT_WRONG_REQUEST, EXIT_STOPPED_WITH_CHECKPOINT)
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Starts the server that ranks are forked from, importing `modules` in the background.
+
+    OpenMP sizes its thread pool when its library is loaded: one thread here, more are asked for by the ranks.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # A rank that ends makes the others' connections fail; torch's C++ log would cover the reason with theirs.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    multiprocessing.set_forkserver_preload(list(modules))
+    from multiprocessing import forkserver
+
+    forkserver.ensure_running()
+
+
+def start_ranks(
+    entry: Callable[..., None], args: Sequence[Any], *, num_ranks: int, grace_s: int = 110, max_restarts: int = 0
+) -> int:
+    """Runs `entry(*args)` in `num_ranks` local processes with torchrun's variables set; returns the exit code.
+
+    The first rank that fails decides: the others are stopped, and all are started again, `max_restarts` times. A signal
+    to this process is passed on to the ranks, which have `grace_s` seconds to finish their step and save.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher import LaunchConfig, elastic_launch
+
+    # Its messages speak of agents and error files; the failed rank has said what is wrong.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="threefold-") as folder:
+        outcome = Path(folder) / "exit-code"
+        os.mkfifo(Path(folder) / _LEASH)
+        leash = os.open(Path(folder) / _LEASH, os.O_RDWR)  # closed by the kernel when this process dies
+        launch_config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=f"threefold-{os.getpid()}",
+            start_method="forkserver",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=max_restarts,
+            monitor_interval=0.1,
+            shutdown_timeout=grace_s,
+            signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        )
+        threads = max(1, (os.cpu_count() or 1) // num_ranks)
+        try:
+            elastic_launch(launch_config, _rank_process)(entry, tuple(args), threads, str(outcome))
+        except ChildFailedError as error:
+            _, failure = error.get_first_failure()
+            return failure.exitcode if failure.exitcode > 0 else EXIT_FAILED
+        except SignalException as error:
+            return int(outcome.read_text()) if outcome.exists() else 128 + error.sigval
+        finally:
+            os.close(leash)
+    return 0
+
+
+def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int, outcome: str) -> None:
+    import torch
+
+    _die_with_launcher(Path(outcome).parent / _LEASH)
+    final = Path(f"{outcome}-final")
+    if final.exists():
+        os._exit(int(final.read_text()))
+    torch.set_num_threads(threads)
+    code = EXIT_FAILED
+    try:
+        entry(*args)
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else EXIT_FAILED
+    except BaseException:
+        # An entry says itself what users are to know; this is what it did not expect.
+        traceback.print_exc()
+    if os.environ.get("RANK") == "0":
+        Path(outcome).write_text(str(code))
+    if code in _FINAL:
+        final.write_text(str(code))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)
+    # A rank that returns waits until the agent has collected every rank's value; after a signal it collects none.
+    leave = threading.Timer(_COLLECTED_WITHIN_S, os._exit, (0,))
+    leave.daemon = True
+    leave.start()
+
+
+def _die_with_launcher(leash: Path) -> None:
+    """Kills this rank as soon as nobody holds the other end of `leash`.
+
+    Its parent is the server that it was forked from, and that lives as long as a rank does.
+    """
+    try:
+        end = os.open(leash, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:  # the launcher has gone and taken its folder along
+        os._exit(EXIT_FAILED)
+    os.set_blocking(end, True)
+
+    def wait() -> None:
+        os.read(end, 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="launcher's leash", daemon=True).start()
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when its parent dies, for a rank whose parent is the launcher."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    parent, set_parent_death_signal = os.getppid(), 1
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel knew
+        os._exit(EXIT_FAILED)

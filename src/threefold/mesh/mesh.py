@@ -1,0 +1,287 @@
+"""From sizes to live process groups: init_process_group, the parameters' DeviceMesh, further axes, teardown.
+
+A `Mesh` is the live counterpart of a `Topology`. Parameters live on a DeviceMesh of (dp_replicate, fsdp, tp), where
+`fsdp` = dp_shard x cp are the ranks that share the shards of one copy of the weights. Three more groups carry what is
+no parameter: `dp` (who reads distinct rows), `cp` (who shares a sequence) and `loss` = dp x cp (who holds distinct
+target tokens). Everything that needs a group asks the mesh for it by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib.metadata import version
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from threefold.config.schema import MeshConfig
+from threefold.errors import EXIT_FAILED, EXIT_WRONG_REQUEST, ConfigError, Problem, RunError, ThreefoldError
+from threefold.mesh import environment
+from threefold.mesh.rendezvous import join_group
+from threefold.mesh.rendezvous_errors import no_device
+from threefold.mesh.topology import AXES, Topology, resolve
+
+# Counts the ranks that failed; the first one says why.
+FAILURES = "threefold/failures"
+_LONGEST_PREPARATION = timedelta(days=2)
+_PARAMETER_AXES = ("dp_replicate", "fsdp", "tp")
+_GROUPS = {"dp": ("dp_replicate", "dp_shard"), "cp": ("cp",), "loss": ("dp_replicate", "dp_shard", "cp")}
+
+# A sampler built inside the user's own loop finds the mesh here, as torch's sampler finds the default process group.
+_active: Mesh | None = None
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place on the live mesh.
+
+    Attributes:
+        topology: sizes of the axes.
+        rank: global rank.
+        device: the device this rank computes on.
+        device_mesh: torch's DeviceMesh of (dp_replicate, fsdp, tp), or None in a single process.
+        local_world_size: ranks on this machine.
+        host_leader: the lowest rank on this machine.
+        num_hosts: machines, where that is known.
+        groups: process groups of `dp`, `cp` and `loss`, where they have more than one member.
+        store: the rendezvous store, or None in a single process.
+    """
+
+    topology: Topology
+    rank: int
+    device: torch.device
+    device_mesh: DeviceMesh | None = None
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    local_world_size: int = 1
+    host_leader: int = 0
+    num_hosts: int = 1
+    store: dist.Store | None = None
+    _exchanges: dict[str, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+    @property
+    def dp_size(self) -> int:
+        return self.topology.dp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.topology.dp_rank(self.rank)
+
+    @property
+    def cp_rank(self) -> int:
+        return self.topology.coordinates(self.rank)[2]
+
+    @property
+    def tp_rank(self) -> int:
+        return self.topology.coordinates(self.rank)[3]
+
+    def size(self, name: str) -> int:
+        """Number of ranks along an axis, along `dp`, `fsdp` or `loss`, or in the `world`."""
+        sizes = dict(zip(AXES, self.topology.sizes, strict=True))
+        sizes["fsdp"] = sizes["dp_shard"] * sizes["cp"]
+        sizes["dp"] = sizes["dp_replicate"] * sizes["dp_shard"]
+        sizes["loss"] = sizes["dp"] * sizes["cp"]
+        return {**sizes, "world": self.world_size}[name]
+
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """Process group of `size(name)` ranks; None where it has one member (nothing to send)."""
+        if self.device_mesh is None or self.size(name) == 1:
+            return None
+        if name == "world":
+            return dist.group.WORLD
+        return self.device_mesh.get_group(name) if name in _PARAMETER_AXES else self.groups[name]
+
+    def share(self, name: str, make: Callable[[], str]) -> str:
+        """What rank 0's `make` returns, on every rank; no collective, so it may take any time or fail.
+
+        Raises:
+            ThreefoldError: what rank 0 raised; on other ranks with the same text.
+        """
+        return self._share(name, make, maker=self.rank == 0)
+
+    def once_per_host(self, name: str, work: Callable[[], str]) -> str:
+        """As `share`, done by the first rank of each machine."""
+        return self._share(f"{name}/{self.host_leader}", work, maker=self.rank == self.host_leader)
+
+    def decide(self, name: str, part: str, conclude: Callable[[list[str]], str]) -> str:
+        """What rank 0 concludes from the `part` of every rank, in rank order, on every rank; no collective.
+
+        Raises:
+            ThreefoldError: what `conclude` raised; on other ranks with the same text.
+        """
+        store, number = self.store, self._exchanges.get(f"decide/{name}", 0) + 1
+        if store is None:
+            return conclude([part])
+        self._exchanges[f"decide/{name}"] = number
+        keys = [f"threefold/parts/{name}/{number}/{rank}" for rank in range(self.world_size)]
+        store.set(keys[self.rank], part)
+
+        def collect() -> str:
+            store.wait(keys, _LONGEST_PREPARATION)
+            return conclude([store.get(key).decode() for key in keys])
+
+        return self.share(f"decide/{name}", collect)
+
+    def _share(self, name: str, make: Callable[[], str], *, maker: bool) -> str:
+        if self.store is None:
+            return make()
+        # Ranks ask for the same things in the same order, so counting names each exchange alike on all.
+        self._exchanges[name] = number = self._exchanges.get(name, 0) + 1
+        key = f"threefold/shared/{name}/{number}"
+        if maker:
+            try:
+                answer = {"value": make()}
+            except ThreefoldError as error:
+                problems = [dataclasses.astuple(problem) for problem in error.problems]
+                self.store.set(key, json.dumps({"problems": problems, "exit_code": error.exit_code}))
+                raise
+            except BaseException:
+                self.store.set(key, json.dumps({"problems": [], "exit_code": EXIT_FAILED}))
+                raise
+            self.store.set(key, json.dumps(answer))
+            return answer["value"]
+        self.store.wait([key], _LONGEST_PREPARATION)
+        answer = json.loads(self.store.get(key))
+        if "value" in answer:
+            return answer["value"]
+        if not answer["problems"]:
+            raise RunError(f"another rank failed in {name!r}", expected="its result", fix="see that rank's traceback")
+        family = ConfigError if answer["exit_code"] == EXIT_WRONG_REQUEST else RunError
+        raise family.of(Problem(*problem) for problem in answer["problems"])
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        if self.device_mesh is not None:
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def close(self) -> None:
+        """Gives back the process groups; the mesh is unusable afterwards."""
+        global _active
+        if _active is self:
+            _active = None
+        if self.device_mesh is not None and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def active_mesh() -> Mesh | None:
+    """The mesh made last by `init_mesh` and not yet closed, or None."""
+    return _active
+
+
+def init_mesh(
+    dp: int | str | None = None,
+    *,
+    dp_shard: int | str | None = None,
+    cp: int | str | None = None,
+    tp: int | str | None = None,
+    device: str = "auto",
+    timeout_s: float = 600.0,
+) -> Mesh:
+    """Makes this process a rank of a dp x cp x tp mesh and returns its place on it.
+
+    Under a launcher every rank calls it with the same sizes; in a plain process it is a mesh of one. A process group
+    that exists already is used as it is. Sizes left out follow the same rules as the configuration's mesh keys.
+
+    Raises:
+        ConfigError: sizes that do not fit the number of ranks, or a device that is not there.
+    """
+    given = {"dp": dp, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    asked = MeshConfig.model_validate(
+        {**{key: value for key, value in given.items() if value is not None}, "device": device, "timeout_s": timeout_s}
+    )
+    info = environment.current()
+    if dist.is_initialized() and dist.get_world_size() != info.world_size:
+        info = environment.LaunchInfo(rank=dist.get_rank(), world_size=dist.get_world_size(), launcher="process group")
+    topology, _ = resolve(asked, launched_world_size=info.world_size, num_devices=None)
+    return join_mesh(topology, info, device=device, timeout_s=timeout_s)
+
+
+def join_mesh(
+    topology: Topology,
+    info: environment.LaunchInfo,
+    *,
+    device: str,
+    timeout_s: float,
+    facts: Mapping[str, str] | None = None,
+) -> Mesh:
+    """Joins the ranks that the launcher describes and lays the mesh over them.
+
+    Args:
+        timeout_s: longest wait for the other ranks, and in any collective later.
+        facts: what must be the same on every rank, beside the mesh and the versions; compared before anything is sent.
+
+    Raises:
+        NotMetError: the ranks did not come together, within `timeout_s`.
+    """
+    global _active
+    own_device = pick_device(device, 0 if info.own_device else info.local_rank)
+    if topology.world_size == 1 and not dist.is_initialized():
+        _active = Mesh(topology, 0, own_device)
+        return _active
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
+    hosts: tuple[str, ...] = ()
+    if not dist.is_initialized():
+        hosts = join_group(info, own_device, timeout_s, {**_own_facts(topology, own_device), **(facts or {})})
+    sizes = (topology.dp_replicate, topology.dp_shard * topology.cp, topology.tp)
+    device_mesh = init_device_mesh(own_device.type, sizes, mesh_dim_names=_PARAMETER_AXES)
+    groups = {name: _group_of(topology, axes) for name, axes in _GROUPS.items()}
+    present = {name: group for name, group in groups.items() if group is not None}
+    for group in (*device_mesh.get_all_groups(), *present.values()):
+        # Groups made of groups have torch's own limit, whatever the first one was given.
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    store = dist.distributed_c10d._get_default_store()
+    # Ranks join alike, so counting gives each of several meshes in one process group keys of its own.
+    number = store.add(f"threefold/meshes/{dist.get_rank()}", 1)
+    store = dist.PrefixStore(f"mesh-{number}", store)
+    rank = dist.get_rank()
+    leader = hosts.index(hosts[rank]) if hosts else rank - rank % info.local_world_size
+    _active = Mesh(
+        topology, rank, own_device, device_mesh, present, info.local_world_size, leader, len(set(hosts)) or 1, store
+    )
+    return _active
+
+
+def _own_facts(topology: Topology, device: torch.device) -> dict[str, str]:
+    return {
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "the mesh": str(topology),
+        "the device": device.type,
+    }
+
+
+def _group_of(topology: Topology, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+    ranks = topology.groups(*axes)
+    if len(ranks[0]) == 1:
+        return None
+    if len(ranks) == 1:
+        return dist.group.WORLD
+    own, _ = dist.new_subgroups_by_enumeration(ranks)
+    return own
+
+
+def pick_device(device: str, local_rank: int) -> torch.device:
+    """The device of one rank: `cpu`, or the local rank's own accelerator.
+
+    Raises:
+        ConfigError: a device that this machine does not have.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return torch.device("cpu")
+    visible, named = torch.cuda.device_count(), environment.variables().get("CUDA_VISIBLE_DEVICES")
+    if visible == 1 and named == str(local_rank):
+        return torch.device("cuda", 0)  # a wrapper script around the rank has chosen
+    if local_rank >= visible:
+        raise no_device(local_rank, visible=visible, named=named)
+    return torch.device("cuda", local_rank)

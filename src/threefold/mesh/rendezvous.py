@@ -1,0 +1,285 @@
+"""How ranks find one another: one store, every rank's word on who and what it is, and one verdict for all.
+
+Nothing here is a collective. Each rank tells the store its host, versions and settings; rank 0 waits for all of them,
+compares, and publishes a verdict that every rank reads. Whoever cannot be there is named by those who are, within the
+given time. torch's own rendezvous waits up to twice its time, for ever on a port where another program listens, and
+says which host it was but not who is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from threefold.errors import Problem
+from threefold.mesh import rendezvous_errors
+from threefold.mesh.launchers.info import LaunchInfo
+
+# Rank 0 gives up first, so that the others hear of it before their own time is over.
+_PATIENCE_OF_RANK_0 = 0.85
+_FIRST_LOOK_S, _LOOK_S = 0.01, 0.25
+_ONE_CONNECTION_S = 2.0
+# A run that has just been killed may still be closing the port that its successor takes.
+_PORT_FREE_WITHIN_S = 5.0
+_FAREWELL_S = 5.0
+
+# Process groups one after another in one process meet at the same store; all ranks count alike.
+_meetings = itertools.count()
+
+
+@dataclass(frozen=True)
+class Met:
+    """Where the ranks have met, and the host of each."""
+
+    store: Any
+    hosts: tuple[str, ...]
+
+
+def join_group(info: LaunchInfo, device: torch.device, timeout_s: float, facts: Mapping[str, str]) -> tuple[str, ...]:
+    """Makes the default process group of all ranks; returns the host of each.
+
+    Raises:
+        NotMetError: the ranks did not come together, or cannot connect to one another.
+    """
+    begun = time.monotonic()
+    met = meet(info, timeout_s=timeout_s, facts=facts)
+    left = max(1.0, timeout_s - (time.monotonic() - begun))
+    failures: list[str] = []
+
+    def make() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # each thread has a current device of its own
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=dist.PrefixStore("group", met.store),
+                rank=info.rank,
+                world_size=info.world_size,
+                timeout=timedelta(seconds=left),
+                device_id=device if device.type == "cuda" else None,
+            )
+        except (dist.DistError, RuntimeError) as error:
+            failures.append(str(error))
+
+    # gloo tries for five times its limit where a peer has given up; the first rank to give up tells the others.
+    attempt = threading.Thread(target=make, name="connect", daemon=True)
+    attempt.start()
+    verdicts, pause = met.store.clone(), _FIRST_LOOK_S
+    while attempt.is_alive() and time.monotonic() < begun + timeout_s and not _any_gave_up(verdicts):
+        attempt.join(pause)
+        pause = min(_LOOK_S, pause * 1.5)
+    if attempt.is_alive() or failures:
+        reason = failures[0] if failures else f"no connection in {left:.0f} s"
+        raise _quietly(rendezvous_errors.unconnected(info, reason, met.hosts), speaks=_gives_up_first(verdicts, info))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
+    return met.hosts
+
+
+def _any_gave_up(store: Any) -> bool:
+    try:
+        return bool(store.check(["unconnected"]))
+    except (dist.DistError, RuntimeError):  # rank 0, who keeps it, has gone
+        return True
+
+
+def _gives_up_first(store: Any, info: LaunchInfo) -> bool:
+    try:
+        return bool(store.compare_set("unconnected", "", str(info.rank)).decode() == str(info.rank))
+    except (dist.DistError, RuntimeError):
+        return False
+
+
+def meet(info: LaunchInfo, *, timeout_s: float, facts: Mapping[str, str]) -> Met:
+    """Joins the other ranks of `info`; returns when all are there and agree.
+
+    Args:
+        facts: what must be the same on every rank, by the name that a person would use: `torch`, `the mesh`.
+
+    Raises:
+        NotMetError: within `timeout_s`: the port is taken, nobody answers, ranks are missing, two have one number,
+            or facts differ.
+    """
+    deadline = time.monotonic() + timeout_s
+    serving = info.rank == 0 and info.generation is None
+    store = _serve(info, deadline) if serving else _reach(info, deadline, timeout_s)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    store = dist.PrefixStore(f"threefold/{info.generation or 'meeting'}/{next(_meetings)}", store)
+    said = {
+        "host": info.host,
+        "process": os.getpid(),
+        "facts": {"the number of ranks": str(info.world_size), **facts},
+    }
+    try:
+        verdict, mine = _verdict(store, info, said, deadline, timeout_s)
+    except (dist.DistError, RuntimeError) as error:
+        raise _quietly(rendezvous_errors.store_lost(info, str(error)), speaks=info.local_rank == 0) from error
+    if not verdict["problems"] and len(verdict["hosts"]) != info.world_size:
+        raise _quietly(rendezvous_errors.other_count(info, len(verdict["hosts"])), speaks=True)
+    if verdict["problems"]:
+        if serving:
+            _linger(store, info.world_size, verdict["present"])
+        elif info.rank:
+            with contextlib.suppress(RuntimeError):
+                store.add("read", 1)
+        raise _quietly(
+            rendezvous_errors.NotMetError.of(Problem(*problem) for problem in verdict["problems"]), speaks=mine
+        )
+    return Met(store, tuple(verdict["hosts"]))
+
+
+def _quietly(error: Any, *, speaks: bool) -> Any:
+    error.first = speaks
+    return error
+
+
+def _serve(info: LaunchInfo, deadline: float) -> Any:
+    """The store that this process keeps for all ranks."""
+    assert info.master_port is not None
+    until = min(deadline, time.monotonic() + _PORT_FREE_WITHIN_S)
+    while True:
+        try:
+            # Through its own name it could be unreachable, which is told better when ranks are missing.
+            return dist.TCPStore(
+                "localhost",
+                info.master_port,
+                info.world_size,
+                True,
+                timedelta(seconds=30),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except (dist.DistError, RuntimeError) as error:
+            if time.monotonic() > until or "EADDRINUSE" not in str(error):
+                raise rendezvous_errors.port_taken(info, str(error)) from error
+        time.sleep(_LOOK_S)
+
+
+def _reach(info: LaunchInfo, deadline: float, timeout_s: float) -> Any:
+    """The store that rank 0 or the launcher keeps."""
+    assert info.master_addr is not None and info.master_port is not None
+    address = (info.master_addr, info.master_port)
+    speaks = info.local_rank == 0 or info.rank == 1
+    while (reason := _refusal(address, deadline)) is not None:
+        if time.monotonic() > deadline - _LOOK_S:
+            raise _quietly(rendezvous_errors.unreached(info, reason, timeout_s), speaks=speaks)
+        time.sleep(_LOOK_S)
+    found: list[Any] = []
+
+    def connect() -> None:
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+            found.append(dist.TCPStore(*address, info.world_size, False, left, wait_for_workers=False))
+
+    # It does not come back where something else listens, whatever its time limit says.
+    attempt = threading.Thread(target=connect, name="rendezvous", daemon=True)
+    attempt.start()
+    attempt.join(max(_LOOK_S, deadline - time.monotonic() - _LOOK_S))
+    if not found:
+        raise _quietly(rendezvous_errors.no_store(info), speaks=speaks)
+    return found[0]
+
+
+def _refusal(address: tuple[str, int], deadline: float) -> str | None:
+    """Why no connection can be made, or None where one can."""
+    try:
+        patience = max(_LOOK_S, min(_ONE_CONNECTION_S, deadline - time.monotonic()))
+        socket.create_connection(address, timeout=patience).close()
+    except socket.gaierror as error:
+        return f"the name {address[0]} is not known here ({error.strerror})"
+    except TimeoutError:
+        return "no answer"
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _verdict(
+    store: Any, info: LaunchInfo, said: dict[str, Any], deadline: float, timeout_s: float
+) -> tuple[dict[str, Any], bool]:
+    """The verdict of whoever found it first, and whether that is this rank."""
+
+    def publish(verdict: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        verdict["by"] = [info.host, os.getpid()]
+        accepted = json.loads(store.compare_set("verdict", "", json.dumps(verdict)))
+        return accepted, accepted["by"] == verdict["by"]
+
+    key = f"here/{info.rank}"
+    before = json.loads(store.compare_set(key, "", json.dumps(said)))
+    if (before["host"], before["process"]) != (said["host"], said["process"]):
+        return publish(_failed([rendezvous_errors.twice(info, before, said)], present=info.world_size))
+    keys = [f"here/{rank}" for rank in range(info.world_size)]
+    until = deadline - _LOOK_S
+    if info.rank == 0:
+        until = time.monotonic() + (until - time.monotonic()) * _PATIENCE_OF_RANK_0
+    pause = _FIRST_LOOK_S
+    # Asking again costs a message; torch's wait would warn of each time that it asked in vain.
+    while not store.check(["verdict"]):
+        if info.rank == 0 and store.check(keys):
+            return publish(_compared(_said(store, keys)))
+        if time.monotonic() > until:
+            return publish(_given_up(store, info, keys, timeout_s))
+        time.sleep(pause)
+        pause = min(_LOOK_S, pause * 1.5)
+    return json.loads(store.get("verdict")), False
+
+
+def _given_up(store: Any, info: LaunchInfo, keys: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    """The verdict when the time is over: who is missing, or who counts otherwise, so that nobody else can come."""
+    absent = [rank for rank in range(info.world_size) if not store.check([keys[rank]])]
+    there = [key for rank, key in enumerate(keys) if rank not in absent]
+    compared = _compared(_said(store, there)) if 0 not in absent else _failed([])
+    if compared["problems"]:
+        return compared
+    missing = rendezvous_errors.missing(info, absent, timeout_s=timeout_s, unreachable=_self_refusal(info))
+    return _failed([missing], present=len(there))
+
+
+def _said(store: Any, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """What the ranks of these keys have said, in rank order."""
+    found = [
+        {"rank": int(key.rpartition("/")[2]), **json.loads(text)}
+        for key, text in zip(keys, store.multi_get(list(keys)), strict=True)
+    ]
+    return found
+
+
+def _self_refusal(info: LaunchInfo) -> str | None:
+    """Why rank 0 does not reach itself where the others look for it."""
+    if info.rank or info.master_addr is None or info.master_port is None:
+        return None
+    return _refusal((info.master_addr, info.master_port), time.monotonic() + _ONE_CONNECTION_S)
+
+
+def _failed(problems: Sequence[Problem], present: int = 1) -> dict[str, Any]:
+    return {"problems": [[each.what, each.expected, each.fix] for each in problems], "present": present, "hosts": []}
+
+
+def _compared(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The verdict on what all ranks have said."""
+    problems = []
+    for name, expected in said[0]["facts"].items():
+        others = [each for each in said if each["facts"].get(name) != expected]
+        if others:
+            problems.append(rendezvous_errors.differs(name, others, said[0]))
+    if problems:
+        return _failed(problems, present=len(said))
+    return {"problems": [], "present": len(said), "hosts": [each["host"] for each in said]}
+
+
+def _linger(store: Any, world_size: int, present: int) -> None:
+    """Keeps the store until the ranks that are there have read the verdict."""
+    until = time.monotonic() + _FAREWELL_S
+    while time.monotonic() < until and store.add("read", 0) < min(present, world_size) - 1:
+        time.sleep(0.05)

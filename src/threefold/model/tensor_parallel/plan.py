@@ -1,0 +1,284 @@
+"""One layer over several ranks: the model's own plan, made exact.
+
+transformers gives each architecture a plan (which projection is split by columns, which by rows). Three things are
+changed: the head stays split over the vocabulary, so that no rank ever holds full logits; a tied embedding is split the
+same way as the head it shares its weight with; norms that see only this rank's heads get their gradient summed once, at
+the end of a step, because the plan's own hook would sum an accumulated gradient again at every micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_tensor_parallelism
+
+from threefold.errors import ConfigError, Problem
+from threefold.mesh.mesh import Mesh
+from threefold.model.data_parallel import layers_of
+from threefold.model.head import operations
+from threefold.model.tensor_parallel import sequence
+from threefold.model.tensor_parallel.layers import SharedInput, column_forward, row_forward, vocabulary_forward
+
+_OUR_STYLES = {(nn.Linear, "colwise"), (nn.Linear, "rowwise"), (nn.Embedding, "embedding_rowwise")}
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+_SUMMED_EVERY_BACKWARD = "replicated_with_grad_allreduce"
+
+
+@dataclass(frozen=True)
+class TensorParallelism:
+    """What was split and how.
+
+    Attributes:
+        placements: parameter name -> its placement on the tp axis, for the parameters that are split.
+        partial_gradients: names of the replicated parameters whose gradient each tp rank knows only in part.
+        vocabulary_start: first vocabulary entry of this rank's logits; None where its logits are complete.
+        sequence_group: the tp ranks that share the sequence between the split parts; None where each holds all of it.
+        projections: name of each plain layer split by `colwise` or `rowwise` -> which.
+        shared_input: sums the gradient of what projections read; None where the sequence is shared, which does.
+    """
+
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    partial_gradients: tuple[str, ...] = ()
+    vocabulary_start: int | None = None
+    sequence_group: dist.ProcessGroup | None = None
+    projections: Mapping[str, str] = field(default_factory=dict)
+    shared_input: SharedInput | None = None
+
+
+def problems(config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, str] | None) -> list[Problem]:
+    """What stands against splitting this architecture over `tp_size` ranks; empty where nothing does.
+
+    Args:
+        plan: the model's own tensor-parallel plan; without a rule for its layers it is none.
+    """
+    if tp_size == 1:
+        return []
+    text = config.get_text_config()
+    name = config.model_type
+    if not any(".*." in name for name in plan or ()):
+        return [
+            Problem(
+                f"mesh.tp = {tp_size}, but transformers has no tensor-parallel plan for {name!r}",
+                expected="a model whose layers can be split, or one tp rank",
+                fix="--mesh.tp 1   (use mesh.dp, mesh.dp_shard or mesh.cp instead)",
+            )
+        ]
+    found = []
+    heads = getattr(text, "num_attention_heads", None)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    shared = math.gcd(*(count for count in (heads, kv_heads) if isinstance(count, int)))
+    fitting = [size for size in range(1, shared + 1) if shared % size == 0]
+    for what, count in (("attention heads", heads), ("key-value heads", kv_heads)):
+        if isinstance(count, int) and count % tp_size:
+            found.append(
+                Problem(
+                    f"mesh.tp = {tp_size} cannot divide the {count} {what} of {name!r}",
+                    expected=f"whole heads on every rank: one of {', '.join(map(str, fitting))}",
+                    fix=f"--mesh.tp {max(size for size in fitting if size <= tp_size)}",
+                )
+            )
+    return found
+
+
+def expert_problems(config: PretrainedConfig, ep_size: int, tp_size: int) -> list[Problem]:
+    """What stands against giving each of `ep_size` ranks whole experts; empty where nothing does."""
+    if ep_size == 1:
+        return []
+    text = config.get_text_config()
+    name = config.model_type
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    if not getattr(text, "base_model_ep_plan", None) or not isinstance(experts, int):
+        return [
+            Problem(
+                f"mesh.ep = {ep_size}, but transformers has no expert-parallel plan for {name!r}",
+                expected="a model with experts that can be dealt out",
+                fix="--mesh.ep 1",
+            )
+        ]
+    found = []
+    if ep_size != tp_size:
+        found.append(
+            Problem(
+                f"mesh.ep = {ep_size} is not mesh.tp ({tp_size})",
+                expected="1, or the tp ranks, which hold the same tokens: shared by more, experts would be shards of "
+                "another mesh than the rest of the model, which is not built",
+                fix=f"--mesh.ep {tp_size}",
+            )
+        )
+    if experts % ep_size:
+        sizes = [size for size in range(1, experts + 1) if experts % size == 0 and size <= ep_size]
+        found.append(
+            Problem(
+                f"mesh.ep = {ep_size} cannot divide the {experts} experts of {name!r}",
+                expected="whole experts on every rank",
+                fix=f"--mesh.ep {sizes[-1]} --mesh.tp {sizes[-1]}",
+            )
+        )
+    return found
+
+
+def model_plan(model: PreTrainedModel) -> dict[str, str]:
+    """The model's own plan, one entry for each module or parameter that it names; empty where it has none."""
+    return _expanded(model, model.tp_plan or {})
+
+
+def _expanded(model: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, str]:
+    """A plan's rules by the names that they stand for: a module's parameters, then the module; `*` is any number."""
+    found = {}
+    for name, module in model.named_modules():
+        rule = plan.get(_NUMBER.sub(".*", name))
+        for own, _ in module.named_parameters(recurse=False):
+            parameter = f"{name}.{own}" if name else own
+            if (style := plan.get(_NUMBER.sub(".*", parameter), rule)) is not None:
+                found[parameter] = style
+        if rule is not None:
+            found[name] = rule
+    return found
+
+
+def apply(
+    model: PreTrainedModel, mesh: Mesh, *, scatter: bool | str = "auto", whole_experts: bool = False
+) -> tuple[TensorParallelism, tuple[str, str] | None]:
+    """Splits `model` (on the meta device) over the tp axis; says what was split, and what was chosen and why.
+
+    Args:
+        scatter: sequence parallelism between the split parts; `auto` where the plan allows it.
+        whole_experts: give each tp rank some experts instead of a part of all.
+
+    Raises:
+        ConfigError: sequence parallelism was asked for and the plan does not allow it.
+    """
+    if mesh.size("tp") == 1:
+        return TensorParallelism(), None
+    tp_group = mesh.group("tp")
+    assert tp_group is not None
+    head_name, head = _named(model, model.get_output_embeddings())
+    embedding_name, embedding = _named(model, model.get_input_embeddings())
+    tied = head is not None and embedding is not None and head.weight is embedding.weight
+    plan = model_plan(model)
+    partial = tuple(name for name, style in plan.items() if style == _SUMMED_EVERY_BACKWARD)
+    plan = {name: "replicate" if style == _SUMMED_EVERY_BACKWARD else style for name, style in plan.items()}
+    if head_name:
+        plan |= {name: "colwise" for name in (f"{head_name}.weight", f"{head_name}.bias") if _has(model, name)}
+        plan[head_name] = "colwise"
+    if tied:
+        plan |= {f"{embedding_name}.weight": "embedding_rowwise", embedding_name: "embedding_rowwise"}
+    experts = _expanded(model, model.ep_plan) if whole_experts else {}
+    plan = {name: style for name, style in plan.items() if name not in experts}
+    scattered, why = _sequence(model, {**plan, **experts}, asked=scatter)
+    if scattered and not tied:
+        plan |= {f"{embedding_name}.weight": "embedding_rowwise", embedding_name: "embedding_rowwise"}
+    shared = None if scattered else SharedInput(tp_group)
+    projections = _split(model, plan, mesh, shared)
+    if experts:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+        assert mesh.device_mesh is not None
+        apply_expert_parallelism(model, mesh.device_mesh["tp"], mesh.device_mesh["tp"], experts)
+    parts = _enter_parts(model, plan, tp_group) if scattered else []
+    if tied:
+        # Splitting gave each of the two modules a parameter of its own; they are one again.
+        head._parameters["weight"] = embedding._parameters["weight"]
+    placements = {
+        name: parameter.placements[0] for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)
+    }
+    names = {name for name, _ in model.named_parameters()}
+    if scattered:
+        # What stands between the split parts, and a bias that is added behind a sum, sees a part of the sequence only.
+        inside = {id(p) for part in parts for p in part.parameters()}
+        biases = {f"{name}.bias" for name, style in plan.items() if style == "rowwise"}
+        between = [name for name, p in model.named_parameters() if id(p) not in inside or name in biases]
+        partial += tuple(name for name in between if name not in placements or placements[name].is_replicate())
+    split = TensorParallelism(
+        placements=placements,
+        partial_gradients=tuple(dict.fromkeys(name for name in partial if name in names)),
+        vocabulary_start=_vocabulary_start(head, mesh) if head_name else None,
+        sequence_group=tp_group if scattered else None,
+        projections=projections,
+        shared_input=shared,
+    )
+    return split, (f"sequence parallelism: {'on' if scattered else 'off'}", why)
+
+
+def _sequence(model: PreTrainedModel, plan: Mapping[str, str], *, asked: bool | str) -> tuple[bool, str]:
+    if asked is False:
+        return False, "as given"
+    possible, why = sequence.allowed(model, plan, layers_of(model))
+    known, head_why = operations(model)
+    if possible and known is None:
+        possible, why = False, head_why
+    if asked is True and not possible:
+        raise ConfigError(
+            f"mesh.sequence_parallel = true, but {model.config.model_type!r} does not allow it: {why}",
+            expected="layers whose split parts each begin by columns and end by rows",
+            fix="--mesh.sequence_parallel auto   (or false)",
+        )
+    return possible, why
+
+
+def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh, shared: SharedInput | None) -> dict[str, str]:
+    """Splits parameters as transformers' styles do, and gives plain layers the forward of `tensor_layers`.
+
+    Args:
+        shared: None where the sequence is scattered between the split parts.
+
+    Returns:
+        plain layers that were split by columns or rows -> which.
+    """
+    group = mesh.group("tp")
+    assert mesh.device_mesh is not None and group is not None
+    modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters())
+    projections: dict[str, str] = {}
+    theirs: dict[str, str] = {}
+    for name, style in plan.items():
+        owner = modules[name if name in modules else name.rpartition(".")[0]]
+        if (type(owner), style) not in _OUR_STYLES:
+            theirs[name] = style
+        elif name in parameters:
+            ALL_PARALLEL_STYLES[style].shard_param(owner, name.rpartition(".")[2], mesh.device_mesh["tp"])
+        elif style == "embedding_rowwise":
+            start = _vocabulary_start(owner, mesh)
+            owner.forward = vocabulary_forward(owner, group, start=start, scattered=shared is None)
+        else:
+            projections[name] = style
+            owner.forward = column_forward(owner, shared) if style == "colwise" else row_forward(owner, shared, group)
+    apply_tensor_parallelism(model, mesh.device_mesh["tp"], theirs)
+    return projections
+
+
+def _enter_parts(model: PreTrainedModel, plan: Mapping[str, str], group: dist.ProcessGroup) -> list[nn.Module]:
+    """Lets the split parts of the layers gather what they are given; returns them."""
+    modules = dict(model.named_modules())
+    parts = [part for layer in layers_of(model) for part in sequence.split_parts(layer, modules, plan)]
+    for part in parts:
+        sequence.enter(part, group)
+    return parts
+
+
+def _vocabulary_start(head: nn.Module, mesh: Mesh) -> int:
+    # The chunking of torch.chunk and of DTensor's Shard: all but the last parts have the rounded-up size.
+    entries: int = head.weight.shape[0]  # type: ignore[union-attr]
+    return min(entries, mesh.tp_rank * -(-entries // mesh.size("tp")))
+
+
+def _named(model: nn.Module, module: nn.Module | None) -> tuple[str, Any]:
+    for name, candidate in model.named_modules():
+        if module is not None and candidate is module:
+            return name, module
+    return "", None
+
+
+def _has(model: nn.Module, parameter_name: str) -> bool:
+    module_name, _, name = parameter_name.rpartition(".")
+    return isinstance(model.get_submodule(module_name)._parameters.get(name), torch.Tensor)

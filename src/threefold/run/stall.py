@@ -1,0 +1,136 @@
+"""Which rank is late: from what every rank has last said of itself, to the text that a person reads. No torch.
+
+All ranks pass through the same phases in the same order. So where nobody goes on, those that have entered the fewest
+phases are late, and the others wait for them. Where several are equally far back their stacks tell: who is inside a
+collective waits, who is not is late. A rank that has stopped talking is named whatever it said last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from threefold.errors import ranks_text
+
+_COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py", ".wait(")
+_INNERMOST_LINES = 6
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank says of itself: its place, and, where it has not moved for a while, its main thread's stack."""
+
+    rank: int
+    host: str
+    process: int
+    number: int
+    step: int
+    phase: str
+    beat: int = 0
+    stack: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Report:
+        return cls(**json.loads(text))
+
+    @property
+    def waits(self) -> bool:
+        """Whether its main thread is inside a collective, as far as Python shows it."""
+        innermost = self.stack.splitlines()[-_INNERMOST_LINES:]
+        return any(name in line for line in innermost for name in _COLLECTIVES)
+
+    def place(self) -> str:
+        return f"in {self.phase} of step {self.step}" if self.step else "before its first step"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A rank's newest report, and for how long, s, it has shown no progress and given no sign of life."""
+
+    report: Report
+    still_s: float
+    silent_s: float
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Ranks that are late, and those that wait for them; `missing` have never said anything."""
+
+    late: tuple[Seen, ...]
+    waiting: tuple[Seen, ...]
+    missing: tuple[int, ...]
+    silent: tuple[int, ...]
+    still_s: float
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for the same stall seen again."""
+        return (*((seen.report.rank, seen.report.number) for seen in self.late), *self.missing, self.silent)
+
+    @property
+    def someone_waits(self) -> bool:
+        """Whether a rank cannot go on because of the late ones; preparing data, each rank is on its own."""
+        return bool(self.waiting or self.missing or self.silent) or any(s.report.phase != "data" for s in self.late)
+
+    def headline(self) -> str:
+        """One line: who is late, where, for how long."""
+        return f"no progress for {self.still_s:.0f} s: " + "; ".join(self._late_lines())
+
+    def _late_lines(self) -> list[str]:
+        have = "has" if len(self.missing) == 1 else "have"
+        lines = [f"{ranks_text(self.missing)} {have} not begun"] if self.missing else []
+        for seen in self.late:
+            report = seen.report
+            who = f"rank {report.rank} of host {report.host} (process {report.process})"
+            if report.rank in self.silent:
+                lines.append(
+                    f"{who} has given no sign of life for {seen.silent_s:.0f} s, last {report.place()}: its process "
+                    "or its host is gone, frozen or cut off"
+                )
+            else:
+                lines.append(f"{who} is {report.place()}")
+        return lines
+
+    def text(self) -> str:
+        """The whole report: the late ranks with their stacks, and where the others wait."""
+        lines = [self.headline()]
+        places: dict[str, list[int]] = {}
+        for seen in self.waiting:
+            places.setdefault(seen.report.place(), []).append(seen.report.rank)
+        lines += [f"  {ranks_text(ranks)} wait{'s' * (len(ranks) == 1)} {place}" for place, ranks in places.items()]
+        for seen in self.late:
+            if seen.report.stack and seen.report.rank not in self.silent:
+                lines.append(f"  rank {seen.report.rank} is at (the innermost call is the last):")
+                lines += [f"    {line}" for line in seen.report.stack.splitlines()]
+        return "\n".join(lines)
+
+
+def find(ranks: Mapping[int, Seen], *, world_size: int, stall_s: float, silent_s: float) -> Stall | None:
+    """The stall that these ranks are in, or None where all go on.
+
+    Args:
+        stall_s: a rank that is longer without progress stalls.
+        silent_s: of those, one that is longer without a sign of life is gone.
+    """
+    missing = tuple(rank for rank in range(world_size) if rank not in ranks)
+    stalled = [seen for seen in ranks.values() if seen.still_s > stall_s]
+    silent = tuple(seen.report.rank for seen in stalled if seen.silent_s > silent_s)
+    if silent:
+        late = [seen for seen in stalled if seen.report.rank in silent]
+    else:
+        late = [] if missing else _behind(list(ranks.values()))
+        # Who is behind and goes on is slow, and no stall.
+        if not stalled or any(seen.still_s <= stall_s for seen in late):
+            return None
+    waiting = tuple(seen for seen in ranks.values() if seen not in late)
+    return Stall(tuple(late), waiting, missing, silent, max(seen.still_s for seen in stalled))
+
+
+def _behind(ranks: Sequence[Seen]) -> list[Seen]:
+    fewest = min(seen.report.number for seen in ranks)
+    behind = [seen for seen in ranks if seen.report.number == fewest]
+    return [seen for seen in behind if not seen.report.waits] or behind

@@ -1,0 +1,225 @@
+"""`threefold train` and `threefold.train`: start ranks where nobody did, and be one where somebody did."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from threefold.config import loading
+from threefold.config.loading import Loaded
+from threefold.config.schema import Config
+from threefold.errors import (
+    EXIT_FAILED,
+    EXIT_STOPPED_WITH_CHECKPOINT,
+    ConfigError,
+    Problem,
+    RunError,
+    ThreefoldError,
+)
+from threefold.mesh import environment, local_ranks
+from threefold.mesh.topology import Topology, resolve
+from threefold.run.folder import new_path
+
+log = logging.getLogger("threefold")
+
+# How gloo and NCCL say that a peer's process is gone; the traceback is where this rank happened to wait for it.
+_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+
+# What every rank imports; the server that ranks are forked from has it ready.
+PRELOAD = (
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+    "transformers",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.distributed.tensor_parallel",
+    "threefold.run.rank",
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+        exit_code: 0 done, 1 failed, 2 wrong request, 75 stopped by a signal with a checkpoint saved.
+        folder: the run's folder, where it was given or this process was a rank.
+    """
+
+    exit_code: int
+    folder: Path | None
+
+
+def train(config: Config | Mapping[str, Any] | str | Path | None = None) -> Result:
+    """Trains as `threefold train` does: as a rank where a launcher started this process, else on ranks of its own.
+
+    Args:
+        config: a Config, nested plain values, the path of a YAML file, or None for the embedded default.
+
+    Raises:
+        ConfigError: the config is wrong; all of it is said at once.
+        RunError: a rank failed, and has said why on stderr.
+    """
+    if isinstance(config, Config):
+        loaded = Loaded(config)
+    elif isinstance(config, Mapping):
+        loaded = Loaded(loading.validate(config))
+    else:
+        loaded = loading.load(
+            str(config) if config is not None else None,
+            environ=environment.variables(),
+            defaults=environment.defaults(),
+        )
+    code = train_command(loaded)
+    if code not in (0, EXIT_STOPPED_WITH_CHECKPOINT):
+        raise RunError(
+            f"training ended with exit code {code}",
+            expected="exit code 0, or 75 after a stop signal",
+            fix="the reason is above, and in logs/ of the run's folder",
+        )
+    folder = loaded.config.log.dir
+    return Result(code, Path(folder) if folder is not None else None)
+
+
+def train_command(loaded: Loaded, *, max_restarts: int = 0) -> int:
+    """Trains and returns the exit code; errors that users can mend are raised or, on ranks, printed once.
+
+    Args:
+        max_restarts: how often ranks that this process has started are started again when one of them fails.
+    """
+    info = environment.current()
+    if info.launcher is not None:
+        _refuse_unrestartable(loaded.config, info, max_restarts)
+        if info.launcher == "torchrun":
+            local_ranks.die_with_parent()
+        environment.settle_rank(info)
+        placed = resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None)
+        from threefold.run.rank import run_rank
+
+        code = run_rank(loaded, *placed)
+        return code if code or info.rank else deliver(loaded.config)
+    mesh = loaded.config.mesh
+    sizes = {mesh.dp, mesh.dp_shard, mesh.cp, mesh.tp} - {None}
+    if sizes != {1}:
+        # While the server of the ranks imports, this process looks at the machine.
+        local_ranks.preload(PRELOAD)
+    topology, why = topology_here(loaded.config)
+    if max_restarts:
+        loaded = _with_folder(loaded)
+    elif topology.world_size == 1:
+        from threefold.run.rank import run_rank
+
+        return run_rank(loaded, topology, why) or deliver(loaded.config)
+    code = local_ranks.start_ranks(
+        _rank_entry,
+        (loaded, topology, why),
+        num_ranks=topology.world_size,
+        grace_s=loaded.config.checkpoint.grace_s,
+        max_restarts=max_restarts,
+    )
+    return code or deliver(loaded.config)
+
+
+def deliver(config: Config) -> int:
+    """Leaves the trained model where a managed job keeps it (SageMaker's SM_MODEL_DIR); elsewhere does nothing."""
+    job = environment.managed_job()
+    if job is None or job.model is None or config.log.dir is None:
+        return 0
+    if job.model.exists() and any(job.model.iterdir()):
+        print(f"{job.model} holds something already: the model stays in {config.log.dir}")
+        return 0
+    from threefold.export.model_folder import export
+
+    done = export(Path(config.log.dir), job.model)
+    print(f"{job.model}: step {done.step}, {done.num_parameters:,} parameters; {done.verified}")
+    return 0
+
+
+def _with_folder(loaded: Loaded) -> Loaded:
+    """The config with a folder, so that ranks that are started again find the run."""
+    if loaded.config.log.dir is not None:
+        return loaded
+    section = loaded.config.log.model_copy(update={"dir": str(new_path())})
+    return Loaded(loaded.config.model_copy(update={"log": section}), loaded.origins)
+
+
+def _refuse_unrestartable(config: Config, info: environment.LaunchInfo, max_restarts: int) -> None:
+    problems = []
+    if max_restarts:
+        problems.append(
+            Problem(
+                f"--max-restarts {max_restarts}, but a launcher has started this rank",
+                "restarts by whoever starts the ranks",
+                f"torchrun --max-restarts {max_restarts} ... -m threefold train ..., without --max-restarts behind it",
+            )
+        )
+    if info.max_restarts and config.log.dir is None:
+        problems.append(
+            Problem(
+                f"torchrun --max-restarts {info.max_restarts} without log.dir",
+                "a folder that is known when the ranks are started again: they would begin another run",
+                "--log.dir FOLDER",
+            )
+        )
+    if problems:
+        raise ConfigError.of(problems)
+
+
+def topology_here(config: Config) -> tuple[Topology, str]:
+    """The mesh for the ranks that will be started on this machine, and why it is that one."""
+    num_devices = None
+    if config.mesh.device != "cpu":
+        import torch
+
+        num_devices = torch.cuda.device_count() or None
+        if config.mesh.device == "cuda" and num_devices is None:
+            raise ConfigError(
+                "mesh.device = cuda, but torch sees no CUDA device",
+                expected="a CUDA device and a torch build for it",
+                fix="--mesh.device cpu, or install torch for your CUDA version (pytorch.org/get-started)",
+            )
+    topology, why = resolve(config.mesh, launched_world_size=None, num_devices=num_devices)
+    if num_devices is not None and topology.world_size > num_devices:
+        raise ConfigError(
+            f"mesh.dp x mesh.cp x mesh.tp = {topology.world_size}, but this machine has {num_devices} devices",
+            expected="one device for each rank",
+            fix="smaller mesh sizes, --mesh.device cpu, or torchrun on several machines",
+        )
+    return topology, why
+
+
+def _rank_entry(loaded: Loaded, topology: Topology, why: str) -> None:
+    from threefold.run.rank import run_rank
+
+    sys.exit(run_rank(loaded, topology, why))
+
+
+def _peer_gone(said: str) -> Problem:
+    return Problem(
+        f"rank {environment.current().rank} lost its connection to another rank: {said}",
+        "every rank to stay until the run is over",
+        "where no rank has said why, one was killed: look for `Out of memory` in the kernel's log (dmesg) of its host; "
+        "the same command goes on from the newest checkpoint, and --max-restarts N does so by itself",
+    )
+
+
+def report_failure(error: BaseException, *, first: bool) -> int:
+    """Prints a failed rank's reason where it is the run's first, logs it everywhere, and returns the exit code."""
+    expected = isinstance(error, ThreefoldError)
+    text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
+    log.error("%s", text)
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_GONE):
+        text = str(_peer_gone(str(error).strip().splitlines()[0]))
+    if first:
+        environment.tell_failure(text)
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+    return error.exit_code if isinstance(error, ThreefoldError) else EXIT_FAILED

@@ -1,0 +1,182 @@
+"""Says which rank is late before a collective's time limit ends the run without a word.
+
+Two threads a rank. One tells the rendezvous store, every second or so, where the rank is (see `Progress`), with the
+stack of the main thread once that has not moved for most of `stall_s`; on rank 0 it also reads what the others have
+told. The other looks at what is known and keeps looking when the store no longer answers: then this host is cut off.
+Only rank 0's clock counts. The training loop knows nothing of this but a `with`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import uuid
+from typing import Any
+
+from threefold.errors import EXIT_FAILED, Problem
+from threefold.mesh.mesh import FAILURES, Mesh
+from threefold.run import stall
+from threefold.run.stall import Report, Seen
+from threefold.training.progress import Progress
+
+log = logging.getLogger("threefold")
+
+_KEY = "threefold/watch"
+_SAY_EVERY_S = 1.0
+_BEATS_MISSED = 8
+_STACK_FROM = 0.6
+_HEARD_WITHIN_BEATS = 2
+_LOOP = os.path.join("training", "loop.py")
+# Three frames for each module of a model, which say nothing.
+_PASSING_ON = os.path.join("torch", "nn", "modules", "module.py")
+
+
+class Watchdog:
+    """Watches the ranks of a mesh while it is open.
+
+    Args:
+        progress: where this rank is.
+        stall_s: time without progress after which the late rank is shown, once a stall.
+        timeout_s: time without progress after which the run ends with that report.
+    """
+
+    def __init__(self, mesh: Mesh, progress: Progress, *, stall_s: float, timeout_s: float) -> None:
+        self._mesh = mesh
+        self._progress = progress
+        self._stall_s = stall_s
+        self._timeout_s = timeout_s
+        self._every_s = min(_SAY_EVERY_S, stall_s / 5)
+        self._silent_s = min(self._every_s * _BEATS_MISSED, 0.8 * stall_s)
+        self._stopped = threading.Event()
+        self._main = threading.get_ident()
+        self._threads: list[threading.Thread] = []
+        self._seen: dict[int, tuple[Report, float, float]] = {}
+        self._reached_at = time.monotonic()
+        self._said: object = None
+        self._prefix = _KEY
+
+    def __enter__(self) -> Watchdog:
+        self._main = threading.get_ident()
+        if self._mesh.store is None:
+            return self
+        self._prefix = f"{_KEY}/{self._mesh.share('watch', lambda: uuid.uuid4().hex)}"
+        self._reached_at = time.monotonic()
+        # A thread that waits for an answer holds its connection, so the rank's own store is not the one.
+        store = self._mesh.store.clone()
+        for target, name in ((self._talk, "watchdog talks"), (self._look, "watchdog looks")):
+            thread = threading.Thread(target=target, args=(store,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(self._every_s)
+
+    def _talk(self, store: Any) -> None:
+        """Tells the store about this rank until the watchdog is closed; on rank 0 hears the others."""
+        own = f"{self._prefix}/{self._mesh.rank}"
+        keys = [f"{self._prefix}/{rank}" for rank in range(self._mesh.world_size)]
+        host, beat, since, number = socket.gethostname(), 0, time.monotonic(), -1
+        unheard = set(range(self._mesh.world_size))
+        while not self._stopped.is_set():
+            beat += 1
+            place, now = self._progress.place, time.monotonic()
+            if place.number != number:
+                since, number = now, place.number
+            still_s = now - since
+            stack = self._stack() if still_s > self._stall_s * _STACK_FROM else ""
+            report = Report(self._mesh.rank, host, os.getpid(), *place, beat=beat, stack=stack)
+            try:
+                store.set(own, report.to_json())
+                if self._mesh.rank == 0:
+                    unheard = {rank for rank in unheard if not store.check([keys[rank]])}
+                    heard = [key for rank, key in enumerate(keys) if rank not in unheard]
+                    self._hear([Report.from_json(text) for text in store.multi_get(heard)])
+                elif still_s > self._stall_s and store.check([f"{self._prefix}/end"]):
+                    os._exit(EXIT_FAILED)  # rank 0 has said why
+                self._reached_at = time.monotonic()
+            except Exception as error:
+                log.warning("watchdog: %s", error)  # `_look` says it when it lasts
+            self._stopped.wait(self._every_s)
+
+    def _hear(self, reports: list[Report]) -> None:
+        now, seen = time.monotonic(), dict(self._seen)
+        for report in reports:
+            before, moved_at, alive_at = seen.get(report.rank, (report, now, now))
+            if report.number != before.number:
+                moved_at = now
+            if report.beat != before.beat:
+                alive_at = now
+            seen[report.rank] = (report, moved_at, alive_at)
+        self._seen = seen  # in one assignment, for the other thread
+
+    def _stack(self) -> str:
+        """The main thread's stack from the training loop on, innermost last."""
+        frame = sys._current_frames().get(self._main)
+        calls = traceback.extract_stack(frame) if frame is not None else []
+        begin = next((number for number, call in enumerate(calls) if call.filename.endswith(_LOOP)), 0)
+        shown = [call for call in calls[begin:] if not call.filename.endswith(_PASSING_ON)]
+        return "".join(traceback.format_list(shown)).rstrip()
+
+    def _look(self, store: Any) -> None:
+        """Looks for a stall, or for a store that no longer answers, until the watchdog is closed."""
+        speaks = self._mesh.rank == self._mesh.host_leader
+        while not self._stopped.wait(self._every_s):
+            away_s = time.monotonic() - self._reached_at
+            if self._mesh.rank == 0:
+                self._judge(store)
+            elif away_s > self._stall_s:
+                self._cut_off(away_s, speaks=speaks)
+
+    def _judge(self, store: Any) -> None:
+        now = time.monotonic()
+        ranks = {rank: Seen(report, now - moved, now - alive) for rank, (report, moved, alive) in self._seen.items()}
+        found = stall.find(ranks, world_size=self._mesh.world_size, stall_s=self._stall_s, silent_s=self._silent_s)
+        if found is None:
+            self._said = None
+            return
+        if self._said != found.key:
+            self._said = found.key
+            _print(found.text())
+        if found.still_s > self._timeout_s and found.someone_waits and not self._stopped.is_set():
+            store.add(FAILURES, 1)  # the errors that the others will meet are no news
+            _print(str(self._end(found.headline())))
+            store.set(f"{self._prefix}/end", b"1")
+            time.sleep(_HEARD_WITHIN_BEATS * self._every_s)  # rank 0 may keep the store: the others read this first
+            os._exit(EXIT_FAILED)
+
+    def _cut_off(self, away_s: float, *, speaks: bool) -> None:
+        place = Report(self._mesh.rank, socket.gethostname(), os.getpid(), *self._progress.place)
+        what = (
+            f"rank {place.rank} of host {place.host}, {place.place()}, has not reached the run's store for "
+            f"{away_s:.0f} s: this host is cut off, or rank 0's is gone"
+        )
+        if speaks and self._said is None:
+            self._said = what
+            _print(what)
+        if away_s > self._timeout_s and not self._stopped.is_set():
+            if speaks:
+                _print(str(self._end(what)))
+            os._exit(EXIT_FAILED)
+
+    def _end(self, what: str) -> Problem:
+        return Problem(
+            what,
+            f"progress within train.timeout_s = {self._timeout_s:g} s; the run ends here, and its checkpoints stay",
+            "see the stack above for what the late rank does; where a step may take longer: "
+            f"--train.timeout_s {2 * self._timeout_s:g}, with a larger --mesh.timeout_s; then start it again: "
+            "it goes on from its newest checkpoint",
+        )
+
+
+def _print(text: str) -> None:
+    log.error("%s", text)
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

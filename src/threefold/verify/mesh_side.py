@@ -1,0 +1,186 @@
+"""One rank of a verification: the mesh's steps beside the single process, which rank 0 runs first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
+
+from threefold.config.loading import validate
+from threefold.config.schema import Config
+from threefold.data.loader import Order, TokenLoader
+from threefold.errors import EXIT_FAILED
+from threefold.mesh import environment
+from threefold.mesh.mesh import Mesh, join_mesh
+from threefold.mesh.topology import Topology
+from threefold.model import load
+from threefold.model.build import ParallelModel, build
+from threefold.model.data_parallel import layers_of
+from threefold.model.tensor_parallel.sequence import gather
+from threefold.run import assemble
+from threefold.run.rank import is_first_failure, quieten_libraries
+from threefold.run.start import report_failure
+from threefold.training.optimizer import adamw, learning_rate
+from threefold.training.step import TrainStep, mean_loss
+from threefold.verify.comparison import OUTPUT_TOLERANCE, Comparison, Options, group_of, write_comparison
+from threefold.verify.single_process import Curve, run_alone
+
+
+def verify_rank(config: Config, options: Options, topology: Topology, answer: str | None) -> int:
+    """Compares as one rank; rank 0 writes the comparison to `answer`, or prints it where there is none."""
+    quieten_libraries()
+    mesh: Mesh | None = None
+    info = environment.current()
+    try:
+        mesh = join_mesh(topology, info, device=config.mesh.device, timeout_s=config.mesh.timeout_s)
+        found = compare_on(mesh, config, options)
+        code = 0
+        if mesh.rank == 0 and answer is not None:
+            write_comparison(found, Path(answer))
+        elif mesh.rank == 0:
+            print("\n".join(found.lines()))
+            print(f"the mesh {'follows' if found.holds else 'departs from'} the single process")
+            code = 0 if found.holds else EXIT_FAILED
+        mesh.barrier()
+        mesh.close()
+        return code
+    except Exception as error:
+        return report_failure(error, first=is_first_failure(mesh, info.rank, error))
+
+
+def _as_compared(config: Config, topology: Topology) -> Config:
+    """In float32; and without what does not bear upon the numbers, which one axis alone may not have room for."""
+    values = config.model_dump()
+    values["model"]["dtype"] = "float32"
+    values["model"]["lora"]["dropout"] = 0.0
+    ep = config.mesh.ep if config.mesh.ep == topology.tp else 1
+    values["mesh"].update(cpu_offload=False, prefetch=0, ep=ep)
+    return validate(values)
+
+
+def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
+    """The comparison of a mesh that lives already with one process; whole on rank 0. Every rank calls it."""
+    config = _as_compared(config, mesh.topology)
+    tokenizer = assemble.tokenizer_of(config)
+    architecture = load.read_config(config.model, vocab_size=tokenizer.vocab_size)
+    config, architecture = _cut(config, architecture, options)
+    assemble.check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
+    rows = assemble.rows_of(config, tokenizer, mesh)
+    observed = config.train.global_batch // mesh.dp_size
+
+    def alone() -> str:
+        order = Order(rows.num_rows, config.train.global_batch, config.data.seed, config.data.shuffle, "drop", 0, 1)
+        loader = iter(TokenLoader(rows, order, document_mask=config.data.document_mask))
+        # The rows of dp rank 0 come first, so that they are the ones whose outputs are kept.
+        first = [place for dp in range(mesh.dp_size) for place in range(dp, config.train.global_batch, mesh.dp_size)]
+        batches = [{name: values[first] for name, values in next(loader).items()} for _ in range(options.steps)]
+        batches = [{name: values for name, values in batch.items() if name != "indices"} for batch in batches]
+        curves.append(run_alone(config, architecture, batches, num_steps=options.steps, observed_rows=observed))
+        return json.dumps([curves[0].losses, curves[0].norms])
+
+    curves: list[Curve] = []
+    losses, norms = json.loads(mesh.share("alone", alone))
+    model = build(config, architecture, mesh)
+    found = Comparison()
+    outputs = _watch(model.module)
+    observe = _compare_gradients(model, curves[0].gradients if curves else {}, found, mesh)
+    step = TrainStep(
+        model, adamw(model.module, config.optimizer), mesh, grad_clip=config.train.grad_clip, observe=observe
+    )
+    loader = iter(assemble.loader_of(config, rows, mesh))
+    micro_batch = observed if config.train.micro_batch == "auto" else config.train.micro_batch
+    for number in range(1, options.steps + 1):
+        batch = next(loader)
+        pieces = [
+            {name: values[start : start + micro_batch] for name, values in batch.items()}
+            for start in range(0, observed, micro_batch)
+        ]
+        result = step(pieces, lr=learning_rate(number, num_steps=options.steps, config=config.optimizer))
+        found.losses.append((mean_loss(result, mesh), losses[number - 1]))
+        found.norms.append((result.grad_norm.item(), norms[number - 1]))
+        if number == 1:
+            found.departed_layer = _first_departure(outputs, curves[0].outputs if curves else [], model, mesh)
+    return found
+
+
+def _cut(config: Config, architecture: PretrainedConfig, options: Options) -> tuple[Config, PretrainedConfig]:
+    text = architecture.get_text_config()
+    if options.layers is not None and options.layers < text.num_hidden_layers:
+        text.num_hidden_layers = options.layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[: options.layers]
+    if options.random and config.model.name_or_path is not None:
+        values = config.model_dump()
+        values["data"]["tokenizer"] = assemble.tokenizer_name(config)[0]
+        values["model"].update(name_or_path=None, revision=None, config=load.architecture_of(architecture))
+        config = validate(values)
+    return config, architecture
+
+
+def _watch(model: Any) -> list[list[Tensor]]:
+    """Lists that fill with each layer's outputs, one a micro-batch."""
+    outputs: list[list[Tensor]] = []
+    for layer in layers_of(model):
+        kept: list[Tensor] = []
+        outputs.append(kept)
+
+        def keep(module: nn.Module, inputs: Any, output: Any, kept: list[Tensor] = kept) -> None:
+            kept.append((output[0] if isinstance(output, tuple) else output).detach())
+
+        layer.register_forward_hook(keep)
+    return outputs
+
+
+def _compare_gradients(
+    model: ParallelModel, expected: dict[str, Tensor], found: Comparison, mesh: Mesh
+) -> Callable[[], None]:
+    """At the first call, compares each whole gradient with the single process' on rank 0; every rank calls it."""
+
+    def observe() -> None:
+        if found.gradients:
+            return
+        for name, parameter in model.module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            gradient = parameter.grad
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            group = group_of(name)
+            difference = 0.0
+            if mesh.rank == 0 and name in expected:
+                wanted = expected[name]
+                got = whole.cpu() if whole is not None else torch.zeros_like(wanted)
+                difference = ((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12)).item()
+            found.gradients[group] = max(found.gradients.get(group, 0.0), difference)
+
+    return observe
+
+
+def _first_departure(
+    outputs: list[list[Tensor]], expected: list[Tensor], model: ParallelModel, mesh: Mesh
+) -> int | None:
+    """Number of the first layer whose output on dp rank 0 departs; known on rank 0. Every rank calls it."""
+    group = mesh.group("cp")
+    departed = None
+    for number, kept in enumerate(outputs):
+        local = torch.cat(kept)
+        if model.tensor.sequence_group is not None:
+            local = gather(local, model.tensor.sequence_group)
+        parts = [torch.empty_like(local) for _ in range(mesh.size("cp"))]
+        if group is not None:
+            dist.all_gather(parts, local.contiguous(), group=group)
+        else:
+            parts = [local]
+        if mesh.rank == 0 and departed is None:
+            whole = torch.empty_like(expected[number])
+            whole[:, model.context.key_positions.cpu()] = torch.cat(parts, dim=1).cpu()
+            difference = (whole - expected[number]).abs().max() / expected[number].abs().max()
+            if not difference <= OUTPUT_TOLERANCE:
+                departed = number
+    return departed

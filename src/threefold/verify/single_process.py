@@ -1,0 +1,147 @@
+"""The single process that a mesh is compared with: transformers' own model and attention, written without the mesh.
+
+Each document is run alone, so that no mask of ours is involved; a row without documents is one document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from threefold.config.schema import Config
+from threefold.model import lora
+from threefold.training.loss import IGNORED
+from threefold.training.optimizer import adamw, learning_rate
+
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class Curve:
+    """What a few steps gave.
+
+    Attributes:
+        losses, norms: one for each step; norms before clipping.
+        gradients: of the first step, before clipping, by parameter.
+        outputs: of each layer in the first step, [rows, sequence, hidden], for the rows that were asked for.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+def run_alone(
+    config: Config,
+    architecture: PretrainedConfig,
+    batches: Sequence[Batch],
+    *,
+    num_steps: int,
+    observed_rows: int,
+) -> Curve:
+    """Trains on whole global batches in this process, in float32.
+
+    Args:
+        architecture: of random weights, or of those that `config.model.name_or_path` names.
+        batches: one global batch [rows, seq_len] a step.
+        num_steps: of the whole run, which the schedule is made for.
+        observed_rows: the first rows of the first batch, whose layers' outputs are kept.
+    """
+    model = _load(config, architecture)
+    if config.model.lora.r:
+        lora.insert_whole(model, config.model.lora, seed=config.train.seed)
+    optimizer = adamw(model, config.optimizer)
+    curve = Curve()
+    for number, batch in enumerate(batches, start=1):
+        watched = _Outputs(model, observed_rows) if number == 1 else None
+        targets = (batch["labels"] != IGNORED).sum().clamp(min=1)
+        total = 0.0
+        for row in range(len(batch["labels"])):
+            if watched is not None:
+                watched.row = row
+            loss = _row_loss(model, {name: values[row] for name, values in batch.items()}, watched)
+            (loss / targets).backward()
+            total += loss.item()
+        if watched is not None:
+            curve.outputs = watched.finish()
+        parameters = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for _, p in parameters]))  # type: ignore[union-attr]
+        if number == 1:
+            curve.gradients = {name: p.grad.clone() for name, p in parameters}  # type: ignore[union-attr]
+        if config.train.grad_clip:
+            factor = (config.train.grad_clip / (norm + 1e-6)).clamp(max=1.0)
+            for _, parameter in parameters:
+                parameter.grad *= factor
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(number, num_steps=num_steps, config=config.optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.losses.append(total / targets.item())
+        curve.norms.append(norm.item())
+    return curve
+
+
+def _load(config: Config, architecture: PretrainedConfig) -> Any:
+    settings: dict[str, Any] = {"attn_implementation": "eager", "dtype": torch.float32}
+    if config.model.name_or_path is None:
+        torch.manual_seed(config.train.seed)
+        return AutoModelForCausalLM.from_config(architecture, **settings).train()
+    return AutoModelForCausalLM.from_pretrained(
+        config.model.name_or_path,
+        config=architecture,
+        revision=config.model.revision,
+        trust_remote_code=config.model.trust_remote_code,
+        **settings,
+    ).train()
+
+
+def _row_loss(model: nn.Module, row: Batch, watched: _Outputs | None) -> Tensor:
+    documents = row.get("document_ids", torch.zeros_like(row["input_ids"]))
+    loss = torch.zeros(())
+    for document in documents.unique_consecutive().tolist():
+        place = documents == document
+        if watched is not None:
+            watched.place = place
+        logits = model(
+            input_ids=row["input_ids"][place][None], position_ids=row["position_ids"][place][None], use_cache=False
+        ).logits[0]
+        loss = loss + F.cross_entropy(logits, row["labels"][place], ignore_index=IGNORED, reduction="sum")
+    return loss
+
+
+class _Outputs:
+    """Collects what each layer gives for the rows in flight."""
+
+    def __init__(self, model: Any, num_rows: int) -> None:
+        from threefold.model.data_parallel import layers_of
+
+        self.row = 0
+        self.place = torch.empty(0)
+        self._num_rows = num_rows
+        self._kept: list[dict[int, Tensor]] = []
+        self._hooks = []
+        for layer in layers_of(model):
+            kept: dict[int, Tensor] = {}
+            self._kept.append(kept)
+            self._hooks.append(layer.register_forward_hook(self._keep(kept)))
+
+    def _keep(self, kept: dict[int, Tensor]) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if self.row < self._num_rows:
+                hidden = output[0] if isinstance(output, tuple) else output
+                whole = kept.setdefault(self.row, torch.zeros(len(self.place), hidden.shape[-1]))
+                whole[self.place] = hidden.detach()[0]
+
+        return hook
+
+    def finish(self) -> list[Tensor]:
+        for hook in self._hooks:
+            hook.remove()
+        return [torch.stack([kept[row] for row in sorted(kept)]) for kept in self._kept]

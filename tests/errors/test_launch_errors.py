@@ -362,7 +362,7 @@ def test_first_reason_of_a_managed_job_stands(tmp_path: Path) -> None:
 
 
 def test_folder_that_hosts_do_not_share() -> None:
-    from threefold.run.shared_folder import _judge
+    from threefold.run.folder import _judge
 
     assert _judge(Path("runs/a"), ["", ""]) == ""
     assert text(lambda: _judge(Path("runs/a"), ["", "b", "c", "b"])) == problem(

@@ -19,8 +19,8 @@ from threefold.mesh import environment
 from threefold.mesh.topology import Topology, resolve
 from threefold.model.load import plan_of
 from threefold.model.tensor_parallel import plan as tensor_parallel
-from threefold.run.assemble import check
 from threefold.run.folder import open_run
+from threefold.run.request import check
 
 SECTIONS = ", ".join(Config.model_fields)
 

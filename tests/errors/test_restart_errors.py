@@ -7,7 +7,8 @@ import pytest
 from threefold.config.schema import Config
 from threefold.errors import ConfigError
 from threefold.mesh.environment import LaunchInfo
-from threefold.run.start import _peer_gone, _refuse_unrestartable
+from threefold.run.failure import _peer_gone
+from threefold.run.start import _refuse_unrestartable
 
 
 def test_restarts_asked_of_a_rank_that_a_launcher_started() -> None:

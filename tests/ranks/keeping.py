@@ -28,7 +28,7 @@ class Miniature:
         from threefold.mesh.mesh import init_mesh
         from threefold.model import load
         from threefold.model.build import build
-        from threefold.run import assemble
+        from threefold.run import assemble, request
         from threefold.run.folder import RunFolder, open_run
         from threefold.run.resume import Keeper, undamaged
         from threefold.training.optimizer import adamw
@@ -49,7 +49,7 @@ class Miniature:
                 "mesh": values.get("mesh", {}),
             }
         )
-        tokenizer = assemble.tokenizer_of(self.config)
+        tokenizer = request.tokenizer_of(self.config)
         architecture = load.read_config(self.config.model, vocab_size=tokenizer.vocab_size)
         text = self.mesh.share("open", lambda: open_run(self.config).to_json())
         self.folder = undamaged(RunFolder.from_json(text), self.mesh)

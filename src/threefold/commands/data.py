@@ -271,10 +271,10 @@ def _rows_of_run(run: Path, segments: Sequence[Segment]) -> tuple[Rows, Tokenize
 
     from threefold.mesh.mesh import Mesh
     from threefold.mesh.topology import Topology
-    from threefold.run import assemble
+    from threefold.run import assemble, request
 
     config = _config_of(run)
-    tokenizer = assemble.tokenizer_of(config)
+    tokenizer = request.tokenizer_of(config)
     rows = assemble.rows_of(config, tokenizer, Mesh(Topology(), 0, torch.device("cpu")))
     recorded = segments[-1].start.data
     if rows.fingerprint != recorded:

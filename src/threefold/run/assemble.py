@@ -1,16 +1,14 @@
-"""From a config and a live mesh to a run that can start: model, data, optimizer, checkpoints, trackers."""
+"""From a request and a live mesh to a run that can start: data, model, optimizer, checkpoints, trackers."""
 
 from __future__ import annotations
 
-import copy
-import math
+import functools
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 
-from transformers import PretrainedConfig
+import torch
 
 from threefold import __version__
 from threefold.config.schema import Config, DataConfig, MixtureSource
@@ -19,154 +17,112 @@ from threefold.data.mixture import Mixture
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.mixed import MixedRows
 from threefold.data.rows.open import open_rows
-from threefold.data.tokens import Tokenizer, load_tokenizer
-from threefold.errors import ConfigError, Problem, ThreefoldError
+from threefold.data.skip import steps_left
+from threefold.data.tokens import Tokenizer
+from threefold.errors import Problem, ThreefoldError
 from threefold.integrations import trackers
 from threefold.jsonl import Tracker
 from threefold.mesh.environment import cache_folder, data_path
 from threefold.mesh.mesh import Mesh
-from threefold.mesh.topology import Topology
-from threefold.model import data_parallel, fused_loss, load, lora
-from threefold.model.context_parallel import flex
-from threefold.model.context_parallel import split as context_parallel
-from threefold.model.tensor_parallel import plan as tensor_parallel
+from threefold.model.build import ParallelModel, build
+from threefold.run.folder import RunFolder
+from threefold.run.request import Asked
+from threefold.run.resume import Keeper
+from threefold.training.optimizer import adamw
 
 DEFAULT_STEPS = 120
-_FORMAT = 1
 
 
-def tokenizer_name(config: Config) -> tuple[str, str]:
-    """(name of the tokenizer, why)."""
-    if config.data.tokenizer is not None:
-        return config.data.tokenizer, "as given"
-    if config.model.name_or_path is not None:
-        return config.model.name_or_path, "the model's own"
-    return "bytes", "the model has random weights and none was given"
+@dataclass(frozen=True)
+class Built(Asked):
+    """What a rank trains with, in the state that training begins with.
+
+    Attributes:
+        held_out: rows of the evaluation, None where there is none.
+        done: the last step that was done before (0: none).
+        num_steps: the last step's number.
+    """
+
+    mesh: Mesh
+    folder: RunFolder
+    rows: Rows
+    held_out: Rows | None
+    loader: TokenLoader
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    keeper: Keeper
+    done: int
+    num_steps: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, however it is split."""
+        return sum(parameter.numel() for parameter in self.model.module.parameters())
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows of this dp rank in one forward."""
+        asked = self.config.train.micro_batch
+        return self.config.train.global_batch // self.mesh.dp_size if asked == "auto" else asked
 
 
-def tokenizer_of(config: Config) -> Tokenizer:
-    """The tokenizer that the config asks for."""
-    name, _ = tokenizer_name(config)
-    revision = config.model.revision if name == config.model.name_or_path else None
-    return load_tokenizer(name, revision=revision)
-
-
-def check(
-    config: Config, architecture: PretrainedConfig, tokenizer: Tokenizer, topology: Topology, *, device: str
-) -> None:
-    """Everything about the model, the batch and the mesh that can be known before anything is sent.
-
-    Args:
-        device: `cpu` or `cuda`, what the ranks compute on.
+def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
+    """Opens the data, builds model and optimizer, and resumes where the folder has a checkpoint; all ranks call it.
 
     Raises:
-        ConfigError: all that is wrong, at once.
+        DataError: the data cannot be read, or is not what the run began with.
+        CheckpointError: the checkpoint belongs to another model or seed.
     """
-    problems = _batch_problems(config, topology)
-    plan = load.plan_of(architecture, trust_remote_code=config.model.trust_remote_code)
-    problems += tensor_parallel.problems(architecture, topology.tp, plan=plan)
-    problems += tensor_parallel.expert_problems(architecture, config.mesh.ep, topology.tp)
-    problems += context_parallel.problems(config.mesh.cp_method, architecture, topology)
-    problems += data_parallel.problems(config.mesh, topology, device=device)
-    problems += trackers.problems(config.log.trackers)
-    problems += flex.problems(config.model.attention, architecture, device=device)
-    problems += fused_loss.problems(
-        config.train.fused_loss, device=device, tp=topology.tp, label_smoothing=config.train.label_smoothing
+    config, tokenizer, architecture = asked.config, asked.tokenizer, asked.architecture
+    rows = rows_of(config, tokenizer, mesh)
+    held_out = rows_of(config, tokenizer, mesh, held_out=True) if config.eval.source else None
+    loader = loader_of(config, rows, mesh)
+    num_steps = config.train.steps or (config.train.epochs or 0) * loader.steps_per_epoch or DEFAULT_STEPS
+    model = build(config, architecture, mesh)
+    optimizer = adamw(model.module, config.optimizer)
+    # Dropout differs between rows and places in a row, and agrees where tp ranks hold the same activations.
+    torch.manual_seed(hash((config.train.seed, mesh.dp_rank, mesh.cp_rank)) % 2**63)
+    keeper = Keeper(config, folder, mesh, model, optimizer, loader, architecture)
+    done = keeper.resume()
+    if config.train.epochs is not None:
+        num_steps = steps_left(num_steps, skip={*loader.left_out, *config.data.skip})
+    return Built(
+        config,
+        tokenizer,
+        architecture,
+        mesh,
+        folder,
+        rows,
+        held_out,
+        loader,
+        model,
+        optimizer,
+        keeper,
+        done,
+        num_steps,
     )
-    problems += lora.problems(
-        config.model.lora,
-        lambda: load.build_without_storage(
-            copy.deepcopy(architecture), attention="eager", trust_remote_code=config.model.trust_remote_code
-        ),
-        name=architecture.model_type,
-    )
-    text = architecture.get_text_config()
-    if (known := getattr(text, "vocab_size", None)) is not None and known < tokenizer.vocab_size:
-        problems.append(
-            Problem(
-                f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, the model only {known}",
-                "an embedding for every token that the tokenizer can give",
-                f"--model.config '{{..., vocab_size: {tokenizer.vocab_size}}}', or the model's own tokenizer",
-            )
-        )
-    longest = getattr(text, "max_position_embeddings", None)
-    if isinstance(longest, int) and 0 < longest < config.data.seq_len:
-        problems.append(
-            Problem(
-                f"data.seq_len = {config.data.seq_len}, but the model knows {longest} positions",
-                "rows that are no longer than the model's max_position_embeddings",
-                f"--data.seq_len {longest}",
-            )
-        )
-    if problems:
-        raise ConfigError.of(problems)
 
 
-def trackers_of(
-    config: Config, mesh: Mesh, folder: Path, num_parameters: int, *, first_step: int, say: Callable[[str], None]
-) -> list[Tracker]:
+def trackers_of(run: Built, *, say: Callable[[str], None]) -> list[Tracker]:
     """Who hears the run's metrics beside the metrics file; rank 0 calls it.
 
     Args:
         say: prints a line for people, where a tracker fails.
     """
+    config, mesh = run.config, run.mesh
     facts = {
         "mesh": str(mesh.topology),
         "ranks": mesh.world_size,
         "device": mesh.device.type,
-        "parameters": num_parameters,
+        "parameters": run.num_parameters,
         "threefold": __version__,
         "torch": version("torch"),
         "transformers": version("transformers"),
         "python": platform.python_version(),
     }
-    run = trackers.RunDescription(folder, config.log.project, config.model_dump(mode="json"), facts, first_step)
-    return trackers.open_trackers(config.log.trackers, run, say)
-
-
-def _batch_problems(config: Config, topology: Topology) -> list[Problem]:
-    problems = []
-    rows, dp, cp = config.train.global_batch, topology.dp, topology.cp
-    if rows % dp:
-        below = rows // dp * dp
-        problems.append(
-            Problem(
-                f"train.global_batch = {rows} cannot be divided equally among {dp} dp ranks",
-                f"a multiple of mesh.dp ({dp}), so that every dp rank makes the same number of steps",
-                f"--train.global_batch {-(-rows // dp) * dp}" + (f"   (or {below})" if below else ""),
-            )
-        )
-    elif config.train.micro_batch != "auto" and (rows // dp) % config.train.micro_batch:
-        problems.append(
-            Problem(
-                f"train.micro_batch = {config.train.micro_batch} does not divide the {rows // dp} rows of a dp rank",
-                "micro-batches of equal size",
-                f"--train.micro_batch {_divisor(rows // dp, config.train.micro_batch)}   (or auto)",
-            )
-        )
-    if config.mesh.sequence_parallel is True and config.data.seq_len % (cp * topology.tp):
-        unit = math.lcm(cp * topology.tp, 2 * cp if cp > 1 else 1)
-        problems.append(
-            Problem(
-                f"data.seq_len = {config.data.seq_len} cannot be shared by {cp} cp x {topology.tp} tp ranks",
-                f"a multiple of {unit}, so that each tp rank has an equal part between the layers",
-                f"--data.seq_len {-(-config.data.seq_len // unit) * unit}   (or --mesh.sequence_parallel false)",
-            )
-        )
-    elif cp > 1 and config.data.seq_len % (2 * cp):
-        unit = 2 * cp
-        problems.append(
-            Problem(
-                f"data.seq_len = {config.data.seq_len} cannot be split over {cp} cp ranks",
-                f"a multiple of 2 x mesh.cp ({unit}): each rank takes a chunk of the head and one of the tail",
-                f"--data.seq_len {-(-config.data.seq_len // unit) * unit}",
-            )
-        )
-    return problems
-
-
-def _divisor(count: int, at_most: int) -> int:
-    return max(size for size in range(1, count + 1) if count % size == 0 and size <= at_most)
+    values = config.model_dump(mode="json")
+    described = trackers.RunDescription(run.folder.path, config.log.project, values, facts, run.done + 1)
+    return trackers.open_trackers(config.log.trackers, described, say)
 
 
 def rows_of(config: Config, tokenizer: Tokenizer, mesh: Mesh, *, held_out: bool = False) -> Rows:
@@ -269,20 +225,15 @@ def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
     )
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Makes the evaluation batches of this rank anew at each call."""
-
-    rows: Rows
-    rows_per_rank: int
-    mesh: Mesh
-    document_mask: bool
-
-    def __call__(self) -> Iterable[Batch]:
-        return evaluation_batches(
-            self.rows,
-            rows_per_rank=self.rows_per_rank,
-            dp_rank=self.mesh.dp_rank,
-            dp_size=self.mesh.dp_size,
-            document_mask=self.document_mask,
-        )
+def held_out_of(run: Built) -> Callable[[], Iterable[Batch]] | None:
+    """Makes the evaluation batches of this rank anew at each call; None where there is no evaluation."""
+    if run.held_out is None:
+        return None
+    return functools.partial(
+        evaluation_batches,
+        run.held_out,
+        rows_per_rank=run.micro_batch,
+        dp_rank=run.mesh.dp_rank,
+        dp_size=run.mesh.dp_size,
+        document_mask=run.config.data.document_mask,
+    )

@@ -1,4 +1,4 @@
-"""A run's folder: what is in it, and where a run goes on."""
+"""A run's folder: what is in it, where a run resumes, and whether all hosts see the same one."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ import dataclasses
 import json
 import logging
 import os
+import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, damaged, find
 from threefold.config import loading
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
+from threefold.mesh import environment
 from threefold.run.lock import RunLock
 
+if TYPE_CHECKING:
+    from threefold.mesh.mesh import Mesh
+
 METRICS = "metrics.jsonl"
+# Network file systems show a new file to other hosts after a moment.
+_SEEN_WITHIN_S = 15.0
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -158,3 +168,53 @@ def log_to_file(path: Path, rank: int) -> None:
         logger.setLevel(logging.INFO)
         logger.propagate = False
     logging.getLogger("threefold").info("process %d", os.getpid())
+
+
+# Network file systems show a new file to other hosts after a moment.
+_SEEN_WITHIN_S = 15.0
+
+_LOOK_S = 0.1
+
+
+def require_shared(folder: Path, mesh: Mesh) -> None:
+    """Refuses a run's folder that is another one on another host; all ranks call it.
+
+    Raises:
+        ConfigError: a host does not see what rank 0 writes.
+    """
+    if mesh.num_hosts == 1:
+        return
+
+    def make() -> str:
+        name = f".seen-by-all-{uuid.uuid4().hex}"
+        (folder / name).touch()
+        return name
+
+    mark = folder / mesh.share("mark", make)
+    try:
+        mesh.decide(
+            "shared folder", "" if _seen(mark) else environment.current().host, lambda parts: _judge(folder, parts)
+        )
+    finally:
+        if mesh.rank == 0:
+            mark.unlink(missing_ok=True)
+
+
+def _seen(mark: Path) -> bool:
+    until = time.monotonic() + _SEEN_WITHIN_S
+    while not mark.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _judge(folder: Path, parts: list[str]) -> str:
+    blind = sorted({part for part in parts if part})
+    if blind:
+        raise ConfigError(
+            f"log.dir = {folder} on {' and '.join(blind)} is not the folder that rank 0 writes to",
+            expected="one folder that all hosts share: each rank writes its part of a checkpoint there",
+            fix="--log.dir FOLDER_ON_A_SHARED_FILE_SYSTEM   (NFS, Lustre, EFS)",
+        )
+    return ""

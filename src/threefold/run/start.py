@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,10 @@ from threefold.config import loading
 from threefold.config.loading import Loaded
 from threefold.config.schema import Config
 from threefold.errors import (
-    EXIT_FAILED,
     EXIT_STOPPED_WITH_CHECKPOINT,
     ConfigError,
     Problem,
     RunError,
-    ThreefoldError,
 )
 from threefold.mesh import environment, local_ranks
 from threefold.mesh.topology import Topology, resolve
@@ -27,8 +24,6 @@ from threefold.run.folder import new_path
 
 log = logging.getLogger("threefold")
 
-# How gloo and NCCL say that a peer's process is gone; the traceback is where this rank happened to wait for it.
-_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 
 # What every rank imports; the server that ranks are forked from has it ready.
 PRELOAD = (
@@ -200,26 +195,3 @@ def _rank_entry(loaded: Loaded, topology: Topology, why: str) -> None:
     from threefold.run.rank import run_rank
 
     sys.exit(run_rank(loaded, topology, why))
-
-
-def _peer_gone(said: str) -> Problem:
-    return Problem(
-        f"rank {environment.current().rank} lost its connection to another rank: {said}",
-        "every rank to stay until the run is over",
-        "where no rank has said why, one was killed: look for `Out of memory` in the kernel's log (dmesg) of its host; "
-        "the same command goes on from the newest checkpoint, and --max-restarts N does so by itself",
-    )
-
-
-def report_failure(error: BaseException, *, first: bool) -> int:
-    """Prints a failed rank's reason where it is the run's first, logs it everywhere, and returns the exit code."""
-    expected = isinstance(error, ThreefoldError)
-    text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
-    log.error("%s", text)
-    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_GONE):
-        text = str(_peer_gone(str(error).strip().splitlines()[0]))
-    if first:
-        environment.tell_failure(text)
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
-    return error.exit_code if isinstance(error, ThreefoldError) else EXIT_FAILED

@@ -24,9 +24,9 @@ from threefold.model import load
 from threefold.model.build import ParallelModel, build
 from threefold.model.data_parallel import layers_of
 from threefold.model.tensor_parallel.sequence import gather
-from threefold.run import assemble
-from threefold.run.rank import is_first_failure, quieten_libraries
-from threefold.run.start import report_failure
+from threefold.run import assemble, request
+from threefold.run.failure import is_first_failure, report_failure
+from threefold.run.rank import quieten_libraries
 from threefold.training.optimizer import adamw, learning_rate
 from threefold.training.step import TrainStep, mean_loss
 from threefold.verify.comparison import OUTPUT_TOLERANCE, Comparison, Options, group_of, write_comparison
@@ -68,10 +68,10 @@ def _as_compared(config: Config, topology: Topology) -> Config:
 def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
     """The comparison of a mesh that lives already with one process; whole on rank 0. Every rank calls it."""
     config = _as_compared(config, mesh.topology)
-    tokenizer = assemble.tokenizer_of(config)
+    tokenizer = request.tokenizer_of(config)
     architecture = load.read_config(config.model, vocab_size=tokenizer.vocab_size)
     config, architecture = _cut(config, architecture, options)
-    assemble.check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
+    request.check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
     rows = assemble.rows_of(config, tokenizer, mesh)
     observed = config.train.global_batch // mesh.dp_size
 
@@ -118,7 +118,7 @@ def _cut(config: Config, architecture: PretrainedConfig, options: Options) -> tu
             text.layer_types = text.layer_types[: options.layers]
     if options.random and config.model.name_or_path is not None:
         values = config.model_dump()
-        values["data"]["tokenizer"] = assemble.tokenizer_name(config)[0]
+        values["data"]["tokenizer"] = request.tokenizer_name(config)[0]
         values["model"].update(name_or_path=None, revision=None, config=load.architecture_of(architecture))
         config = validate(values)
     return config, architecture

@@ -1,0 +1,85 @@
+"""What a run says of itself on the screen: at its head what will be trained and why so, at its end what came of it."""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.console import Console
+
+from threefold import __version__
+from threefold.checkpoint.layout import CheckpointFolder
+from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT
+from threefold.export.model_folder import generate_sample
+from threefold.mesh import environment
+from threefold.model import load
+from threefold.run import assemble
+from threefold.run.assemble import Built
+from threefold.training.loop import Outcome
+
+_FIRST_ROW = np.zeros(1, dtype=np.int64)
+_LARGEST_SAMPLED = 500_000_000
+
+
+def introduce(console: Console, run: Built, why: str) -> None:
+    """Prints the head of a run.
+
+    Args:
+        why: why the mesh is the one it is.
+    """
+    config, mesh = run.config, run.mesh
+    name = config.model.name_or_path or f"random weights from seed {config.train.seed}"
+    ranks = f"{mesh.world_size} ranks" if mesh.world_size > 1 else "1 process"
+    drawn = not config.model.name_or_path
+    origin = (config.model.config or load.EMBEDDED_DEFAULT)["model_type"] + ", " if drawn else ""
+    seq_len = config.data.seq_len
+    lines = [
+        f"threefold {__version__}  {run.folder.path}",
+        f"  model  {origin}{run.num_parameters:,} parameters, {name}, {config.model.dtype}",
+        f"  mesh   {mesh.topology} on {ranks} ({mesh.device.type}): {why}",
+        f"  data   {assemble.data_name(config)} ({run.tokenizer.name}): {run.rows.report}; {seq_len} tokens a row",
+    ]
+    if run.done < run.num_steps:
+        lines.append(f"  steps  {run.done + 1} to {run.num_steps}, {config.train.global_batch} rows each")
+    lines += [f"  {choice}: {reason}" for choice, reason in run.model.choices]
+    if config.data.skip:
+        skips = ", ".join(f"[{first}, {last}]" for first, last in config.data.skip)
+        lines.append(f"  data.skip: the batches of the steps {skips} are left out")
+    if run.folder.resume is not None:
+        lines.append(f"  resumed from {run.folder.resume.path}")
+    if (info := environment.current()).restart:
+        lines.append(f"  restart {info.restart}{_restarted_by(info)}")
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+
+
+def _restarted_by(info: environment.LaunchInfo) -> str:
+    return f" of {info.max_restarts}: a rank had failed" if info.max_restarts else f": by {info.launcher}"
+
+
+def conclude(console: Console, run: Built, outcome: Outcome) -> int:
+    """Prints how the run ended, with a sample of what the model writes, and returns the exit code."""
+    path = run.folder.path
+    if outcome.stopped:
+        console.print(f"stopped by a signal after step {outcome.step}; the checkpoint is saved in {path}")
+        console.print(f"go on: threefold train {path}/config.yaml --log.dir {path}", highlight=False)
+        return EXIT_STOPPED_WITH_CHECKPOINT
+    if console.quiet:
+        return 0
+    if run.config.log.sample_tokens:
+        _show_sample(console, run)
+    loss = f"loss {outcome.loss:.4f}" if outcome.loss is not None else ""
+    console.print(f"done: {outcome.step} steps, {loss}, in {path}", highlight=False)
+    console.print(f"export: threefold export {path} --to DIR", highlight=False)
+    return 0
+
+
+def _show_sample(console: Console, run: Built) -> None:
+    if run.num_parameters > _LARGEST_SAMPLED:
+        console.print(f"no sample: {run.num_parameters:,} parameters are too many for one process after training")
+        return
+    checkpoint = CheckpointFolder(run.folder.path).newest()
+    assert checkpoint is not None
+    prompt = run.rows.rows(_FIRST_ROW)["input_ids"][0][: max(1, min(48, run.config.data.seq_len // 2))]
+    text = generate_sample(checkpoint, run.tokenizer, prompt.tolist(), num_tokens=run.config.log.sample_tokens)
+    console.print("a sample (the prompt, then what the model wrote):", highlight=False)
+    for line in text.splitlines():
+        console.print(f"  | {line}", highlight=False, markup=False)

@@ -1,0 +1,52 @@
+"""How a failed rank says why: once for all ranks, in the error's three parts, with the exit code that it means."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+
+from threefold.errors import EXIT_FAILED, Problem, ThreefoldError
+from threefold.mesh import environment
+from threefold.mesh.mesh import FAILURES, Mesh
+from threefold.mesh.rendezvous_errors import NoDeviceError, NotMetError
+
+log = logging.getLogger("threefold")
+
+# How gloo and NCCL say that a peer's process is gone; the traceback is where this rank happened to wait for it.
+_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+
+
+def _peer_gone(said: str) -> Problem:
+    return Problem(
+        f"rank {environment.current().rank} lost its connection to another rank: {said}",
+        "every rank to stay until the run is over",
+        "where no rank has said why, one was killed: look for `Out of memory` in the kernel's log (dmesg) of its host; "
+        "the same command goes on from the newest checkpoint, and --max-restarts N does so by itself",
+    )
+
+
+def report_failure(error: BaseException, *, first: bool) -> int:
+    """Prints a failed rank's reason where it is the run's first, logs it everywhere, and returns the exit code."""
+    expected = isinstance(error, ThreefoldError)
+    text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
+    log.error("%s", text)
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_GONE):
+        text = str(_peer_gone(str(error).strip().splitlines()[0]))
+    if first:
+        environment.tell_failure(text)
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+    return error.exit_code if isinstance(error, ThreefoldError) else EXIT_FAILED
+
+
+def is_first_failure(mesh: Mesh | None, rank: int, error: BaseException | None = None) -> bool:
+    """Whether this rank is the run's first to fail, and so the one to say why."""
+    if isinstance(error, NotMetError | NoDeviceError):
+        return error.first
+    if mesh is None or mesh.store is None:
+        return rank == 0
+    try:
+        return mesh.store.add(FAILURES, 1) == 1
+    except Exception:  # the store is gone: rank 0 kept it, and has failed before
+        return False

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from ranks import warm
+from ranks.runs import cold_command, run
 
 LLAMA = {
     "model_type": "llama",
@@ -40,14 +42,11 @@ def refused(folder: Path, *arguments: str, **variables: str) -> str:
         if not name.startswith(FROM_OUTSIDE) and name not in SIZES_FROM_OUTSIDE
     }
     environ |= {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", **variables}
-    done = subprocess.run(
-        [sys.executable, "-m", "threefold", "train", *arguments],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return said(run(warm.threefold, folder, ("train", *arguments), environ))
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
+    """The error message of a command that was refused, in three parts."""
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
@@ -61,7 +60,8 @@ def refused(folder: Path, *arguments: str, **variables: str) -> str:
 
 
 def test_unknown_key(folder: Path) -> None:
-    message = refused(folder, "--optimizer.lrr", "1e-3")
+    # Cold, as users start it: a request that is wrong from its words alone needs no torch.
+    message = said(cold_command(folder, "train", "--optimizer.lrr", "1e-3"))
     assert message.startswith("unknown key optimizer.lrr\n  expected: one of optimizer.{lr, ")
     assert message.endswith("\n  fix: did you mean optimizer.lr?\n")
 

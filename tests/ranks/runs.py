@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ranks.spawn import run_ranks
-from threefold.__main__ import main
+from ranks import warm
 
 CONFIG = """
 model:
@@ -40,8 +40,19 @@ def environment(folder: Path) -> dict[str, str]:
     return {**kept, "XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
 
 
-def command(folder: Path, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """`threefold ...` run to its end in `folder`."""
+def command(
+    folder: Path, *arguments: str, timeout_s: float = 120, first: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`threefold ...` run to its end in `folder`, forked from the server of the tests' ranks.
+
+    Args:
+        first: a function that its process calls before.
+    """
+    return run(warm.threefold, folder, arguments, environment(folder), timeout_s=timeout_s, first=first)
+
+
+def cold_command(folder: Path, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """As `command`, started by a new interpreter: where the start itself is what is tested."""
     return subprocess.run(
         [sys.executable, "-m", "threefold", *arguments],
         cwd=folder,
@@ -52,55 +63,43 @@ def command(folder: Path, *arguments: str, timeout_s: float = 120) -> subprocess
     )
 
 
-def forked_command(folder: Path, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """As `command`, for runs of one process: forked from the server of the tests' ranks, which has torch imported."""
-    code, out, err = run_ranks(_command_here, 1, str(folder), arguments, timeout_s=timeout_s)[0]
-    return subprocess.CompletedProcess(list(arguments), code, out, err)
+def torchrun(folder: Path, num_ranks: int, script: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """`torchrun --nproc-per-node NUM_RANKS SCRIPT` in `folder`, its agent and its ranks forked from that server."""
+    warm_ranks = ("--start-method", "forkserver", "--run-path")
+    arguments = ("--nproc-per-node", str(num_ranks), *warm_ranks, str(folder / script))
+    return run(warm.torchrun, folder, arguments, environment(folder), timeout_s=timeout_s)
 
 
-def _command_here(folder: str, arguments: tuple[str, ...]) -> tuple[int, str, str]:
-    os.environ.update(environment(Path(folder)))
-    os.chdir(folder)
-    sys.argv = ["threefold", *arguments]
-    kept = os.dup(1), os.dup(2)
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        os.dup2(out.fileno(), 1)
-        os.dup2(err.fileno(), 2)
-        code: Any = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os.dup2(kept[0], 1)
-            os.dup2(kept[1], 2)
-        out.seek(0)
-        err.seek(0)
-        return code, out.read(), err.read()
+def run(
+    main: Callable[[], Any],
+    folder: Path,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    timeout_s: float = 120,
+    first: Callable[[], None] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """A program of `ranks.warm` run to its end."""
+    with warm.Running(main, folder, arguments, environ, first=first) as running:
+        code = running.wait(timeout_s)
+        return subprocess.CompletedProcess(list(arguments), code, running.out(), running.err())
 
 
-def stop_after(folder: Path, step: int, *arguments: str, number: int = signal.SIGTERM) -> subprocess.Popen[str]:
-    """`threefold ...`, sent a signal as soon as it has logged `step`; returned when it has ended."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "threefold", *arguments],
-        cwd=folder,
-        env=environment(folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("step") and int(line.split()[1].split("/")[0]) >= step:
-            break
-    process.send_signal(number)
-    rest, _ = process.communicate(timeout=60)
-    process.output = "".join(lines) + rest  # type: ignore[attr-defined]
-    return process
+def stop_after(
+    folder: Path, step: int, *arguments: str, number: int = signal.SIGTERM
+) -> subprocess.CompletedProcess[str]:
+    """`threefold ...`, sent a signal as soon as it has logged `step`; both outputs, when it has ended, are `stdout`."""
+    with warm.Running(warm.threefold, folder, arguments, environment(folder), one_output=True) as running:
+
+        def logged() -> bool:
+            steps = [line.split()[1] for line in running.out().split("\n")[:-1] if line.startswith("step")]
+            return any(int(each.split("/")[0]) >= step for each in steps)
+
+        running.wait_for(logged, f"step {step}", 120)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(running.process, number)
+        code = running.wait(60)
+        return subprocess.CompletedProcess(list(arguments), code, running.out(), "")
 
 
 def metrics(run: Path) -> dict[int, dict[str, Any]]:

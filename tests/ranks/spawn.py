@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from typing import Any
 
 PRELOAD = [
@@ -20,10 +21,29 @@ PRELOAD = [
     "transformers",
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
+    "torch.distributed.run",
     "threefold.mesh.mesh",
     "threefold.run.rank",
+    "threefold.run.start",
+    "threefold.commands.main",
     "threefold.integrations.huggingface",
 ]
+# What is read where a library is loaded: one thread (ranks ask for more), no talk of torch's C++, no network.
+LOADED_WITH = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+
+
+def server() -> Any:
+    """The forkserver's multiprocessing context; the server runs, one for each process of pytest."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    kept = dict(os.environ)
+    os.environ.update(LOADED_WITH)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+    return context
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -32,9 +52,7 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_
     Raises:
         AssertionError: a rank raised (its traceback is shown) or did not answer in time (it is named).
     """
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = server()
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         processes = [

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ranks.runs import command, environment, prepare, stop_after
+from ranks.runs import command, prepare, stop_after, torchrun
 from ranks.spawn import run_ranks
 from threefold.checkpoint import layout
 from threefold.data.rows.concat import ConcatRows
@@ -131,7 +129,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare(folder)
     arguments = ("config.yaml", "--log.dir", "run", "--audit.every", "3")
     stopped = stop_after(folder, 4, "train", *arguments, *MESH)
-    assert stopped.returncode == 75, stopped.output  # type: ignore[attr-defined]
+    assert stopped.returncode == 75, stopped.stdout
     skip = ("--data.skip", "[[11, 12]]")
     resumed = command(folder, "train", *arguments, "--mesh.dp", "4", "--mesh.dp_shard", "2", *skip)
     assert resumed.returncode == 0, resumed.stderr
@@ -259,14 +257,7 @@ def test_fault_ends_a_run_with_its_name_and_stays_on_record(folder: Path) -> Non
         "main()\n"
     )
     (folder / "faulty.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "faulty.py"],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = torchrun(folder, 2, "faulty.py")
     assert done.returncode == 1
     assert done.stderr.count("ranks 0 and 1 read the batch of step 4 again in step 5") == 1
     assert not list((folder / "faulty" / "checkpoints").glob("step-*")), (

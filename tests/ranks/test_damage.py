@@ -13,7 +13,7 @@ import pytest
 
 from ranks.keeping import Miniature, write_corpus
 from ranks.mutations import mutate
-from ranks.runs import curve, forked_command, prepare
+from ranks.runs import command, curve, prepare
 from ranks.spawn import run_ranks
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, newest_undamaged
 from threefold.checkpoint.seal import Seal, checksum_of
@@ -226,7 +226,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one process with the checkpoints of steps 4 and 6."""
     folder = tmp_path_factory.mktemp("command")
     prepare(folder)
-    done = forked_command(folder, "train", "config.yaml", *ALONE)
+    done = command(folder, "train", "config.yaml", *ALONE)
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -242,7 +242,7 @@ def test_run_goes_back_to_the_checkpoint_before(run: Path, seed: int) -> None:
     try:
         checkpoints = run / "checkpoints"
         what = mutate(checkpoints / "step-00000006", checkpoints / "step-00000004", seed)
-        done = forked_command(run.parent, "train", "config.yaml", *ALONE)
+        done = command(run.parent, "train", "config.yaml", *ALONE)
         assert done.returncode == 0, what + done.stderr
         assert "Traceback" not in done.stderr
         if "nothing to do" not in done.stdout:
@@ -265,7 +265,7 @@ def test_damaged_checkpoint_that_was_asked_for_is_refused(run: Path) -> None:
     config = (run / "config.yaml").read_bytes()
     arguments = ("--train.steps", "7", "--checkpoint.resume", "step-00000006", "--optimizer.lr", "1e-4")
     for log_dir in ("run", "new"):
-        done = forked_command(run.parent, "train", "config.yaml", *ALONE, *arguments, "--log.dir", log_dir)
+        done = command(run.parent, "train", "config.yaml", *ALONE, *arguments, "--log.dir", log_dir)
         assert done.returncode == 2
         assert done.stderr == (
             "the checkpoint step-00000006 is damaged: the content of state/rank-00000.safetensors has changed: its "
@@ -282,7 +282,7 @@ def test_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(run: Path) ->
     folder = Path(shutil.copytree(run, run.parent / "lost"))
     for marker in folder.glob("checkpoints/*/COMPLETE"):
         marker.write_text("0\n")
-    done = forked_command(run.parent, "train", "config.yaml", *ALONE, "--log.dir", "lost")
+    done = command(run.parent, "train", "config.yaml", *ALONE, "--log.dir", "lost")
     assert done.returncode == 2
     assert done.stderr.startswith("no checkpoint in lost/checkpoints is undamaged: step-00000006: ")
     assert "\n  fix: restore one from a copy, or --log.dir ANOTHER_FOLDER for a new run\n" in done.stderr

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ranks.keeping import LLAMA, Miniature, Sizes, write_corpus
-from ranks.runs import forked_command
+from ranks.runs import command
 from ranks.spawn import run_ranks
 from ranks.test_damage import _sealed_anew
 from ranks.test_resume_meshes import GPT2, MOE
@@ -187,12 +187,12 @@ def test_folder_that_is_not_empty_is_refused(run: Path, tmp_path: Path) -> None:
 
 
 def test_command_says_what_it_wrote(run: Path) -> None:
-    done = forked_command(run.parent, "export", "run", "--to", "out", "--max-shard-size", "100KB")
+    done = command(run.parent, "export", "run", "--to", "out", "--max-shard-size", "100KB")
     assert done.returncode == 0, done.stderr
     assert done.stdout == ("out: step 1 of run, 35,040 parameters, 2 files of weights; reloaded: equal logits\n"), (
         done.stdout
     )
-    refused = forked_command(run.parent, "export", "run", "--to", "out2", "--max-shard-size", "100 apples")
+    refused = command(run.parent, "export", "run", "--to", "out2", "--max-shard-size", "100 apples")
     assert refused.returncode == 2
     assert refused.stderr == (
         "--max-shard-size = '100 apples' is no size\n"

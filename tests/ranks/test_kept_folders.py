@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from ranks.runs import _command_here, curve, forked_command, prepare
-from ranks.spawn import run_ranks
+from ranks.runs import command, curve, prepare
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.run.lock import RunLock
 
@@ -24,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kept")
     prepare(folder)
     for name, arguments in (("run", TO_STEP_4), ("whole", TO_STEP_8)):
-        done = forked_command(folder, "train", "config.yaml", *arguments, "--log.dir", name)
+        done = command(folder, "train", "config.yaml", *arguments, "--log.dir", name)
         assert done.returncode == 0, done.stderr
     return folder
 
@@ -36,9 +35,8 @@ def run(folder: Path) -> Any:
     shutil.rmtree(folder / "copy")
 
 
-def _with_small_files(folder: str, arguments: tuple[str, ...]) -> tuple[int, str, str]:
+def _small_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
-    return _command_here(folder, arguments)
 
 
 def _steps(run: Path) -> list[int]:
@@ -49,13 +47,14 @@ def _steps(run: Path) -> list[int]:
 def test_disk_that_takes_no_more(folder: Path, run: Path, mode: str) -> None:
     """The run ends with one error; the checkpoints before are whole, and it goes on from them when there is room."""
     arguments = ("train", "config.yaml", *TO_STEP_8, "--log.dir", "copy", "--checkpoint.mode", mode)
-    code, _, printed = run_ranks(_with_small_files, 1, str(folder), arguments)[0]
-    assert code == 1
+    done = command(folder, *arguments, first=_small_files)
+    printed = done.stderr
+    assert done.returncode == 1
     assert printed.startswith("the checkpoint of step 6 could not be saved: File too large (")
     assert len(printed.splitlines()) == 3
     assert _steps(run) == [2, 4]
     assert not list((run / "checkpoints").glob(".*"))
-    again = forked_command(folder, *arguments)
+    again = command(folder, *arguments)
     assert again.returncode == 0, again.stderr
     assert curve(run) == curve(folder / "whole")
     assert _steps(run) == [6, 8]
@@ -63,9 +62,9 @@ def test_disk_that_takes_no_more(folder: Path, run: Path, mode: str) -> None:
 
 def test_disk_that_takes_no_more_need_not_end_the_run(folder: Path, run: Path) -> None:
     arguments = ("train", "config.yaml", *TO_STEP_8, "--log.dir", "copy", "--checkpoint.on_error", "continue")
-    code, _, printed = run_ranks(_with_small_files, 1, str(folder), arguments)[0]
-    assert code == 0
-    failed = [line.split(":")[0] for line in printed.splitlines() if line.startswith("the checkpoint")]
+    done = command(folder, *arguments, first=_small_files)
+    assert done.returncode == 0
+    failed = [line.split(":")[0] for line in done.stderr.splitlines() if line.startswith("the checkpoint")]
     assert failed == [f"the checkpoint of step {step} could not be saved" for step in (6, 8)]
     assert curve(run) == curve(folder / "whole")
     assert _steps(run) == [2, 4]
@@ -76,12 +75,12 @@ def test_second_run_in_the_same_folder_is_refused(folder: Path, run: Path) -> No
     arguments = ("train", "config.yaml", *TO_STEP_8, "--log.dir", "copy")
     with RunLock() as lock:
         lock.take(run, fresh=False)
-        done = forked_command(folder, *arguments)
+        done = command(folder, *arguments)
         assert done.returncode == 2
         assert done.stderr.startswith("log.dir = copy is in use by another run: process ")
         assert len(done.stderr.splitlines()) == 3
     assert {path: path.read_bytes() for path in before} == before
-    assert forked_command(folder, *arguments).returncode == 0
+    assert command(folder, *arguments).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -96,17 +95,17 @@ def test_second_run_in_the_same_folder_is_refused(folder: Path, run: Path) -> No
 def test_refused_resume_changes_nothing(folder: Path, run: Path, change: tuple[str, str], named: str) -> None:
     kept = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.suffix != ".log"}
     kept.pop(run / "run.lock", None)
-    done = forked_command(folder, "train", "config.yaml", *TO_STEP_8, "--log.dir", "copy", *change)
+    done = command(folder, "train", "config.yaml", *TO_STEP_8, "--log.dir", "copy", *change)
     assert done.returncode == 2 and named in done.stderr, done.stderr
     assert {path: path.read_bytes() for path in kept} == kept
     elsewhere = ("--log.dir", "new", "--checkpoint.resume", "copy")
-    done = forked_command(folder, "train", "config.yaml", *TO_STEP_8, *elsewhere, *change)
+    done = command(folder, "train", "config.yaml", *TO_STEP_8, *elsewhere, *change)
     assert done.returncode == 2 and named in done.stderr, done.stderr
     assert not (folder / "new").exists()
 
 
 def test_refused_request_leaves_no_folder(folder: Path) -> None:
-    done = forked_command(folder, "train", "config.yaml", "--mesh.dp", "1", "--data.source", "nothing.txt")
+    done = command(folder, "train", "config.yaml", "--mesh.dp", "1", "--data.source", "nothing.txt")
     assert done.returncode == 2
     assert not (folder / "runs").exists()
 
@@ -117,7 +116,7 @@ def test_what_may_change_on_a_resume(folder: Path, run: Path) -> None:
         *("--optimizer.lr", "1e-4", "--optimizer.weight_decay", "0", "--log.every", "2", "--train.grad_clip", "0"),
         *("--train.global_batch", "4", "--train.micro_batch", "2", "--checkpoint.keep", "1", "--eval.source", "corpus"),
     )
-    done = forked_command(folder, "train", "config.yaml", *TO_STEP_8, "--log.dir", "copy", *changed)
+    done = command(folder, "train", "config.yaml", *TO_STEP_8, "--log.dir", "copy", *changed)
     assert done.returncode == 0, done.stderr
     assert _steps(run)[-1] == 8
     manifest = CheckpointFolder(run).all()[-1].manifest()
@@ -128,7 +127,7 @@ def test_what_may_change_on_a_resume(folder: Path, run: Path) -> None:
 def test_going_back_sets_what_came_after_aside(folder: Path, run: Path) -> None:
     first = run / "checkpoints" / "step-00000002"
     arguments = ("--checkpoint.resume", str(first.relative_to(folder)), "--train.steps", "3")
-    done = forked_command(folder, "train", "config.yaml", *TO_STEP_4, "--log.dir", "copy", *arguments)
+    done = command(folder, "train", "config.yaml", *TO_STEP_4, "--log.dir", "copy", *arguments)
     assert done.returncode == 0, done.stderr
     assert "set aside: copy/checkpoints/aside-1-step-00000004" in done.stdout
     assert _steps(run) == [2, 3]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ranks.runs import command, curve, environment, metrics, prepare, stop_after
+from ranks.runs import command, curve, environment, metrics, prepare, stop_after, torchrun
 
 MESH = ("--mesh.dp", "2", "--mesh.tp", "2")
 
@@ -48,8 +48,8 @@ def test_stopped_run_goes_on_bit_for_bit(folder: Path, whole: Path, step: int, n
     stopped = stop_after(folder, step, "train", "config.yaml", *MESH, "--log.dir", name, number=number)
     steps_done = max(metrics(folder / name))
     if steps_done < 12:  # a signal in the last steps lets the run end
-        assert stopped.returncode == 75, stopped.output  # type: ignore[attr-defined]
-        assert "the checkpoint is saved" in stopped.output  # type: ignore[attr-defined]
+        assert stopped.returncode == 75, stopped.stdout
+        assert "the checkpoint is saved" in stopped.stdout
     resumed = command(folder, "train", "config.yaml", *MESH, "--log.dir", name)
     assert resumed.returncode == 0, resumed.stderr
     assert curve(folder / name) == curve(whole)
@@ -128,14 +128,7 @@ def test_failing_rank_ends_the_run_with_one_traceback(folder: Path) -> None:
         "main()\n"
     )
     (folder / "fail.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", "fail.py"],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = torchrun(folder, 4, "fail.py")
     assert done.returncode == 1
     assert done.stderr.count("ValueError: planted") == 1
 

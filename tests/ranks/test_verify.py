@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from ranks.runs import command, environment, prepare
+from ranks.runs import command, prepare, torchrun
 from threefold.errors import ConfigError
 from threefold.mesh.topology import Topology
 from threefold.verify.comparison import Comparison, compare_runs, diagnose, group_of
@@ -74,14 +72,7 @@ def test_planted_fault_is_found(folder: Path, fault: str) -> None:
     (folder / f"{fault}.py").write_text(
         f"{code}import sys\nsys.argv = {arguments!r}\nfrom threefold.__main__ import main\nmain()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"{fault}.py"],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = torchrun(folder, 2, f"{fault}.py")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "the mesh departs from the single process" in done.stdout
     assert named in done.stdout

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ranks.runs import _command_here, prepare
-from ranks.spawn import run_ranks
+from ranks.runs import command, prepare
 from threefold.config import loading
 from threefold.errors import ConfigError
 from threefold.integrations.trackers import Guarded, RunDescription, open_trackers, problems
@@ -30,21 +28,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _train_here(folder: str, environ: dict[str, str], arguments: tuple[str, ...]) -> tuple[int, str, str]:
-    os.environ.update(environ)
-    return _command_here(folder, arguments)
-
-
 def train(folder: Path, steps: int, trackers: str, *more: str) -> str:
-    """What a run of one process prints; forked from a server that has torch imported."""
-    environ = {name: value for name, value in os.environ.items() if name.startswith(("WANDB_", "TRACKIO_", "HOME"))}
+    """What a run of one process prints."""
     arguments = (
         "train", "config.yaml", "--mesh.dp", "1", "--log.dir", "run", "--train.steps", str(steps),
         "--optimizer.schedule", "constant", "--log.trackers", trackers, *more,
     )  # fmt: skip
-    code, out, err = run_ranks(_train_here, 1, str(folder), environ, arguments)[0]
-    assert code == 0, out + err
-    return out + err
+    done = command(folder, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST
 
-_COLLECTED_WITHIN_S = 10.0
+_LEAVES_AFTER_S = 2.0
 _LEASH = "leash"
 # What a restart would not change: the request, and that somebody asked to stop.
 _FINAL = (EXIT_WRONG_REQUEST, EXIT_STOPPED_WITH_CHECKPOINT)
@@ -112,8 +112,9 @@ def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int,
     sys.stderr.flush()
     if code:
         os._exit(code)
-    # A rank that returns waits until the agent has collected every rank's value; after a signal it collects none.
-    leave = threading.Timer(_COLLECTED_WITHIN_S, os._exit, (0,))
+    # A rank that returns waits until the agent has every rank's value. After a signal the agent collects none and waits
+    # for the rank. The value is in the agent's pipe at once: a rank that leaves later than that loses nothing.
+    leave = threading.Timer(_LEAVES_AFTER_S, os._exit, (0,))
     leave.daemon = True
     leave.start()
 

@@ -18,7 +18,7 @@ help:
 	@sed -n 's/^#   //p' Makefile; echo "make test | test-faults | test-launchers | test-examples | check | fix | wheel | clean"
 
 $(VENV)/.python:
-	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 

@@ -1,12 +1,12 @@
-"""What the audit costs: its share of the default run's step time, measured inside that run.
+"""Measures the audit's share of the default run's step time, inside that run.
 
-    python benchmarks/audit.py                          the default run: 8 ranks of a CPU, 40 steps (about 2 minutes)
+    python benchmarks/audit.py                          the default run: 8 ranks on a CPU, 40 steps (about 2 minutes)
     python benchmarks/audit.py --ranks 1 -- --mesh.dp 1 --data.seq_len 1024     with arguments of `threefold train`
 
-Every rank times what the audit does, around each call: CPU time of the calling thread, and the clock. The share by CPU
-is what the audit takes from the step where ranks share cores; the share by the clock also holds what `check` waits for
-ranks that are behind, which they would otherwise wait for at the next collective. Two runs with and without it would
-differ by less than they vary.
+Every rank times each call of the audit: CPU time of the calling thread, and wall-clock time. The CPU share is what the
+audit takes from the step if ranks share cores. The wall-clock share also includes the time that `check` waits for ranks
+that are behind; without the audit, the next collective would wait for them instead. Comparing two runs, with and
+without the audit, would not work: they would differ by less than they vary.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _measure(folder: Path, ranks: int, steps: int, train: list[str]) -> tuple[list[dict[str, Any]], float]:
-    """(times of each rank, seconds a step) of one run."""
+    """(times of each rank, seconds per step) of one run."""
     common = ["--log.dir", str(folder / "run"), "--train.steps", str(steps), "--log.sample_tokens", "0"]
     subprocess.run(
         [
@@ -58,7 +58,7 @@ def _measure(folder: Path, ranks: int, steps: int, train: list[str]) -> tuple[li
 
 
 def _run_timed(train: list[str]) -> int:
-    """One rank of the run, with a clock around the audit's calls."""
+    """Runs one rank, with a clock around the audit's calls."""
     from threefold.__main__ import main as command
     from threefold.audit.compare import RunAudit
 
@@ -95,7 +95,7 @@ def _report(times: list[dict[str, Any]], step_s: float, ranks: int, train: list[
     print(f"{'a rank, a step':<32}{'CPU, ms':>10}{'clock, ms':>12}")
     totals = [0.0, 0.0]
     for name, what in (("observe", "hash and compare each row"), ("check", "send and compare digests")):
-        # The first calls read files into memory that the loader reads anyway, and make tables.
+        # The first calls build tables, and read files into memory that the loader would read anyway.
         calls = [rank[name][1:] for rank in times]
         wall, cpu = (statistics.mean(_per_step(rank, column, num_steps) for rank in calls) for column in (0, 1))
         print(f"{what:<32}{cpu * 1e3:>10.3f}{wall * 1e3:>12.3f}")

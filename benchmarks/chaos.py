@@ -2,10 +2,10 @@
 
     python benchmarks/chaos.py --kills 100 --seed 0
 
-Kills are drawn from the seed: a random rank, the launcher, or a rank while a checkpoint is being written, each at a
-random instant of the run. A killed rank is restarted by the command itself (--max-restarts), a killed launcher by
-starting the command again. Each run must end with the losses and gradient norms, bit for bit, of a run that nobody
-interrupted, with exit code 0, and `threefold data audit` must prove that every sample was read exactly once.
+The seed decides the kills: a random rank, the launcher, or a rank while a checkpoint is being written, each at a random
+instant of the run. The command itself restarts a killed rank (--max-restarts); after a killed launcher, the command is
+started again. Each run must end with exit code 0 and with the losses and gradient norms, bit for bit, of an
+uninterrupted run. `threefold data audit` must prove that every sample was read exactly once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--kills-a-run", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=0, help="begin no new run after that; 0: no limit")
+    parser.add_argument("--minutes", type=float, default=0, help="begin no new run after this time; 0: no limit")
     options = parser.parse_args()
     draw, until = random.Random(options.seed), time.monotonic() + 60 * (options.minutes or 10**6)
     kills: Counter[str] = Counter()
@@ -81,7 +81,7 @@ def _uninterrupted(folder: Path, mesh: str) -> list[tuple[float, float]]:
 
 
 def _tormented(folder: Path, run: Path, mesh: str, wanted: int, draw: random.Random) -> tuple[Counter[str], int]:
-    """Trains in `run` to the end through about `wanted` kills; (kills by kind, how often ranks were started)."""
+    """Trains in `run` to the end through about `wanted` kills. Returns (kills by kind, number of rank starts)."""
     kills: Counter[str] = Counter()
     arguments = ("train", "config.yaml", *MESHES[mesh], *TRAIN, "--log.dir", run.name, "--max-restarts", str(wanted))
     going = Command(folder, *arguments)
@@ -89,7 +89,7 @@ def _tormented(folder: Path, run: Path, mesh: str, wanted: int, draw: random.Ran
     try:
         while True:
             kind = draw.choice(KINDS)
-            # Anywhere from the command's first instant on: most hit steps and saves, some the start.
+            # At any instant after the command begins: most hit steps and saves, some the start.
             until = time.monotonic() + draw.uniform(0.3, 6.0)
             victim = draw.randrange(4)
             while going.running() and time.monotonic() < until:
@@ -120,7 +120,7 @@ def _tormented(folder: Path, run: Path, mesh: str, wanted: int, draw: random.Ran
 
 
 def _wait_for_save(run: Path, going: Command) -> None:
-    """Until a checkpoint is being written."""
+    """Waits until a checkpoint is being written."""
     while going.running() and not any((run / "checkpoints").glob(".*")):
         time.sleep(0.001)
 

@@ -1,12 +1,13 @@
-"""Time of saving and loading a checkpoint, beside torch's dcp and accelerate, on the same model in one run.
+"""Times saving and loading a checkpoint, compared with torch's dcp and accelerate, on the same model in one run.
 
     python benchmarks/checkpoint.py [--rounds 3] [--hidden 512] [--layers 12] [--folder DIR]
 
-Two ranks, a Llama in float32 (46 million parameters, 0.55 GB with AdamW's moments, unless said otherwise). The time
-that counts is the one the training thread waits, between two barriers, on the slowest rank. A round runs every
-contender once; a ratio is taken inside a round, against that round's synchronous save (or load) of Threefold, and the
-median over the rounds is printed. Threefold and dcp bring their files to the disk (fsync), and Threefold sums them up;
-accelerate does neither. Loads read files that the system has in memory; Threefold's compares all checksums before.
+Two ranks train a Llama in float32 (46 million parameters, 0.55 GB with AdamW's moments, unless set otherwise). The
+measured time is how long the training thread waits, between two barriers, on the slowest rank. A round runs every
+contender once. A ratio is taken within a round, relative to that round's synchronous save (or load) of Threefold, and
+the median over the rounds is printed. Threefold and dcp flush their files to disk (fsync), and Threefold computes
+checksums; accelerate does neither. Loads read files that the system has in memory; Threefold's load first compares all
+checksums.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The Markdown table of all rounds."""
+    """Returns the Markdown table of all rounds."""
     rounds: list[Times] = found["rounds"]
     lines = [
         f"{found['parameters']:,} parameters, {found['bytes'] / 1e9:.2f} GB, {RANKS} ranks, {len(rounds)} rounds",
@@ -108,7 +109,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _built(values: dict[str, Any], **sizes: int) -> tuple[Any, Any, Any]:
-    """Mesh, model and optimizer with moments that are not zero."""
+    """Mesh, model, and an optimizer whose moments are not zero."""
     import torch
 
     from threefold.config.schema import Config
@@ -188,7 +189,7 @@ def _dcp(values: dict[str, Any], parent: Path) -> Callable[[], Times]:
     _, model, optimizer = _built(values, dp=RANKS)
     _, other_model, other_optimizer = _built(values, dp=RANKS, dp_shard=RANKS)
     folder = parent / "dcp"
-    # Its thread sends collectives, which must not meet the training thread's.
+    # Its thread sends collectives, which must not interleave with the training thread's.
     apart = dist.new_group(backend="gloo")
 
     def state(model: Any, optimizer: Any) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Parity of model families on meshes, from real gloo processes on the CPU: the table of docs/models.md.
+"""Parity of model families on meshes, from real gloo processes on the CPU: writes the table of docs/models.md.
 
     python benchmarks/families.py [FAMILY ...] [--write docs/models.md]
 
-Every case trains a tiny model of the family (random weights of standard deviation 0.2, so that attention is far from
-uniform) for two AdamW steps on a mesh and in one process, on the same rows. A cell holds the largest of: the loss'
+Every case trains a tiny model of the family for two AdamW steps, on a mesh and in one process, on the same rows. Its
+random weights have standard deviation 0.2, so that attention is far from uniform. A cell holds the largest of: the loss
 difference in nats / 1e-4, the gradient norm's relative difference / 1e-3, and the largest relative difference of any
-parameter's first gradient / 1e-3. At or below 1 it holds.
+parameter's first gradient / 1e-3. A value of at most 1 passes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3_text": ("window of 7, norms of queries and keys", {**_SIZES, "head_dim": 8, "sliding_window": 7}),
     "phi3": ("fused projections", _SIZES),
-    "olmo2": ("norms behind the layers", _SIZES),
+    "olmo2": ("norms after the layers", _SIZES),
     "granite": ("scaled residuals and logits", _SIZES),
     "starcoder2": ("biases", _SIZES),
     "cohere": ("parallel blocks, tied embeddings", _SIZES),
@@ -82,13 +82,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _BEYOND = [
     "",
-    "Beside these: whole experts on each tp rank (`mesh.ep`, tests/ranks/test_experts.py), adapters",
-    "(tests/ranks/test_lora.py), the routers' loss over the global batch (tests/ranks/test_silent.py). What is refused",
-    "under tp works on every mesh with tp = 1.",
+    "Also tested: whole experts on each tp rank (`mesh.ep`, tests/ranks/test_experts.py), adapters",
+    "(tests/ranks/test_lora.py), and the routers' loss over the global batch (tests/ranks/test_silent.py). Families",
+    "that are refused under tp work on every mesh with tp = 1.",
     "",
-    "In bfloat16 every product is rounded to 8 bits: two meshes then agree to that rounding only. On a CUDA device one",
-    "rank in bfloat16 is held to 2e-2 nats in loss and 5e-2 in gradient norm of float32, over 8 steps of a model of 4",
-    "layers (tests/gpu/test_cuda.py, which says so where there is no such device).",
+    "In bfloat16, every product is rounded to 8 bits, so two meshes agree only to that rounding. On a CUDA device, one",
+    "rank in bfloat16 must stay within 2e-2 nats in loss and 5e-2 in gradient norm of float32, over 8 steps of a model",
+    "of 4 layers (tests/gpu/test_cuda.py, which reports it if there is no such device).",
 ]
 MESHES = {
     "tp 2": (Topology(tp=2), "auto"),
@@ -198,8 +198,8 @@ def _page(results: dict[str, dict[str, str]]) -> str:
         "",
         *[line for line in (__doc__ or "").split("\n\n")[2].strip().splitlines()],
         "",
-        "Masks: `causal` rows of concatenated text; `documents` packed with a document mask, where the single process "
-        "runs each document alone; `padded` one document a row. Rows have 32 tokens, windows 7.",
+        "Masks: `causal`: rows of concatenated text; `documents`: packed with a document mask, while the single "
+        "process runs each document alone; `padded`: one document per row. Rows have 32 tokens, windows 7.",
         "",
         "| family | what it has | mask | " + " | ".join(MESHES) + " |",
         "|---|---|---|" + "---|" * len(MESHES),

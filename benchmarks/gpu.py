@@ -2,9 +2,9 @@
 
     python benchmarks/gpu.py [--steps 20] [--seq-len 4096] [--rows 4] [--model 1B]
 
-In bfloat16 with float32 weights, each of: plain, compiled layers, Liger's head and loss, both; masks by blocks and in
-memory where rows hold documents. Every variant runs in a process of its own. Model FLOPs and the device's dense
-bfloat16 peak are those of `threefold.training.metrics` (PaLM, appendix B).
+All variants use bfloat16 with float32 weights: plain, compiled layers, Liger's head and loss, both; for rows that hold
+documents, masks by blocks and in memory. Every variant runs in its own process. Model FLOPs and the device's dense
+bfloat16 peak come from `threefold.training.metrics` (PaLM, appendix B).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def measure(size: str, variant: dict[str, Any], *, steps: int, rows: int, seq_len: int) -> dict[str, float]:
-    """Trains in this process and returns tokens_per_s, mfu (0 where the peak is not known) and peak_bytes."""
+    """Trains in this process and returns tokens_per_s, mfu (0 if the peak is not known) and peak_bytes."""
     import torch
 
     from threefold.config.loading import validate

@@ -1,16 +1,16 @@
-"""Which index comes first, and what it costs: orders of samples side by side.
+"""Compares orders of samples: time to the first index, time per index, and memory.
 
     python benchmarks/order.py            n = 10^6, 10^7, 10^8 for all, ours to 10^12 (about 10 minutes, 6 GiB)
     python benchmarks/order.py --quick    n = 10^5, 10^6 for all, ours to 10^12
 
-Every cell is a process of its own, as rank 3 of 8, shuffled. Times are CPU seconds of that process after its imports,
-so that other programs on the machine hardly matter; memory is the peak above what the imports took (Linux). Cells of
-less than a second are run three times, and the median is shown.
+Every cell runs in its own process, as rank 3 of 8, shuffled. Times are CPU seconds of that process after its imports,
+so other programs on the machine hardly matter. Memory is the peak above what the imports took (Linux). Cells of less
+than a second are run three times, and the median is shown.
 
-- first index: from nothing to the first index of the epoch.
+- first index: from a fresh start to the first index of the epoch.
 - one by one: `deque(islice(iterator, 10**6), maxlen=0)` after the first index (Grain 10^5: it is slow).
-- blocks: 100 blocks of 64k positions, where there is such an interface; for numpy's table that is slicing.
-- resume: from nothing to the next index in the middle of the epoch.
+- blocks: 100 blocks of 64k positions, if there is such an interface; for numpy's table, this is slicing.
+- resume: from a fresh start to the next index in the middle of the epoch.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Peer:
     modules: tuple[str, ...]
     begin: Callable[[int, int], Iterator[int]]
     blocks: Callable[[int], Callable[[int], Any]] | None = None
-    """n -> function that gives the indices of block k of the global order."""
+    """n -> function that returns the indices of block k of the global order."""
     one_by_one: int = 10**6
 
 
 def torch_sampler(n: int, skip: int) -> Iterator[int]:
     from torch.utils.data import DistributedSampler
 
-    # It has no state: a loop passes over what was read.
+    # It has no state: a loop skips what was read.
     return itertools.islice(iter(DistributedSampler(range(n), REPLICAS, RANK)), skip, None)
 
 
@@ -128,7 +128,7 @@ PEERS = {
 
 
 def measure(peer: Peer, n: int) -> dict[str, float]:
-    """All figures of one cell; runs in a process of its own."""
+    """Returns all figures of one cell; runs in its own process."""
     imported = forget_peak()
     began = time.process_time()
     iterator = peer.begin(n, 0)
@@ -157,7 +157,7 @@ def measure(peer: Peer, n: int) -> dict[str, float]:
 
 
 def forget_peak() -> int:
-    """Resident memory now, KiB; the peak is counted from here on."""
+    """Returns resident memory now, KiB, and restarts the count of the peak."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory_kib("VmRSS")
 
@@ -168,7 +168,7 @@ def memory_kib(name: str) -> int:
 
 
 def cell(name: str, n: int) -> dict[str, float]:
-    """Median figures of one peer at one n, from fresh processes."""
+    """Returns the median figures of one peer at one n, from fresh processes."""
     runs: list[dict[str, float]] = []
     while len(runs) < 3 and (not runs or runs[0]["first_s"] < SLOW_CELL_S):
         command = [sys.executable, __file__, "--cell", name, str(n)]
@@ -180,7 +180,7 @@ def cell(name: str, n: int) -> dict[str, float]:
 
 
 def missing_module(peer: Peer) -> str | None:
-    """The first module of a peer that cannot be imported, asked in a process of its own."""
+    """Returns the first module of a peer that cannot be imported; checked in its own process."""
     for module in peer.modules:
         if subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True).returncode:
             return module

@@ -1,13 +1,13 @@
-"""Tokens per second of a training step, beside a hand-written loop, accelerate and transformers' own parallelism.
+"""Tokens per second of a training step, compared with a hand-written loop, accelerate and transformers' parallelism.
 
     python benchmarks/step.py [--rounds 3] [--steps 20] [--models 1M 10M] [--only NAME ...]
 
-All train the same Llama in float32 on the same random tokens, 8 rows of 256 a step, AdamW, gradient norm clipped to
-1. One process has 2 threads, each of two ranks has 1. A round runs every contender once; ratios are taken inside a
-round, against that round's hand-written loop, and the median over the rounds is printed. Memory is each rank's peak
-resident size beyond its size before the model was made, in MiB.
+All contenders train the same Llama in float32 on the same random tokens: 8 rows of 256 per step, AdamW, gradient norm
+clipped to 1. One process has 2 threads; each of two ranks has 1. A round runs every contender once. Ratios are taken
+within a round, relative to that round's hand-written loop, and the median over the rounds is printed. Memory is each
+rank's peak resident size above its size before the model was made, in MiB.
 
-On a CUDA machine ranks take one device each and the sizes of --models may be larger (see MODELS).
+On a CUDA machine, each rank takes one device, and the sizes of --models may be larger (see MODELS).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def model_config(size: str) -> dict[str, Any]:
 
 
 def batches(vocab: int, *, rank: int, ranks: int) -> Iterator[dict[str, Any]]:
-    """Endless batches of this rank's rows, made beforehand so that no contender pays for them."""
+    """Yields batches of this rank's rows without end, made in advance so that no contender pays for them."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -75,7 +75,7 @@ def _plain_model(size: str) -> Any:
 
 
 def hand(size: str) -> Step:
-    """A loop as one writes it by hand, in one process."""
+    """A hand-written loop in one process."""
     import torch
     import torch.nn.functional as F
 
@@ -110,7 +110,7 @@ def ours(size: str, **sizes: Any) -> Step:
 
 
 def accelerate_ddp(size: str) -> Step:
-    """accelerate's loop with DDP. (Its FSDP plugin leaves a model on the CPU as it was, so it is no contender here.)"""
+    """accelerate's loop with DDP. (Its FSDP plugin leaves a model on the CPU as it was, so it is not compared.)"""
     import torch
     from accelerate import Accelerator
 
@@ -161,7 +161,7 @@ def transformers_own(size: str, **parallel: int) -> Step:
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
         loss.backward()
-        # torch's clipping refuses parameters of several meshes; the norm alone is left out here, in the peer's favour.
+        # torch's clipping refuses parameters of several meshes. Only the norm is left out here, in the peer's favour.
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

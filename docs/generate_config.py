@@ -1,4 +1,4 @@
-"""Writes docs/config.md from the schema: `python docs/generate_config.py`; `--check` only compares."""
+"""Writes docs/config.md from the schema: `python docs/generate_config.py`. `--check` only compares."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def page() -> str:
     lines = [
         "# Configuration",
         "",
-        "Written by `python docs/generate_config.py` from `src/threefold/config/schema.py`. Every key can stand in a",
-        "YAML file, below its section's name, or be given as `--section.key value`; values are YAML 1.2.",
-        "`threefold train --print-config` shows the value of each and where it came from.",
+        "Written by `python docs/generate_config.py` from `src/threefold/config/schema.py`. You can set every key in a",
+        "YAML file, below its section's name, or as `--section.key value`. Values are YAML 1.2.",
+        "`threefold train --print-config` shows the value of each key and where it came from.",
     ]
     for section, field in Config.model_fields.items():
         kind: Any = field.annotation

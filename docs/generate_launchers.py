@@ -1,6 +1,6 @@
-"""Runs the default model, shortened, under every launcher that is here and writes the table in docs/launchers.md.
+"""Runs a shortened default model under every launcher found here and writes the table in docs/launchers.md.
 
-`python docs/generate_launchers.py` in the environment that `make test-launchers` makes; some launchers need root.
+Run `python docs/generate_launchers.py` in the environment that `make test-launchers` makes. Some launchers need root.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BEGIN, END = "<!-- table: docs/generate_launchers.py -->", "<!-- end of table --
 
 
 def main() -> int:
-    """Runs all of them; 1 where a run failed or has other losses."""
+    """Runs all launchers. Returns 1 if a run failed or its losses differ."""
     sys.path.insert(0, str(ROOT / "tests"))
     from launchers.launches import LAUNCHES, SELF, STEPS
     from ranks.runs import curve

@@ -1,4 +1,4 @@
-"""A plain DDP loop on images of digits. One line makes it read each image once an epoch, whatever the number of ranks.
+"""A plain DDP loop on images of digits. One line makes it read each image once per epoch, on any number of ranks.
 
 torchrun --nproc-per-node 2 examples/ddp_loop.py
 python examples/ddp_loop.py                         # the same loop in one process
@@ -19,7 +19,7 @@ EPOCHS, ROWS = 8, 64
 
 
 def digits() -> tuple[list[dict], list[dict]]:
-    """1,437 images of 8 x 8 to train on, and 360 to test."""
+    """Returns 1,437 images of 8 x 8 for training and 360 for testing."""
     pixels, labels = load_digits(return_X_y=True)
     images = [
         {"pixels": torch.tensor(image, dtype=torch.float32) / 16, "labels": torch.tensor(label)}
@@ -37,7 +37,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     train_set, test_set = digits()
 
-    # The loader as one has it, with the rows of all ranks together; this is the line:
+    # Your own loader, with the batch size divided by the data ranks. This is the one line:
     loader = threefold.distribute(DataLoader(train_set, batch_size=ROWS // mesh.dp_size, shuffle=True, drop_last=True))
     for epoch in range(EPOCHS):
         for batch in loader:
@@ -48,7 +48,7 @@ def main() -> None:
         if mesh.rank == 0:
             print(f"epoch {epoch}: loss {loss.item():.4f}", flush=True)
 
-    # `exact`: nothing twice, nothing left out; a rank that has no row in the last round gets one with labels of -100.
+    # `exact` repeats nothing and omits nothing. A rank without a row in the last round gets one with labels of -100.
     right_and_all = torch.zeros(2, device=mesh.device)
     model.eval()
     with torch.no_grad():

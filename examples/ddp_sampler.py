@@ -1,8 +1,8 @@
-"""The same DDP loop with the sampler written out, for those who keep their own DataLoader; and a stop in mid-epoch.
+"""The same DDP loop with an explicit sampler, if you keep your own DataLoader. Also resumes in the middle of an epoch.
 
     torchrun --nproc-per-node 2 examples/ddp_sampler.py
 
-The signature is torch's; only the import differs. With order="torch" the indices are torch's own, number by number.
+The signature is torch's; only the import differs. With order="torch", the indices are exactly torch's own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
         if mesh.rank == 0:
             print(f"epoch {epoch}: loss {loss.item():.4f}", flush=True)
 
-    # Stop in the middle of an epoch and go on there: a few integers, the same on every rank, for any number of ranks.
+    # Stop and resume in the middle of an epoch. The state is a few integers, the same for all ranks and rank counts.
     whole = list(DistributedSampler(dataset, seed=1, drop_last=True))
     first = DistributedSampler(dataset, seed=1, drop_last=True)
     head = [index for _, index in zip(range(100), first, strict=False)]
@@ -49,7 +49,7 @@ def main() -> None:
     rest.load_state_dict(first.state_dict())
     assert head + list(rest) == whole
     if mesh.rank == 0:
-        print(f"goes on after {len(head)} of {len(whole)} images of this rank: {first.state_dict()}")
+        print(f"resumes after {len(head)} of {len(whole)} images of this rank: {first.state_dict()}")
     mesh.close()
 
 

@@ -1,11 +1,11 @@
-"""DeepSpeed's ZeRO under transformers.Trainer's loop, reading and weighing as threefold does.
+"""DeepSpeed's ZeRO under transformers.Trainer's loop, with threefold's data order and loss weights.
 
     pip install 'threefold[deepspeed]'
     torchrun --nproc_per_node 2 examples/deepspeed_zero.py --stage 2
     torchrun --nproc_per_node 2 examples/deepspeed_zero.py --stage 3
 
-On a CPU DeepSpeed compiles a kernel the first time, for a minute or more; TORCH_EXTENSIONS_DIR says where it is kept.
-Leave ACCELERATE_USE_CPU alone there: with it transformers would train with plain DDP (threefold's Trainer refuses).
+On a CPU, DeepSpeed compiles a kernel on first use, which takes a minute or more. TORCH_EXTENSIONS_DIR says where to
+keep it. Do not set ACCELERATE_USE_CPU there: transformers would train with plain DDP (threefold's Trainer refuses).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from threefold.integrations.huggingface import Trainer
 
 
 class Counting(torch.utils.data.Dataset):
-    """Rows that count up from a number of their own; the first `index % 5` places are no targets."""
+    """Rows that count up, each from its own number. The first `index % 5` positions are not targets."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -43,7 +43,7 @@ class Counting(torch.utils.data.Dataset):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stage", type=int, default=2, choices=(1, 2, 3), help="of ZeRO")
+    parser.add_argument("--stage", type=int, default=2, choices=(1, 2, 3), help="stage of ZeRO")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--output_dir", default="runs/deepspeed")
     asked = parser.parse_args()
@@ -59,7 +59,7 @@ def main() -> None:
         use_cpu=not torch.cuda.is_available(),
         deepspeed={
             "zero_optimization": {"stage": asked.stage},
-            # torch's AdamW: DeepSpeed's own for CPUs would have to be compiled too.
+            # Use torch's AdamW: DeepSpeed's own for CPUs would have to be compiled too.
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "train_micro_batch_size_per_gpu": "auto",

@@ -1,9 +1,9 @@
-"""Data that is not balanced: rare classes drawn as often as the others, and a test set read in its own order.
+"""Imbalanced data: draws rare classes as often as the others, and reads a test set in its own order.
 
     torchrun --nproc-per-node 2 examples/imbalanced_digits.py
 
-Of the digits 5 to 9 only every twentieth image is kept. A WeightedRandomSampler in the loader, as one would write it
-for a single process, is shared out over the ranks as it is: draws with replacement, each rank other ones.
+Of the digits 5 to 9, only every twentieth image is kept. The loader has a WeightedRandomSampler, written as for a
+single process. `distribute` shares its draws with replacement over the ranks; each rank gets different ones.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def train(mesh: Mesh, loader: DataLoader) -> nn.Module:
 
 
 def guesses(mesh: Mesh, model: nn.Module, test_set: TensorDataset) -> Tensor:
-    """What the model says of every test image, in the order of the test set, on every rank."""
-    # Without shuffling the ranks take turns: rank r of D reads r, r + D, ... The row that keeps a rank in step when it
-    # has no image left comes last and is cut off below, so nothing in it needs to be ignored.
+    """Returns the model's guess for every test image, in the order of the test set, on every rank."""
+    # Without shuffling, the ranks take turns: rank r of D reads r, r + D, ... A rank without an image left gets
+    # one more row to stay in step. That row comes last and is cut off below, so nothing in it needs to be ignored.
     loader = threefold.distribute(
         DataLoader(test_set, batch_size=50), tail="exact", ignore_last_row=lambda batch: batch
     )

@@ -1,10 +1,10 @@
-"""A loop of one's own with accelerate: exact loss over ranks and micro-batches, and a state that any ranks go on from.
+"""Your own accelerate loop: exact loss over ranks and micro-batches, and a state that any number of ranks can resume.
 
     torchrun --nproc_per_node 2 examples/trainer_accelerate.py --epochs 2 --stop_after 7
-    torchrun --nproc_per_node 4 examples/trainer_accelerate.py --epochs 2 --rows 2      # goes on, on other ranks
+    torchrun --nproc_per_node 4 examples/trainer_accelerate.py --epochs 2 --rows 2      # resumes, on other ranks
 
-Three lines differ from a loop of accelerate's: prepare_loader and prepare_evaluation_loader in the place of
-accelerator.prepare(loader), and exact_loss around the sum of the loss.
+Three lines differ from a plain accelerate loop: prepare_loader and prepare_evaluation_loader replace
+accelerator.prepare(loader), and exact_loss wraps the sum of the loss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MICRO_BATCHES = 2
 
 
 class Counting(torch.utils.data.Dataset):
-    """Rows that count up from a number of their own; the first `index % 5` places are no targets."""
+    """Rows that count up, each from its own number. The first `index % 5` positions are not targets."""
 
     def __init__(self, first: int, rows: int) -> None:
         self.first, self.rows = first, rows
@@ -53,7 +53,7 @@ def loss_sum(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
 
 
 def train(accelerator: Accelerator, asked: argparse.Namespace) -> str:
-    """Trains, or saves and stops; returns what there is to say."""
+    """Trains, or saves and stops. Returns the line to print."""
     config = LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
     )
@@ -92,14 +92,14 @@ def train(accelerator: Accelerator, asked: argparse.Namespace) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=4, help="of a micro-batch on each rank")
+    parser.add_argument("--rows", type=int, default=4, help="rows of a micro-batch on each rank")
     parser.add_argument("--stop_after", type=int, default=0, help="steps after which to save and stop")
     parser.add_argument("--state", default="runs/accelerate")
     asked = parser.parse_args()
     set_seed(0)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     accelerator.print(train(accelerator, asked))
-    # The wrapped model goes before the group that it sends through; the other way round ranks may hang at their end.
+    # Free the wrapped model before the group that it communicates through. In the other order, ranks may hang at exit.
     accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()

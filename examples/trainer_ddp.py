@@ -1,11 +1,12 @@
-"""transformers.Trainer's loop on several ranks, with threefold's promises; a small language model of Python's own code.
+"""transformers.Trainer's loop on several ranks, with threefold's promises: a small language model of Python code.
 
     torchrun --nproc_per_node 2 examples/trainer_ddp.py --max_steps 20
-    torchrun --nproc_per_node 2 examples/trainer_ddp.py --max_steps 40          # goes on where that one ended
-    threefold data audit runs/trainer                                           # proves what all of it has read
+    torchrun --nproc_per_node 2 examples/trainer_ddp.py --max_steps 40          # resumes where that one ended
+    threefold data audit runs/trainer                                           # proves what the whole run read
 
-Every argument of TrainingArguments may be given as --key value. Inside SageMaker's containers the job's hyperparameters
-are read from SM_HPS, checkpoints go to /opt/ml/checkpoints (which survives a new start) and the model to SM_MODEL_DIR.
+You can give every argument of TrainingArguments as --key value. Inside SageMaker's containers, the example reads the
+job's hyperparameters from SM_HPS. It keeps checkpoints in /opt/ml/checkpoints (which survives a restart) and saves the
+model to SM_MODEL_DIR.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from threefold.integrations.huggingface import Trainer
 
 @dataclass
 class Sizes:
-    """What this example has besides TrainingArguments."""
+    """Arguments of this example besides TrainingArguments."""
 
-    seq_len: int = field(default=128, metadata={"help": "bytes in a row"})
+    seq_len: int = field(default=128, metadata={"help": "bytes per row"})
     rows: int = field(default=1001, metadata={"help": "rows to train on"})
     eval_rows: int = field(default=101, metadata={"help": "rows to evaluate on"})
-    hidden_size: int = field(default=64, metadata={"help": "of the model"})
+    hidden_size: int = field(default=64, metadata={"help": "hidden size of the model"})
 
 
 class Bytes(torch.utils.data.Dataset):
-    """Rows of `seq_len` bytes of the standard library's modules, from `first` on."""
+    """Rows of `seq_len` bytes of the standard library's modules, starting at row `first`."""
 
     def __init__(self, *, first: int, rows: int, seq_len: int) -> None:
         modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -55,7 +56,7 @@ class Bytes(torch.utils.data.Dataset):
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Sizes, TrainingArguments]:
-    """The defaults of this example, then the hyperparameters of SageMaker, then the command line."""
+    """Returns the arguments: this example's defaults, then SageMaker's hyperparameters, then the command line."""
     hyperparameters = json.loads(environ.get("SM_HPS", "{}"))
     in_container = "SM_HPS" in environ
     defaults = {

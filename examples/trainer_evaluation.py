@@ -1,12 +1,12 @@
-"""What two Trainers say of the same model and the same rows: transformers' own and threefold's.
+"""Compares two Trainers on the same model and the same rows: transformers' own and threefold's.
 
     python examples/trainer_evaluation.py
     torchrun --nproc_per_node 2 examples/trainer_evaluation.py
     torchrun --nproc_per_node 3 examples/trainer_evaluation.py
 
-Evaluation: 7 rows with unequal numbers of targets, 2 rows a batch and rank; by hand it is the sum of the loss over all
-targets / their number, in one process. Training: the gradient norm of a classifier's first step of 12 rows, in one
-batch or in micro-batches of 2.
+Evaluation: 7 rows with unequal numbers of targets, 2 rows per batch and rank. The value by hand is the sum of the loss
+over all targets / their number, in one process. Training: the gradient norm of a classifier's first step of 12 rows, in
+one batch or in micro-batches of 2.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def sentences() -> Rows:
 
 
 def reviews() -> Rows:
-    """12 rows of 8 tokens, each of one of three classes."""
+    """12 rows of 8 tokens, each in one of three classes."""
     tokens = torch.randint(64, (12, 8), generator=torch.Generator().manual_seed(12))
     return [{"input_ids": row, "labels": row[0] % 3} for row in tokens]
 

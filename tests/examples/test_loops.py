@@ -43,7 +43,7 @@ def test_plain_loop_is_as_good_on_two_ranks_as_in_one_process(tmp_path: Path) ->
 
 def test_sampler_goes_on_in_mid_epoch(tmp_path: Path) -> None:
     said = run(tmp_path, "ddp_sampler.py", ranks=2)
-    assert "goes on after 100 of 898 images of this rank: {'epoch': 0, 'position': 200," in said
+    assert "resumes after 100 of 898 images of this rank: {'epoch': 0, 'position': 200," in said
     losses = [float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+)", said)]
     assert len(losses) == 8 and losses[-1] < 0.5 * losses[0]
 

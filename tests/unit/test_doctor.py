@@ -70,7 +70,7 @@ def test_machine_that_lacks_things() -> None:
     )
     found = machine.judge(poor)
     assert texts(found, "Python") == [
-        "STOP    Python: 3.9.2\n          expected: 3.10 or newer\n"
+        "STOP    Python: 3.9.2\n          expected: 3.11 or newer\n"
         "          fix: make a virtual environment with a newer Python"
     ]
     assert texts(found, "shared memory") == [

@@ -1,7 +1,7 @@
 """The frozen config tree: every key, its type, its default and what it does.
 
-A config is what the user asked for and is never edited; what is chosen automatically lives elsewhere. `config_loading`
-makes one from files and the command line and says in three parts what is wrong with it.
+A config is what the user asked for and is never edited; automatic choices live elsewhere. `loading` makes one from
+files and the command line, and reports what is wrong with it in three parts.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class _Section(BaseModel):
 
 
 class LoraConfig(_Section):
-    """Low-rank adapters (LoRA) that are trained in place of the model's weights."""
+    """Low-rank adapters (LoRA), trained instead of the model's weights."""
 
-    r: Count = Field(0, description="rank of the adapters, which alone are trained then; 0: all weights are trained")
-    alpha: PositiveFloat | None = Field(None, description="their products are scaled by alpha / r; default: 2 x r")
+    r: Count = Field(0, description="rank of the adapters; above 0, only they are trained; 0: all weights are trained")
+    alpha: PositiveFloat | None = Field(None, description="scales the adapters' products by alpha / r; default: 2 x r")
     dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
-        0.0, description="share of an adapter's inputs that is dropped"
+        0.0, description="share of an adapter's inputs to drop"
     )
     target_modules: Annotated[tuple[str, ...], Field(strict=False)] | Literal["all-linear"] | None = Field(
-        None, description="names of the layers' projections; default: peft's own for the architecture"
+        None, description="projections that get adapters, by name; default: peft's own for the architecture"
     )
     rslora: bool = Field(False, description="scale by alpha / sqrt(r) instead")
 
 
 class ModelConfig(_Section):
-    """Which model. With neither `name_or_path` nor `config`: a Llama of about one million parameters."""
+    """The model to train. With neither `name_or_path` nor `config`: a Llama of about one million parameters."""
 
     name_or_path: str | None = Field(None, description="Hub id or local folder of a causal language model")
     config: dict[str, Any] | None = Field(None, description="mapping with `model_type`: random weights from train.seed")
@@ -55,10 +55,10 @@ class ModelConfig(_Section):
 
 
 class MixtureSource(_Section):
-    """One source of a mixture; what it leaves out is as in the data section."""
+    """One source of a mixture; keys that it omits come from the data section."""
 
     source: str = Field(description="as data.source")
-    weight: PositiveFloat = Field(description="share of the rows, in any unit: only the ratio to the others counts")
+    weight: PositiveFloat = Field(description="share of the rows; only the ratio to the other weights counts")
     split: str | None = Field(None, description="split of a Hub dataset")
     config_name: str | None = Field(None, description="configuration of a Hub dataset")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub dataset")
@@ -66,49 +66,59 @@ class MixtureSource(_Section):
 
 
 class DataConfig(_Section):
-    """What is read, in which order."""
+    """What to read, and in which order."""
 
     source: str = Field("stdlib", description="stdlib, a file, folder or glob, hf:ID, or a prepared folder")
     mixture: dict[str, MixtureSource] | None = Field(
-        None, description="several sources in place of data.source: {name: {source: ..., weight: ...}, ...}"
+        None, description="several sources instead of data.source: {name: {source: ..., weight: ...}, ...}"
     )
     split: str = Field("train", description="split of a Hub dataset")
     config_name: str | None = Field(None, description="configuration of a Hub dataset")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub dataset")
     text_field: str = Field("text", description="field that holds the text in .jsonl, .parquet and Hub rows")
     tokenizer: str | None = Field(None, description="`bytes`, a Hub id or a folder; default: the model's own, or bytes")
-    seq_len: PositiveInt = Field(256, description="tokens a row")
+    seq_len: PositiveInt = Field(256, description="tokens per row")
     packing: Literal["concat", "best_fit", "none"] = Field("concat", description="how documents become rows")
     document_mask: bool = Field(False, description="keep attention and positions inside each document")
-    truncate: bool = Field(False, description="best_fit, none: drop what does not fit one row, instead of cutting")
-    lookahead: PositiveInt | None = Field(None, description="best_fit: documents chosen among at a time; default 8192")
-    skip_bad_lines: bool = Field(False, description="count what cannot be read instead of refusing it")
+    truncate: bool = Field(False, description="best_fit, none: drop what does not fit in a row instead of splitting it")
+    lookahead: PositiveInt | None = Field(
+        None, description="best_fit: number of documents to choose among at a time; default 8192"
+    )
+    skip_bad_lines: bool = Field(False, description="count unreadable lines instead of refusing them")
     shuffle: bool = Field(True, description="keyed shuffle of the rows, new in every epoch")
     seed: Count = Field(0, description="seed of the order of rows")
     num_workers: Count = Field(0, description="loader processes per rank")
     skip: Annotated[tuple[StepRange, ...], Field(strict=False)] = Field(
-        (), description="[first, last] ranges of steps whose batches are left out; given on resume"
+        (), description="[first, last] ranges of steps whose batches are left out; set it when resuming"
     )
 
 
 class MeshConfig(_Section):
     """How ranks are laid out: world size = dp x cp x tp."""
 
-    dp: AxisSize = Field(None, description="data ranks, each with its own rows; `auto` fills it from the rest")
-    dp_shard: AxisSize = Field(None, description="data ranks that share one copy of the weights: 1 DDP, dp FSDP")
+    dp: AxisSize = Field(
+        None, description="data ranks, each with its own rows; `auto`: the ranks that the other axes leave"
+    )
+    dp_shard: AxisSize = Field(None, description="data ranks that share one copy of the weights; 1: DDP, dp: FSDP")
     cp: AxisSize = Field(None, description="ranks that share one sequence")
     tp: AxisSize = Field(None, description="ranks that share one layer")
-    ep: PositiveInt = Field(1, description="tp ranks that share experts, whole ones each; 1: all have a part of each")
+    ep: PositiveInt = Field(
+        1, description="tp ranks that divide the experts, each with whole ones; 1: each has a part of all"
+    )
     sequence_parallel: bool | Literal["auto"] = Field("auto", description="tp ranks share the sequence between layers")
-    cp_method: Literal["auto", "gather", "ulysses"] = Field("auto", description="how cp ranks meet in attention")
-    cpu_offload: bool = Field(False, description="shards, their gradients and moments wait in the host's memory")
-    prefetch: Count = Field(0, description="sharded units gathered ahead of their turn; 0: the next one, as FSDP2 does")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cuda where there is one, else cpu")
+    cp_method: Literal["auto", "gather", "ulysses"] = Field(
+        "auto", description="how cp ranks exchange data in attention"
+    )
+    cpu_offload: bool = Field(False, description="keep shards, their gradients and moments in the host's memory")
+    prefetch: Count = Field(
+        0, description="sharded units to gather ahead of their turn; 0: the next one, as FSDP2 does"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is one, else cpu")
     timeout_s: PositiveFloat = Field(600.0, description="longest wait in a collective, s")
 
 
 class TrainConfig(_Section):
-    """How long, how much at a time."""
+    """How long to train, and how much at a time."""
 
     steps: PositiveInt | None = Field(None, description="optimizer steps; default: 120, or what train.epochs gives")
     epochs: PositiveInt | None = Field(None, description="passes over the rows, instead of train.steps")
@@ -117,31 +127,33 @@ class TrainConfig(_Section):
     seed: Count = Field(0, description="seed of the random weights and of dropout")
     grad_clip: NonNegativeFloat = Field(1.0, description="largest gradient norm; 0 turns clipping off")
     label_smoothing: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
-        0.0, description="share of the target's probability that is spread over the vocabulary"
+        0.0, description="share of the target's probability to spread over the vocabulary"
     )
-    z_loss: NonNegativeFloat = Field(0.0, description="weight of the squared log of the softmax' sum; 0: none")
+    z_loss: NonNegativeFloat = Field(0.0, description="weight of the squared log of the softmax sum; 0: none")
     loss_chunk_tokens: Count | Literal["auto"] = Field(
-        "auto", description="tokens whose logits exist at a time; auto: 256 MiB of them; 0: all"
+        "auto", description="tokens whose logits exist at one time; auto: 256 MiB of logits; 0: all"
     )
     fused_loss: Literal["auto", "liger", "none"] = Field(
-        "auto", description="head and loss in one kernel; auto: Liger's on CUDA where it is installed and can be used"
+        "auto", description="head and loss in one kernel; auto: Liger's on CUDA if it is installed and usable"
     )
     compile: bool = Field(False, description="compile each layer")
     activation_checkpointing: Literal["none", "full", "selective"] = Field(
-        "none", description="recompute layers in backward; selective: all of them but products and attention"
+        "none", description="recompute layers in backward; selective: all but products and attention"
     )
-    deterministic: bool = Field(False, description="only algorithms that give the same bits every time, or an error")
+    deterministic: bool = Field(
+        False, description="use only algorithms that give the same bits every time; otherwise an error"
+    )
     nonfinite: Literal["error", "skip"] = Field(
-        "error", description="a step whose loss or gradient is not finite: end the run, or go on without its update"
+        "error", description="if a step's loss or gradient is not finite: end the run, or skip its update"
     )
-    nonfinite_limit: PositiveInt = Field(10, description="skip: steps in a row without an update that end the run")
+    nonfinite_limit: PositiveInt = Field(10, description="skip: number of skipped steps in a row that ends the run")
     timeout_s: PositiveFloat | None = Field(
         None, description="longest time without progress, s; default: 0.9 of mesh.timeout_s"
     )
 
 
 class OptimizerConfig(_Section):
-    """AdamW and the learning rate as a function of the step."""
+    """AdamW, and the learning rate as a function of the step."""
 
     lr: PositiveFloat = Field(2e-3, description="peak learning rate")
     betas: Annotated[tuple[float, float], Field(strict=False)] = Field((0.9, 0.95), description="Adam's two decays")
@@ -149,50 +161,54 @@ class OptimizerConfig(_Section):
     weight_decay: NonNegativeFloat = Field(0.1, description="decoupled, on matrices only")
     warmup_steps: Count = Field(10, description="steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="shape after the warm-up")
-    min_lr: NonNegativeFloat = Field(0.0, description="rate at the last step of a falling schedule")
+    min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the last step of a falling schedule")
 
 
 class CheckpointConfig(_Section):
-    """What is kept, and where a run goes on."""
+    """What to keep, and where to resume."""
 
     every: Count = Field(0, description="steps between checkpoints; 0: at the end only")
-    keep: PositiveInt = Field(2, description="newest complete checkpoints that stay, beside the best")
-    keep_every: Count = Field(0, description="keep the checkpoint of every n-th step too; 0: none")
-    mode: Literal["async", "sync"] = Field("async", description="write while the next steps run, or wait for the disk")
-    on_error: Literal["error", "continue"] = Field("error", description="a save that fails ends the run, or is printed")
+    keep: PositiveInt = Field(2, description="number of newest complete checkpoints to keep, besides the best")
+    keep_every: Count = Field(0, description="also keep the checkpoint of every n-th step; 0: none")
+    mode: Literal["async", "sync"] = Field(
+        "async", description="async: write while the next steps run; sync: wait for the disk"
+    )
+    on_error: Literal["error", "continue"] = Field(
+        "error", description="if a save fails: end the run, or print the error and continue"
+    )
     resume: str = Field("auto", description="`auto`, `never`, or the path of a checkpoint")
-    grace_s: PositiveInt = Field(110, description="time that ranks have to finish and save after a stop signal, s")
+    grace_s: PositiveInt = Field(110, description="time for ranks to finish and save after a stop signal, s")
 
 
 class EvalConfig(_Section):
     """Loss and perplexity on held-out rows, each counted once."""
 
-    source: str | None = Field(None, description="as data.source; none: no evaluation")
+    source: str | None = Field(None, description="as data.source; null: no evaluation")
     split: str = Field("validation", description="split of a Hub dataset")
     every: Count = Field(0, description="steps between evaluations; 0: at the end only")
 
 
 class LogConfig(_Section):
-    """What is written down."""
+    """What to log, and where."""
 
     dir: str | None = Field(None, description="the run's folder; default runs/<time>")
     every: PositiveInt = Field(10, description="steps between metrics lines; first and last are always logged")
     trackers: Annotated[tuple[str, ...], Field(strict=False)] = Field(
-        (), description="who hears the metrics beside metrics.jsonl: tensorboard, wandb, trackio"
+        (), description="trackers that get the metrics besides metrics.jsonl: tensorboard, wandb, trackio"
     )
-    project: str = Field("threefold", description="the project's name at wandb and trackio")
-    stall_s: PositiveFloat = Field(120.0, description="time without progress after which the late rank is shown, s")
-    sample_tokens: Count = Field(64, description="tokens generated and shown at the end; 0: none")
+    project: str = Field("threefold", description="project name at wandb and trackio")
+    stall_s: PositiveFloat = Field(120.0, description="time without progress after which the late rank is named, s")
+    sample_tokens: Count = Field(64, description="tokens to generate and show at the end; 0: none")
 
 
 class AuditConfig(_Section):
-    """Proof of what was read: every rank's digests, compared while the run goes and kept in audit.jsonl."""
+    """Proof of what was read: every rank's digests, compared during the run and kept in audit.jsonl."""
 
-    every: Count = Field(10, description="steps between audits; saving and the end of the run audit too; 0: none")
+    every: Count = Field(10, description="steps between audits; each save and the end of the run audit too; 0: none")
 
 
 class Config(_Section):
-    """Everything a run is asked to do."""
+    """Everything that a run is asked to do."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

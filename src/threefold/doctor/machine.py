@@ -93,10 +93,10 @@ def judge(machine: Machine) -> list[Finding]:
 
 def _python(machine: Machine) -> Finding:
     version = tuple(int(part) for part in machine.python.split(".")[:2])
-    if version >= (3, 10):
+    if version >= (3, 11):
         return ok("Python", machine.python)
     return stop(
-        "Python", machine.python, expected="3.10 or newer", fix="make a virtual environment with a newer Python"
+        "Python", machine.python, expected="3.11 or newer", fix="make a virtual environment with a newer Python"
     )
 
 

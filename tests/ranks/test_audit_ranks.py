@@ -59,7 +59,8 @@ def _read(prefix: Path, fault: str) -> tuple[str, int]:
     order = Order(rows.num_rows, GLOBAL_BATCH, 0, True, "drop", dp_rank, mesh.dp_size)
     loader = TokenLoader(read, order, num_workers=int(planted))
     prediction = Prediction(rows.num_rows, GLOBAL_BATCH, seed=0, shuffle=True)
-    loader.advance(FIRST - 1 + (fault == "one step late") - (fault == "one step early"))
+    steps_before = FIRST - 1 + (fault == "one step late") - (fault == "one step early")
+    loader.load_state_dict({**loader.state_dict(), "position": steps_before * GLOBAL_BATCH})
     plan = AuditPlan(prediction, every=5, first_step=FIRST, begin=prediction.after(Place(0, 0), FIRST - 1), go_on="CMD")
     audit = RunAudit(mesh, rows, plan)
     batches = iter(loader)
@@ -84,7 +85,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """600 tokens, all different: 74 rows, nine batches an epoch."""
     prefix = tmp_path_factory.mktemp("store") / "tokens"
     with StoreWriter(prefix, dtype=np.dtype("<u2")) as writer:
-        writer.add(np.arange(600, dtype=np.uint16) + 1000)
+        writer.add_block(np.arange(600, dtype=np.uint16) + 1000, np.array([600], np.int32))
         writer.finish(
             lambda made: StoreInfo(made.content_hash(), "", made.num_tokens, 1, 0, "numbers", "", "none", "", 2000, 0)
         )

@@ -160,11 +160,6 @@ class TokenLoader:
             self._rows_read += self.order.global_batch
             yield batch
 
-    def advance(self, steps: int) -> None:
-        """Moves on by `steps` steps without reading them."""
-        self._epoch, self._position = after_steps(self._epoch, self._position, steps, **self._sizes())
-        self._rows_read += steps * self.order.global_batch
-
     def leave_out(self, skip: Sequence[StepRange], *, first_step: int) -> None:
         """Leaves the batches of some steps out when the run comes to them (see `skip`).
 

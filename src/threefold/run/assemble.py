@@ -14,8 +14,9 @@ from transformers import PretrainedConfig
 
 from threefold import __version__
 from threefold.config.schema import Config, DataConfig, MixtureSource
-from threefold.data.loader import Batch, Order, TokenLoader, evaluation_batches
+from threefold.data.loader import Batch, TokenLoader, evaluation_batches
 from threefold.data.mixture import Mixture
+from threefold.data.order import Order
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.mixed import MixedRows
 from threefold.data.rows.open import open_rows
@@ -255,14 +256,13 @@ def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
         global_batch=config.train.global_batch,
         seed=config.data.seed,
         shuffle=config.data.shuffle,
-        tail="drop",
-        dp_rank=mesh.dp_rank,
-        dp_size=mesh.dp_size,
         mixture=mixture_of(config, rows),
     )
     return TokenLoader(
         rows,
         order,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
         document_mask=config.data.document_mask,
         num_workers=config.data.num_workers,
         pin_memory=mesh.device.type == "cuda",

@@ -22,8 +22,8 @@ from threefold import __version__
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config.loading import Loaded
 from threefold.config.schema import Config
+from threefold.data.order import steps_without
 from threefold.data.rows.concat import Rows
-from threefold.data.skip import steps_left
 from threefold.data.tokens import Tokenizer
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ThreefoldError
 from threefold.export.model_folder import generate_sample
@@ -146,7 +146,7 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
     keeper = Keeper(config, folder, mesh, model, optimizer, loader, architecture)
     done = keeper.resume()
     if config.train.epochs is not None:
-        steps = steps_left(steps, skip={*loader.left_out, *config.data.skip})
+        steps = steps_without(steps, skip={*loader.left_out, *config.data.skip})
     per_dp_rank = config.train.global_batch // mesh.dp_size
     micro_batch = per_dp_rank if config.train.micro_batch == "auto" else config.train.micro_batch
     num_parameters = sum(parameter.numel() for parameter in model.module.parameters())

@@ -20,7 +20,7 @@ from threefold.data.rows.padded import PaddedRows
 from threefold.data.store import parts
 from threefold.data.store.prepare import prepare
 from threefold.data.store.store import TokenStore
-from threefold.data.text.source import documents, open_text
+from threefold.data.text.source import open_text
 from threefold.data.tokens import ByteTokenizer, load_tokenizer
 from threefold.errors import EXIT_WRONG_REQUEST, ConfigError, DataError, RunError, ThreefoldError
 
@@ -49,8 +49,8 @@ def said(act: Callable[[], Any], kind: type[ThreefoldError] = DataError) -> list
     return [(problem.what, problem.expected, problem.fix) for problem in caught.value.problems]
 
 
-def read(source: str, **options: Any) -> Callable[[], list[str]]:
-    return lambda: list(documents(open_text(source, **options)))
+def read(source: str, **options: Any) -> Callable[[], Any]:
+    return lambda: prepare(open_text(source, **options), BYTES, to=Path("prepared"))
 
 
 def rows(source: str, **options: Any) -> Callable[[], Any]:
@@ -604,7 +604,7 @@ def test_document_too_long_for_the_index(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_packing_settings_without_effect_are_named_together(store: Path) -> None:
-    assert said(rows("st", truncate=True, lookahead=3, pad_to_multiple=2), ConfigError) == [
+    assert said(rows("st", truncate=True, lookahead=3), ConfigError) == [
         (
             "data.truncate = true has no effect with data.packing = concat",
             "data.packing best_fit or none: concat cuts no document short",
@@ -615,25 +615,10 @@ def test_packing_settings_without_effect_are_named_together(store: Path) -> None
             "data.packing best_fit: only it chooses among documents",
             "remove data.lookahead, or --data.packing best_fit",
         ),
-        (
-            "data.pad_to_multiple = 2 has no effect with data.packing = concat",
-            "data.packing none: other rows are filled",
-            "remove data.pad_to_multiple, or --data.packing none",
-        ),
     ]
 
 
 def test_unknown_packing(folder: Path) -> None:
     assert said(rows("nowhere", packing="bestfit"), ConfigError) == [
         ("data.packing = 'bestfit' is no packing", "concat, best_fit, none", "--data.packing concat")
-    ]
-
-
-def test_multiple_that_does_not_divide_the_row(folder: Path) -> None:
-    assert said(rows("nowhere", packing="none", pad_to_multiple=3), ConfigError) == [
-        (
-            "data.pad_to_multiple = 3 does not divide data.seq_len = 8",
-            "a divisor of data.seq_len, so that the longest row keeps to it too",
-            "--data.seq_len 9",
-        )
     ]

@@ -44,8 +44,8 @@ def _changed_in_worker(store: TokenStore) -> ChangedInWorker:
 def _read(prefix: Path, fault: str) -> tuple[str, int]:
     """One rank that reads and audits steps 3 to 16 with a fault; (the error, steps that the last audit passed)."""
     from threefold.audit.compare import AuditPlan, RunAudit
-    from threefold.audit.digest import Place, Prediction
-    from threefold.data.loader import Order, TokenLoader
+    from threefold.data.loader import TokenLoader
+    from threefold.data.order import Order, Place
     from threefold.errors import RunError
     from threefold.mesh.mesh import init_mesh
 
@@ -54,11 +54,11 @@ def _read(prefix: Path, fault: str) -> tuple[str, int]:
     rows = ConcatRows(TokenStore(prefix), seq_len=SEQ_LEN)
     read = ChangedInWorker(rows.store, seq_len=SEQ_LEN) if planted else rows
     dp_rank = mesh.tp_rank if fault == "wrong dp rank" else mesh.dp_rank
-    order = Order(rows.num_rows, GLOBAL_BATCH, 0, True, "drop", dp_rank, mesh.dp_size)
-    loader = TokenLoader(read, order, num_workers=int(planted))
-    prediction = Prediction(rows.num_rows, GLOBAL_BATCH, seed=0, shuffle=True)
-    loader.advance(FIRST - 1 + (fault == "one step late") - (fault == "one step early"))
-    plan = AuditPlan(prediction, every=5, first_step=FIRST, begin=prediction.after(Place(0, 0), FIRST - 1), go_on="CMD")
+    order = Order(rows.num_rows, GLOBAL_BATCH, seed=0, shuffle=True)
+    loader = TokenLoader(read, order, dp_rank=dp_rank, dp_size=mesh.dp_size, num_workers=int(planted))
+    steps_before = FIRST - 1 + (fault == "one step late") - (fault == "one step early")
+    loader.load_state_dict({**loader.state_dict(), "position": steps_before * GLOBAL_BATCH})
+    plan = AuditPlan(order, every=5, first_step=FIRST, begin=order.after(Place(0, 0), FIRST - 1), go_on="CMD")
     audit = RunAudit(mesh, rows, plan)
     batches = iter(loader)
     passed, batch = 0, {}
@@ -82,7 +82,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """600 tokens, all different: 74 rows, nine batches an epoch."""
     prefix = tmp_path_factory.mktemp("store") / "tokens"
     with StoreWriter(prefix, dtype=np.dtype("<u2")) as writer:
-        writer.add(np.arange(600, dtype=np.uint16) + 1000)
+        writer.add_block(np.arange(600, dtype=np.uint16) + 1000, np.array([600], np.int32))
         writer.finish(
             lambda made: StoreInfo(made.content_hash(), "", made.num_tokens, 1, 0, "numbers", "", "none", "", 2000, 0)
         )

@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from threefold.audit import record as audit_record
-from threefold.audit.digest import Int64, Message, Place, Prediction, Window, agree, fold_samples, predicted_samples
+from threefold.audit.digest import Int64, Message, Window, agree, fold_samples, predicted_samples
 from threefold.audit.lookup import coverage, find_sample, find_step, turns
 from threefold.audit.offences import Evidence, explain
 from threefold.audit.proof import prove, stretches_of
 from threefold.audit.record import Line, SegmentLine, SkipLine, StepsLine, described, place_after, standing
 from threefold.data.mixture import Mixture
+from threefold.data.order import Order, Place
 from threefold.data.partition import rows_for_step
 from threefold.data.permutation import Permutation
 from threefold.errors import ConfigError, RunError, ranks_text, rows_text
@@ -29,7 +30,7 @@ from threefold.mesh.topology import Topology
 
 SEQ_LEN = 4
 ONE, TWO, FOUR = Topology(), Topology(dp_replicate=2, tp=2), Topology(dp_shard=4)
-ORDER = Prediction(num_rows=40, global_batch=8, seed=3, shuffle=True)
+ORDER = Order(num_rows=40, global_batch=8, seed=3, shuffle=True)
 SECOND = Place(0, 8)
 GO_ON = "threefold train runs/a/config.yaml --log.dir runs/a"
 
@@ -58,17 +59,17 @@ class World:
     """All ranks of a mesh in one process; `read` and `change` plant faults."""
 
     topology: Topology = TWO
-    prediction: Prediction = ORDER
+    order: Order = ORDER
     begin: Place = SECOND
     first_step: int = 2
     num_steps: int = 5
 
     def share(self, step: int, dp_rank: int) -> Int64:
         """The rows of one dp rank in a step."""
-        place = self.prediction.after(self.begin, step - self.first_step) if step >= self.first_step else None
-        place = place or self.prediction.before(self.begin)
+        place = self.order.after(self.begin, step - self.first_step) if step >= self.first_step else None
+        place = place or self.order.before(self.begin)
         assert place is not None
-        return self.prediction.rows(place, 1)[0, dp_rank :: self.topology.dp]
+        return self.order.rows(place, 1)[0, dp_rank :: self.topology.dp]
 
     def windows(
         self, read: Callable[[int, int], Int64] | None = None, change: Callable[[int, int, Int64], None] | None = None
@@ -76,7 +77,7 @@ class World:
         """What every rank has read; `read` gives a rank's rows in a step, `change` works on its tokens in place."""
         found = []
         for rank in range(self.topology.world_size):
-            rows = CountingRows(self.prediction.num_rows)
+            rows = CountingRows(self.order.num_rows)
             window = Window(rows, first_step=self.first_step)
             for step in range(self.first_step, self.first_step + self.num_steps):
                 indices = read(rank, step) if read else self.share(step, self.topology.dp_rank(rank))
@@ -90,7 +91,7 @@ class World:
     def agrees(self, windows: list[Window]) -> bool:
         """What every rank concludes from all messages, sent as integers."""
         messages = [Message.unpack(window.message().pack()) for window in windows]
-        rows = self.prediction.rows(self.begin, self.num_steps)
+        rows = self.order.rows(self.begin, self.num_steps)
         return agree(
             messages, predicted_samples(rows, first_step=self.first_step, dp_size=self.topology.dp), self.topology
         )
@@ -98,12 +99,10 @@ class World:
     def explain(self, windows: list[Window], *, resumed: bool = False) -> list[str]:
         """The problems as printed."""
         assert not self.agrees(windows)
-        rows_per_step = self.prediction.global_batch // self.topology.dp
+        rows_per_step = self.order.global_batch // self.topology.dp
         values = np.stack([window.evidence(rows_per_step) for window in windows])
         messages = [window.message() for window in windows]
-        evidence = Evidence(
-            self.topology, self.prediction, messages, values, self.first_step, self.begin, resumed=resumed
-        )
+        evidence = Evidence(self.topology, self.order, messages, values, self.first_step, self.begin, resumed=resumed)
         return [str(problem) for problem in explain(evidence, go_on=GO_ON)]
 
 
@@ -127,35 +126,37 @@ MESHES = st.builds(
     dp_size=st.sampled_from([1, 2, 4]),
     before=st.integers(0, 12),
 )
-def test_prediction_is_the_partition_of_the_order(
+def test_rows_of_steps_are_the_partition_of_the_order(
     num_rows: int, shuffle: bool, tail: Any, dp_size: int, before: int
 ) -> None:
     """Several steps at once, over the ends of epochs, are what the partition gives step by step."""
-    prediction = Prediction(num_rows, global_batch=8, seed=5, shuffle=shuffle, tail=tail)
-    place = prediction.after(Place(0, 0), before)
-    rows = prediction.rows(place, 7)
+    order = Order(num_rows, global_batch=8, seed=5, shuffle=shuffle, tail=tail)
+    place = order.after(Place(0, 0), before)
+    rows = order.rows(place, 7)
     for number in range(7):
-        epoch, position = prediction.begin(prediction.after(place, number))
-        order = Permutation(num_rows, seed=5, epoch=epoch)
+        epoch, position = order.begin(order.after(place, number))
+        permutation = Permutation(num_rows, seed=5, epoch=epoch)
         for dp_rank in range(dp_size):
             own = rows_for_step(
                 position, num_rows=num_rows, global_batch=8, dp_rank=dp_rank, dp_size=dp_size, tail=tail
             )
-            expected = order.at(own.positions) if shuffle else own.positions
+            expected = permutation.at(own.positions) if shuffle else own.positions
             assert rows[number, dp_rank::dp_size].tolist() == [*expected.tolist(), *[-1] * own.num_ignored]
+            read, num_ignored = order.rows_of_rank(Place(epoch, position), dp_rank=dp_rank, dp_size=dp_size)
+            assert (read.tolist(), num_ignored) == (expected.tolist(), own.num_ignored)
 
 
-def test_prediction_of_a_mixture_is_the_mixtures_order() -> None:
+def test_order_of_a_mixture_is_the_mixtures_order() -> None:
     mixture = Mixture({"a": 10, "b": 33}, {"a": 1, "b": 2}, seed=4)
-    prediction = Prediction(43, 8, seed=4, shuffle=True, mixture=mixture)
-    assert prediction.rows(Place(0, 16), 9).ravel().tolist() == mixture.rows_at(np.arange(16, 88)).tolist()
+    order = Order(43, 8, seed=4, shuffle=True, mixture=mixture)
+    assert order.rows(Place(0, 16), 9).ravel().tolist() == mixture.rows_at(np.arange(16, 88)).tolist()
 
 
 @given(num_rows=st.integers(8, 60), steps=st.integers(1, 30))
 def test_before_undoes_after(num_rows: int, steps: int) -> None:
-    prediction = Prediction(num_rows, 8, seed=0, shuffle=True)
-    assert prediction.before(prediction.after(Place(0, 0), steps)) == prediction.after(Place(0, 0), steps - 1)
-    assert prediction.before(Place(0, 0)) is None
+    order = Order(num_rows, 8, seed=0, shuffle=True)
+    assert order.before(order.after(Place(0, 0), steps)) == order.after(Place(0, 0), steps - 1)
+    assert order.before(Place(0, 0)) is None
 
 
 # --- what the ranks say of one another -------------------------------------------------------------------------------
@@ -164,8 +165,8 @@ def test_before_undoes_after(num_rows: int, steps: int) -> None:
 @settings(deadline=None)
 @given(topology=MESHES, num_steps=st.integers(1, 7), begin=st.integers(0, 9))
 def test_ranks_that_read_their_own_agree(topology: Topology, num_steps: int, begin: int) -> None:
-    prediction = Prediction(num_rows=43, global_batch=8, seed=3, shuffle=True)
-    world = World(topology, prediction, prediction.after(Place(0, 0), begin), begin + 1, num_steps)
+    order = Order(num_rows=43, global_batch=8, seed=3, shuffle=True)
+    world = World(topology, order, order.after(Place(0, 0), begin), begin + 1, num_steps)
     assert world.agrees(world.windows())
 
 
@@ -338,21 +339,21 @@ def record(
     lines: list[Line] = []
     places: dict[int, Place] = {0: Place(0, 0)}
     for number, (first_step, last_step, topology, global_batch) in enumerate(segments, start=1):
-        prediction = Prediction(num_rows, global_batch, seed=3, shuffle=True, mixture=mixture)
-        place = prediction.begin(places[first_step - 1])
+        order = Order(num_rows, global_batch, seed=3, shuffle=True, mixture=mixture)
+        place = order.begin(places[first_step - 1])
         sources = described(mixture) if mixture else None
-        order = (num_rows, 3, True, "drop", 1, "counting", sources, every, None)
-        lines.append(SegmentLine(number, first_step, *place, topology.sizes, global_batch, *order))
+        recorded = (num_rows, 3, True, "drop", 1, "counting", sources, every, None)
+        lines.append(SegmentLine(number, first_step, *place, topology.sizes, global_batch, *recorded))
         step = first_step
         while step <= last_step:
             if skip and step in skip:
                 first, last = skip[step]
                 batches = last - first + 1
                 lines.append(SkipLine(number, step, first, last, *place, batches))
-                place = prediction.after(place, batches)
+                place = order.after(place, batches)
             stops = [step + every - 1 - (step - 1) % every, last_step, *(at - 1 for at in skip or {} if at > step)]
             last = min(stops)
-            rows = prediction.rows(place, last - step + 1)
+            rows = order.rows(place, last - step + 1)
             contents = []
             for dp_rank in range(topology.dp):
                 window = Window(CountingRows(num_rows), first_step=step)
@@ -362,7 +363,7 @@ def record(
             samples = predicted_samples(rows, first_step=step, dp_size=topology.dp)
             lines.append(StepsLine(number, step, last, *place, tuple(samples), tuple(contents)))
             for done in range(step, last + 1):
-                places[done] = prediction.after(place, done - step + 1)
+                places[done] = order.after(place, done - step + 1)
             step, place = last + 1, places[last]
     return lines
 
@@ -501,7 +502,7 @@ def test_sample_is_found_where_it_was_read(mixture: Mixture | None) -> None:
 def test_sample_that_was_left_out_is_said() -> None:
     segments = standing(record((1, 5, TWO, 8), skip={3: (3, 4)}))
     stretches = stretches_of(segments)
-    rows = segments[0].start.prediction.rows(Place(0, 16), 2).ravel()
+    rows = segments[0].start.order.rows(Place(0, 16), 2).ravel()
     assert next(read.step for read in find_sample(stretches, int(rows[3]))) == 0
     epoch = coverage(stretches)[0]
     assert (epoch.read, epoch.left_out) == (24, 16)

@@ -20,8 +20,9 @@ from ranks.spawn import PRELOAD
 from threefold.config import loading
 from threefold.config.loading import dump, validate
 from threefold.config.text import as_yaml
-from threefold.data.loader import Order, TokenLoader
+from threefold.data.loader import TokenLoader
 from threefold.data.mixture import Mixture
+from threefold.data.order import Order
 from threefold.data.rows.concat import PackingReport
 from threefold.data.rows.mixed import MixedRows
 from threefold.data.tokens import ByteTokenizer
@@ -71,8 +72,8 @@ def loader(
     rows = mixed()
     mixture = Mixture(rows.sizes, weights or WEIGHTS, seed=order.get("seed", 0))
     settled: dict[str, Any] = {"seed": 0, "shuffle": True, "tail": "drop", **order}
-    one = Order(rows.num_rows, batch, dp_rank=dp_rank, dp_size=dp_size, mixture=mixture, **settled)
-    return TokenLoader(rows, one, num_workers=workers)
+    one = Order(rows.num_rows, batch, mixture=mixture, **settled)
+    return TokenLoader(rows, one, dp_rank=dp_rank, dp_size=dp_size, num_workers=workers)
 
 
 def read(steps: int, dp_size: int = 1, state: Any = None, **settings: Any) -> tuple[list[list[int]], Any]:

@@ -28,7 +28,7 @@ def store_of(folder: Path, lengths: list[int]) -> TokenStore:
     with StoreWriter(folder / "x", dtype=np.dtype("<u2")) as writer:
         at = 0
         for length in lengths:
-            writer.add(np.append(np.arange(at, at + length - 1), END))
+            writer.add_block(np.append(np.arange(at, at + length - 1), END), np.array([length], np.int32))
             at += length - 1
         writer.finish(
             lambda w: StoreInfo(w.content_hash(), "", w.num_tokens, w.num_documents, 0, "", "", "", "", END + 1, END)
@@ -225,23 +225,12 @@ def test_fingerprint_follows_every_setting(folder: Path) -> None:
         {"seq_len": 8, "packing": "best_fit", "truncate": True},
         {"seq_len": 8, "packing": "none"},
         {"seq_len": 8, "packing": "none", "truncate": True},
-        {"seq_len": 8, "packing": "none", "pad_to_multiple": 4},
     ]
     prints = [pack(store, **setting).fingerprint for setting in settings]  # type: ignore[arg-type]
     assert len(set(prints)) == len(prints)
     assert prints == [pack(store, **setting).fingerprint for setting in settings]  # type: ignore[arg-type]
     other = pack(store_of(folder, [9, 1, 30, 5]), seq_len=8)
     assert other.fingerprint != prints[0]
-
-
-def test_pad_to_a_multiple(folder: Path) -> None:
-    rows = pack(store_of(folder, [3, 6, 20]), seq_len=16, packing="none", pad_to_multiple=4)
-    widths = [rows.rows(np.array(indices))["labels"].shape[1] for indices in ([0], [1], [0, 1], [2], [3], [0, 2])]
-    assert widths == [4, 8, 8, 16, 4, 16]
-    full = pack(store_of(folder, [3, 6, 20]), seq_len=16, packing="none").rows(np.array([0, 1]))
-    for name, values in rows.rows(np.array([0, 1])).items():
-        assert np.array_equal(values, full[name][:, :8])
-    assert rows.report.padding_share == pytest.approx(1 - (3 + 6 + 16 + 4) / (4 + 8 + 16 + 4))
 
 
 def test_padding_begins_a_document_of_its_own(folder: Path) -> None:

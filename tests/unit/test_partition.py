@@ -33,16 +33,9 @@ def read_in_order(shares: list[StepRows]) -> list[int]:
 @given(step=st.integers(0, 10**15), per_rank=st.integers(1, 8), dp_size=DP_SIZES)
 def test_dp_ranks_take_turns_in_a_step(step: int, per_rank: int, dp_size: int) -> None:
     batch = per_rank * dp_size
-    shares = [
-        partition.positions_for_step(step, global_batch=batch, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)
-    ]
-    assert {len(share) for share in shares} == {per_rank}
-    assert [position for turn in zip(*shares, strict=True) for position in turn] == list(
-        range(step * batch, (step + 1) * batch)
-    )
-    for rank, share in enumerate(shares):
-        for position in share:
-            assert partition.reader_of(position, global_batch=batch, dp_size=dp_size) == (step, rank)
+    shares = step_of_all(step * batch, num_rows=(step + 1) * batch, global_batch=batch, dp_size=dp_size, tail="drop")
+    assert {len(share.positions) for share in shares} == {per_rank}
+    assert read_in_order(shares) == list(range(step * batch, (step + 1) * batch))
 
 
 @given(num_rows=st.integers(1, 300), per_rank=st.integers(1, 5), dp_size=DP_SIZES, tail=TAILS)
@@ -161,7 +154,7 @@ def test_shares_of_a_bare_sampler(num_rows: int, start: int, dp_size: int, tail:
 
 def test_a_batch_that_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ConfigError) as raised:
-        partition.positions_for_step(0, global_batch=30, dp_rank=0, dp_size=4)
+        partition.rows_for_step(0, num_rows=90, global_batch=30, dp_rank=0, dp_size=4, tail="drop")
     assert str(raised.value) == (
         "train.global_batch = 30 cannot be divided equally among 4 dp ranks\n"
         "  expected: a multiple of mesh.dp (4), so that every dp rank makes the same number of steps\n"

@@ -18,7 +18,7 @@ import pytest
 from threefold.data.store import parts, prepare
 from threefold.data.store.prepare import PreparedStore, Progress, cached_store, request_of
 from threefold.data.store.store import TokenStore
-from threefold.data.text.source import Piece, documents, open_text
+from threefold.data.text.source import Piece, ReadLog, open_text
 from threefold.data.tokens import ByteTokenizer
 from threefold.errors import DataError, RunError
 
@@ -62,11 +62,20 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
 
 
+def texts_of(source: Path) -> list[str]:
+    text, log = open_text(str(source)), ReadLog()
+    return [document for piece in text.pieces for document in text.read(piece, log)]
+
+
+def documents_in(store: TokenStore) -> list[list[int]]:
+    return [part.tolist() for part in np.split(store.tokens, store.document_ends)[: store.num_documents]]
+
+
 def test_store_is_each_document_and_the_end_token(corpus: Path, tmp_path: Path) -> None:
     made = make(corpus, tmp_path / "to")
     store = made.open()
-    texts = list(documents(open_text(str(corpus))))
-    assert [store.document(i).tolist() for i in range(40)] == [[*text.encode(), 256] for text in texts]
+    texts = texts_of(corpus)
+    assert documents_in(store) == [[*text.encode(), 256] for text in texts]
     assert store.dtype == np.uint16
     assert sorted(contents(tmp_path / "to")) == ["tokens.bin", "tokens.idx", "tokens.json"]
     assert (made.info.tokenizer, made.info.vocab_size, made.info.end_id) == ("bytes", 257, 256)
@@ -185,7 +194,7 @@ def test_damaged_cached_store_is_made_again(corpus: Path, tmp_path: Path) -> Non
 
 
 def test_same_tokens_elsewhere_have_the_same_fingerprint(corpus: Path, tmp_path: Path) -> None:
-    rows = "".join(json.dumps({"text": text}) + "\n" for text in documents(open_text(str(corpus))))
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts_of(corpus))
     (tmp_path / "x.jsonl").write_text(rows)
     assert make(corpus, tmp_path / "a").info.fingerprint == make(tmp_path / "x.jsonl", tmp_path / "b").info.fingerprint
 
@@ -263,4 +272,4 @@ def test_documents_of_one_file_larger_than_a_part(tmp_path: Path, monkeypatch: p
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     make(tmp_path / "x.jsonl", tmp_path / "to", num_workers=2)
     store = TokenStore(tmp_path / "to" / "tokens")
-    assert [bytes(store.document(i)[:-1].astype(np.uint8)).decode() for i in range(60)] == texts
+    assert [bytes(document[:-1]).decode() for document in documents_in(store)] == texts

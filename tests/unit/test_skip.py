@@ -16,8 +16,8 @@ import pytest
 from ranks.spawn import PRELOAD
 from threefold.config.loading import validate
 from threefold.config.schema import Config
-from threefold.data.loader import Order, TokenLoader
-from threefold.data.skip import skips_ahead, steps_left
+from threefold.data.loader import TokenLoader
+from threefold.data.order import Order, skips_ahead, steps_without
 from threefold.errors import ConfigError
 
 SKIP = ((3, 4), (6, 6))
@@ -39,8 +39,8 @@ class FlatRows:
 
 
 def loader(*, dp: tuple[int, int] = (0, 1), num_workers: int = 0) -> TokenLoader:
-    order = Order(22, 4, seed=0, shuffle=True, tail="drop", dp_rank=dp[0], dp_size=dp[1])
-    return TokenLoader(FlatRows(), order, num_workers=num_workers)
+    order = Order(22, 4, seed=0, shuffle=True)
+    return TokenLoader(FlatRows(), order, dp_rank=dp[0], dp_size=dp[1], num_workers=num_workers)
 
 
 def batches(one: TokenLoader, count: int) -> list[list[int]]:
@@ -105,7 +105,7 @@ def test_steps_that_are_done_cannot_be_left_out() -> None:
     ("skip", "left"), [((), 20), (((3, 4),), 18), (((3, 4), (6, 6)), 17), (((19, 30),), 18), (((21, 22),), 20)]
 )
 def test_steps_of_a_run_that_leaves_batches_out(skip: Any, left: int) -> None:
-    assert steps_left(20, skip=skip) == left
+    assert steps_without(20, skip=skip) == left
 
 
 def test_setting_is_read_and_checked() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from threefold.data.text import files as text_files
 from threefold.data.text import hub
 from threefold.data.text import rows as text_rows
-from threefold.data.text.source import Piece, ReadLog, documents, open_text
+from threefold.data.text.source import Piece, ReadLog, TextSource, log_error, open_text
 from threefold.errors import DataError
 
 
@@ -35,8 +35,17 @@ def write_parquet(path: Path, texts: list[str | None], group: int = 2) -> Path:
     return path
 
 
+def documents(source: TextSource, *, skip_bad: bool = False) -> list[str]:
+    """All documents of a source, or the error that preparing it ends with."""
+    log = ReadLog(skip_bad=skip_bad)
+    texts = [text for piece in source.pieces for text in source.read(piece, log)]
+    if log.num_bad:
+        raise log_error(source, log)
+    return texts
+
+
 def read(source: str | Path, **options: object) -> list[str]:
-    return list(documents(open_text(str(source), **options)))  # type: ignore[arg-type]
+    return documents(open_text(str(source), **options))  # type: ignore[arg-type]
 
 
 def test_stdlib_is_the_library_without_packages_and_tests() -> None:
@@ -141,7 +150,7 @@ def test_bad_lines_are_counted_when_skipped(tmp_path: Path) -> None:
     source, log = open_text(str(tmp_path)), ReadLog(skip_bad=True)
     assert [text for piece in source.pieces for text in source.read(piece, log)] == ["a", "b"]
     assert (log.num_skipped, log.problems) == (4, [])
-    assert list(documents(source, skip_bad=True)) == ["a", "b"]
+    assert documents(source, skip_bad=True) == ["a", "b"]
 
 
 def test_reading_stops_soon_where_every_line_is_bad(tmp_path: Path) -> None:
@@ -155,15 +164,15 @@ def test_parquet_rows_in_order_by_row_groups(tmp_path: Path) -> None:
     write_parquet(tmp_path / "x.parquet", [f"row {i}" for i in range(7)])
     source = open_text(str(tmp_path / "x.parquet"))
     assert len(source.pieces) == 4
-    assert list(documents(source)) == [f"row {i}" for i in range(7)]
+    assert documents(source) == [f"row {i}" for i in range(7)]
 
 
 def test_parquet_null_is_named_by_row(tmp_path: Path) -> None:
     write_parquet(tmp_path / "x.parquet", ["a", "b", "c", None, "e"])
     source = open_text(str(tmp_path / "x.parquet"))
     with pytest.raises(DataError, match="row 3: the text is null"):
-        list(documents(source))
-    assert list(documents(source, skip_bad=True)) == ["a", "b", "c", "e"]
+        documents(source)
+    assert documents(source, skip_bad=True) == ["a", "b", "c", "e"]
 
 
 def test_parquet_text_in_a_dictionary(tmp_path: Path) -> None:
@@ -183,9 +192,9 @@ def test_hub_source_through_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(hub, "_PIECE_BYTES", 30)
     source = open_text(f"hf:{tmp_path}")
     assert len(source.pieces) > 1
-    assert list(documents(source)) == [f"train {i}" for i in range(5)]
+    assert documents(source) == [f"train {i}" for i in range(5)]
     held_out = open_text(f"hf:{tmp_path}", split="test")
-    assert list(documents(held_out)) == ["held out"]
+    assert documents(held_out) == ["held out"]
     assert open_text(f"hf:{tmp_path}").fingerprint == source.fingerprint != held_out.fingerprint
     assert read(f"hf:{tmp_path}", split="train[:2]") == ["train 0", "train 1"]
 
@@ -201,7 +210,7 @@ def test_sources_pickle(tmp_path: Path, kind: str) -> None:
     write_jsonl(tmp_path / "train.jsonl", [{"text": "a"}, {"text": "b"}])
     source = open_text(f"hf:{tmp_path}" if kind == "hub" else str(tmp_path))
     again = pickle.loads(pickle.dumps(source))
-    assert list(documents(again)) == ["a", "b"]
+    assert documents(again) == ["a", "b"]
     assert again.fingerprint == source.fingerprint
 
 

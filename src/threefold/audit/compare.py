@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threefold.audit.digest import Int64, Message, Place, Prediction, Window, agree, predicted_samples
+from threefold.audit.digest import Int64, Message, Window, agree, predicted_samples
 from threefold.audit.offences import Evidence, explain
 from threefold.audit.record import SkipLine, StepsLine
+from threefold.data.order import Order, Place, StepRange, num_batches
 from threefold.data.rows.concat import Rows
-from threefold.data.skip import StepRange, num_batches
 from threefold.errors import Problem, RunError
 from threefold.jsonl import Tracker
 from threefold.mesh.mesh import Mesh
@@ -37,7 +37,7 @@ class AuditPlan:
         go_on: the command that goes on from the last checkpoint, for messages.
     """
 
-    prediction: Prediction
+    order: Order
     every: int
     first_step: int
     begin: Place
@@ -86,7 +86,7 @@ class RunAudit:
             return
         messages = [Message.unpack(values) for values in self._gather(window.message().pack())]
         predicted = predicted_samples(
-            plan.prediction.rows(self._begin, window.num_steps),
+            plan.order.rows(self._begin, window.num_steps),
             first_step=window.first_step,
             dp_size=self._mesh.dp_size,
         )
@@ -96,7 +96,7 @@ class RunAudit:
         self._write(messages, problems)
         if problems:
             raise RunError.of(problems)
-        self._begin = plan.prediction.after(self._begin, window.num_steps)
+        self._begin = plan.order.after(self._begin, window.num_steps)
         self._window = Window(self._rows, first_step=window.last_step + 1)
 
     def close(self) -> None:
@@ -105,10 +105,10 @@ class RunAudit:
             self._record.close()
 
     def _explain(self, messages: list[Message]) -> list[Problem]:
-        rows_per_step = self._plan.prediction.global_batch // self._mesh.dp_size
+        rows_per_step = self._plan.order.global_batch // self._mesh.dp_size
         evidence = Evidence(
             self._mesh.topology,
-            self._plan.prediction,
+            self._plan.order,
             messages,
             self._gather(self._window.evidence(rows_per_step)),
             self._window.first_step,
@@ -128,15 +128,15 @@ class RunAudit:
     def _leave_out(self, step: int, step_range: StepRange) -> None:
         batches = num_batches([step_range])
         if self._record is not None:
-            line = SkipLine(self._plan.segment, step, *step_range, *self._plan.prediction.begin(self._begin), batches)
+            line = SkipLine(self._plan.segment, step, *step_range, *self._plan.order.begin(self._begin), batches)
             self._record.log(line.to_record())
-        self._begin = self._plan.prediction.after(self._begin, batches)
+        self._begin = self._plan.order.after(self._begin, batches)
 
     def _write(self, messages: Sequence[Message], problems: Sequence[Problem]) -> None:
         if self._record is None:
             return
         first_ranks = messages[:: self._mesh.world_size // self._mesh.dp_size]
-        epoch, position = self._plan.prediction.begin(self._begin)
+        epoch, position = self._plan.order.begin(self._begin)
         line = StepsLine(
             segment=self._plan.segment,
             first=self._window.first_step,

@@ -16,101 +16,18 @@ So they depend on the order of the steps and on the places in a batch. -1 is a r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from threefold.data.mixture import Mixture
-from threefold.data.partition import Tail, after_steps, step_begin, steps_left
-from threefold.data.permutation import MAX_ROWS, ORDER_VERSION, Permutation
 from threefold.data.rows.concat import Rows
 from threefold.mesh.topology import Topology
 
 Int64 = npt.NDArray[np.int64]
 
 TOKEN_FIELDS = ("input_ids", "labels")
-
-
-class Place(NamedTuple):
-    """Where a step begins: a global position in an epoch."""
-
-    epoch: int
-    position: int
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The order of a run, from its own few numbers: which rows each dp rank reads in a step."""
-
-    num_rows: int
-    global_batch: int
-    seed: int
-    shuffle: bool
-    tail: Tail = "drop"
-    order_version: int = ORDER_VERSION
-    mixture: Mixture | None = None
-
-    @property
-    def epoch_size(self) -> int:
-        """Positions of an epoch; a mixture has a single one without an end."""
-        return self.num_rows if self.mixture is None else MAX_ROWS
-
-    def begin(self, place: Place) -> Place:
-        """Where a step that is to begin at `place` really does: there, or at the head of the next epoch."""
-        return Place(*step_begin(*place, **self._sizes()))
-
-    def after(self, place: Place, num_steps: int) -> Place:
-        """Where the step begins that follows `num_steps` steps from `place`."""
-        return Place(*after_steps(*place, num_steps, **self._sizes()))
-
-    def before(self, place: Place) -> Place | None:
-        """Where the step before the one at `place` began; None at the very beginning."""
-        epoch, position = self.begin(place)
-        if position >= self.global_batch:
-            return Place(epoch, position - self.global_batch)
-        steps = steps_left(0, **self._sizes())
-        return Place(epoch - 1, (steps - 1) * self.global_batch) if epoch else None
-
-    def stretches(self, place: Place, num_steps: int) -> Iterator[tuple[Place, int]]:
-        """(place, number of steps) of each run of steps inside one epoch, `num_steps` together from `place` on."""
-        while num_steps > 0:
-            place = self.begin(place)
-            count = min(num_steps, steps_left(place.position, **self._sizes()))
-            yield place, count
-            place, num_steps = self.after(place, count), num_steps - count
-
-    def rows(self, place: Place, num_steps: int) -> Int64:
-        """Row indices of some steps, [num_steps, global_batch]: dp rank d of D reads [:, d::D]; -1 is no sample."""
-        parts = [np.empty((0, self.global_batch), np.int64)]
-        for (epoch, position), count in self.stretches(place, num_steps):
-            positions = np.arange(position, position + count * self.global_batch, dtype=np.int64)
-            rows = self.rows_at(epoch, positions % self.epoch_size)
-            if self.tail == "exact":
-                rows[positions >= self.epoch_size] = -1
-            parts.append(rows.reshape(count, self.global_batch))
-        return np.concatenate(parts)
-
-    def rows_at(self, epoch: int, positions: Int64) -> Int64:
-        """Row indices at some positions of an epoch, each in [0, epoch_size)."""
-        if self.mixture is not None:
-            return self.mixture.rows_at(positions, shuffle=self.shuffle)
-        if not self.shuffle:
-            return positions.copy()
-        return permutation(self.num_rows, self.seed, epoch, self.order_version).at(positions)
-
-    def _sizes(self) -> dict[str, Any]:
-        return {"num_rows": self.epoch_size, "global_batch": self.global_batch, "tail": self.tail}
-
-
-@lru_cache(maxsize=4)
-def permutation(num_rows: int, seed: int, epoch: int, version: int) -> Permutation:
-    """The order of an epoch; kept, because a small one is a table."""
-    return Permutation(num_rows, seed=seed, epoch=epoch, version=version)
 
 
 def fold_samples(digest: int, step: int, indices: Int64) -> int:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from threefold.audit.digest import Int64, Place, Prediction, permutation
+from threefold.audit.digest import Int64
 from threefold.audit.proof import Stretch
 from threefold.audit.record import Segment, StepsLine
 from threefold.data.mixture import Mixture
+from threefold.data.order import Order, Place
 from threefold.mesh.topology import Topology
 
 _NUM_NAMED = 8
@@ -37,7 +38,7 @@ def find_step(segments: Sequence[Segment], step: int) -> StepRead | None:
     for segment in segments:
         for line in segment.lines:
             if isinstance(line, StepsLine) and 0 <= step - line.first < segment.stands(line):
-                order = segment.start.prediction
+                order = segment.start.order
                 place = order.begin(order.after(line.place, step - line.first))
                 return StepRead(step, place, order.rows(place, 1)[0], segment.start.topology)
     return None
@@ -63,7 +64,7 @@ class SampleRead:
 
 def find_sample(stretches: Sequence[Stretch], row: int) -> list[SampleRead]:
     """What became of a row in each epoch that the run has touched, in their order."""
-    order = stretches[0].segment.prediction
+    order = stretches[0].segment.order
     found = []
     for epoch in sorted({stretch.epoch for stretch in stretches}):
         own = [stretch for stretch in stretches if stretch.epoch == epoch]
@@ -79,10 +80,10 @@ def find_sample(stretches: Sequence[Stretch], row: int) -> list[SampleRead]:
     return found
 
 
-def _positions_of(order: Prediction, row: int, *, epoch: int, stop: int) -> Iterator[int]:
+def _positions_of(order: Order, row: int, *, epoch: int, stop: int) -> Iterator[int]:
     """Where an epoch has a row: once; with a mixture once in each epoch of its source, as far as `stop`."""
     if order.mixture is None:
-        keyed = permutation(order.num_rows, order.seed, epoch, order.order_version)
+        keyed = order.permutation(epoch)
         yield keyed.inverse(row) if order.shuffle else row
         return
     mixture = order.mixture
@@ -137,7 +138,7 @@ def coverage(stretches: Sequence[Stretch]) -> list[Coverage]:
 
     Not for a mixture, whose sources each have epochs of their own (`turns`).
     """
-    order = stretches[0].segment.prediction
+    order = stretches[0].segment.order
     epochs = sorted({stretch.epoch for stretch in stretches})
     found = []
     for epoch in epochs:
@@ -154,7 +155,7 @@ def coverage(stretches: Sequence[Stretch]) -> list[Coverage]:
 
 def _unread_rows(stretches: Sequence[Stretch], epoch: int) -> list[int]:
     """The first rows, by position, that no stretch of an epoch holds."""
-    order = stretches[0].segment.prediction
+    order = stretches[0].segment.order
     positions: list[int] = []
     reached = 0
     for start, stop in [*sorted((stretch.start, stretch.stop) for stretch in stretches), (order.num_rows,) * 2]:
@@ -162,13 +163,13 @@ def _unread_rows(stretches: Sequence[Stretch], epoch: int) -> list[int]:
         reached = max(reached, stop)
     rows = np.array(positions[:_NUM_NAMED], np.int64)
     if order.shuffle:
-        rows = permutation(order.num_rows, order.seed, epoch, order.order_version).at(rows)
+        rows = order.permutation(epoch).at(rows)
     return [int(row) for row in rows]
 
 
 def turns(stretches: Sequence[Stretch]) -> list[tuple[str, int, int]]:
     """(name, rows, rows read) of each source of a mixture."""
-    mixture = stretches[0].segment.prediction.mixture
+    mixture = stretches[0].segment.order.mixture
     assert mixture is not None
     read = np.zeros(len(mixture.names), np.int64)
     for stretch in stretches:

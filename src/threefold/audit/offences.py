@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from threefold.audit.digest import TOKEN_FIELDS, Difference, Int64, Message, Place, Prediction
+from threefold.audit.digest import TOKEN_FIELDS, Difference, Int64, Message
+from threefold.data.order import Order, Place
 from threefold.errors import Problem, ranks_text, rows_text
 from threefold.mesh.topology import Topology
 
@@ -34,7 +35,7 @@ class Evidence:
     """
 
     topology: Topology
-    prediction: Prediction
+    order: Order
     messages: Sequence[Message]
     values: Int64
     first_step: int
@@ -47,7 +48,7 @@ class Evidence:
 
     @property
     def _rows_per_step(self) -> int:
-        return self.prediction.global_batch // self.topology.dp
+        return self.order.global_batch // self.topology.dp
 
     def read(self, rank: int) -> Int64:
         """Row indices that a rank read, [num_steps, rows]."""
@@ -73,8 +74,8 @@ def explain(evidence: Evidence, *, go_on: str) -> list[Problem]:
 
 def _order_problems(evidence: Evidence, go_on: str) -> list[Problem]:
     """Ranks whose rows are not the predicted ones, those with the same explanation together."""
-    topology, prediction = evidence.topology, evidence.prediction
-    predicted = prediction.rows(evidence.begin, evidence.num_steps)
+    topology, order = evidence.topology, evidence.order
+    predicted = order.rows(evidence.begin, evidence.num_steps)
     found: dict[tuple[str, int, int], list[int]] = {}
     for rank in range(topology.world_size):
         share = predicted[:, topology.dp_rank(rank) :: topology.dp]
@@ -93,15 +94,15 @@ def _order_problems(evidence: Evidence, go_on: str) -> list[Problem]:
 
 def _elsewhere(evidence: Evidence, rank: int, place: int, predicted: Int64) -> tuple[str, int, int]:
     """(kind, place, where): what a rank read in step `place` of the window belongs to another dp rank or step."""
-    topology, prediction = evidence.topology, evidence.prediction
+    topology, order = evidence.topology, evidence.order
     read = evidence.read(rank)[place]
     for other in range(topology.dp):
         if np.array_equal(read, predicted[place, other :: topology.dp]):
             return "dp rank", place, other
     earlier = list(enumerate(predicted[:place]))
-    if (before := prediction.before(evidence.begin)) is not None:
-        earlier.insert(0, (-1, prediction.rows(before, 1)[0]))
-    ahead = prediction.rows(prediction.after(evidence.begin, place + 1), evidence.num_steps + 1)
+    if (before := order.before(evidence.begin)) is not None:
+        earlier.insert(0, (-1, order.rows(before, 1)[0]))
+    ahead = order.rows(order.after(evidence.begin, place + 1), evidence.num_steps + 1)
     for kind, steps in (("earlier", reversed(earlier)), ("later", enumerate(ahead, start=place + 1))):
         for other, rows in steps:
             if np.array_equal(read, rows[topology.dp_rank(rank) :: topology.dp]):
@@ -144,7 +145,7 @@ def _order_problem(
         )
     return Problem(
         f"{who} read other samples than the order has in step {step}{at_resume}: {instead}",
-        f"the order of data.seed = {evidence.prediction.seed} and {evidence.prediction.num_rows:,} rows",
+        f"the order of data.seed = {evidence.order.seed} and {evidence.order.num_rows:,} rows",
         again,
     )
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from threefold.audit.digest import Int64, Place, Prediction, fold_contents, predicted_samples
+from threefold.audit.digest import Int64, fold_contents, predicted_samples
 from threefold.audit.record import Segment, SegmentLine, SkipLine, StepsLine
+from threefold.data.order import Order, Place
 from threefold.data.rows.concat import Rows
 from threefold.errors import Problem, RunError, rows_text
 from threefold.mesh.topology import Topology
@@ -43,7 +44,7 @@ def prove(segments: Sequence[Segment], rows: Rows | None = None) -> list[Stretch
     first = segments[0].start
     next_step, place = first.first_step, first.place
     for segment in segments:
-        start, order = segment.start, segment.start.prediction
+        start, order = segment.start, segment.start.order
         _check_same_order(first, start)
         _check_step(start.first_step, next_step)
         _check_place(start.place, place, step=next_step, order=order)
@@ -66,7 +67,7 @@ def stretches_of(segments: Sequence[Segment]) -> list[Stretch]:
     """What a run has read and left out by its record, in its order."""
     found = []
     for segment in segments:
-        order = segment.start.prediction
+        order = segment.start.order
         for line in segment.lines:
             if isinstance(line, StepsLine):
                 num_steps, step = segment.stands(line), line.first
@@ -106,7 +107,7 @@ def _check_step(found: int, expected: int) -> None:
         )
 
 
-def _check_place(found: Place, expected: Place, *, step: int, order: Prediction) -> None:
+def _check_place(found: Place, expected: Place, *, step: int, order: Order) -> None:
     found, expected = order.begin(found), order.begin(expected)
     if found == expected:
         return
@@ -136,7 +137,7 @@ def _check_digests(line: StepsLine, start: SegmentLine, rows: Rows | None) -> No
             for fault in line.faults
         )
     num_steps = line.last - line.first + 1
-    indices = start.prediction.rows(line.place, num_steps)
+    indices = start.order.rows(line.place, num_steps)
     predicted = predicted_samples(indices, first_step=line.first, dp_size=dp)
     for dp_rank in range(max(dp, len(line.samples))):
         recorded = line.samples[dp_rank] if dp_rank < len(line.samples) else None

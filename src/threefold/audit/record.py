@@ -18,8 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from threefold.audit.digest import Place, Prediction
 from threefold.data.mixture import Mixture
+from threefold.data.order import Order, Place
 from threefold.data.partition import TAILS, Tail
 from threefold.errors import ConfigError, RunError
 from threefold.mesh.topology import Topology
@@ -90,14 +90,14 @@ class SegmentLine(_Record):
         return Place(self.epoch, self.position)
 
     @cached_property
-    def prediction(self) -> Prediction:
+    def order(self) -> Order:
         """The order that the run followed."""
         mixture = None
         if self.mixture is not None:
             sizes = {name: size for name, size, _ in self.mixture}
             mixture = Mixture(sizes, {name: turns for name, _, turns in self.mixture}, seed=self.seed)
-        order = (self.num_rows, self.global_batch, self.seed, self.shuffle, self.tail, self.order_version)
-        return Prediction(*order, mixture)
+        numbers = (self.num_rows, self.global_batch, self.seed, self.shuffle, self.tail, self.order_version)
+        return Order(*numbers, mixture)
 
 
 def described(mixture: Mixture) -> tuple[tuple[str, int, int], ...]:
@@ -237,7 +237,7 @@ def place_after(segments: Sequence[Segment], step: int) -> Place | None:
     for segment in segments:
         for line in segment.steps:
             if 0 <= step - line.first < segment.stands(line):
-                return segment.start.prediction.after(line.place, step - line.first + 1)
+                return segment.start.order.after(line.place, step - line.first + 1)
     return None
 
 

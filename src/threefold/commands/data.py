@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from threefold.audit import record
-from threefold.audit.digest import Place, Prediction
 from threefold.audit.lookup import SampleRead, coverage, find_sample, find_step, turns
 from threefold.audit.proof import Stretch, prove, stretches_of
 from threefold.audit.record import Line, Segment, SegmentLine, StepsLine
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config import loading
 from threefold.config.schema import Config
+from threefold.data.order import Order, Place
 from threefold.data.rows.concat import PADDING, Rows
 from threefold.data.store.prepare import Progress as Prepared
 from threefold.data.store.prepare import prepare
@@ -150,7 +150,7 @@ def _coverage_lines(stretches: Sequence[Stretch]) -> Iterator[str]:
                 yield line
     for stretch in stretches:
         if not stretch.first_step:
-            rows = stretch.segment.prediction.rows_at(stretch.epoch, np.arange(stretch.start, stretch.stop))
+            rows = stretch.segment.order.rows_at(stretch.epoch, np.arange(stretch.start, stretch.stop))
             yield (
                 f"  left out by data.skip: positions {stretch.start:,} to {stretch.stop - 1:,} of epoch "
                 f"{stretch.epoch} ({rows_text(rows)})"
@@ -190,10 +190,10 @@ def _check_checkpoints(run: Path, lines: Sequence[Line]) -> None:
 
 def _places_after(lines: Sequence[Line], step: int) -> list[Place]:
     found: list[Place] = []
-    order: Prediction | None = None
+    order: Order | None = None
     for line in lines:
         if isinstance(line, SegmentLine):
-            order = line.prediction
+            order = line.order
         elif isinstance(line, StepsLine) and line.first <= step <= line.last:
             assert order is not None
             found.append(order.after(line.place, step - line.first + 1))

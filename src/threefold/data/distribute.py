@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from threefold.data.loader import IGNORED
 from threefold.data.loop_sampler import LoopSampler, Pass
 from threefold.data.partition import Tail
-from threefold.data.sampler import DataAxis, Order, data_axis
+from threefold.data.sampler import DataAxis, OrderName, data_axis
 from threefold.errors import ConfigError
 
 IgnoreLastRow = Callable[[Any], Any]
@@ -51,7 +51,7 @@ def distribute(
     *,
     seed: int = 0,
     tail: Tail | None = None,
-    order: Order = "threefold",
+    order: OrderName = "threefold",
     ignore_last_row: IgnoreLastRow | None = None,
 ) -> DistributedLoader:
     """The same loader, reading the share of this dp rank.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,78 +16,25 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from threefold.data.cursor import Cursor
-from threefold.data.mixture import Mixture
-from threefold.data.partition import (
-    StepRows,
-    Tail,
-    after_step,
-    after_steps,
-    check_global_batch,
-    rows_for_step,
-    step_begin,
-    steps_per_epoch,
-)
-from threefold.data.permutation import MAX_ROWS, ORDER_VERSION, Permutation
+from threefold.data.order import Cursor, Order, Place, StepRange, num_batches, skips_ahead
+from threefold.data.partition import check_global_batch
 from threefold.data.rows.concat import Rows
-from threefold.data.skip import StepRange, num_batches, skips_ahead
 
 IGNORED = -100
 Batch = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Order:
-    """Which rows a step reads: everything the order depends on, and the dp rank's place, on which it does not.
-
-    Without a mixture an epoch is every row once. With one, the order is a single epoch without an end, in which each
-    source goes through epochs of its own, and `num_rows` counts the rows of all sources: row ids are unique over the
-    sources (those of `Mixture.rows_at`), but a small source may give the same row twice within one step.
-    """
-
-    num_rows: int
-    global_batch: int
-    seed: int
-    shuffle: bool
-    tail: Tail
-    dp_rank: int
-    dp_size: int
-    version: int = ORDER_VERSION
-    mixture: Mixture | None = None
-
-    @property
-    def epoch_size(self) -> int:
-        """Positions of an epoch."""
-        return self.num_rows if self.mixture is None else MAX_ROWS
-
-    def rows_at(self, epoch: int, position: int) -> tuple[np.ndarray[Any, Any], int]:
-        """(row indices [rows] that this dp rank reads in the step at (epoch, position), ignored rows to add)."""
-        step: StepRows = rows_for_step(
-            position,
-            num_rows=self.epoch_size,
-            global_batch=self.global_batch,
-            dp_rank=self.dp_rank,
-            dp_size=self.dp_size,
-            tail=self.tail,
-        )
-        if self.mixture is not None:
-            return self.mixture.rows_at(step.positions, shuffle=self.shuffle), step.num_ignored
-        if not self.shuffle:
-            return step.positions, step.num_ignored
-        permutation = Permutation(self.num_rows, seed=self.seed, epoch=epoch, version=self.version)
-        return permutation.at(step.positions), step.num_ignored
-
-
 class _StepDataset(Dataset[Batch]):
-    """(epoch, position) -> the dp rank's batch of that step; picklable, so that workers can have it."""
+    """Place -> the batch of one dp rank in the step that begins there; picklable, so that workers can have it."""
 
-    def __init__(self, rows: Rows, order: Order, *, document_mask: bool) -> None:
+    def __init__(self, rows: Rows, order: Order, axis: tuple[int, int], *, document_mask: bool) -> None:
         self._rows = rows
         self._order = order
+        self._dp_rank, self._dp_size = axis
         self._document_mask = document_mask
 
-    def __getitem__(self, begin: tuple[int, int]) -> Batch:
-        indices, num_ignored = self._order.rows_at(*begin)
+    def __getitem__(self, begin: Place) -> Batch:
+        indices, num_ignored = self._order.rows_of_rank(begin, dp_rank=self._dp_rank, dp_size=self._dp_size)
         return read_batch(self._rows, indices, num_ignored, document_mask=self._document_mask)
 
 
@@ -117,19 +63,30 @@ class TokenLoader:
     """Endless batches of one dp rank: epoch after epoch, each in its own order.
 
     Iterating yields dictionaries of [rows, seq_len] int64 tensors, rows = global_batch / dp_size.
+
+    Args:
+        dp_rank, dp_size: position in, and size of, the dp axis; the cp and tp ranks of one dp rank share it.
     """
 
     def __init__(
-        self, rows: Rows, order: Order, *, document_mask: bool = False, num_workers: int = 0, pin_memory: bool = False
+        self,
+        rows: Rows,
+        order: Order,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        document_mask: bool = False,
+        num_workers: int = 0,
+        pin_memory: bool = False,
     ) -> None:
-        check_global_batch(order.global_batch, dp_size=order.dp_size)
-        self.steps_per_epoch = steps_per_epoch(order.epoch_size, global_batch=order.global_batch, tail=order.tail)
+        check_global_batch(order.global_batch, dp_size=dp_size)
+        self.steps_per_epoch = order.steps_per_epoch
         self.rows = rows
         self.order = order
-        self._dataset = _StepDataset(rows, order, document_mask=document_mask)
+        self._dataset = _StepDataset(rows, order, (dp_rank, dp_size), document_mask=document_mask)
         self._num_workers = num_workers
         self._pin_memory = pin_memory
-        self._epoch, self._position = 0, 0
+        self._place = Place(0, 0)
         self._step = 1
         self._planned: dict[int, StepRange] = {}
         self._left_out: list[StepRange] = []
@@ -138,7 +95,12 @@ class TokenLoader:
     @property
     def epoch(self) -> int:
         """Epoch of the next step."""
-        return self._begin()[0]
+        return self.place.epoch
+
+    @property
+    def place(self) -> Place:
+        """Where the next step begins, behind what is left out before it."""
+        return self._begin_of(self._step, self._place)
 
     def __iter__(self) -> Iterator[Batch]:
         loader = DataLoader(
@@ -153,20 +115,15 @@ class TokenLoader:
             generator=torch.Generator(),
         )
         for batch in loader:
-            self._epoch, self._position = self._after(*self._begin())
+            self._place = self.order.after(self.place, 1)
             if (step_range := self._planned.get(self._step)) is not None:
                 self._left_out.append(step_range)
             self._step += 1
             self._rows_read += self.order.global_batch
             yield batch
 
-    def advance(self, steps: int) -> None:
-        """Moves on by `steps` steps without reading them."""
-        self._epoch, self._position = after_steps(self._epoch, self._position, steps, **self._sizes())
-        self._rows_read += steps * self.order.global_batch
-
     def leave_out(self, skip: Sequence[StepRange], *, first_step: int) -> None:
-        """Leaves the batches of some steps out when the run comes to them (see `skip`).
+        """Leaves the batches of some steps out when the run comes to them (see `order`).
 
         Args:
             skip: ranges of steps; those that the loaded state has left out already are passed over.
@@ -195,7 +152,7 @@ class TokenLoader:
 
     def cursor(self) -> Cursor:
         """Where the next step begins, the same on every rank and mesh."""
-        return Cursor(self._epoch, self._position, self.fingerprint(), self.order.version)
+        return Cursor(*self._place, self.fingerprint(), self.order.version)
 
     def fingerprint(self) -> dict[str, Any]:
         """What the order was made from."""
@@ -215,44 +172,35 @@ class TokenLoader:
         return {**self.cursor().state_dict(), "left_out": left_out, "rows_read": self._rows_read}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, on any mesh and with any number of workers.
+        """Resumes where `state_dict` was taken, on any mesh and with any number of workers.
 
         Raises:
             DataError: the state belongs to other data, another seed or another order.
         """
         cursor = Cursor.from_state_dict(state)
         cursor.check(self.fingerprint())
-        self._epoch, self._position = cursor.epoch, cursor.position
+        self._place = cursor.place
         self._left_out = [(first, last) for first, last in state.get("left_out", [])]
         self._rows_read = state.get("rows_read", cursor.epoch * self.order.epoch_size + cursor.position)
 
-    def _begins(self) -> Iterator[tuple[int, int]]:
-        step, (epoch, position) = self._step, self._begin()
+    def _begins(self) -> Iterator[Place]:
+        step, place = self._step, self.place
         while True:
-            yield epoch, position
-            step, (epoch, position) = step + 1, self._at(step + 1, *self._after(epoch, position))
+            yield place
+            step, place = step + 1, self._begin_of(step + 1, self.order.after(place, 1))
 
-    def _begin(self) -> tuple[int, int]:
-        return self._at(self._step, self._epoch, self._position)
-
-    def _at(self, step: int, epoch: int, position: int) -> tuple[int, int]:
+    def _begin_of(self, step: int, place: Place) -> Place:
         """Where `step` really begins: at the place given, or behind what is left out before it."""
         if (step_range := self._planned.get(step)) is not None:
-            return after_steps(epoch, position, num_batches([step_range]), **self._sizes())
-        return step_begin(epoch, position, **self._sizes())
-
-    def _after(self, epoch: int, position: int) -> tuple[int, int]:
-        return after_step(epoch, position, **self._sizes())
-
-    def _sizes(self) -> dict[str, Any]:
-        return {"num_rows": self.order.epoch_size, "global_batch": self.order.global_batch, "tail": self.order.tail}
+            return self.order.after(place, num_batches([step_range]))
+        return self.order.begin(place)
 
 
 def evaluation_batches(
     rows: Rows, *, rows_per_rank: int, dp_rank: int, dp_size: int, document_mask: bool = False
 ) -> Iterator[Batch]:
     """Every row once over all dp ranks, in order; each rank gives the same number of equally large batches."""
-    order = Order(rows.num_rows, rows_per_rank * dp_size, 0, False, "exact", dp_rank, dp_size)
+    order = Order(rows.num_rows, rows_per_rank * dp_size, seed=0, shuffle=False, tail="exact")
     for position in range(0, rows.num_rows, order.global_batch):
-        indices, num_ignored = order.rows_at(0, position)
+        indices, num_ignored = order.rows_of_rank(Place(0, position), dp_rank=dp_rank, dp_size=dp_size)
         yield read_batch(rows, indices, num_ignored, document_mask=document_mask)

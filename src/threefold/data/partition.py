@@ -37,28 +37,6 @@ class StepRows:
     """rows to add whose labels are all ignored (only with the tail `exact`)."""
 
 
-def positions_for_step(step: int, *, global_batch: int, dp_rank: int, dp_size: int) -> range:
-    """Global sample positions that one dp rank reads in one step.
-
-    Step t owns positions [t * global_batch, (t + 1) * global_batch); the dp ranks take turns, so the set of
-    samples of a step is the same for every dp_size.
-
-    Args:
-        step: optimizer steps already done (0 for the first).
-        global_batch: rows per optimizer step over all dp ranks.
-        dp_rank, dp_size: position in, and size of, the dp axis; the cp and tp ranks of one dp rank share it.
-
-    Returns:
-        range of length global_batch // dp_size.
-
-    Raises:
-        ConfigError: global_batch is not a multiple of dp_size.
-    """
-    check_global_batch(global_batch, dp_size=dp_size)
-    first = step * global_batch
-    return range(first + dp_rank, first + global_batch, dp_size)
-
-
 def rows_for_step(
     position: int, *, num_rows: int, global_batch: int, dp_rank: int, dp_size: int, tail: Tail
 ) -> StepRows:
@@ -133,12 +111,6 @@ def after_steps(
     per_epoch = steps_per_epoch(num_rows, global_batch=global_batch, tail=tail)
     epochs, steps_in_epoch = divmod(steps - left, per_epoch)
     return epoch + 1 + epochs, steps_in_epoch * global_batch
-
-
-def reader_of(position: int, *, global_batch: int, dp_size: int) -> tuple[int, int]:
-    """(step in its epoch, dp rank) that read a position, for an epoch read with one global batch from its head on."""
-    step, place = divmod(position, global_batch)
-    return step, place % dp_size
 
 
 def share(start: int, *, num_rows: int, dp_rank: int, dp_size: int, tail: Tail) -> range:

@@ -20,13 +20,13 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
-from threefold.data.cursor import Cursor, Plain
 from threefold.data.mixture import WeightedDraws
+from threefold.data.order import Cursor, Plain
 from threefold.data.partition import Tail, share, tail_of_sampler
 from threefold.data.permutation import ORDER_VERSION, IntArray, Permutation
 from threefold.errors import ConfigError
 
-Order = Literal["threefold", "torch"]
+OrderName = Literal["threefold", "torch"]
 
 _Indices = Callable[[IntArray], IntArray]
 
@@ -59,7 +59,7 @@ class DistributedSampler(Sampler[int]):
         seed: int = 0,
         drop_last: bool = False,
         *,
-        order: Order = "threefold",
+        order: OrderName = "threefold",
         tail: Tail | None = None,
         weights: Sequence[float] | npt.NDArray[Any] | None = None,
         num_samples: int | None = None,
@@ -89,7 +89,7 @@ class DistributedSampler(Sampler[int]):
         self.num_replicas, self.rank = _place(num_replicas, rank, mesh)
         self.dataset = dataset
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        if order not in get_args(Order):
+        if order not in get_args(OrderName):
             raise ConfigError(f"order = {order!r}", expected="threefold or torch", fix="order='threefold'")
         self.order, self.tail = order, tail_of_sampler(tail, drop_last=drop_last)
         self._num_rows = _length(dataset)

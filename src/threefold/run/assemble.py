@@ -12,12 +12,12 @@ import torch
 
 from threefold import __version__
 from threefold.config.schema import Config, DataConfig, MixtureSource
-from threefold.data.loader import Batch, Order, TokenLoader, evaluation_batches
+from threefold.data.loader import Batch, TokenLoader, evaluation_batches
 from threefold.data.mixture import Mixture
+from threefold.data.order import Order, steps_without
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.mixed import MixedRows
 from threefold.data.rows.open import open_rows
-from threefold.data.skip import steps_left
 from threefold.data.tokens import Tokenizer
 from threefold.errors import Problem, ThreefoldError
 from threefold.integrations import trackers
@@ -85,7 +85,7 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
     keeper = Keeper(config, folder, mesh, model, optimizer, loader, architecture)
     done = keeper.resume()
     if config.train.epochs is not None:
-        num_steps = steps_left(num_steps, skip={*loader.left_out, *config.data.skip})
+        num_steps = steps_without(num_steps, skip={*loader.left_out, *config.data.skip})
     return Built(
         config,
         tokenizer,
@@ -211,14 +211,13 @@ def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
         global_batch=config.train.global_batch,
         seed=config.data.seed,
         shuffle=config.data.shuffle,
-        tail="drop",
-        dp_rank=mesh.dp_rank,
-        dp_size=mesh.dp_size,
         mixture=mixture_of(config, rows),
     )
     return TokenLoader(
         rows,
         order,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
         document_mask=config.data.document_mask,
         num_workers=config.data.num_workers,
         pin_memory=mesh.device.type == "cuda",

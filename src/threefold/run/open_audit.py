@@ -10,11 +10,10 @@ import json
 
 from threefold.audit import record as audit_record
 from threefold.audit.compare import AuditPlan, RunAudit
-from threefold.audit.digest import Place, Prediction
 from threefold.audit.record import SegmentLine, described
 from threefold.config.schema import Config
 from threefold.data.loader import TokenLoader
-from threefold.data.permutation import ORDER_VERSION
+from threefold.data.order import Order, Place
 from threefold.errors import RunError, rows_text
 from threefold.jsonl import MetricsFile
 from threefold.mesh.mesh import Mesh
@@ -28,12 +27,11 @@ def open_audit(config: Config, folder: RunFolder, mesh: Mesh, loader: TokenLoade
     Raises:
         RunError: the loader does not go on where the record of the run ended; on every rank.
     """
-    prediction = Prediction(
+    order = Order(
         num_rows=loader.rows.num_rows,
         global_batch=config.train.global_batch,
         seed=config.data.seed,
         shuffle=config.data.shuffle,
-        order_version=ORDER_VERSION,
         mixture=assemble.mixture_of(config, loader.rows),
     )
     go_on = f"threefold train {folder.path}/config.yaml --log.dir {folder.path}"
@@ -44,18 +42,17 @@ def open_audit(config: Config, folder: RunFolder, mesh: Mesh, loader: TokenLoade
     def start() -> str:
         assert record is not None
         before = audit_record.read(path) if path.stat().st_size else []
-        cursor = loader.cursor()
-        begin = prediction.begin(Place(cursor.epoch, cursor.position))
+        begin = order.begin(loader.cursor().place)
         known = audit_record.place_after(before, done) if done else Place(0, 0)
-        if known is not None and prediction.begin(known) != begin:
-            raise _one_off(prediction, begin, prediction.begin(known), first_step=done + 1, go_on=go_on)
+        if known is not None and order.begin(known) != begin:
+            raise _one_off(order, begin, order.begin(known), first_step=done + 1, go_on=go_on)
         segment = before[-1].start.segment + 1 if before else 1
-        record.log(_segment_line(config, folder, mesh, loader, prediction, begin, done + 1, segment).to_record())
+        record.log(_segment_line(config, folder, mesh, loader, order, begin, done + 1, segment).to_record())
         return json.dumps({"segment": segment, "begin": begin})
 
     started = json.loads(mesh.share("audit", start))
     plan = AuditPlan(
-        prediction,
+        order,
         every=config.audit.every,
         first_step=done + 1,
         begin=Place(*started["begin"]),
@@ -71,7 +68,7 @@ def _segment_line(
     folder: RunFolder,
     mesh: Mesh,
     loader: TokenLoader,
-    prediction: Prediction,
+    order: Order,
     begin: Place,
     first_step: int,
     segment: int,
@@ -82,24 +79,24 @@ def _segment_line(
         epoch=begin.epoch,
         position=begin.position,
         mesh=mesh.topology.sizes,
-        global_batch=prediction.global_batch,
-        num_rows=prediction.num_rows,
-        seed=prediction.seed,
-        shuffle=prediction.shuffle,
-        tail=prediction.tail,
-        order_version=prediction.order_version,
+        global_batch=order.global_batch,
+        num_rows=order.num_rows,
+        seed=order.seed,
+        shuffle=order.shuffle,
+        tail=order.tail,
+        order_version=order.version,
         data=loader.rows.fingerprint,
-        mixture=described(prediction.mixture) if prediction.mixture is not None else None,
+        mixture=described(order.mixture) if order.mixture is not None else None,
         every=config.audit.every,
         checkpoint=str(folder.resume.path) if folder.resume is not None else None,
     )
 
 
-def _one_off(prediction: Prediction, begin: Place, known: Place, *, first_step: int, go_on: str) -> RunError:
+def _one_off(order: Order, begin: Place, known: Place, *, first_step: int, go_on: str) -> RunError:
     if begin > known:
-        lost = f"{rows_text(prediction.rows(known, 1)[0])} would be left out"
+        lost = f"{rows_text(order.rows(known, 1)[0])} would be left out"
     else:
-        lost = f"{rows_text(prediction.rows(begin, 1)[0])} would be read again"
+        lost = f"{rows_text(order.rows(begin, 1)[0])} would be read again"
     return RunError(
         f"step {first_step} would begin at position {begin.position} of epoch {begin.epoch}, but by audit.jsonl step "
         f"{first_step - 1} ended at position {known.position} of epoch {known.epoch}: {lost}",

@@ -15,7 +15,8 @@ from transformers import PretrainedConfig
 
 from threefold.config.loading import validate
 from threefold.config.schema import Config
-from threefold.data.loader import Order, TokenLoader
+from threefold.data.loader import TokenLoader
+from threefold.data.order import Order
 from threefold.errors import EXIT_FAILED
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh, join_mesh
@@ -76,8 +77,8 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
     observed = config.train.global_batch // mesh.dp_size
 
     def alone() -> str:
-        order = Order(rows.num_rows, config.train.global_batch, config.data.seed, config.data.shuffle, "drop", 0, 1)
-        loader = iter(TokenLoader(rows, order, document_mask=config.data.document_mask))
+        order = Order(rows.num_rows, config.train.global_batch, config.data.seed, config.data.shuffle)
+        loader = iter(TokenLoader(rows, order, dp_rank=0, dp_size=1, document_mask=config.data.document_mask))
         # The rows of dp rank 0 come first, so that they are the ones whose outputs are kept.
         first = [place for dp in range(mesh.dp_size) for place in range(dp, config.train.global_batch, mesh.dp_size)]
         batches = [{name: values[first] for name, values in next(loader).items()} for _ in range(options.steps)]

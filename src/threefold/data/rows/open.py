@@ -31,7 +31,6 @@ def open_rows(  # the keys of the config's `data` section, one for one, so that 
     document_mask: bool = False,
     truncate: bool = False,
     lookahead: int | None = None,
-    pad_to_multiple: int | None = None,
     text_field: str = "text",
     split: str = "train",
     config_name: str | None = None,
@@ -48,7 +47,7 @@ def open_rows(  # the keys of the config's `data` section, one for one, so that 
         ConfigError: a setting without effect in this packing.
         DataError: the source cannot be read, its store belongs to another tokenizer, or it gives not one row.
     """
-    _check_packing(packing, seq_len, truncate=truncate, lookahead=lookahead, pad_to_multiple=pad_to_multiple)
+    _check_packing(packing, truncate=truncate, lookahead=lookahead)
     store = open_store(
         source,
         tokenizer=tokenizer,
@@ -68,7 +67,6 @@ def open_rows(  # the keys of the config's `data` section, one for one, so that 
         document_mask=document_mask,
         truncate=truncate,
         lookahead=lookahead,
-        pad_to_multiple=pad_to_multiple,
     )
 
 
@@ -120,7 +118,6 @@ def pack(
     document_mask: bool = False,
     truncate: bool = False,
     lookahead: int | None = None,
-    pad_to_multiple: int | None = None,
 ) -> Rows:
     """A store as rows of `seq_len` tokens.
 
@@ -129,13 +126,12 @@ def pack(
         document_mask: number the documents inside a row and begin positions again with each.
         truncate: `best_fit` and `none`: keep the first row of a longer document, drop the rest.
         lookahead: `best_fit`: pieces to choose from at a time; None: 8192.
-        pad_to_multiple: `none`: pad a batch to its longest row rounded up to this; None: to seq_len.
 
     Raises:
         ConfigError: a setting without effect in this packing.
         DataError: the store gives not one row.
     """
-    _check_packing(packing, seq_len, truncate=truncate, lookahead=lookahead, pad_to_multiple=pad_to_multiple)
+    _check_packing(packing, truncate=truncate, lookahead=lookahead)
     if packing == "concat":
         return ConcatRows(store, seq_len=seq_len, document_mask=document_mask)
     return PaddedRows(
@@ -144,7 +140,6 @@ def pack(
         lookahead=(lookahead or DEFAULT_LOOKAHEAD) if packing == "best_fit" else None,
         document_mask=document_mask,
         truncate=truncate,
-        pad_to_multiple=pad_to_multiple,
     )
 
 
@@ -194,9 +189,7 @@ def _check_tokenizer(source: str, store: TokenStore, tokenizer: Tokenizer | None
     )
 
 
-def _check_packing(
-    packing: str, seq_len: int, *, truncate: bool, lookahead: int | None, pad_to_multiple: int | None
-) -> None:
+def _check_packing(packing: str, *, truncate: bool, lookahead: int | None) -> None:
     """Refuses settings that have no effect in this packing, all at once."""
     if packing not in PACKINGS:
         raise ConfigError(
@@ -207,16 +200,6 @@ def _check_packing(
         problems.append(_no_effect("truncate", True, packing, "best_fit or none: concat cuts no document short"))
     if lookahead is not None and packing != "best_fit":
         problems.append(_no_effect("lookahead", lookahead, packing, "best_fit: only it chooses among documents"))
-    if pad_to_multiple is not None and packing != "none":
-        problems.append(_no_effect("pad_to_multiple", pad_to_multiple, packing, "none: other rows are filled"))
-    elif pad_to_multiple is not None and seq_len % pad_to_multiple:
-        problems.append(
-            Problem(
-                f"data.pad_to_multiple = {pad_to_multiple} does not divide data.seq_len = {seq_len}",
-                "a divisor of data.seq_len, so that the longest row keeps to it too",
-                f"--data.seq_len {-(-seq_len // pad_to_multiple) * pad_to_multiple}",
-            )
-        )
     if problems:
         raise ConfigError.of(problems)
 

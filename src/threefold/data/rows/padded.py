@@ -80,7 +80,6 @@ class PaddedRows:
     Args:
         lookahead: pieces that `best_fit` chooses from at a time; None: a piece a row.
         truncate: keep the first row of a longer document instead of cutting it.
-        pad_to_multiple: batches are as long as their longest row, rounded up to this; None: as long as seq_len.
 
     Raises:
         DataError: no document has two tokens.
@@ -94,14 +93,12 @@ class PaddedRows:
         lookahead: int | None = None,
         document_mask: bool = False,
         truncate: bool = False,
-        pad_to_multiple: int | None = None,
     ) -> None:
         self.store = store
         self.seq_len = seq_len
         self.lookahead = lookahead
         self.document_mask = document_mask
         self.truncate = truncate
-        self.pad_to_multiple = pad_to_multiple
         self._pieces = cut_documents(store.document_ends, seq_len=seq_len, truncate=truncate)
         num_pieces = len(self._pieces.starts)
         if num_pieces == 0:
@@ -119,25 +116,22 @@ class PaddedRows:
         self.num_rows = len(self._row_ends)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        settings = (self.seq_len, self.lookahead, self.document_mask, self.truncate, self.pad_to_multiple)
-        return _rebuild, (self.store, *settings)
+        return _rebuild, (self.store, self.seq_len, self.lookahead, self.document_mask, self.truncate)
 
     @cached_property
     def fingerprint(self) -> str:
         kind = "none 1" if self.lookahead is None else f"best_fit 1 {self.lookahead}"
-        return fingerprint_of(self.store, kind, self.seq_len, self.document_mask, self.truncate, self.pad_to_multiple)
+        # None: a setting of the first release that never had another value; runs have recorded this fingerprint.
+        return fingerprint_of(self.store, kind, self.seq_len, self.document_mask, self.truncate, None)
 
     @cached_property
     def report(self) -> PackingReport:
-        """What packing did; with `pad_to_multiple`, `padding_share` is that of rows read one by one."""
-        used = np.add.reduceat(self._pieces.lengths[self._order], self._row_ends - np.diff(self._row_ends, prepend=0))
-        places = self._width(used).sum() if self.pad_to_multiple else self.num_rows * self.seq_len
         return PackingReport(
             num_rows=self.num_rows,
             num_tokens=self.store.num_tokens,
             num_documents=self.store.num_documents,
             dropped_tokens=self._pieces.dropped_tokens,
-            padding_share=1 - float(used.sum()) / float(places),
+            padding_share=1 - float(self._pieces.lengths.sum()) / float(self.num_rows * self.seq_len),
             split_documents=self._pieces.split_documents,
             truncated_documents=self._pieces.truncated_documents,
         )
@@ -155,14 +149,12 @@ class PaddedRows:
             begins[:] = False
         position_ids, document_ids = numbered(begins)
         document_ids[np.arange(self.seq_len) >= used[:, None]] = PADDING
-        width = self._width(used.max(initial=1)) if self.pad_to_multiple else self.seq_len
-        batch = {
+        return {
             "input_ids": input_ids,
             "labels": labels,
             "position_ids": position_ids,
             "document_ids": document_ids,
         }
-        return {name: np.ascontiguousarray(values[:, :width]) for name, values in batch.items()}
 
     def _fill(self, index: int, input_ids: Int64, labels: Int64, begins: npt.NDArray[np.bool_]) -> int:
         """Writes row `index` into arrays of one row, [seq_len] each; returns the number of places that hold a token."""
@@ -179,24 +171,6 @@ class PaddedRows:
         labels[: used - 1] = input_ids[1:used]
         return used
 
-    def _width(self, used: Any) -> Any:
-        assert self.pad_to_multiple is not None
-        return np.minimum(-(-used // self.pad_to_multiple) * self.pad_to_multiple, self.seq_len)
 
-
-def _rebuild(
-    store: TokenStore,
-    seq_len: int,
-    lookahead: int | None,
-    document_mask: bool,
-    truncate: bool,
-    pad_to_multiple: int | None,
-) -> PaddedRows:
-    return PaddedRows(
-        store,
-        seq_len=seq_len,
-        lookahead=lookahead,
-        document_mask=document_mask,
-        truncate=truncate,
-        pad_to_multiple=pad_to_multiple,
-    )
+def _rebuild(store: TokenStore, seq_len: int, lookahead: int | None, document_mask: bool, truncate: bool) -> PaddedRows:
+    return PaddedRows(store, seq_len=seq_len, lookahead=lookahead, document_mask=document_mask, truncate=truncate)

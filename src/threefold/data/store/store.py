@@ -106,27 +106,10 @@ class TokenStore:
         np.cumsum(self._index.lengths(), out=sequence_ends[1:])
         return sequence_ends[self._index.bounds()[1:]]
 
-    def document(self, i: int) -> Tokens:
-        """Tokens of document i, its end token included."""
-        if not 0 <= i < self.num_documents:
-            raise IndexError(f"document {i} of {self.num_documents}")
-        start = int(self.document_ends[i - 1]) if i else 0
-        return self.tokens[start : int(self.document_ends[i])]
-
-    def slice(self, start: int, stop: int) -> Tokens:
-        """Tokens [start, stop) of the stream."""
-        if not 0 <= start <= stop <= self.num_tokens:
-            raise IndexError(f"tokens [{start}, {stop}) of {self.num_tokens}")
-        return self.tokens[start:stop]
-
     @property
     def end_id(self) -> int | None:
         """Id of the end token, None for a store made elsewhere: its documents are taken as they are."""
         return self.info.end_id if self.info else None
-
-    @property
-    def vocab_size(self) -> int | None:
-        return self.info.vocab_size if self.info else None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -177,10 +160,6 @@ class StoreWriter:
         self._bin.close()
         for suffix in (".bin", ".idx", ".json"):
             self._temporary(suffix).unlink(missing_ok=True)
-
-    def add(self, tokens: Tokens) -> None:
-        """Appends one document."""
-        self.add_block(tokens, np.array([len(tokens)], np.int32))
 
     def add_block(self, tokens: Tokens, lengths: npt.NDArray[np.int32]) -> None:
         """Appends documents of `lengths`, [documents] int32, whose tokens lie one after the other in `tokens`."""

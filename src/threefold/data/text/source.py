@@ -119,21 +119,6 @@ def open_text(
     return open_stdlib() if source == "stdlib" else open_files(source, text_field=text_field)
 
 
-def documents(source: TextSource, *, skip_bad: bool = False) -> Iterator[str]:
-    """All documents of a source, one process, in order.
-
-    Raises:
-        DataError: at the end of the piece where something was wrong.
-    """
-    log = ReadLog(skip_bad=skip_bad)
-    for piece in source.pieces:
-        yield from source.read(piece, log)
-        if log.num_bad:
-            raise log_error(source, log)
-    if source.text_field is not None and log.num_rows and not log.num_with_field:
-        raise log_error(source, log)
-
-
 def log_error(source: TextSource, log: ReadLog) -> DataError:
     """One error of what a log holds; the field that no row has comes before the rows that lack it."""
     if source.text_field is not None and log.num_rows and not log.num_with_field:

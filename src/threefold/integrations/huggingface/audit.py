@@ -21,9 +21,10 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from threefold.audit import record
-from threefold.audit.digest import Int64, Message, Place, Prediction, agree, fold_samples, predicted_samples
+from threefold.audit.digest import Int64, Message, agree, fold_samples, predicted_samples
 from threefold.audit.offences import Evidence, explain
 from threefold.audit.record import SegmentLine, StepsLine
+from threefold.data.order import Order, Place
 from threefold.errors import Problem, RunError, ranks_text, rows_text
 from threefold.integrations.huggingface.data import Taken, TrainLoader
 from threefold.integrations.huggingface.tally import Tally, gather
@@ -99,20 +100,20 @@ class OrderAudit:
         self._taken: deque[Taken] = loader.watch()
         self._topology, self._rank, self._device = loader.axis.topology, loader.axis.rank, args.device
         sampler = loader.sampler
-        self.prediction = Prediction(
+        self.order = Order(
             num_rows=sampler.epoch_size,
             global_batch=sampler.global_batch,
             seed=sampler.seed,
             shuffle=sampler.shuffle,
             tail=sampler.tail,
-            order_version=sampler.state_dict()["order_version"],
+            version=sampler.state_dict()["order_version"],
         )
         place = loader.state_dict()
         self._anew = bool(done and args.ignore_data_skip)
         if self._anew:
             # Asked to skip nothing, transformers begins the epoch again in which the run stood by its steps.
             place["epoch"] = done // math.ceil(len(loader) / args.gradient_accumulation_steps)
-        self._begin = self.prediction.begin(Place(place["epoch"], place["position"]))
+        self._begin = self.order.begin(Place(place["epoch"], place["position"]))
         self._first_step, self._resumed_at = done + 1, done + 1 if done else 0
         self._samples, self._contents = 0, 0
         self._batches: list[Taken] = []
@@ -146,7 +147,7 @@ class OrderAudit:
             return
         message = Message(self._last_step, sum(map(len, self._steps)), self._samples, self._contents, 0, 0, 0)
         messages = [Message.unpack(values) for values in self._gather(message.pack())]
-        rows = self.prediction.rows(self._begin, len(self._steps))
+        rows = self.order.rows(self._begin, len(self._steps))
         predicted = predicted_samples(rows, first_step=self._first_step, dp_size=self._topology.dp)
         problems: Sequence[Problem] = ()
         if not agree(messages, predicted, self._topology):
@@ -154,7 +155,7 @@ class OrderAudit:
         self._write(messages, problems)
         if problems:
             raise RunError.of(problems)
-        self._begin = self.prediction.after(self._begin, len(self._steps))
+        self._begin = self.order.after(self._begin, len(self._steps))
         self._first_step = self._last_step + 1
         self._samples, self._contents, self._steps = 0, 0, []
 
@@ -178,8 +179,8 @@ class OrderAudit:
             self._record = MetricsFile(path)
             before = record.read(path) if path.stat().st_size else []
             known = record.place_after(before, self._first_step - 1) if self._resumed_at else None
-            if known is not None and self.prediction.begin(known) != self._begin:
-                problem = f"{self.prediction.begin(known).epoch} {self.prediction.begin(known).position}"
+            if known is not None and self.order.begin(known) != self._begin:
+                problem = f"{self.order.begin(known).epoch} {self.order.begin(known).position}"
             else:
                 self._segment = before[-1].start.segment + 1 if before else 1
                 self._record.log(self._segment_line(every).to_record())
@@ -188,19 +189,19 @@ class OrderAudit:
             raise self._one_off(Place(*known_place[0].tolist()))
 
     def _segment_line(self, every: int) -> SegmentLine:
-        prediction = self.prediction
+        order = self.order
         return SegmentLine(
             segment=self._segment,
             first_step=self._first_step,
             epoch=self._begin.epoch,
             position=self._begin.position,
             mesh=self._topology.sizes,
-            global_batch=prediction.global_batch,
-            num_rows=prediction.num_rows,
-            seed=prediction.seed,
-            shuffle=prediction.shuffle,
-            tail=prediction.tail,
-            order_version=prediction.order_version,
+            global_batch=order.global_batch,
+            num_rows=order.num_rows,
+            seed=order.seed,
+            shuffle=order.shuffle,
+            tail=order.tail,
+            order_version=order.version,
             data="",
             mixture=None,
             every=every,
@@ -213,7 +214,7 @@ class OrderAudit:
         return RunError(
             f"step {self._first_step} would begin at position {begin.position} of epoch {begin.epoch}, but by "
             f"{record.FILE} step {self._first_step - 1} ended at position {known.position} of epoch "
-            f"{known.epoch}: {rows_text(self.prediction.rows(min(begin, known), 1)[0])} would {lost}",
+            f"{known.epoch}: {rows_text(self.order.rows(min(begin, known), 1)[0])} would {lost}",
             expected="the checkpoint and the record of the run to agree on what was read",
             fix="resume from an older checkpoint, or begin in another output_dir",
         )
@@ -228,13 +229,13 @@ class OrderAudit:
         ]
         if other:
             return [_other_tensors(other, self._first_step, self._last_step)]
-        rows_per_step = self.prediction.global_batch // self._topology.dp
+        rows_per_step = self.order.global_batch // self._topology.dp
         values = np.full((len(self._steps), rows_per_step), -1, np.int64)
         for row, numbers in zip(values, self._steps, strict=True):
             row[: len(numbers)] = numbers[:rows_per_step]
         evidence = Evidence(
             self._topology,
-            self.prediction,
+            self.order,
             messages,
             self._gather(np.concatenate([np.zeros(6, np.int64), values.ravel()])),
             self._first_step,

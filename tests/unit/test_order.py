@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threefold.data.cursor import Cursor
+from threefold.data.order import Cursor
 from threefold.data.permutation import ORDER_VERSION
 from threefold.errors import DataError
 

@@ -1,0 +1,257 @@
+"""The order of samples: which rows a step reads, where a run stands in it, and what is left out of it.
+
+In: a few numbers (rows, global batch, seed, ...). Out: the rows of any step, the place of any later step, and the state
+that samplers, loaders and checkpoints keep. What stays true: nothing here depends on the number of ranks, so the state
+is the same on every rank and mesh and for every number of workers; an order made from something else (another seed,
+size, data or algorithm) is refused by name instead of being read from a place that means nothing in it.
+
+The loader asks for the rows of its dp rank, which `partition` deals out (`Order.rows_of_rank`). The audit asks for the
+rows of whole steps (`Order.rows`) and deals them out itself, so that a wrong loader cannot agree with it.
+
+`data.skip` leaves batches out, as people do after a spike of the loss. A range [first, last] stands for the batches
+that the steps first to last would have read. They are left out in one go when the run comes to step `first`, which then
+reads the batch that step last + 1 would have read. So step numbers have no holes, every step trains, and the place in
+the order moves by last - first + 1 batches more. A range counts in the run as it is: where one was left out before,
+later ranges mean the steps of the run that has left it out. The state keeps the ranges that were left out, so a resume
+after step `first` does not leave them out again, and a resume before it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from threefold.data.mixture import Mixture
+from threefold.data.partition import Tail, after_steps, rows_for_step, step_begin, steps_left, steps_per_epoch
+from threefold.data.permutation import MAX_ROWS, ORDER_VERSION, IntArray, Permutation, check_order_version
+from threefold.errors import ConfigError, DataError, Problem
+
+Plain = int | float | str | bool | None
+
+_ABSENT = "(not set)"
+_REMEDY = {
+    "seed": "pass the seed that the run began with (--data.seed {saved}), or start a new run",
+    "shuffle": "pass the shuffle that the run began with (--data.shuffle {yaml}), or start a new run",
+    "order": "pass order={saved!r}, or start a new run",
+    "num_samples": "pass num_samples={saved}, or start a new run",
+}
+_OTHER_REMEDY = "go on with the data and the settings that the run began with, or start a new run"
+
+StepRange = tuple[int, int]
+"""First and last step, both included."""
+
+
+class Place(NamedTuple):
+    """Where a step begins: a global position in an epoch."""
+
+    epoch: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which rows a step reads.
+
+    Without a mixture an epoch is every row once. With one, the order is a single epoch without an end, in which each
+    source has epochs of its own, and `num_rows` counts the rows of all sources: row ids are unique over the sources
+    (those of `Mixture.rows_at`), but a small source may give the same row twice within one step.
+    """
+
+    num_rows: int
+    global_batch: int
+    seed: int
+    shuffle: bool
+    tail: Tail = "drop"
+    version: int = ORDER_VERSION
+    mixture: Mixture | None = None
+
+    @property
+    def epoch_size(self) -> int:
+        """Positions of an epoch."""
+        return self.num_rows if self.mixture is None else MAX_ROWS
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of a whole epoch, at least 1; a ConfigError where no epoch has a step."""
+        return steps_per_epoch(self.epoch_size, global_batch=self.global_batch, tail=self.tail)
+
+    def begin(self, place: Place) -> Place:
+        """Where a step that is to begin at `place` really does: there, or at the head of the next epoch."""
+        return Place(*step_begin(*place, **self._sizes()))
+
+    def after(self, place: Place, num_steps: int) -> Place:
+        """Where the step begins that follows `num_steps` steps from `place`."""
+        return Place(*after_steps(*place, num_steps, **self._sizes()))
+
+    def before(self, place: Place) -> Place | None:
+        """Where the step before the one at `place` began; None at the very beginning."""
+        epoch, position = self.begin(place)
+        if position >= self.global_batch:
+            return Place(epoch, position - self.global_batch)
+        steps = steps_left(0, **self._sizes())
+        return Place(epoch - 1, (steps - 1) * self.global_batch) if epoch else None
+
+    def stretches(self, place: Place, num_steps: int) -> Iterator[tuple[Place, int]]:
+        """(place, number of steps) of each run of steps inside one epoch, `num_steps` together from `place` on."""
+        while num_steps > 0:
+            place = self.begin(place)
+            count = min(num_steps, steps_left(place.position, **self._sizes()))
+            yield place, count
+            place, num_steps = self.after(place, count), num_steps - count
+
+    def rows(self, place: Place, num_steps: int) -> IntArray:
+        """Row indices of some steps, [num_steps, global_batch]: dp rank d of D reads [:, d::D]; -1 is no sample."""
+        parts = [np.empty((0, self.global_batch), np.int64)]
+        for (epoch, position), count in self.stretches(place, num_steps):
+            positions = np.arange(position, position + count * self.global_batch, dtype=np.int64)
+            rows = self.rows_at(epoch, positions % self.epoch_size)
+            if self.tail == "exact":
+                rows[positions >= self.epoch_size] = -1
+            parts.append(rows.reshape(count, self.global_batch))
+        return np.concatenate(parts)
+
+    def rows_of_rank(self, place: Place, *, dp_rank: int, dp_size: int) -> tuple[IntArray, int]:
+        """(row indices [rows] that one dp rank reads in the step at `place`, ignored rows to add)."""
+        step = rows_for_step(place.position, dp_rank=dp_rank, dp_size=dp_size, **self._sizes())
+        return self.rows_at(place.epoch, step.positions), step.num_ignored
+
+    def rows_at(self, epoch: int, positions: IntArray) -> IntArray:
+        """Row indices at some positions of an epoch, each in [0, epoch_size)."""
+        if self.mixture is not None:
+            return self.mixture.rows_at(positions, shuffle=self.shuffle)
+        return self.permutation(epoch).at(positions) if self.shuffle else positions.copy()
+
+    def permutation(self, epoch: int) -> Permutation:
+        """The shuffle of one epoch; without a mixture."""
+        return _permutation(self.num_rows, self.seed, epoch, self.version)
+
+    def _sizes(self) -> dict[str, Any]:
+        return {"num_rows": self.epoch_size, "global_batch": self.global_batch, "tail": self.tail}
+
+
+@lru_cache(maxsize=4)
+def _permutation(num_rows: int, seed: int, epoch: int, version: int) -> Permutation:
+    """Kept, because a small one is a table."""
+    return Permutation(num_rows, seed=seed, epoch=epoch, version=version)
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """The next sample to read: position `position` of epoch `epoch`, in the order that `fingerprint` describes."""
+
+    epoch: int
+    position: int
+    """global position in the epoch: samples of this epoch already read, over all dp ranks."""
+    fingerprint: Mapping[str, Plain]
+    """what the order was made from (seed, number of rows, ...), never the number of ranks or workers."""
+    order_version: int = ORDER_VERSION
+
+    @property
+    def place(self) -> Place:
+        return Place(self.epoch, self.position)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON or a checkpoint."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "order_version": self.order_version,
+            "fingerprint": dict(self.fingerprint),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Cursor:
+        """The cursor that `state_dict` described.
+
+        Raises:
+            DataError: a value is missing or is not what `state_dict` writes, or the order version is unknown.
+        """
+        numbers = {name: _count(state, name) for name in ("epoch", "position", "order_version")}
+        fingerprint = state.get("fingerprint")
+        if not isinstance(fingerprint, Mapping):
+            raise _malformed("fingerprint", state)
+        check_order_version(numbers["order_version"])
+        return cls(numbers["epoch"], numbers["position"], dict(fingerprint), numbers["order_version"])
+
+    def check(self, fingerprint: Mapping[str, Plain]) -> None:
+        """Refuse to go on in an order that was made from something else.
+
+        Raises:
+            DataError: one problem for each value that differs, naming it, what was saved and what is given now.
+        """
+        names = [*self.fingerprint, *(name for name in fingerprint if name not in self.fingerprint)]
+        problems = [
+            _difference(name, self.fingerprint.get(name, _ABSENT), fingerprint.get(name, _ABSENT))
+            for name in names
+            if self.fingerprint.get(name, _ABSENT) != fingerprint.get(name, _ABSENT)
+        ]
+        if problems:
+            raise DataError.of(problems)
+
+
+def skips_ahead(skip: Sequence[StepRange], *, first_step: int, left_out: Sequence[StepRange]) -> dict[int, StepRange]:
+    """The ranges still to be left out, each by the step before whose batch that happens.
+
+    Args:
+        skip: what `data.skip` asks for.
+        first_step: the next step of the run.
+        left_out: ranges that the run has left out already; they are passed over.
+
+    Raises:
+        ConfigError: a range begins with a step that is done.
+    """
+    ahead = [(first, last) for first, last in skip if (first, last) not in set(left_out)]
+    problems = [
+        Problem(
+            f"data.skip has [{first}, {last}], but step {first} is done: the run goes on with step {first_step}",
+            "ranges of steps that are still to come: what was trained on cannot be left out afterwards",
+            f"--checkpoint.resume RUN/checkpoints/step-...   (one before step {first}), or leave the range out",
+        )
+        for first, last in ahead
+        if first < first_step
+    ]
+    if problems:
+        raise ConfigError.of(problems)
+    return {first: (first, last) for first, last in ahead}
+
+
+def steps_without(num_steps: int, *, skip: Iterable[StepRange]) -> int:
+    """Steps of a run whose batches are `num_steps`, without those that are left out."""
+    for first, last in sorted(skip):
+        if first <= num_steps:
+            num_steps = max(first - 1, num_steps - num_batches([(first, last)]))
+    return num_steps
+
+
+def num_batches(ranges: Iterable[StepRange]) -> int:
+    """How many batches the ranges leave out."""
+    return sum(last - first + 1 for first, last in ranges)
+
+
+def _difference(name: str, saved: Plain, given: Plain) -> Problem:
+    return Problem(
+        f"the saved state has {name} = {saved}, but here {name} = {given}",
+        f"the same {name}: in another order the saved position would repeat some samples and never read others",
+        _REMEDY.get(name, _OTHER_REMEDY).format(saved=saved, yaml=str(saved).lower()),
+    )
+
+
+def _count(state: Mapping[str, Any], name: str) -> int:
+    value = state.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise _malformed(name, state)
+    return value
+
+
+def _malformed(name: str, state: Mapping[str, Any]) -> DataError:
+    found = f"{name} = {state[name]!r}" if name in state else f"no {name}"
+    wanted = "a mapping" if name == "fingerprint" else "an integer >= 0"
+    return DataError(
+        f"this is not a saved order of samples: it has {found}",
+        expected=f"what state_dict() of threefold's sampler or loader returned, with {wanted} under {name!r}",
+        fix="load the state that the same sampler or loader saved, or start a new run",
+    )

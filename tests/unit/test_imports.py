@@ -50,6 +50,7 @@ TORCH_FREE = [
     "threefold.doctor.packages",
     "threefold.doctor.ranks",
     "threefold.explain.explain",
+    "threefold.explain.known",
     "threefold.doctor.findings",
     "threefold.run.stall",
     "threefold.errors",

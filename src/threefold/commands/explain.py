@@ -8,6 +8,7 @@ from pathlib import Path
 
 from threefold.errors import EXIT_FAILED, ConfigError
 from threefold.explain import explain
+from threefold.explain.known import PAGES
 
 # Ours, and torchrun's --log-dir: attempt_0/3/stderr.log.
 _BEGIN = " INFO threefold: process "
@@ -31,7 +32,7 @@ def explain_command(path: Path | None) -> tuple[str, int]:
     lines = ["unknown: no error in this log is one that threefold knows"]
     if last is not None:
         lines.append(f"  the last error in it: {last.where()}: {last.text.strip()}")
-    lines.append(f"  the errors that it knows: {explain.PAGES}/README.md")
+    lines.append(f"  the errors that it knows: {PAGES}")
     return "\n".join(lines), EXIT_FAILED
 
 

@@ -20,7 +20,6 @@ TORCH_FREE = [
     "threefold.checkpoint.seal",
     "threefold.checkpoint.layout",
     "threefold.commands.main",
-    "threefold.commands.submit_arguments",
     "threefold.config",
     "threefold.config.rules",
     "threefold.config.loading",

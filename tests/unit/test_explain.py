@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ from logs.cases import PRODUCED, PUBLIC, UNRELATED
 from logs.collect import STARTS
 from threefold.commands.explain import explain_command
 from threefold.errors import ConfigError
-from threefold.explain.explain import KNOWN, OWN_ERROR, OWN_REFUSAL, Explanation, explain
+from threefold.explain.explain import Explanation, explain
+from threefold.explain.known import PAGES, known_errors, read_page
 from threefold.explain.log import Log
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +49,10 @@ def test_there_are_enough_logs_and_every_one_is_used() -> None:
         assert {path.stem for path in (LOGS / folder).iterdir()} == set(names)
 
 
+def test_every_page_has_a_log() -> None:
+    assert {*PRODUCED.values(), *(found for found, *_ in PUBLIC.values())} == known_errors().keys()
+
+
 def test_every_produced_log_can_be_made_anew() -> None:
     assert set(STARTS) == set(PRODUCED)
 
@@ -68,9 +74,26 @@ def test_rank_that_was_done_before_the_others_is_no_failure() -> None:
 
 
 def test_every_error_is_found_by_its_own_example() -> None:
-    for known in KNOWN:
-        assert any(hit.known is known for hit in _all_hits(known.example)), known.name
-    assert len({known.name for known in (*KNOWN, OWN_ERROR, OWN_REFUSAL)}) == len(KNOWN) + 2
+    errors = known_errors()
+    for known in errors.values():
+        assert not known.signs or any(hit.known.name == known.name for hit in _all_hits(known.example)), known.name
+    assert {name for name, known in errors.items() if not known.signs} == {"own-error", "threefold"}
+
+
+def test_page_is_all_that_a_new_error_needs(tmp_path: Path) -> None:
+    page = (PAGES / "out-of-memory.md").read_text().replace("CUDA out of memory\n", "the quux is empty\n", 1)
+    (tmp_path / "empty-quux.md").write_text(page.replace("# a GPU's memory is used up", "# a quux is empty"))
+    found = explain("[rank2]: torch: the quux is empty\n", pages=tmp_path)
+    assert found is not None
+    assert (found.known.name, found.known.title, found.line.rank) == ("empty-quux", "a quux is empty", 2)
+    assert found.text().splitlines()[-1].startswith("more: ")
+
+
+def test_page_of_another_form_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "half.md"
+    page.write_text((PAGES / "disk-full.md").read_text().partition("1. ")[0])
+    with pytest.raises(ValueError, match=r"half\.md is not written as"):
+        read_page(page)
 
 
 def _all_hits(text: str) -> list[Explanation]:
@@ -166,7 +189,7 @@ def test_text_of_an_explanation() -> None:
         "",
         "cause: A batch or a buffer stayed on the CPU or on another GPU while the model is on this rank's GPU.",
     ]
-    assert text.splitlines()[-1] == "more: docs/errors/device-mismatch.md"
+    assert text.splitlines()[-1] == f"more: {PAGES}/device-mismatch.md"
 
 
 def test_unknown_names_the_last_error() -> None:
@@ -175,7 +198,7 @@ def test_unknown_names_the_last_error() -> None:
     assert text.splitlines() == [
         "unknown: no error in this log is one that threefold knows",
         "  the last error in it: line 12: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x5 and 4x4)",
-        "  the errors that it knows: docs/errors/README.md",
+        f"  the errors that it knows: {PAGES}",
     ]
 
 
@@ -222,11 +245,11 @@ def test_command_reads_a_pipe_without_torch() -> None:
     assert done.stdout.startswith(b"a plain tensor met a distributed one")
 
 
-def test_pages_are_current() -> None:
-    done = subprocess.run(
-        [sys.executable, "docs/generate_errors.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
+def test_index_names_every_page() -> None:
+    listed = re.findall(r"^\| \[([\w-]+)\]\((.+)\) \| (.+) \|$", (ROOT / "docs/errors/README.md").read_text(), re.M)
+    folder = "../../src/threefold/explain/pages"
+    wanted = [(name, f"{folder}/{name}.md", known.title) for name, known in known_errors().items()]
+    assert sorted(listed) == wanted
 
 
 def test_logs_name_no_machine() -> None:

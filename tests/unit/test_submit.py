@@ -342,20 +342,22 @@ def test_pods_that_would_lose_their_work_are_refused() -> None:
 def test_programs_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(ConfigError, match="there is no sbatch here"):
-        list(submit.slurm(config(), ranks(), SlurmOptions(), dry_run=False))
+        list(submit.slurm_lines(config(), ranks(), SlurmOptions(), dry_run=False))
     with pytest.raises(ConfigError, match="there is no kubectl here"):
-        list(submit.kubernetes(config(**ON_VOLUME), ranks(), kubernetes_options(), dry_run=False))
+        list(submit.kubernetes_lines(config(**ON_VOLUME), ranks(), kubernetes_options(), dry_run=False))
 
 
 def test_dry_run_shows_no_value_of_a_variable() -> None:
     options = sagemaker_options(variables={"HF_HOME": "private-place"})
-    lines = submit.sagemaker(config(), ranks(1), options, region="us-east-1", dry_run=True, source_to=None)
+    lines = submit.sagemaker_lines(config(), ranks(1), options, region="us-east-1", dry_run=True, source_to=None)
     assert "private-place" not in "\n".join(lines)
 
 
 def test_source_for_the_sdk_is_written(tmp_path: Path) -> None:
     lines = list(
-        submit.sagemaker(config(), ranks(1), sagemaker_options(), region=None, dry_run=True, source_to=tmp_path / "src")
+        submit.sagemaker_lines(
+            config(), ranks(1), sagemaker_options(), region=None, dry_run=True, source_to=tmp_path / "src"
+        )
     )
     assert lines[0] == f"wrote {tmp_path / 'src'}: entry script threefold_entry.py"
     assert sorted(path.name for path in (tmp_path / "src").iterdir()) == ["config.yaml", "threefold_entry.py"]
@@ -374,14 +376,14 @@ def refusing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("refusing")
 def test_clusters_that_refuse() -> None:
     with pytest.raises(RunError) as caught:
-        list(submit.slurm(config(), ranks(), SlurmOptions(), dry_run=False))
+        list(submit.slurm_lines(config(), ranks(), SlurmOptions(), dry_run=False))
     assert str(caught.value) == (
         "sbatch has not taken the job: not today\n"
         "  expected: options that this cluster accepts\n"
         "  fix: --dry-run shows the script; sinfo shows partitions, sacctmgr show assoc your accounts"
     )
     with pytest.raises(RunError) as caught:
-        list(submit.kubernetes(config(**ON_VOLUME), ranks(), kubernetes_options(), dry_run=False))
+        list(submit.kubernetes_lines(config(**ON_VOLUME), ranks(), kubernetes_options(), dry_run=False))
     assert str(caught.value) == (
         "kubectl has not taken the job: not today\n"
         "  expected: a cluster with the operator of this --kind, and the right to create jobs in the namespace\n"
@@ -392,7 +394,9 @@ def test_clusters_that_refuse() -> None:
 def test_sagemaker_without_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(ConfigError) as caught:
-        list(submit.sagemaker(config(), ranks(1), sagemaker_options(), region=None, dry_run=False, source_to=None))
+        list(
+            submit.sagemaker_lines(config(), ranks(1), sagemaker_options(), region=None, dry_run=False, source_to=None)
+        )
     assert said(caught) == (
         "boto3 is not installed\n  expected: AWS' library, to send the job\n  fix: pip install 'threefold[sagemaker]'"
     )

@@ -5,13 +5,31 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from threefold.errors import EXIT_FAILED, ConfigError
-from threefold.explain import explain
 
 # Ours, and torchrun's --log-dir: attempt_0/3/stderr.log.
 _BEGIN = " INFO threefold: process "
 _RANK_OF_FILE = re.compile(r"rank-(\d+)\.log$|/(\d+)/(?:std(?:out|err)|error)\.\w+$")
+
+
+def command(
+    log: Annotated[
+        Path | None, typer.Argument(help="What a failed program has printed, or a folder of logs; default: a pipe.")
+    ] = None,
+) -> None:
+    """Say what has happened in a failed run's log, which line matters, and what to do.
+
+    For any torch.distributed program: threefold explain train.log, or ... 2>&1 | threefold explain.
+
+    Exit codes: 0 explained; 1 no error in it is known; 2 there is no such log.
+    """
+    text, code = explain_command(log)
+    typer.echo(text)
+    sys.exit(code)
 
 
 def explain_command(path: Path | None) -> tuple[str, int]:
@@ -23,6 +41,9 @@ def explain_command(path: Path | None) -> tuple[str, int]:
     Raises:
         ConfigError: there is no such log, or nothing is piped in.
     """
+    from threefold.explain import explain
+    from threefold.explain.known import PAGES
+
     text = _read_input() if path is None else _read(path)
     found = explain.explain(text)
     if found is not None:
@@ -31,7 +52,7 @@ def explain_command(path: Path | None) -> tuple[str, int]:
     lines = ["unknown: no error in this log is one that threefold knows"]
     if last is not None:
         lines.append(f"  the last error in it: {last.where()}: {last.text.strip()}")
-    lines.append(f"  the errors that it knows: {explain.PAGES}/README.md")
+    lines.append(f"  the errors that it knows: {PAGES}")
     return "\n".join(lines), EXIT_FAILED
 
 

@@ -13,9 +13,7 @@ import typer
 from threefold import __version__
 from threefold.commands import data_arguments as data
 from threefold.commands import doctor_arguments as doctor
-from threefold.commands import explain_arguments as explain
-from threefold.commands import export, train, verify
-from threefold.commands import submit_arguments as submit
+from threefold.commands import explain, export, submit, train, verify
 from threefold.errors import ThreefoldError
 
 app = typer.Typer(

@@ -1,49 +1,20 @@
 """`threefold explain`: the log of any torch.distributed program -> what happened, the line that matters, what to do.
 
 Where a log shows several errors, the one nearest to the beginning of the failure explains it: a cause before a symptom,
-a symptom before a consequence (`Tier`). An error that is in no table but ended a rank's traceback is the program's own;
+a symptom before a consequence (`Tier`). An error that has no page but ended a rank's traceback is the program's own;
 it comes before symptoms, because the other ranks' lost connections and timeouts follow from it. No torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from threefold.explain.explain_install import INSTALL
-from threefold.explain.explain_memory import MEMORY
-from threefold.explain.explain_mesh import MESH
-from threefold.explain.explain_network import NETWORK
-from threefold.explain.known import KnownError, Tier
+from threefold.explain.known import PAGES, KnownError, Tier, known_errors
 from threefold.explain.log import Line, Log, Raised
 
-OWN_ERROR = KnownError(
-    "own-error",
-    "a rank failed with an error of the program's own",
-    (),
-    "One rank raised this error and ended; what the other ranks say (lost connections, timeouts, stop signals) follows "
-    "from it.",
-    (
-        "mend what the error says, at the place named above",
-        "where it came on one rank only: what differs there, its rows, its files, its host",
-        "threefold data order RUN --step N --show prints what the step has read",
-    ),
-    "[rank1]: KeyError: 'input_ids'",
-    Tier.SYMPTOM,
-)
-OWN_REFUSAL = KnownError(
-    "threefold",
-    "threefold has said what is wrong",
-    (),
-    "Errors of threefold have three parts: what is wrong, what was expected, and how to mend it. Other messages in the "
-    "log follow from this one.",
-    ("do what stands behind `fix`", "threefold train config.yaml --print-config shows where each value comes from"),
-    "  fix: start 3 ranks, or set --mesh.dp 2 --mesh.cp 1 --mesh.tp 1",
-    Tier.SYMPTOM,
-)
-KNOWN = (*NETWORK, *MESH, *MEMORY, *INSTALL)
-PAGES = "docs/errors"
 _SHOWN = 300
 # A full disk or a lost connection has the same words everywhere; this is about programs that train.
 _FIELD = re.compile(
@@ -91,27 +62,27 @@ class Explanation:
         if self.others:
             lines += ["", "also in this log:"]
             lines += [f"  {hit.lines[0].where()}: {hit.known.title}  [{hit.known.name}]" for hit in self.others]
-        return "\n".join([*lines, "", f"more: {PAGES}/{self.known.name}.md"])
+        return "\n".join([*lines, "", f"more: {PAGES / self.known.name}.md"])
 
 
-def explain(text: str) -> Explanation | None:
+def explain(text: str, *, pages: Path = PAGES) -> Explanation | None:
     """What the log says has happened, or None where no error in it is known or it is of another kind of program."""
     log = Log.of(text)
     if not _FIELD.search(log.text):
         return None
-    raised = log.raised()
-    hits = sorted(_hits(log, raised), key=_precedence)
+    raised, known = log.raised(), known_errors(pages)
+    hits = sorted(_hits(log, raised, known.values()), key=_precedence)
     if not raised and all(_WARNING.match(line.text) for hit in hits for line in hit.lines):
         hits = []  # torch warns of attempts that it then makes good
     if hits and hits[0].known.tier is Tier.CAUSE:
         return _explained(log, hits)
     if (said := _THREE_PARTS.search(log.text)) is not None:
         facts = [f"expected: {said['expected']}", f"fix: {said['fix']}"]
-        return Explanation(OWN_REFUSAL, log.line_at(said.start()), None, facts, hits)
+        return Explanation(known["threefold"], log.line_at(said.start()), None, facts, hits)
     own = _own_error(text, raised, hits)
     if own is not None:
         facts = ["it ended rank " + str(own.line.rank)] if own.line.rank is not None else []
-        return Explanation(OWN_ERROR, own.line, own.frame, facts, hits)
+        return Explanation(known["own-error"], own.line, own.frame, facts, hits)
     return _explained(log, hits) if hits else None
 
 
@@ -127,11 +98,11 @@ def last_error(text: str) -> Line | None:
     return raised[-1].line if raised else None
 
 
-def _hits(log: Log, raised: Sequence[Raised]) -> list[Hit]:
+def _hits(log: Log, raised: Sequence[Raised], errors: Iterable[KnownError]) -> list[Hit]:
     ended = {error.line.number: error for error in raised}
     found = []
-    for known in KNOWN:
-        offsets = sorted({match.start() for sign in known.signs for match in re.finditer(sign, log.text, re.MULTILINE)})
+    for known in errors:
+        offsets = sorted({match.start() for sign in known.signs for match in sign.finditer(log.text)})
         lines = {line.number: line for line in map(log.line_at, offsets)}
         if not lines:
             continue
@@ -146,7 +117,7 @@ def _precedence(hit: Hit) -> tuple[int, bool, int]:
 
 
 def _own_error(text: str, raised: Sequence[Raised], hits: Sequence[Hit]) -> Raised | None:
-    """The first error of a rank that no table knows, in the log of a program of several ranks."""
+    """The first error of a rank that no page describes, in the log of a program of several ranks."""
     known = {line.number for hit in hits for line in hit.lines}
     own = [error for error in raised if error.line.number not in known and not error.reports_another]
     several = hits or any(error.line.rank is not None for error in raised) or "torch.distributed" in text

@@ -19,6 +19,11 @@ _TIMEOUT_MS = re.compile(r"Timeout\(ms\)=(\d+)")
 _LAST_WORK = re.compile(r"last enqueued (?:NCCL )?work: (-?\d+), last completed (?:NCCL )?work: (-?\d+)")
 
 
+def none(log: Log, lines: Sequence[Line]) -> list[str]:
+    """Nothing: of most errors the line itself says all there is."""
+    return []
+
+
 def gpu_memory(log: Log, lines: Sequence[Line]) -> list[str]:
     """By how much memory was short, and whether it is there in pieces."""
     text = lines[0].text

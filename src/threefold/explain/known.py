@@ -1,15 +1,40 @@
-"""What is known of an error: the lines that it shows itself by, its cause, and what to do, in order.
+r"""What is known of an error is one Markdown page in `pages/`: the lines that show it, its cause, and what to do.
 
-The tables are data: the command prints them, and a page is written for each in docs/errors/. No torch.
+A page is all that an error needs: the command reads the pages and prints from them. Its file name is the error's name.
+
+    ---
+    tier: cause                                  (or symptom, or consequence: see `Tier`)
+    facts: gpu_memory                            (optional: a function of `facts.py`)
+    signs: |                                     (regular expressions, each found in one line of a log)
+      CUDA out of memory
+    ---
+
+    # what has happened, in one line
+
+        a line as it stands in a log
+
+    Why it happens.
+
+    1. what to do, the most likely first
+    2. ...
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 
+from threefold.explain import facts
 from threefold.explain.log import Line, Log
+
+PAGES = Path(__file__).with_name("pages")
+_PAGE = re.compile(
+    r"---\ntier: (?P<tier>\w+)\n(?:facts: (?P<facts>\w+)\n)?(?:signs: \|\n(?P<signs>(?:  .+\n)+))?---\n\n"
+    r"# (?P<title>.+)\n\n    (?P<example>.+)\n\n(?P<cause>.+)\n\n(?P<steps>(?:\d+\. .+\n)+)"
+)
 
 
 class Tier(IntEnum):
@@ -20,33 +45,46 @@ class Tier(IntEnum):
     CONSEQUENCE = 2
 
 
-Facts = Callable[[Log, Sequence[Line]], list[str]]
-
-
-def no_facts(log: Log, lines: Sequence[Line]) -> list[str]:
-    """Of most errors the line itself says all there is."""
-    return []
-
-
 @dataclass(frozen=True)
 class KnownError:
-    """One error of the field.
+    """One error of the field, as its page describes it.
 
     Attributes:
-        name: of its page.
-        title: what has happened, in one line.
-        signs: regular expressions, each of one line of a log.
-        cause: why it happens.
-        steps: what to do, the most likely first.
-        example: a line as it stands in a log.
-        facts: what can be read from the lines that show it: sizes, ranks, ports.
+        signs: none where another rule finds the error: an error of the program's own, a message of threefold.
+        facts: returns what can be read from the lines that show the error: sizes, ranks, ports.
     """
 
     name: str
     title: str
-    signs: tuple[str, ...]
-    cause: str
-    steps: tuple[str, ...]
+    tier: Tier
+    signs: Sequence[re.Pattern[str]]
     example: str
-    tier: Tier = Tier.CAUSE
-    facts: Facts = no_facts
+    cause: str
+    steps: Sequence[str]
+    facts: Callable[[Log, Sequence[Line]], list[str]]
+
+
+def read_page(path: Path) -> KnownError:
+    """The error that a page describes.
+
+    Raises:
+        ValueError: the page is not written as the docstring of this module says.
+    """
+    page = _PAGE.fullmatch(path.read_text(encoding="utf-8"))
+    if page is None:
+        raise ValueError(f"{path} is not written as threefold/explain/known.py describes a page")
+    return KnownError(
+        path.stem,
+        page["title"],
+        Tier[page["tier"].upper()],
+        tuple(re.compile(line[2:], re.MULTILINE) for line in (page["signs"] or "").splitlines()),
+        page["example"],
+        page["cause"],
+        tuple(line.partition(". ")[2] for line in page["steps"].splitlines()),
+        getattr(facts, page["facts"] or "none"),
+    )
+
+
+def known_errors(folder: Path = PAGES) -> dict[str, KnownError]:
+    """The errors of all pages in a folder, by name."""
+    return {path.stem: read_page(path) for path in sorted(folder.glob("*.md"))}

@@ -1,7 +1,7 @@
 """What every cluster's job is made of: a name, a number of hosts and ranks that fit the mesh, and no secret.
 
-The jobs themselves are in `clusters_slurm`, `clusters_sagemaker` and `clusters_kubernetes`: pure functions from a
-config and options to a text or a request, so that what is printed by `--dry-run` is what is sent.
+The jobs themselves are in `slurm`, `sagemaker` and `kubernetes`: pure functions from a config and options to a text or
+a request, so that what is printed by `--dry-run` is what is sent.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A SageMaker training job from a config: the source archive, the CreateTrainingJob request, and sending both.
 
-The archive holds the config, the entry script (`clusters_entry`) and requirements; the request starts it in a training
+The archive holds the config, the entry script (`entry`) and requirements; the request starts it in a training
 container through torchrun, and says which lines of ours are metrics. Checkpoints and metrics go to the checkpoint
 folder, which SageMaker copies to S3 while the job runs and back when a spot instance was taken away.
 """
@@ -131,11 +131,11 @@ def warnings(ranks: Ranks, options: SageMakerOptions) -> list[str]:
 
 def source_files(config: Config, options: SageMakerOptions) -> dict[str, bytes]:
     """What the job's source holds, by name."""
-    from threefold.jobs import entry as clusters_entry
+    from threefold.jobs import entry
 
     files = {
         "config.yaml": as_document(config.model_dump(mode="json", exclude_none=True)).encode(),
-        ENTRY: Path(clusters_entry.__file__).read_bytes(),
+        ENTRY: Path(entry.__file__).read_bytes(),
         **{path.name: path.read_bytes() for path in options.packages},
     }
     if options.packages:

@@ -1,18 +1,20 @@
 """A Slurm job from a config: one batch script that holds everything, and starts itself again after a stop.
 
-srun starts a rank for each task; `mesh.launch_readers` finds rank, world size and master in srun's own variables.
+srun starts a rank for each task; `mesh.launchers.readers` finds rank, world size and master in srun's own variables.
 Before the time limit Slurm sends SIGUSR1 to the ranks, which save and leave with exit code 75; the script then puts the
-job back into the queue, and the next start goes on in the same folder. The config travels inside the script, so that
+job back into the queue, and the next start resumes in the same folder. The config travels inside the script, so that
 editing the file later changes nothing.
 """
 
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field
+import shutil
+import subprocess
+from dataclasses import dataclass
 
 from threefold.config.schema import Config
-from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError
+from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError, RunError
 from threefold.jobs.job import Ranks, as_document, checked_name
 
 # After the first rank has ended, srun gives the others this long: a rank that died must not leave the others waiting.
@@ -43,7 +45,7 @@ class SlurmOptions:
     signal_ahead_s: int | None = None
     requeue: bool = True
     setup: str | None = None
-    options: tuple[str, ...] = field(default=())
+    options: tuple[str, ...] = ()
     python: str = "python"
 
 
@@ -86,6 +88,29 @@ def script(config: Config, ranks: Ranks, options: SlurmOptions) -> str:
             "fi",
         ]
     return "\n".join([*lines, 'exit "$code"', ""])
+
+
+def submit(text: str) -> str:
+    """Hands a batch script to sbatch; returns what it says.
+
+    Raises:
+        ConfigError: there is no sbatch. RunError: it refuses.
+    """
+    program = shutil.which("sbatch")
+    if program is None:
+        raise ConfigError(
+            "there is no sbatch here",
+            expected="a host that submits to Slurm, usually a login node",
+            fix="threefold submit slurm ... --dry-run > job.sh, and there: sbatch job.sh",
+        )
+    done = subprocess.run([program], input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RunError(
+            f"sbatch has not taken the job: {done.stderr.strip()}",
+            expected="options that this cluster accepts",
+            fix="--dry-run shows the script; sinfo shows partitions, sacctmgr show assoc your accounts",
+        )
+    return done.stdout.strip()
 
 
 def _srun_options(options: SlurmOptions) -> str:

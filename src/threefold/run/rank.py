@@ -7,7 +7,6 @@ it. What goes wrong later is printed once, by the rank where it went wrong first
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import sys
 from pathlib import Path
@@ -159,7 +158,7 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
         return 0
     loader.leave_out(config.data.skip, first_step=done + 1)
     audit = open_audit(config, folder, mesh, loader, done=done)
-    for path in json.loads(mesh.share("accept", lambda: json.dumps([str(path) for path in folder.accept(config)]))):
+    for path in mesh.share("accept", lambda: [str(moved) for moved in folder.accept(config)]):
         console.print(f"  set aside: {path}, later than the step that the run goes on from", highlight=False)
     lock.keep()
     settle_buckets(model, mesh, rows=micro_batch, seq_len=config.data.seq_len)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,7 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
     rows = assemble.rows_of(config, tokenizer, mesh)
     observed = config.train.global_batch // mesh.dp_size
 
-    def alone() -> str:
+    def alone() -> list[list[float]]:
         order = Order(rows.num_rows, config.train.global_batch, config.data.seed, config.data.shuffle, "drop", 0, 1)
         loader = iter(TokenLoader(rows, order, document_mask=config.data.document_mask))
         # The rows of dp rank 0 come first, so that they are the ones whose outputs are kept.
@@ -83,10 +82,10 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
         batches = [{name: values[first] for name, values in next(loader).items()} for _ in range(options.steps)]
         batches = [{name: values for name, values in batch.items() if name != "indices"} for batch in batches]
         curves.append(run_alone(config, architecture, batches, num_steps=options.steps, observed_rows=observed))
-        return json.dumps([curves[0].losses, curves[0].norms])
+        return [curves[0].losses, curves[0].norms]
 
     curves: list[Curve] = []
-    losses, norms = json.loads(mesh.share("alone", alone))
+    losses, norms = mesh.share("alone", alone)
     model = build(config, architecture, mesh)
     found = Comparison()
     outputs = _watch(model.module)

@@ -7,7 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threefold.model.context_parallel.split import local_positions
+from threefold.errors import RunError
+from threefold.mesh.mesh import init_mesh
+from threefold.model.build import load_model
+from threefold.model.context_parallel.split import gathered_positions, local_positions
 
 CP = st.integers(1, 8)
 UNITS = st.integers(1, 9)
@@ -58,3 +61,27 @@ def test_positions_index_rows() -> None:
     rows = torch.arange(16).reshape(2, 8)
     taken = rows.index_select(1, local_positions(8, cp_size=2, cp_rank=1))
     assert taken.tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
+
+
+def test_gathered_positions_are_those_of_the_ranks_in_order() -> None:
+    assert gathered_positions(8, cp_size=2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+
+
+def test_forward_outside_of_a_batch_is_refused() -> None:
+    """Its masks would be those of another batch."""
+    mesh = init_mesh(device="cpu")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = load_model(config={"model_type": "llama", "vocab_size": 32, **sizes}, mesh=mesh)
+    tokens = torch.arange(16).reshape(2, 8)
+    positions = torch.arange(8).expand(2, 8)
+    with model.context.batch({"input_ids": tokens, "labels": tokens, "position_ids": positions}) as local:
+        inside = model.module.base_model(input_ids=local["input_ids"]).last_hidden_state
+    assert inside.shape == (2, 8, 16)
+    with pytest.raises(RunError) as caught:
+        model.module.base_model(input_ids=tokens)
+    mesh.close()
+    assert str(caught.value) == (
+        "the model was called outside of a batch\n"
+        "  expected: the rows that its tokens are from: which of them see one another depends on it\n"
+        "  fix: with model.context.batch(rows) as local: model.forward(...), and the backward inside it too"
+    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 from threefold.training.nonfinite import _ordinal, _what
 
 
-def part(rows: list[list[int]], wrong: list[int] | None = None) -> str:
-    return json.dumps({"wrong": wrong, "rows": rows})
+def part(rows: list[list[int]], wrong: list[int] | None = None) -> dict[str, Any]:
+    return {"wrong": wrong, "rows": rows}
 
 
 def test_ranks_and_rows_of_the_bad_micro_batches_are_named_once() -> None:

@@ -125,5 +125,5 @@ def test_other_ranks_open_the_same(resumes: bool) -> None:
     if resumes:
         save("run", 5)
     opened = open_run(config())
-    assert RunFolder.from_json(opened.to_json()) == opened
+    assert RunFolder.from_values(opened.to_values()) == opened
     assert bool(opened.candidates) == resumes

@@ -8,27 +8,26 @@ target tokens). Everything that needs a group asks the mesh for it by name.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from importlib.metadata import version
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from threefold.config.schema import MeshConfig
-from threefold.errors import EXIT_FAILED, EXIT_WRONG_REQUEST, ConfigError, Problem, RunError, ThreefoldError
 from threefold.mesh import environment
+from threefold.mesh.exchange import Exchange
 from threefold.mesh.rendezvous import join_group
 from threefold.mesh.rendezvous_errors import no_device
 from threefold.mesh.topology import AXES, Topology, resolve
 
 # Counts the ranks that failed; the first one says why.
 FAILURES = "threefold/failures"
-_LONGEST_PREPARATION = timedelta(days=2)
 _PARAMETER_AXES = ("dp_replicate", "fsdp", "tp")
 _GROUPS = {"dp": ("dp_replicate", "dp_shard"), "cp": ("cp",), "loss": ("dp_replicate", "dp_shard", "cp")}
 
@@ -61,7 +60,6 @@ class Mesh:
     host_leader: int = 0
     num_hosts: int = 1
     store: dist.Store | None = None
-    _exchanges: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def world_size(self) -> int:
@@ -99,63 +97,25 @@ class Mesh:
             return dist.group.WORLD
         return self.device_mesh.get_group(name) if name in _PARAMETER_AXES else self.groups[name]
 
-    def share(self, name: str, make: Callable[[], str]) -> str:
-        """What rank 0's `make` returns, on every rank; no collective, so it may take any time or fail.
+    @cached_property
+    def _exchange(self) -> Exchange:
+        return Exchange(self.rank, self.world_size, self.store)
+
+    def share(self, name: str, make: Callable[[], Any]) -> Any:
+        """What rank 0's `make` returns, a plain value, on every rank; no collective, so it may take any time or fail.
 
         Raises:
-            ThreefoldError: what rank 0 raised; on other ranks with the same text.
+            ThreefoldError: what rank 0 raised, of the same class and with the same text on every rank.
         """
-        return self._share(name, make, maker=self.rank == 0)
+        return self._exchange.value_of(0, name, make)
 
-    def once_per_host(self, name: str, work: Callable[[], str]) -> str:
+    def once_per_host(self, name: str, work: Callable[[], Any]) -> Any:
         """As `share`, done by the first rank of each machine."""
-        return self._share(f"{name}/{self.host_leader}", work, maker=self.rank == self.host_leader)
+        return self._exchange.value_of(self.host_leader, f"{name}/{self.host_leader}", work)
 
-    def decide(self, name: str, part: str, conclude: Callable[[list[str]], str]) -> str:
-        """What rank 0 concludes from the `part` of every rank, in rank order, on every rank; no collective.
-
-        Raises:
-            ThreefoldError: what `conclude` raised; on other ranks with the same text.
-        """
-        store, number = self.store, self._exchanges.get(f"decide/{name}", 0) + 1
-        if store is None:
-            return conclude([part])
-        self._exchanges[f"decide/{name}"] = number
-        keys = [f"threefold/parts/{name}/{number}/{rank}" for rank in range(self.world_size)]
-        store.set(keys[self.rank], part)
-
-        def collect() -> str:
-            store.wait(keys, _LONGEST_PREPARATION)
-            return conclude([store.get(key).decode() for key in keys])
-
-        return self.share(f"decide/{name}", collect)
-
-    def _share(self, name: str, make: Callable[[], str], *, maker: bool) -> str:
-        if self.store is None:
-            return make()
-        # Ranks ask for the same things in the same order, so counting names each exchange alike on all.
-        self._exchanges[name] = number = self._exchanges.get(name, 0) + 1
-        key = f"threefold/shared/{name}/{number}"
-        if maker:
-            try:
-                answer = {"value": make()}
-            except ThreefoldError as error:
-                problems = [dataclasses.astuple(problem) for problem in error.problems]
-                self.store.set(key, json.dumps({"problems": problems, "exit_code": error.exit_code}))
-                raise
-            except BaseException:
-                self.store.set(key, json.dumps({"problems": [], "exit_code": EXIT_FAILED}))
-                raise
-            self.store.set(key, json.dumps(answer))
-            return answer["value"]
-        self.store.wait([key], _LONGEST_PREPARATION)
-        answer = json.loads(self.store.get(key))
-        if "value" in answer:
-            return answer["value"]
-        if not answer["problems"]:
-            raise RunError(f"another rank failed in {name!r}", expected="its result", fix="see that rank's traceback")
-        family = ConfigError if answer["exit_code"] == EXIT_WRONG_REQUEST else RunError
-        raise family.of(Problem(*problem) for problem in answer["problems"])
+    def decide(self, name: str, part: Any, conclude: Callable[[list[Any]], Any]) -> Any:
+        """What rank 0 concludes from the `part` of every rank, in rank order, on every rank; raises as `share`."""
+        return self._exchange.conclusion_of(name, part, conclude)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""

@@ -127,10 +127,10 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
             layer.compile()
     sharers = tensor.sequence_group
     whole = {"whole": partial(gather, group=sharers)} if sharers is not None else {}
-    steps, head_why = head.operations(model)
+    kind_of_head, head_why = head.kind_of(model)
     fused, fused_why = fused_loss.choose(
         config.train.fused_loss,
-        steps,
+        kind_of_head,
         device=mesh.device.type,
         tp=mesh.size("tp"),
         label_smoothing=config.train.label_smoothing,
@@ -166,7 +166,7 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
         choices.append(lora.described(model))
     if fused:
         choices.append(("loss: Liger's kernel", fused_why))
-    if steps is None:
+    if kind_of_head is None:
         choices.append(("loss: all logits of a micro-batch at once", head_why))
     autocast = None if kind == "fsdp" or dtype == torch.float32 else dtype
     return ParallelModel(forward, model, context, tensor, autocast, tuple(choices))

@@ -46,16 +46,16 @@ def problems(asked: str, *, device: str, tp: int, label_smoothing: float) -> lis
     ]
 
 
-def choose(asked: str, steps: list[str] | None, *, device: str, tp: int, label_smoothing: float) -> tuple[bool, str]:
+def choose(asked: str, head: str | None, *, device: str, tp: int, label_smoothing: float) -> tuple[bool, str]:
     """Whether the kernel is used, and why.
 
     Args:
         asked: `auto`, `liger` or `none`.
-        steps: what the model does to hidden states (`head.operations`).
+        head: how the model makes its logits (`head.kind_of`).
     """
     if asked == "none":
         return False, "as given"
-    if steps is None:
+    if head is None:
         return False, "the model's head is not known"
     return _possible(device=device, tp=tp, label_smoothing=label_smoothing)
 
@@ -75,13 +75,13 @@ def _possible(*, device: str, tp: int, label_smoothing: float) -> tuple[bool, st
 
 
 def fused_sums(
-    model: PreTrainedModel, hidden: Tensor, labels: Tensor, loss: Additions, steps: list[str]
+    model: PreTrainedModel, hidden: Tensor, labels: Tensor, loss: Additions, kind: str
 ) -> tuple[Tensor, Tensor]:
     """(what is minimised, the cross entropy alone): scalar sums over the labels that are not -100.
 
     Args:
         hidden: [tokens, hidden], before the head.
-        steps: what follows the head, from `head.operations`.
+        kind: how the model makes its logits (`head.kind_of`).
     """
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
@@ -92,13 +92,12 @@ def fused_sums(
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     hidden = hidden.to(weight.dtype) if hidden.dtype != weight.dtype else hidden
     softcap = None
-    for step in steps:
+    if kind in ("divided", "multiplied"):
         # The head is linear: a scale of the logits is one of the hidden states, and of a bias.
-        if step in ("divide", "multiply"):
-            scale: Any = model.logit_scale if step == "multiply" else 1 / config.logits_scaling
-            hidden, bias = hidden * scale, bias * scale if bias is not None else None
-        elif step == "cap":
-            softcap = config.final_logit_softcapping
+        scale: Any = model.logit_scale if kind == "multiplied" else 1 / config.logits_scaling
+        hidden, bias = hidden * scale, bias * scale if bias is not None else None
+    elif kind == "capped":
+        softcap = config.final_logit_softcapping
     total, z_loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
         hidden,
         weight,

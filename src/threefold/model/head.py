@@ -3,13 +3,11 @@
 A causal language model's own forward returns logits [batch, sequence, vocabulary]. Here it is replaced by one that
 takes the labels too and returns sums: the head is applied to a chunk of tokens at a time, and a chunk's logits are
 computed again in backward. What a model does to its logits behind the head (a cap, a scale) is done to each chunk; a
-model that does something not known here keeps its own forward.
+model whose class is not in the table here keeps its own forward.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -21,19 +19,33 @@ from transformers import PreTrainedModel
 from threefold.model.fused_loss import Additions, fused_sums
 
 _CHUNK_BYTES = 256 * 1024**2
-# What a forward may do between the hidden states and the loss for it to be understood; anything else is not known.
-_HIDDEN = (
-    r"\w*outputs\[0\]",
-    r"\w*outputs\.last_hidden_state",
-    r"slice_logits_to_keep\(hidden_states, logits_to_keep\)",
+# transformers' classes whose logits are the head's product and nothing else; `Llama` is LlamaForCausalLM.
+_PLAIN = """
+    Afmoe Apertus Arcee AriaText AXK1 AXK2 BailingHybrid Bamba Bart BigBirdPegasus BitNet Blenderbot BlenderbotSmall
+    Bloom Camembert CodeGen Cwm Data2VecText Dbrx DeepseekV2 DeepseekV3 DeepseekV32 DeepseekV4 DiffLlama Doge Dots1
+    Dots3Note Emu3 Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe FlexOlmo Flint Fuyu Gemma Glm Glm4 Glm4Moe Glm4MoeLite
+    GlmMoeDsa GPTBigCode GPTJ GPTNeo GPTNeoX GPTNeoXJapanese GptOss Helium HrmText HunYuanDenseV1 HunYuanMoEV1 HYV3
+    Jais2 Jamba JetMoe KimiLinear Kolibri1 Laguna Lfm2 Lfm2Moe Lfm3 Llama Llama4 LongcatFlash Marian MBart Mellum
+    MiMoV2Flash MiniMax MiniMaxM2 MiniMaxM3VL Ministral Ministral3 Mistral Mixtral Moshi Mpt Mvp Nemotron Olmo Olmo2
+    Olmo3 Olmoe OlmoHybrid OPT Pegasus Persimmon Phi Phi3 Phi4Multimodal Phimoe PLBart Qwen2 Qwen2Moe Qwen3 Qwen3_5
+    Qwen3_5Moe Qwen3Moe Qwen3Next Qwen4Exp Roberta RobertaPreLayerNorm SeedOss SmolLM3 SolarOpen StableLm Starcoder2
+    XGLM XLMRoberta XLMRobertaXL Xmod Youtu Zamba Zamba2 Zaya
+"""
+_PLAIN_BY_FULL_NAME = (
+    *("BertGenerationDecoder", "CTRLLMHeadModel", "GPT2LMHeadModel", "OpenAIGPTLMHeadModel"),
+    *("Gemma3ForConditionalGeneration", "GotOcr2ForConditionalGeneration", "ReformerModelWithLMHead"),
+    "MossTranscribeDiarizeForConditionalGeneration",
 )
-_LOGITS = {
-    r"self\.(lm_head|embed_out)\(hidden_states\)(\.contiguous\(\))?": "head",
-    r"logits / self\.config\.logits_scaling": "divide",
-    r"logits \* self\.logit_scale": "multiply",
-    r"logits / self\.config\.final_logit_softcapping": "cap",
-    r"torch\.tanh\(logits\)": "",
-    r"logits \* self\.config\.final_logit_softcapping": "",
+# What the others do to the product: logit_scale * x, x / logits_scaling, or cap * tanh(x / cap).
+_MULTIPLIED = "Cohere Cohere2 Cohere2Moe CohereCompass"
+_DIVIDED = "Granite GraniteSWA GraniteMoe GraniteMoeSWA GraniteMoeHybrid GraniteMoeShared"
+_CAPPED = "Gemma2 Gemma3 Gemma3n Gemma4 Gemma4Unified NanoChat VaultGemma"
+HEADS = {
+    **{f"{name}ForCausalLM": "plain" for name in _PLAIN.split()},
+    **dict.fromkeys(_PLAIN_BY_FULL_NAME, "plain"),
+    **{f"{name}ForCausalLM": "multiplied" for name in _MULTIPLIED.split()},
+    **{f"{name}ForCausalLM": "divided" for name in _DIVIDED.split()},
+    **{f"{name}ForCausalLM": "capped" for name in _CAPPED.split()},
 }
 
 
@@ -51,23 +63,13 @@ class Sums(NamedTuple):
     router_logits: tuple[Tensor, ...]
 
 
-def operations(model: PreTrainedModel) -> tuple[list[str] | None, str]:
-    """What the model does to hidden states to get logits, in order (None where that is not known), and why."""
-    source = inspect.getsource(type(model).forward)
-    source = re.sub(r"\s+#.*$", "", source, flags=re.MULTILINE)
-    assigned = re.findall(r"^\s*(hidden_states|\w*logits) ([-+*/]?=) (.*?),?$", source, flags=re.MULTILINE)
-    found: list[str] = []
-    for name, sign, value in assigned:
-        if name.endswith("router_logits") or (name == "logits" and value in ("logits", "None")):
-            continue
-        table = dict.fromkeys(_HIDDEN, "") if name == "hidden_states" else _LOGITS
-        meanings = [meaning for pattern, meaning in table.items() if re.fullmatch(pattern, value)]
-        if sign != "=" or name not in ("hidden_states", "logits") or not meanings:
-            return None, f"its forward has `{name} {sign} {value}`"
-        found += [meaning for meaning in meanings if meaning]
-    if found[:1] != ["head"] or model.get_output_embeddings() is None:
-        return None, "its forward has no head of a known kind"
-    return found, "its head is of a known kind"
+def kind_of(model: PreTrainedModel) -> tuple[str | None, str]:
+    """How the model makes its logits (`plain`, `multiplied`, `divided`, `capped`; None: not known), and why."""
+    cls = type(model)
+    kind = HEADS.get(cls.__name__) if cls.__module__.startswith("transformers.") else None
+    if kind is None or model.get_output_embeddings() is None:
+        return None, f"the head of {cls.__name__} is not known"
+    return kind, "its head is of a known kind"
 
 
 def chunk_tokens(asked: int | str, *, tokens: int, vocabulary: int) -> int:
@@ -91,21 +93,21 @@ def install(
         whole: makes the hidden states of this rank's sequence whole where tp ranks share it.
         fused: head and loss in one kernel (`fused_loss.choose`).
     """
-    steps, _ = operations(model)
+    kind, _ = kind_of(model)
     own_forward = model.forward
 
     def forward(*, labels: Tensor, token_loss: TokenLoss, output_router_logits: bool = False, **inputs: Any) -> Sums:
         extra = {"output_router_logits": True} if output_router_logits else {}
-        if steps is None:
+        if kind is None:
             outputs = own_forward(**inputs, **extra)
             objective, cross_entropy = token_loss(outputs.logits.flatten(0, 1), labels.flatten())
             return Sums(objective, cross_entropy, _router_logits(outputs))
         outputs = model.base_model(**inputs, **extra)
         hidden = whole(outputs.last_hidden_state)
         if fused:
-            sums = fused_sums(model, hidden.flatten(0, 1), labels.flatten(), token_loss, steps)
+            sums = fused_sums(model, hidden.flatten(0, 1), labels.flatten(), token_loss, kind)
         else:
-            sums = _by_chunks(model, hidden, labels, token_loss, chunk, steps)
+            sums = _by_chunks(model, hidden, labels, token_loss, chunk, kind)
         objective, cross_entropy = sums
         return Sums(objective, cross_entropy, _router_logits(outputs))
 
@@ -113,12 +115,12 @@ def install(
 
 
 def _by_chunks(
-    model: PreTrainedModel, hidden: Tensor, labels: Tensor, token_loss: TokenLoss, asked: int | str, steps: list[str]
+    model: PreTrainedModel, hidden: Tensor, labels: Tensor, token_loss: TokenLoss, asked: int | str, kind: str
 ) -> tuple[Tensor, Tensor]:
     flat, targets = hidden.flatten(0, 1), labels.flatten()
 
     def one(states: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        return token_loss(_logits(model, states, steps), own)
+        return token_loss(_logits(model, states, kind), own)
 
     head: Any = model.get_output_embeddings()
     size = chunk_tokens(asked, tokens=len(flat), vocabulary=head.weight.shape[0])
@@ -134,17 +136,16 @@ def _by_chunks(
     return objective, cross_entropy
 
 
-def _logits(model: PreTrainedModel, hidden: Tensor, steps: list[str]) -> Tensor:
+def _logits(model: PreTrainedModel, hidden: Tensor, kind: str) -> Tensor:
     head: Any = model.get_output_embeddings()
     config: Any = model.config
     logits: Tensor = head(hidden)
-    for step in steps:
-        if step == "divide":
-            logits = logits / config.logits_scaling
-        elif step == "multiply":
-            logits = logits * model.logit_scale
-        elif step == "cap" and config.final_logit_softcapping is not None:
-            logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
+    if kind == "divided":
+        return logits / config.logits_scaling
+    if kind == "multiplied":
+        return logits * model.logit_scale
+    if kind == "capped" and config.final_logit_softcapping is not None:
+        return torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
     return logits
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import time
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, damaged, find
 from threefold.config import loading
@@ -52,15 +51,14 @@ class RunFolder:
     def checkpoints(self) -> CheckpointFolder:
         return CheckpointFolder(self.path)
 
-    def to_json(self) -> str:
+    def to_values(self) -> dict[str, Any]:
         """What other ranks need to open the same."""
         candidates = [[str(candidate.path), candidate.step] for candidate in self.candidates]
-        return json.dumps({"path": str(self.path), "candidates": candidates, "asked": self.asked})
+        return {"path": str(self.path), "candidates": candidates, "asked": self.asked}
 
     @classmethod
-    def from_json(cls, text: str) -> RunFolder:
-        """The inverse of `to_json`."""
-        values = json.loads(text)
+    def from_values(cls, values: dict[str, Any]) -> RunFolder:
+        """The inverse of `to_values`."""
         candidates = tuple(Checkpoint(Path(path), step) for path, step in values["candidates"])
         return cls(Path(values["path"]), None, candidates, values["asked"])
 

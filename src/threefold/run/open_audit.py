@@ -6,7 +6,7 @@ They are compared before the first step, so a resume that is a batch off trains 
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 from threefold.audit import record as audit_record
 from threefold.audit.compare import AuditPlan, RunAudit
@@ -39,7 +39,7 @@ def open_audit(config: Config, folder: RunFolder, mesh: Mesh, loader: TokenLoade
     path = folder.path / audit_record.FILE
     record = MetricsFile(path) if mesh.rank == 0 else None
 
-    def start() -> str:
+    def start() -> dict[str, Any]:
         assert record is not None
         before = audit_record.read(path) if path.stat().st_size else []
         begin = order.begin(loader.cursor().place)
@@ -48,9 +48,9 @@ def open_audit(config: Config, folder: RunFolder, mesh: Mesh, loader: TokenLoade
             raise _one_off(order, begin, order.begin(known), first_step=done + 1, go_on=go_on)
         segment = before[-1].start.segment + 1 if before else 1
         record.log(_segment_line(config, folder, mesh, loader, order, begin, done + 1, segment).to_record())
-        return json.dumps({"segment": segment, "begin": begin})
+        return {"segment": segment, "begin": begin}
 
-    started = json.loads(mesh.share("audit", start))
+    started = mesh.share("audit", start)
     plan = AuditPlan(
         order,
         every=config.audit.every,

@@ -8,7 +8,6 @@ failed first.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import sys
 from pathlib import Path
@@ -126,8 +125,8 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
 
 def _open_folder(asked: Asked, mesh: Mesh, lock: RunLock) -> RunFolder:
     """The run's folder, opened by rank 0, seen by all hosts, with the newest undamaged checkpoint."""
-    opened = mesh.share("run", lambda: open_run(_as_restarted(asked.config), lock).to_json())
-    folder = RunFolder.from_json(opened)
+    opened = mesh.share("run", lambda: open_run(_as_restarted(asked.config), lock).to_values())
+    folder = RunFolder.from_values(opened)
     require_shared(folder.path, mesh)
     log_to_file(folder.path, mesh.rank)
     return undamaged(folder, mesh)
@@ -138,8 +137,7 @@ def _accept(console: Console, run: Built, lock: RunLock) -> RunAudit:
     config, mesh = run.config, run.mesh
     run.loader.leave_out(config.data.skip, first_step=run.done + 1)
     audit = open_audit(config, run.folder, mesh, run.loader, done=run.done)
-    aside = mesh.share("accept", lambda: json.dumps([str(path) for path in run.folder.accept(config)]))
-    for path in json.loads(aside):
+    for path in mesh.share("accept", lambda: [str(moved) for moved in run.folder.accept(config)]):
         console.print(f"  set aside: {path}, later than the step that the run goes on from", highlight=False)
     lock.keep()
     return audit

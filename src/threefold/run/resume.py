@@ -6,7 +6,6 @@ and before it is known to belong to this run. Until then nothing in the run's fo
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from collections.abc import Mapping
@@ -55,7 +54,7 @@ class Keeper:
         self._optimizer = optimizer
         self._loader = loader
         self._architecture = architecture
-        best = json.loads(mesh.share("best", lambda: json.dumps(folder.checkpoints.best())))
+        best = mesh.share("best", folder.checkpoints.best)
         self._best: float | None = best[1] if best else None
         self._saver: Saver | None = None
         self._held: list[run_state.Holding] | None = None
@@ -185,8 +184,8 @@ def undamaged(folder: RunFolder, mesh: Mesh) -> RunFolder:
 
     def damage(checkpoint: Checkpoint) -> str | None:
         own = checkpoint.damage(share=(mesh.rank, mesh.world_size))
-        reasons = mesh.decide("damage", json.dumps(own), lambda parts: json.dumps([json.loads(p) for p in parts]))
-        return next((reason for reason in json.loads(reasons) if reason is not None), None)
+        reasons = mesh.decide("damage", own, lambda parts: parts)
+        return next((reason for reason in reasons if reason is not None), None)
 
     chosen, passed = newest_undamaged(folder.candidates, damage)
     resuming = folder.resuming(chosen, passed)

@@ -8,7 +8,6 @@ was travels over the rendezvous store, and only when it has happened.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -90,7 +89,7 @@ class Finite:
             return None
         wrong = [number for number, loss in enumerate(step.losses) if not math.isfinite(loss.item())]
         own = {"wrong": [row for number in wrong for row in step.rows[number]] if wrong else None, "rows": step.rows}
-        what = self._mesh.decide("nonfinite", json.dumps(own), lambda parts: _what(step.number, norm, parts))
+        what = self._mesh.decide("nonfinite", own, lambda parts: _what(step.number, norm, parts))
         self._in_a_row += 1
         self.skipped += 1
         if not self._policy.skip:
@@ -120,9 +119,8 @@ def _copy_to_host(value: Tensor) -> tuple[Tensor, Any]:
     return host, copied
 
 
-def _what(step: int, norm: float, parts: Sequence[str]) -> str:
+def _what(step: int, norm: float, told: Sequence[dict[str, Any]]) -> str:
     """What went wrong where, from what each rank says of its own losses."""
-    told = [json.loads(part) for part in parts]
     wrong = {rank: part["wrong"] for rank, part in enumerate(told) if part["wrong"] is not None}
     if not wrong:
         rows = sorted({row for part in told for rows in part["rows"] for row in rows})

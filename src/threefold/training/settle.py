@@ -21,6 +21,9 @@ def settle_buckets(model: ParallelModel, mesh: Mesh, *, rows: int, seq_len: int)
         return
     tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(seq_len).expand(rows, -1)}
-    with torch.random.fork_rng(devices=[mesh.device] if mesh.device.type == "cuda" else []):
-        forward_sums(model, batch, mesh, token_loss_of(model, mesh)).objective.backward()
+    with (
+        torch.random.fork_rng(devices=[mesh.device] if mesh.device.type == "cuda" else []),
+        forward_sums(model, batch, mesh, token_loss_of(model, mesh)) as sums,
+    ):
+        sums.objective.backward()
     model.module.zero_grad(set_to_none=True)

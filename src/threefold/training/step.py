@@ -7,7 +7,8 @@ and the micro-batching. No other file sees a gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -91,12 +92,15 @@ class TrainStep:
         loss_sum = torch.zeros((), device=self._mesh.device)
         aux_loss = torch.zeros((), device=self._mesh.device) if self._router is not None else None
         picks = self._picks_beforehand(batches) if self._router is not None and len(batches) > 1 else None
+        routers = self._router is not None
         losses: list[Tensor] = []
         for number, batch in enumerate(batches, start=1):
             if losses:
                 self._progress.enter("forward")
-            with last_backward(self._model.forward, number == len(batches)):
-                sums = forward_sums(self._model, batch, self._mesh, self._token_loss, routers=self._router is not None)
+            with (
+                last_backward(self._model.forward, number == len(batches)),
+                forward_sums(self._model, batch, self._mesh, self._token_loss, routers=routers) as sums,
+            ):
                 if counting is not None:
                     counting.wait()
                     counting = None
@@ -134,8 +138,8 @@ class TrainStep:
         assert self._router is not None
         picks = torch.zeros(self._router.num_experts + 1, dtype=torch.float64, device=self._mesh.device)
         for batch in batches:
-            sums = forward_sums(self._model, batch, self._mesh, self._token_loss, routers=True)
-            picks += self._router.picks(sums.router_logits)
+            with forward_sums(self._model, batch, self._mesh, self._token_loss, routers=True) as sums:
+                picks += self._router.picks(sums.router_logits)
         return summed(picks, self._mesh.group("loss"))
 
     def _count_targets(self, batches: Sequence[Batch]) -> tuple[Tensor, dist.Work | None]:
@@ -198,25 +202,25 @@ def token_loss_of(model: ParallelModel, mesh: Mesh, *, label_smoothing: float = 
     )
 
 
+@contextmanager
 def forward_sums(
     model: ParallelModel, batch: Batch, mesh: Mesh, token_loss: TokenLoss, *, routers: bool = False
-) -> Sums:
-    """Sums over the target tokens that this rank holds of a batch [batch, sequence]."""
+) -> Iterator[Sums]:
+    """Sums over the target tokens that this rank holds of a batch [batch, sequence]; their backward belongs inside."""
     tokens = {name: batch[name].to(mesh.device, non_blocking=True) for name in _PER_TOKEN if name in batch}
-    local = model.context.shard(tokens)
-    # Ones keep transformers from guessing packed documents out of the positions; `context` owns every mask.
-    ones = torch.ones_like(local["input_ids"])
-    with torch.autocast(mesh.device.type, dtype=model.autocast, enabled=model.autocast is not None):
-        sums: Sums = model.forward(
-            labels=local["labels"],
-            token_loss=token_loss,
-            output_router_logits=routers,
-            input_ids=local["input_ids"],
-            position_ids=local["position_ids"],
-            attention_mask=ones,
-            use_cache=False,
-        )
-    return sums
+    with model.context.batch(tokens) as local:
+        with torch.autocast(mesh.device.type, dtype=model.autocast, enabled=model.autocast is not None):
+            sums: Sums = model.forward(
+                labels=local["labels"],
+                token_loss=token_loss,
+                output_router_logits=routers,
+                input_ids=local["input_ids"],
+                position_ids=local["position_ids"],
+                # Ones keep transformers from guessing packed documents out of the positions; `context` has the masks.
+                attention_mask=torch.ones_like(local["input_ids"]),
+                use_cache=False,
+            )
+        yield sums
 
 
 @torch.no_grad()
@@ -226,7 +230,8 @@ def evaluate(model: ParallelModel, batches: Iterable[Batch], mesh: Mesh) -> tupl
     token_loss = token_loss_of(model, mesh)
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for batch in batches:
-        totals[0] += forward_sums(model, batch, mesh, token_loss).cross_entropy
+        with forward_sums(model, batch, mesh, token_loss) as sums:
+            totals[0] += sums.cross_entropy
         totals[1] += (batch["labels"] != IGNORED).sum() / mesh.size("cp")
     if (group := mesh.group("loss")) is not None:
         dist.all_reduce(totals, group=group)

@@ -22,7 +22,7 @@ from threefold.data.loader import IGNORED
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh, active_mesh
 from threefold.model.context_parallel import split as context_parallel
-from threefold.model.context_parallel.split import ContextParallel
+from threefold.model.context_parallel.split import ContextParallel, gathered_positions
 
 # What the Trainer passes to every model, and what a cut one does alike without.
 _PASSED_OVER = {"num_items_in_batch", "return_dict", "use_cache", "output_attentions", "output_hidden_states"}
@@ -100,13 +100,14 @@ def cut_rows(model: Any, mesh: Mesh) -> None:
             )
         length = input_ids.shape[1]
         whole = _filled_up(input_ids, attention_mask, position_ids, labels, unit=2 * context.size)
-        part = context.shard(whole)
-        logits = own_forward(
-            input_ids=part["input_ids"],
-            position_ids=part["position_ids"],
-            attention_mask=torch.ones_like(part["input_ids"]),
-            use_cache=False,
-        ).logits
+        # The layers are given their masks, so what is recomputed in backward needs no batch.
+        with context.batch(whole) as part:
+            logits = own_forward(
+                input_ids=part["input_ids"],
+                position_ids=part["position_ids"],
+                attention_mask=torch.ones_like(part["input_ids"]),
+                use_cache=False,
+            ).logits
         loss = None
         if labels is not None:
             total = F.cross_entropy(
@@ -114,7 +115,7 @@ def cut_rows(model: Any, mesh: Mesh) -> None:
             )
             loss = _SumOfParts.apply(total, group) / whole["labels"].ne(IGNORED).sum()
         if not torch.is_grad_enabled():
-            logits = _in_row_order(logits, context, group)[:, :length]
+            logits = _in_row_order(logits, group)[:, :length]
         return CausalLMOutput(loss=loss, logits=logits)
 
     model.forward = forward
@@ -143,13 +144,13 @@ def _filled_up(
     }
 
 
-def _in_row_order(part: Tensor, context: ContextParallel, group: dist.ProcessGroup) -> Tensor:
+def _in_row_order(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[rows, sequence / cp, ...] of each rank -> [rows, sequence, ...], each place where it stands in its row."""
-    parts = [torch.empty_like(part) for _ in range(context.size)]
+    parts = [torch.empty_like(part) for _ in range(group.size())]
     dist.all_gather(parts, part.contiguous(), group=group)
     gathered = torch.cat(parts, dim=1)
     whole = torch.empty_like(gathered)
-    whole[:, context.key_positions] = gathered
+    whole[:, gathered_positions(gathered.shape[1], cp_size=group.size())] = gathered
     return whole
 
 

@@ -14,18 +14,28 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from threefold.model.context_parallel.flex import attend_blocks
+from threefold.model.context_parallel.masks import HalvedMask, Mask
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Output [batch, queries, heads, head] of one attention layer.
 
     Args:
         query: [batch, heads, queries, head]; key, value: [batch, kv heads, keys, head].
-        mask: boolean [batch, 1, queries, keys], true where a query sees a key, or its blocks; None for plain causal.
+        mask: boolean [batch, 1, queries, keys], true where a query sees a key, its halves or its blocks; None for
+            plain causal.
         kwargs: what the model's layer passes: scaling, dropout, softcap, s_aux (sinks), sliding_window (in the mask).
     """
+    if isinstance(mask, HalvedMask):
+        outputs = []
+        for queries, (visible, own) in zip(query.chunk(2, dim=2), mask.halves, strict=True):
+            keys = key if visible is None else key.index_select(2, visible)
+            values = value if visible is None else value.index_select(2, visible)
+            outputs.append(attend(module, queries, keys, values, own, **kwargs)[0])
+        # (batch, queries, heads, head)
+        return torch.cat(outputs, dim=1), None
     if isinstance(mask, BlockMask):
         return attend_blocks(query, key, value, mask, **kwargs), None
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:

@@ -1,31 +1,29 @@
-"""One sequence over several ranks: the split, the positions, the masks, and attention across the cp axis.
+"""One sequence over several ranks: the split, the positions, and attention across the cp axis.
 
 A batch of rows [batch, sequence] becomes [batch, sequence / cp] on each cp rank: its head chunk and its tail chunk of
 2 x cp equal ones, so that causal work is balanced. Everything that depends on where a token stands (positions, masks,
-documents) is computed from its true place in the row before the split or from true positions after it. A layer's mask
-is the model's own mask function, evaluated at the true positions, so windows and chunks mean what they mean in one
-process. Two methods: `gather` brings the keys and values of the whole row to every rank's queries, `ulysses` brings
-whole rows of some heads to every rank.
+documents) is computed from its true position in the row before the split or from true positions after it (`masks`).
+Two methods: `gather` brings the keys and values of the whole row to every rank's queries, `ulysses` brings whole rows
+of some heads to every rank.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
-from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from threefold.errors import Problem
+from threefold.errors import Problem, RunError
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 from threefold.model.context_parallel.attention import attend
 from threefold.model.context_parallel.collectives import gather_sequence, heads_to_sequence, sequence_to_heads
-from threefold.model.context_parallel.flex import block_mask
+from threefold.model.context_parallel.masks import BatchMasks, Mask
 
 _instance_numbers = itertools.count()
 
@@ -48,6 +46,11 @@ def local_positions(sequence: int, *, cp_size: int, cp_rank: int) -> Tensor:
         return torch.arange(sequence)
     chunks = torch.arange(sequence).chunk(2 * cp_size)
     return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
+
+
+def gathered_positions(sequence: int, *, cp_size: int) -> Tensor:
+    """True positions in the row of the tokens of all cp ranks, in rank order; int64 [sequence]."""
+    return torch.cat([local_positions(sequence, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)])
 
 
 def choose(method: str, config: PretrainedConfig, topology: Topology, *, seq_len: int) -> tuple[str, str]:
@@ -105,76 +108,53 @@ class ContextParallel:
     def __init__(self, mesh: Mesh, *, method: str = "gather", kernel: str = "sdpa") -> None:
         """Args:
         method: how cp ranks meet, `gather` or `ulysses`.
-        kernel: `sdpa` with masks in memory, or `flex` with masks by blocks (`block_attention`).
+        kernel: `sdpa` with masks in memory, or `flex` with masks by blocks (`flex_attention`).
         """
         self.size = mesh.size("cp")
-        self.rank = mesh.cp_rank
+        self._rank = mesh.cp_rank
         self.name = f"threefold_{next(_instance_numbers)}"
         self._group = mesh.group("cp")
         self._method = method
         self._kernel = kernel
-        # What the mask function needs of the batch in flight; set by `shard`, read while the model builds its masks.
-        self._query_positions = torch.empty(0, dtype=torch.long)
-        self.key_positions = torch.empty(0, dtype=torch.long)
-        self._documents: Tensor | None = None
+        self._masks: BatchMasks | None = None
         AttentionInterface.register(self.name, self._attention)
         AttentionMaskInterface.register(self.name, self._mask)
 
-    def shard(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of a batch, and sets the masks for the forward pass that follows.
+    @contextmanager
+    def batch(self, rows: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """This rank's part of a batch; while it is open, forward and backward have the batch's masks.
 
         Args:
-            batch: `input_ids`, `labels`, `position_ids` and optionally `document_ids`, each [batch, sequence].
+            rows: `input_ids`, `labels`, `position_ids` and optionally `document_ids`, each [batch, sequence].
 
-        Returns:
+        Yields:
             the same keys, each [batch, sequence / cp], in head-tail order.
         """
-        sequence = batch["input_ids"].shape[1]
-        device = batch["input_ids"].device
-        places = [local_positions(sequence, cp_size=self.size, cp_rank=rank) for rank in range(self.size)]
-        own = places[self.rank].to(device)
-        self.key_positions = torch.cat(places).to(device)
-        self._query_positions = self.key_positions if self._method == "ulysses" else own
-        self._documents = batch.get("document_ids")
-        if self.size == 1:
-            return batch
-        return {name: rows.index_select(1, own) for name, rows in batch.items()}
+        sequence, device = rows["input_ids"].shape[1], rows["input_ids"].device
+        own = local_positions(sequence, cp_size=self.size, cp_rank=self._rank).to(device)
+        keys = gathered_positions(sequence, cp_size=self.size).to(device)
+        by_heads = self._method == "ulysses"
+        self._masks = BatchMasks(
+            queries=keys if by_heads else own,
+            keys=keys,
+            documents=rows.get("document_ids"),
+            kernel=self._kernel,
+            alone=self.size == 1,
+            halved=self.size > 1 and not by_heads,
+        )
+        try:
+            yield rows if self.size == 1 else {name: values.index_select(1, own) for name, values in rows.items()}
+        finally:
+            self._masks = None
 
-    def _mask(
-        self, batch_size: int, *, mask_function: Callable[..., Any], device: torch.device | str = "cpu", **kwargs: Any
-    ) -> Tensor | BlockMask | None:
-        """Boolean mask [batch, 1, queries, sequence] of one kind of layer, at true positions.
-
-        The keys stand in the order in which the ranks deliver them. None where one process needs no mask. Where the
-        kernel is `flex`, the mask's blocks instead.
-        """
-        documents = self._documents
-        if self._kernel == "flex":
-            if self.size == 1 and documents is None and mask_function is causal_mask_function:
-                return None
-            return block_mask(
-                mask_function,
-                queries=self._query_positions,
-                keys=self.key_positions,
-                documents=documents,
-                batch=batch_size,
+    def _mask(self, batch_size: int, **kwargs: Any) -> Mask:
+        if self._masks is None:
+            raise RunError(
+                "the model was called outside of a batch",
+                expected="the rows that its tokens are from: which of them see one another depends on it",
+                fix="with model.context.batch(rows) as local: model.forward(...), and the backward inside it too",
             )
-        if self.size == 1 and documents is None:
-            kwargs["attention_mask"] = None  # ones, and looking at them would wait for the device
-            # Hidden states may be a part of the sequence here; attention sees all of it.
-            kwargs["q_length"] = kwargs["kv_length"] = len(self.key_positions)
-            return sdpa_mask(batch_size=batch_size, mask_function=mask_function, device=device, **kwargs)
-        queries, keys = self._query_positions, self.key_positions
-        rows = torch.arange(batch_size, device=device)[:, None, None, None]
-        heads = torch.zeros(1, dtype=torch.long, device=device)[None, :, None, None]
-        mask = mask_function(rows, heads, queries[None, None, :, None], keys[None, None, None, :])
-        visible = _visible_keys(mask) if self.size > 1 and self._method == "gather" else None
-        if documents is not None:
-            own = documents.index_select(1, queries)[:, None, :, None]
-            mask = mask & (own == documents.index_select(1, keys)[:, None, None, :])
-        # Made once for all layers; rides on the mask, so that a layer recomputed in backward finds it again.
-        mask.threefold_parts = _parts(mask, visible) if visible is not None else None
-        return mask
+        return self._masks.mask(batch_size, **kwargs)
 
     def _attention(
         self,
@@ -182,7 +162,7 @@ class ContextParallel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | BlockMask | None,
+        attention_mask: Mask,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attention of local queries [batch, heads, sequence / cp, head] over the keys of the whole row."""
@@ -193,16 +173,7 @@ class ContextParallel:
         if self._method == "ulysses":
             return self._by_heads(module, query, key, value, attention_mask, **kwargs)
         key, value = gather_sequence(key, value, self._group)
-        parts = getattr(attention_mask, "threefold_parts", None)
-        if parts is None:
-            return attend(module, query, key, value, attention_mask, **kwargs)
-        outputs = []
-        for queries, visible, mask in parts:
-            keys = key if visible is None else key.index_select(2, visible)
-            values = value if visible is None else value.index_select(2, visible)
-            outputs.append(attend(module, query[:, :, queries], keys, values, mask, **kwargs)[0])
-        # (batch, queries, heads, head)
-        return torch.cat(outputs, dim=1), None
+        return attend(module, query, key, value, attention_mask, **kwargs)
 
     def _by_heads(
         self,
@@ -210,32 +181,13 @@ class ContextParallel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | BlockMask,
+        mask: Mask,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         assert self._group is not None
         query, key, value = (heads_to_sequence(x, self._group) for x in (query, key, value))
         if kwargs.get("s_aux") is not None:
-            kwargs["s_aux"] = kwargs["s_aux"].chunk(self.size)[self.rank]
+            kwargs["s_aux"] = kwargs["s_aux"].chunk(self.size)[self._rank]
         output, _ = attend(module, query, key, value, mask, **kwargs)
         # (batch, sequence, heads / cp, head) -> (batch, sequence / cp, heads, head)
         return sequence_to_heads(output.transpose(1, 2), self._group).transpose(1, 2).contiguous(), None
-
-
-def _visible_keys(mask: Tensor) -> list[Tensor | None]:
-    """For the head half and the tail half of the queries the keys that any of them sees; None where that is most."""
-    found: list[Tensor | None] = []
-    for half in mask.chunk(2, dim=2):
-        visible = half.any(dim=2).flatten(0, 1).any(dim=0).nonzero()[:, 0]
-        found.append(visible if len(visible) < 0.9 * mask.shape[3] else None)
-    return found
-
-
-def _parts(mask: Tensor, visible: list[Tensor | None]) -> list[tuple[slice, Tensor | None, Tensor]]:
-    """(queries, their keys or None for all, their mask) of the two halves."""
-    half = mask.shape[2] // 2
-    parts: list[tuple[slice, Tensor | None, Tensor]] = []
-    for queries, keys in zip((slice(0, half), slice(half, 2 * half)), visible, strict=True):
-        own = mask[:, :, queries]
-        parts.append((queries, keys, own if keys is None else own.index_select(3, keys)))
-    return parts

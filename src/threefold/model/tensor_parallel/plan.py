@@ -25,7 +25,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh
 from threefold.model.data_parallel import layers_of
-from threefold.model.head import operations
+from threefold.model.head import kind_of
 from threefold.model.tensor_parallel import sequence
 from threefold.model.tensor_parallel.layers import SharedInput, column_forward, row_forward, vocabulary_forward
 
@@ -214,7 +214,7 @@ def _sequence(model: PreTrainedModel, plan: Mapping[str, str], *, asked: bool | 
     if asked is False:
         return False, "as given"
     possible, why = sequence.allowed(model, plan, layers_of(model))
-    known, head_why = operations(model)
+    known, head_why = kind_of(model)
     if possible and known is None:
         possible, why = False, head_why
     if asked is True and not possible:

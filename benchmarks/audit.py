@@ -60,21 +60,21 @@ def _measure(folder: Path, ranks: int, steps: int, train: list[str]) -> tuple[li
 def _run_timed(train: list[str]) -> int:
     """Runs one rank, with a clock around the audit's calls."""
     from threefold.__main__ import main as command
-    from threefold.audit.compare import RunAudit
+    from threefold.audit.compare import Audit
 
     spent: dict[str, list[tuple[float, float]]] = {"observe": [], "check": []}
 
     def timed(name: str) -> None:
-        call: Callable[..., None] = getattr(RunAudit, name)
+        call: Callable[..., None] = getattr(Audit, name)
 
-        def around(self: RunAudit, *arguments: Any) -> None:
+        def around(self: Audit, *arguments: Any) -> None:
             wall, cpu = time.perf_counter(), time.thread_time()
             try:
                 call(self, *arguments)
             finally:
                 spent[name].append((time.perf_counter() - wall, time.thread_time() - cpu))
 
-        setattr(RunAudit, name, around)
+        setattr(Audit, name, around)
 
     timed("observe")
     timed("check")

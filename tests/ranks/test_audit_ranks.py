@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ def _changed_in_worker(store: TokenStore) -> ChangedInWorker:
 
 def _read(prefix: Path, fault: str) -> tuple[str, int]:
     """One rank that reads and audits steps 3 to 16 with a fault; (the error, steps that the last audit passed)."""
-    from threefold.audit.compare import AuditPlan, RunAudit
+    from threefold.audit.compare import Audit
+    from threefold.audit.offences import explain
+    from threefold.audit.record import SegmentLine
     from threefold.data.loader import TokenLoader
     from threefold.data.order import Order, Place
     from threefold.errors import RunError
@@ -58,8 +61,9 @@ def _read(prefix: Path, fault: str) -> tuple[str, int]:
     loader = TokenLoader(read, order, dp_rank=dp_rank, dp_size=mesh.dp_size, num_workers=int(planted))
     steps_before = FIRST - 1 + (fault == "one step late") - (fault == "one step early")
     loader.load_state_dict({**loader.state_dict(), "position": steps_before * GLOBAL_BATCH})
-    plan = AuditPlan(order, every=5, first_step=FIRST, begin=order.after(Place(0, 0), FIRST - 1), go_on="CMD")
-    audit = RunAudit(mesh, rows, plan)
+    begin = order.after(Place(0, 0), FIRST - 1)
+    start = SegmentLine.of(order, begin, first_step=FIRST, topology=mesh.topology, every=5)
+    audit = Audit(start, gather=mesh.gather, explain=partial(explain, resume="CMD"), rows=rows)
     batches = iter(loader)
     passed, batch = 0, {}
     try:
@@ -68,7 +72,7 @@ def _read(prefix: Path, fault: str) -> tuple[str, int]:
                 next(batches)
             if step != 7 or fault != "repeated batch":
                 batch = next(batches)
-            audit.observe(step, batch)
+            audit.observe(step, *(batch[name].numpy() for name in ("indices", "input_ids", "labels")))
             if step == LAST or audit.due(step):
                 audit.check()
                 passed = step

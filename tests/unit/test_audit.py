@@ -103,7 +103,7 @@ class World:
         values = np.stack([window.evidence(rows_per_step) for window in windows])
         messages = [window.message() for window in windows]
         evidence = Evidence(self.topology, self.order, messages, values, self.first_step, self.begin, resumed=resumed)
-        return [str(problem) for problem in explain(evidence, go_on=GO_ON)]
+        return [str(problem) for problem in explain(evidence, resume=GO_ON)]
 
 
 MESHES = st.builds(

@@ -1,79 +1,72 @@
 """The audit while a run goes: every rank's digests of what it read, side by side, in one small collective.
 
-`observe` takes each step's batch and costs no communication; `check`, every `audit.every` steps and before anything is
-saved, lets each rank send seven integers. Where they do not agree a second, larger exchange says what was read, and
-every rank raises the same error. Rank 0 writes the digests down. The messages travel on the CPU: no rank waits for its
-device.
+`observe` takes what each step used and costs no communication; `check`, every `audit.every` steps and before anything
+is saved, lets each rank send seven integers. Where they do not agree a second, larger exchange says what was read, and
+every rank raises the same error. Rank 0 writes the digests down.
+
+The run and the Trainer share it: how integers are gathered from all ranks, and the words for what is wrong, are handed
+in. The place where a run resumes is known twice: the loader has it from the checkpoint, audit.jsonl from what was read.
+They are compared before the first step (`departs`), so that a resume that is a batch off trains on nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 from threefold.audit.digest import Int64, Message, Window, agree, predicted_samples
-from threefold.audit.offences import Evidence, explain
-from threefold.audit.record import SkipLine, StepsLine
-from threefold.data.order import Order, Place, StepRange, num_batches
+from threefold.audit.offences import Evidence
+from threefold.audit.record import Segment, SegmentLine, SkipLine, StepsLine, place_after
+from threefold.data.order import Place, StepRange, num_batches
 from threefold.data.rows.concat import Rows
-from threefold.errors import Problem, RunError
+from threefold.errors import Problem, RunError, rows_text
 from threefold.jsonl import Tracker
-from threefold.mesh.mesh import Mesh
 
 
-@dataclass(frozen=True)
-class AuditPlan:
-    """What an audit goes by.
-
-    Attributes:
-        every: steps between audits; 0: none.
-        first_step, begin: the first step and where in the order it begins, known from elsewhere than the loader.
-        skips: ranges of steps that are left out, by the step before whose batch that happens.
-        segment: how often the run was started, this time included.
-        go_on: the command that goes on from the last checkpoint, for messages.
-    """
-
-    order: Order
-    every: int
-    first_step: int
-    begin: Place
-    skips: Mapping[int, StepRange] = field(default_factory=dict)
-    segment: int = 1
-    go_on: str = "threefold train"
-
-
-class RunAudit:
+class Audit:
     """Observes the steps of one rank and compares them with those of the others.
 
     Args:
-        rows: the source that batches are compared with.
+        start: what this start of the run goes by: the mesh, the order, the first step and where it begins; `every` 0
+            turns the audit off.
+        gather: gives what every rank passed to it, [n] int64 -> [world, n] int64.
+        explain: names what is wrong in the evidence of all ranks, at least one problem.
+        rows: the source that every row is compared with; None: it is not known.
+        skips: ranges of steps that are left out, by the step before whose batch that happens.
         record: hears the lines of audit.jsonl; on rank 0 only.
     """
 
-    def __init__(self, mesh: Mesh, rows: Rows, plan: AuditPlan, *, record: Tracker | None = None) -> None:
-        self._mesh = mesh
+    def __init__(
+        self,
+        start: SegmentLine,
+        *,
+        gather: Callable[[Int64], Int64],
+        explain: Callable[[Evidence], list[Problem]],
+        rows: Rows | None = None,
+        skips: Mapping[int, StepRange] | None = None,
+        record: Tracker | None = None,
+    ) -> None:
+        self._start = start
+        self._gather = gather
+        self._explain = explain
         self._rows = rows
-        self._plan = plan
+        self._skips = skips or {}
         self._record = record
-        self._begin = plan.begin
-        self._window = Window(rows, first_step=plan.first_step)
+        self._begin = start.place
+        self._window = Window(rows, first_step=start.first_step)
 
-    def observe(self, step: int, batch: Mapping[str, Tensor]) -> None:
-        """Takes the batch that `step` used: `indices` [rows], `input_ids` and `labels` [rows, seq_len]."""
-        if not self._plan.every:
+    def observe(self, step: int, indices: Int64, *contents: Int64) -> None:
+        """Takes what `step` used: row indices [rows] and its tensors (`Window.add`)."""
+        if not self._start.every:
             return
-        if (step_range := self._plan.skips.get(step)) is not None:
+        if (step_range := self._skips.get(step)) is not None:
             self._leave_out(step, step_range)
-        arrays = [batch[name].numpy(force=True) for name in ("indices", "input_ids", "labels")]
-        self._window.add(*arrays)
+        self._window.add(indices, *contents)
 
     def due(self, step: int) -> bool:
         """Whether an audit follows `step`: it is time, or the order jumps behind it."""
-        return bool(self._plan.every) and (step % self._plan.every == 0 or step + 1 in self._plan.skips)
+        every = self._start.every
+        return bool(every) and (step % every == 0 or step + 1 in self._skips)
 
     def check(self) -> None:
         """Compares the steps since the last audit over all ranks; every rank calls it, after the same step.
@@ -81,22 +74,23 @@ class RunAudit:
         Raises:
             RunError: ranks did not read what the order has for them; the same text on every rank.
         """
-        window, plan = self._window, self._plan
+        window, order, topology = self._window, self._start.order, self._start.topology
         if not window.num_steps:
             return
         messages = [Message.unpack(values) for values in self._gather(window.message().pack())]
-        predicted = predicted_samples(
-            plan.order.rows(self._begin, window.num_steps),
-            first_step=window.first_step,
-            dp_size=self._mesh.dp_size,
-        )
+        rows = order.rows(self._begin, window.num_steps)
+        predicted = predicted_samples(rows, first_step=window.first_step, dp_size=topology.dp)
         problems: Sequence[Problem] = ()
-        if not agree(messages, predicted, self._mesh.topology):
-            problems = self._explain(messages)
+        if not agree(messages, predicted, topology):
+            evidence = self._gather(window.evidence(order.global_batch // topology.dp))
+            resumed = window.first_step == self._start.first_step > 1
+            problems = self._explain(
+                Evidence(topology, order, messages, evidence, window.first_step, self._begin, resumed=resumed)
+            )
         self._write(messages, problems)
         if problems:
             raise RunError.of(problems)
-        self._begin = plan.order.after(self._begin, window.num_steps)
+        self._begin = order.after(self._begin, window.num_steps)
         self._window = Window(self._rows, first_step=window.last_step + 1)
 
     def close(self) -> None:
@@ -104,41 +98,20 @@ class RunAudit:
         if self._record is not None:
             self._record.close()
 
-    def _explain(self, messages: list[Message]) -> list[Problem]:
-        rows_per_step = self._plan.order.global_batch // self._mesh.dp_size
-        evidence = Evidence(
-            self._mesh.topology,
-            self._plan.order,
-            messages,
-            self._gather(self._window.evidence(rows_per_step)),
-            self._window.first_step,
-            self._begin,
-            resumed=self._window.first_step == self._plan.first_step and self._plan.first_step > 1,
-        )
-        return explain(evidence, go_on=self._plan.go_on)
-
-    def _gather(self, values: Int64) -> Int64:
-        """What every rank gave, [world, len(values)]."""
-        if (group := self._mesh.group("world")) is None:
-            return values[None]
-        gathered = torch.empty((self._mesh.world_size, len(values)), dtype=torch.int64)
-        dist.all_gather(list(gathered), torch.from_numpy(values), group=group)
-        return gathered.numpy()
-
     def _leave_out(self, step: int, step_range: StepRange) -> None:
-        batches = num_batches([step_range])
+        order, batches = self._start.order, num_batches([step_range])
         if self._record is not None:
-            line = SkipLine(self._plan.segment, step, *step_range, *self._plan.order.begin(self._begin), batches)
+            line = SkipLine(self._start.segment, step, *step_range, *order.begin(self._begin), batches)
             self._record.log(line.to_record())
-        self._begin = self._plan.order.after(self._begin, batches)
+        self._begin = order.after(self._begin, batches)
 
     def _write(self, messages: Sequence[Message], problems: Sequence[Problem]) -> None:
         if self._record is None:
             return
-        first_ranks = messages[:: self._mesh.world_size // self._mesh.dp_size]
-        epoch, position = self._plan.order.begin(self._begin)
+        first_ranks = messages[:: self._start.topology.world_size // self._start.topology.dp]
+        epoch, position = self._start.order.begin(self._begin)
         line = StepsLine(
-            segment=self._plan.segment,
+            segment=self._start.segment,
             first=self._window.first_step,
             last=self._window.last_step,
             epoch=epoch,
@@ -148,3 +121,30 @@ class RunAudit:
             faults=tuple(problem.what for problem in problems),
         )
         self._record.log(line.to_record())
+
+
+def departs(start: SegmentLine, before: Sequence[Segment]) -> Place | None:
+    """Where a start begins by the record of the starts `before` it, if that is not where it says it begins."""
+    done = start.first_step - 1
+    known = place_after(before, done) if done else Place(0, 0)
+    if known is None or start.order.begin(known) == start.place:
+        return None
+    return start.order.begin(known)
+
+
+def numbered(start: SegmentLine, before: Sequence[Segment]) -> SegmentLine:
+    """The start as the one after those `before` it."""
+    return dataclasses.replace(start, segment=before[-1].start.segment + 1 if before else 1)
+
+
+def one_off(start: SegmentLine, known: Place, *, fix: str) -> RunError:
+    """The error for a start that begins elsewhere than at `known`, where the record ends."""
+    begin = start.place
+    lost = rows_text(start.order.rows(min(begin, known), 1)[0])
+    return RunError(
+        f"step {start.first_step} would begin at position {begin.position} of epoch {begin.epoch}, but by audit.jsonl "
+        f"step {start.first_step - 1} ended at position {known.position} of epoch {known.epoch}: "
+        f"{lost} would be {'left out' if begin > known else 'read again'}",
+        expected="the checkpoint and the record of the run to agree on what was read",
+        fix=fix,
+    )

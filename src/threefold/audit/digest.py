@@ -36,10 +36,11 @@ def fold_samples(digest: int, step: int, indices: Int64) -> int:
     return xxhash.xxh3_64_intdigest(content, seed=digest)
 
 
-def fold_contents(digest: int, input_ids: Int64, labels: Int64) -> int:
-    """`digest` with one step's tokens folded in, both [rows, seq_len]."""
-    digest = xxhash.xxh3_64_intdigest(_bytes(input_ids), seed=digest)
-    return xxhash.xxh3_64_intdigest(_bytes(labels), seed=digest)
+def fold_contents(digest: int, *contents: Int64) -> int:
+    """`digest` with one step's tensors folded in: input_ids and labels, both [rows, seq_len]."""
+    for values in contents:
+        digest = xxhash.xxh3_64_intdigest(_bytes(values), seed=digest)
+    return digest
 
 
 def _bytes(values: Int64) -> memoryview:
@@ -84,10 +85,10 @@ class Message(NamedTuple):
 class Window:
     """What one rank read since the last audit: digests, indices, and the first token that is not the source's.
 
-    Every row is read again from the source and compared, place by place.
+    Every row is read again from the source and compared, place by place; without `rows` the source is not known.
     """
 
-    def __init__(self, rows: Rows, *, first_step: int) -> None:
+    def __init__(self, rows: Rows | None, *, first_step: int) -> None:
         self.first_step = first_step
         self.indices: list[Int64] = []
         """of each step, [rows]; kept to name the samples where something is wrong."""
@@ -95,7 +96,7 @@ class Window:
         self.contents = 0
         self.difference: Difference | None = None
         self._rows = rows
-        self._source = source_tag(rows.fingerprint)
+        self._source = source_tag(rows.fingerprint) if rows is not None else 0
 
     @property
     def num_steps(self) -> int:
@@ -105,24 +106,28 @@ class Window:
     def last_step(self) -> int:
         return self.first_step + len(self.indices) - 1
 
-    def add(self, indices: Int64, input_ids: Int64, labels: Int64) -> None:
-        """Takes one step's batch: indices [rows], the others [rows, seq_len]."""
+    def add(self, indices: Int64, *contents: Int64) -> None:
+        """Takes one step's batch: row indices [rows], and its tensors.
+
+        With a source they are input_ids and labels, each [rows, seq_len]; without, whatever tells contents apart.
+        """
         step = self.last_step + 1
         real = indices >= 0
         if not real.all():
-            indices, input_ids, labels = indices[real], input_ids[real], labels[real]
+            indices, contents = indices[real], tuple(values[real] for values in contents)
         self.indices.append(indices)
         self.samples = fold_samples(self.samples, step, indices)
-        self.contents = fold_contents(self.contents, input_ids, labels)
-        if self.difference is None and len(indices):
-            self.difference = self._compare(step, indices, {"input_ids": input_ids, "labels": labels})
+        self.contents = fold_contents(self.contents, *contents)
+        if self._rows is not None and self.difference is None and len(indices):
+            batch = dict(zip(TOKEN_FIELDS, contents, strict=True))
+            self.difference = self._compare(self._rows, step, indices, batch)
 
-    def _compare(self, step: int, indices: Int64, batch: dict[str, Int64]) -> Difference | None:
-        inside = (indices >= 0) & (indices < self._rows.num_rows)
+    def _compare(self, rows: Rows, step: int, indices: Int64, batch: dict[str, Int64]) -> Difference | None:
+        inside = (indices >= 0) & (indices < rows.num_rows)
         if not inside.all():
             place = int(np.argmin(inside))
             return Difference(step, int(indices[place]), 0, 0, int(batch["input_ids"][place, 0]), -1)
-        source = self._rows.rows(indices)
+        source = rows.rows(indices)
         for field, name in enumerate(TOKEN_FIELDS):
             if not np.array_equal(batch[name], source[name]):
                 place, column = np.argwhere(batch[name] != source[name])[0].tolist()

@@ -60,19 +60,19 @@ class Evidence:
         return found if found.step else None
 
 
-def explain(evidence: Evidence, *, go_on: str) -> list[Problem]:
+def explain(evidence: Evidence, *, resume: str) -> list[Problem]:
     """Everything that is wrong, at least one problem.
 
     Args:
-        go_on: the command that goes on from the last checkpoint.
+        resume: the command that resumes from the last checkpoint.
     """
-    problems = _order_problems(evidence, go_on)
+    problems = _order_problems(evidence, resume)
     problems += _source_problems(evidence)
-    problems += _token_problems(evidence, go_on)
-    return problems or [_unexplained(evidence, go_on)]
+    problems += _token_problems(evidence, resume)
+    return problems or [_unexplained(evidence, resume)]
 
 
-def _order_problems(evidence: Evidence, go_on: str) -> list[Problem]:
+def _order_problems(evidence: Evidence, resume: str) -> list[Problem]:
     """Ranks whose rows are not the predicted ones, those with the same explanation together."""
     topology, order = evidence.topology, evidence.order
     predicted = order.rows(evidence.begin, evidence.num_steps)
@@ -88,7 +88,7 @@ def _order_problems(evidence: Evidence, go_on: str) -> list[Problem]:
         step = evidence.first_step + place
         read = evidence.read(ranks[0])[place]
         meant = predicted[place, topology.dp_rank(ranks[0]) :: topology.dp]
-        problems.append(_order_problem(evidence, kind, ranks, step, other, read, meant, go_on))
+        problems.append(_order_problem(evidence, kind, ranks, step, other, read, meant, resume))
     return problems
 
 
@@ -111,14 +111,14 @@ def _elsewhere(evidence: Evidence, rank: int, place: int, predicted: Int64) -> t
 
 
 def _order_problem(
-    evidence: Evidence, kind: str, ranks: list[int], step: int, other: int, read: Int64, meant: Int64, go_on: str
+    evidence: Evidence, kind: str, ranks: list[int], step: int, other: int, read: Int64, meant: Int64, resume: str
 ) -> Problem:
     who = ranks_text(ranks)
     instead = f"{rows_text(read)} instead of {rows_text(meant)}"
     if len({evidence.topology.dp_rank(rank) for rank in ranks}) > 1:
         instead = f"on rank {ranks[0]} {instead}"
     at_resume = " (the first after the resume)" if evidence.resumed and step == evidence.first_step else ""
-    again = f"go on from the last checkpoint: {go_on}   (if it comes again, with --data.num_workers 0)"
+    again = f"go on from the last checkpoint: {resume}   (if it comes again, with --data.num_workers 0)"
     other_step = evidence.first_step + other
     if kind == "dp rank":
         topology, rank = evidence.topology, ranks[0]
@@ -127,7 +127,7 @@ def _order_problem(
         return Problem(
             f"{who} ({own}) read the samples of dp rank {other} in step {step}{at_resume}: {instead}",
             f"the samples of its own dp rank on {topology}: others read these already, and its own are read by nobody",
-            f"give its loader dp_rank=mesh.dp_rank and dp_size=mesh.dp_size, then: {go_on}",
+            f"give its loader dp_rank=mesh.dp_rank and dp_size=mesh.dp_size, then: {resume}",
         )
     if kind == "earlier":
         return Problem(
@@ -164,7 +164,7 @@ def _source_problems(evidence: Evidence) -> list[Problem]:
     ]
 
 
-def _token_problems(evidence: Evidence, go_on: str) -> list[Problem]:
+def _token_problems(evidence: Evidence, resume: str) -> list[Problem]:
     differences = [(rank, evidence.difference(rank)) for rank in range(evidence.topology.world_size)]
     ranks_of: dict[Difference, list[int]] = {}
     for rank, difference in differences:
@@ -179,13 +179,13 @@ def _token_problems(evidence: Evidence, go_on: str) -> list[Problem]:
                 f"{ranks_text(ranks)} trained on a changed token in step {difference.step}: row {difference.row:,} "
                 f"has {name}[{difference.column}] = {difference.found}, the source {source}",
                 "the tokens of the source: something between it and the step has changed them (a worker, memory)",
-                f"go on from the last checkpoint: {go_on}   (if it comes again, with --data.num_workers 0)",
+                f"go on from the last checkpoint: {resume}   (if it comes again, with --data.num_workers 0)",
             )
         )
     return problems
 
 
-def _unexplained(evidence: Evidence, go_on: str) -> Problem:
+def _unexplained(evidence: Evidence, resume: str) -> Problem:
     """The rows agree and each rank finds its own tokens right: then what ranks of one dp rank compare with differs."""
     size = evidence.topology.cp * evidence.topology.tp
     others = [
@@ -198,5 +198,5 @@ def _unexplained(evidence: Evidence, go_on: str) -> Problem:
         f"{ranks_text(others or range(evidence.topology.world_size))} read other tokens than the first rank of the "
         f"same dp rank, in steps {evidence.first_step} to {last}, though the samples are the same",
         "one content behind every rank; each rank agrees with its own copy of the source",
-        f"compare the copies of the source on the machines, replace the damaged one, then: {go_on}",
+        f"compare the copies of the source on the machines, replace the damaged one, then: {resume}",
     )

@@ -81,6 +81,38 @@ class SegmentLine(_Record):
         _check(self.tail in TAILS and self.global_batch % self.topology.dp == 0)
         _check(self.mixture is None or self.num_rows == sum(size for _, size, _ in self.mixture))
 
+    @classmethod
+    def of(
+        cls,
+        order: Order,
+        place: Place,
+        *,
+        first_step: int,
+        topology: Topology,
+        every: int,
+        data: str = "",
+        checkpoint: str | None = None,
+    ) -> SegmentLine:
+        """The first start of a run in `order`, whose step `first_step` is to begin at `place`."""
+        begin = order.begin(place)
+        return cls(
+            segment=1,
+            first_step=first_step,
+            epoch=begin.epoch,
+            position=begin.position,
+            mesh=topology.sizes,
+            global_batch=order.global_batch,
+            num_rows=order.num_rows,
+            seed=order.seed,
+            shuffle=order.shuffle,
+            tail=order.tail,
+            order_version=order.version,
+            data=data,
+            mixture=described(order.mixture) if order.mixture is not None else None,
+            every=every,
+            checkpoint=checkpoint,
+        )
+
     @property
     def topology(self) -> Topology:
         return Topology(*self.mesh)

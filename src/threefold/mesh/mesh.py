@@ -15,6 +15,8 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -96,6 +98,14 @@ class Mesh:
         if name == "world":
             return dist.group.WORLD
         return self.device_mesh.get_group(name) if name in _PARAMETER_AXES else self.groups[name]
+
+    def gather(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """What every rank gave, [n] int64 -> [world, n] int64, on the CPU: no rank waits for its device."""
+        if (group := self.group("world")) is None:
+            return values[None]
+        gathered = torch.empty((self.world_size, len(values)), dtype=torch.int64)
+        dist.all_gather(list(gathered), torch.from_numpy(values), group=group)
+        return gathered.numpy()
 
     @cached_property
     def _exchange(self) -> Exchange:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
 from threefold import __version__
+from threefold.audit import compare, record
+from threefold.audit.compare import Audit
+from threefold.audit.offences import explain
+from threefold.audit.record import SegmentLine
 from threefold.config.schema import Config, DataConfig, MixtureSource
 from threefold.data.loader import Batch, TokenLoader, evaluation_batches
 from threefold.data.mixture import Mixture
@@ -21,7 +27,7 @@ from threefold.data.rows.open import open_rows
 from threefold.data.tokens import Tokenizer
 from threefold.errors import Problem, ThreefoldError
 from threefold.integrations import trackers
-from threefold.jsonl import Tracker
+from threefold.jsonl import MetricsFile, Tracker
 from threefold.mesh.environment import cache_folder, data_path
 from threefold.mesh.mesh import Mesh
 from threefold.model.build import ParallelModel, build
@@ -204,23 +210,68 @@ def mixture_of(config: Config, rows: Rows) -> Mixture | None:
     return Mixture(rows.sizes, weights, seed=config.data.seed)
 
 
-def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
-    """The training batches of this rank."""
-    order = Order(
+def order_of(config: Config, rows: Rows) -> Order:
+    """The order in which training reads the rows; on any mesh."""
+    return Order(
         num_rows=rows.num_rows,
         global_batch=config.train.global_batch,
         seed=config.data.seed,
         shuffle=config.data.shuffle,
         mixture=mixture_of(config, rows),
     )
+
+
+def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
+    """The training batches of this rank."""
     return TokenLoader(
         rows,
-        order,
+        order_of(config, rows),
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
         document_mask=config.data.document_mask,
         num_workers=config.data.num_workers,
         pin_memory=mesh.device.type == "cuda",
+    )
+
+
+def open_audit(run: Built) -> Audit:
+    """The audit of the steps that follow, which adds to the run's audit.jsonl; every rank calls it.
+
+    Raises:
+        RunError: the loader does not resume where the record of the run ended; on every rank.
+    """
+    config, mesh, loader = run.config, run.mesh, run.loader
+    resume = f"threefold train {run.folder.path}/config.yaml --log.dir {run.folder.path}"
+    start = SegmentLine.of(
+        order_of(config, loader.rows),
+        loader.cursor().place,
+        first_step=run.done + 1,
+        topology=mesh.topology,
+        every=config.audit.every,
+        data=loader.rows.fingerprint,
+        checkpoint=str(run.folder.resume.path) if run.folder.resume is not None else None,
+    )
+    path = run.folder.path / record.FILE
+    file = MetricsFile(path) if mesh.rank == 0 else None
+
+    def begin() -> dict[str, Any]:
+        assert file is not None
+        before = record.read(path) if path.stat().st_size else []
+        if (known := compare.departs(start, before)) is not None:
+            older = f"go on from an older checkpoint: {resume} --checkpoint.resume RUN/checkpoints/step-..."
+            raise compare.one_off(start, known, fix=older)
+        line = compare.numbered(start, before)
+        file.log(line.to_record())
+        return {"segment": line.segment, "epoch": line.epoch, "position": line.position}
+
+    start = dataclasses.replace(start, **mesh.share("audit", begin))
+    return Audit(
+        start,
+        gather=mesh.gather,
+        explain=functools.partial(explain, resume=resume),
+        rows=loader.rows,
+        skips=loader.planned,
+        record=file,
     )
 
 

@@ -18,7 +18,7 @@ import xxhash
 from rich.console import Console
 
 from threefold import __version__
-from threefold.audit.compare import RunAudit
+from threefold.audit.compare import Audit
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config.loading import Loaded
 from threefold.config.schema import Config
@@ -34,7 +34,6 @@ from threefold.run.console import conclude, introduce
 from threefold.run.failure import is_first_failure, report_failure
 from threefold.run.folder import RunFolder, log_to_file, open_run, require_shared
 from threefold.run.lock import RunLock
-from threefold.run.open_audit import open_audit
 from threefold.run.request import Asked, asked_of
 from threefold.run.resume import undamaged
 from threefold.run.watchdog import Watchdog
@@ -132,11 +131,11 @@ def _open_folder(asked: Asked, mesh: Mesh, lock: RunLock) -> RunFolder:
     return undamaged(folder, mesh)
 
 
-def _accept(console: Console, run: Built, lock: RunLock) -> RunAudit:
+def _accept(console: Console, run: Built, lock: RunLock) -> Audit:
     """Makes the folder this run's, now that nothing can refuse the request any more, and opens the run's audit."""
     config, mesh = run.config, run.mesh
     run.loader.leave_out(config.data.skip, first_step=run.done + 1)
-    audit = open_audit(config, run.folder, mesh, run.loader, done=run.done)
+    audit = assemble.open_audit(run)
     for path in mesh.share("accept", lambda: [str(moved) for moved in run.folder.accept(config)]):
         console.print(f"  set aside: {path}, later than the step that the run goes on from", highlight=False)
     lock.keep()
@@ -155,7 +154,7 @@ def _trackers(console: Console, run: Built) -> list[Tracker]:
     ]
 
 
-def _watched(run: Built, audit: RunAudit, trackers: list[Tracker]) -> Outcome:
+def _watched(run: Built, audit: Audit, trackers: list[Tracker]) -> Outcome:
     """Trains to the end or to a stop signal, watched, audited and heard by the trackers; returns when all is saved."""
     config, keeper = run.config, run.keeper
     settle_buckets(run.model, run.mesh, rows=run.micro_batch, seq_len=config.data.seq_len)
@@ -173,7 +172,7 @@ def _watched(run: Built, audit: RunAudit, trackers: list[Tracker]) -> Outcome:
     return outcome
 
 
-def _loop_of(run: Built, audit: RunAudit, trackers: list[Tracker]) -> Run:
+def _loop_of(run: Built, audit: Audit, trackers: list[Tracker]) -> Run:
     """What the loop is given."""
     config, mesh, text = run.config, run.mesh, run.architecture.get_text_config()
     progress = Progress()

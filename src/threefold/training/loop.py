@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from threefold.audit.compare import RunAudit
+from threefold.audit.compare import Audit
+from threefold.audit.digest import TOKEN_FIELDS
 from threefold.config.schema import Config
 from threefold.data.loader import TokenLoader
 from threefold.errors import RunError
@@ -60,7 +61,7 @@ class Run:
     trackers: Sequence[Tracker] = field(default_factory=tuple)
     flops_per_token: float | None = None
     peak_flops: float | None = None
-    audit: RunAudit | None = None
+    audit: Audit | None = None
     finite: Finite | None = None
     progress: Progress = field(default_factory=Progress)
     watch: Watch | None = None
@@ -90,7 +91,7 @@ def train_loop(run: Run, *, first_step: int) -> Outcome:
             lr = learning_rate(step, num_steps=run.num_steps, config=config.optimizer)
             result = run.step(micro_batches, lr=lr)
             if run.audit is not None:
-                run.audit.observe(step, batch)
+                run.audit.observe(step, *(batch[name].numpy(force=True) for name in ("indices", *TOKEN_FIELDS)))
             window.steps += 1
             last = step == run.num_steps
             stopping = stop.after(step)

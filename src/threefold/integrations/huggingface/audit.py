@@ -3,7 +3,7 @@
 With threefold's Trainer (which adds it by itself) it knows the order: every `every` steps, before anything is saved and
 at the end, each rank's digest of the samples it read is compared with what the order has for it, and `audit.jsonl` in
 the output folder proves it again afterwards (`threefold data audit OUTPUT_DIR`). With any other Trainer it knows no
-order and keeps count instead (`huggingface_tally`): which samples an epoch has read, so that one read twice is found in
+order and keeps count instead (`tally`): which samples an epoch has read, so that one read twice is found in
 the step that does it, also across a resume.
 """
 
@@ -11,28 +11,28 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from transformers import TrainerCallback
 from transformers.utils import logging
 
 from threefold.audit import record
-from threefold.audit.digest import Int64, Message, agree, fold_samples, predicted_samples
+from threefold.audit.compare import Audit, departs, numbered, one_off
 from threefold.audit.offences import Evidence, explain
-from threefold.audit.record import SegmentLine, StepsLine
+from threefold.audit.record import Segment, SegmentLine
 from threefold.data.order import Order, Place
-from threefold.errors import Problem, RunError, ranks_text, rows_text
-from threefold.integrations.huggingface.data import Taken, TrainLoader
+from threefold.errors import Problem, ranks_text
+from threefold.integrations.huggingface.data import StepSampler, Taken, TrainLoader
 from threefold.integrations.huggingface.tally import Tally, gather
 from threefold.jsonl import MetricsFile
 
 log = logging.get_logger(__name__)
 
-_GO_ON = "trainer.train(resume_from_checkpoint=True)"
+_RESUME = "trainer.train(resume_from_checkpoint=True)"
 
 
 class AuditCallback(TrainerCallback):
@@ -94,174 +94,95 @@ class AuditCallback(TrainerCallback):
 
 
 class OrderAudit:
-    """What one rank read since the last comparison, and the record of all of them."""
+    """The comparison of all ranks' steps with the order, told of every batch that the loop has used."""
 
     def __init__(self, loader: TrainLoader, *, folder: Path, done: int, every: int, args: Any) -> None:
         self._taken: deque[Taken] = loader.watch()
-        self._topology, self._rank, self._device = loader.axis.topology, loader.axis.rank, args.device
-        sampler = loader.sampler
-        self.order = Order(
-            num_rows=sampler.epoch_size,
-            global_batch=sampler.global_batch,
-            seed=sampler.seed,
-            shuffle=sampler.shuffle,
-            tail=sampler.tail,
-            version=sampler.state_dict()["order_version"],
-        )
+        self._used: list[Taken] = []
+        self._step = done
         place = loader.state_dict()
-        self._anew = bool(done and args.ignore_data_skip)
-        if self._anew:
+        anew = bool(done and args.ignore_data_skip)
+        if anew:
             # Asked to skip nothing, transformers begins the epoch again in which the run stood by its steps.
             place["epoch"] = done // math.ceil(len(loader) / args.gradient_accumulation_steps)
-        self._begin = self.order.begin(Place(place["epoch"], place["position"]))
-        self._first_step, self._resumed_at = done + 1, done + 1 if done else 0
-        self._samples, self._contents = 0, 0
-        self._batches: list[Taken] = []
-        self._steps: list[Int64] = []
-        self._record: MetricsFile | None = None
-        self._segment = 1
-        self._start(folder, every)
+        start = SegmentLine.of(
+            _order_of(loader.sampler),
+            Place(place["epoch"], place["position"]),
+            first_step=done + 1,
+            topology=loader.axis.topology,
+            every=every,
+        )
+        gather_here = partial(gather, device=args.device)
+        file = None
+        numbers = np.array([start.segment, -1, -1])
+        if loader.axis.rank == 0:
+            file, before = _open_record(folder, anew=anew, first_step=start.first_step)
+            start = numbered(start, before)
+            known = departs(start, before)
+            numbers = np.array([start.segment, *(known or (-1, -1))])
+            if known is None:
+                file.log(start.to_record())
+        segment, *known_place = gather_here(numbers)[0].tolist()
+        if known_place[0] >= 0:
+            older = "resume from an older checkpoint, or begin in another output_dir"
+            raise one_off(start, Place(*known_place), fix=older)
+        self._audit = Audit(replace(start, segment=segment), gather=gather_here, explain=_explain, record=file)
 
     def micro_batch(self) -> None:
         """The next batch that was given out has been used."""
         if self._taken:
-            self._batches.append(self._taken.popleft())
+            self._used.append(self._taken.popleft())
 
     def step_done(self) -> None:
         """The batches used since the last step are one step."""
-        numbers = np.array([number for batch in self._batches for number in batch.numbers], np.int64)
-        step = self._first_step + len(self._steps)
-        self._steps.append(numbers)
-        self._samples = fold_samples(self._samples, step, numbers)
-        for batch in self._batches:
-            self._contents = xxhash.xxh3_64_intdigest(batch.contents.to_bytes(8, "little"), seed=self._contents)
-        self._batches = []
+        self._step += 1
+        numbers = np.array([number for batch in self._used for number in batch.numbers], np.int64)
+        digests = [np.array([batch.contents], np.uint64).view(np.int64) for batch in self._used]
+        self._audit.observe(self._step, numbers, *digests)
+        self._used = []
 
     def check(self) -> None:
-        """Compares the steps since the last time over all ranks.
-
-        Raises:
-            RunError: some rank did not read what the order has for it.
-        """
-        if not self._steps:
-            return
-        message = Message(self._last_step, sum(map(len, self._steps)), self._samples, self._contents, 0, 0, 0)
-        messages = [Message.unpack(values) for values in self._gather(message.pack())]
-        rows = self.order.rows(self._begin, len(self._steps))
-        predicted = predicted_samples(rows, first_step=self._first_step, dp_size=self._topology.dp)
-        problems: Sequence[Problem] = ()
-        if not agree(messages, predicted, self._topology):
-            problems = self._explain(messages)
-        self._write(messages, problems)
-        if problems:
-            raise RunError.of(problems)
-        self._begin = self.order.after(self._begin, len(self._steps))
-        self._first_step = self._last_step + 1
-        self._samples, self._contents, self._steps = 0, 0, []
+        """Compares the steps since the last time over all ranks; see `Audit.check`."""
+        self._audit.check()
 
     def close(self) -> None:
-        if self._record is not None:
-            self._record.close()
-            self._record = None
+        self._audit.close()
 
-    @property
-    def _last_step(self) -> int:
-        return self._first_step + len(self._steps) - 1
 
-    def _start(self, folder: Path, every: int) -> None:
-        problem = ""
-        if self._rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / record.FILE
-            if self._anew and path.exists():
-                # Rows of that epoch will be read again, as asked: what follows is a record of its own.
-                path.replace(folder / f"audit-before-step-{self._first_step}.jsonl")
-            self._record = MetricsFile(path)
-            before = record.read(path) if path.stat().st_size else []
-            known = record.place_after(before, self._first_step - 1) if self._resumed_at else None
-            if known is not None and self.order.begin(known) != self._begin:
-                problem = f"{self.order.begin(known).epoch} {self.order.begin(known).position}"
-            else:
-                self._segment = before[-1].start.segment + 1 if before else 1
-                self._record.log(self._segment_line(every).to_record())
-        known_place = self._gather(np.array([-1, -1] if not problem else [int(n) for n in problem.split()], np.int64))
-        if known_place[0, 0] >= 0:
-            raise self._one_off(Place(*known_place[0].tolist()))
+def _order_of(sampler: StepSampler) -> Order:
+    return Order(
+        num_rows=sampler.epoch_size,
+        global_batch=sampler.global_batch,
+        seed=sampler.seed,
+        shuffle=sampler.shuffle,
+        tail=sampler.tail,
+        version=sampler.state_dict()["order_version"],
+    )
 
-    def _segment_line(self, every: int) -> SegmentLine:
-        order = self.order
-        return SegmentLine(
-            segment=self._segment,
-            first_step=self._first_step,
-            epoch=self._begin.epoch,
-            position=self._begin.position,
-            mesh=self._topology.sizes,
-            global_batch=order.global_batch,
-            num_rows=order.num_rows,
-            seed=order.seed,
-            shuffle=order.shuffle,
-            tail=order.tail,
-            order_version=order.version,
-            data="",
-            mixture=None,
-            every=every,
-            checkpoint=None,
-        )
 
-    def _one_off(self, known: Place) -> RunError:
-        begin = self._begin
-        lost = "be left out" if begin > known else "be read again"
-        return RunError(
-            f"step {self._first_step} would begin at position {begin.position} of epoch {begin.epoch}, but by "
-            f"{record.FILE} step {self._first_step - 1} ended at position {known.position} of epoch "
-            f"{known.epoch}: {rows_text(self.order.rows(min(begin, known), 1)[0])} would {lost}",
-            expected="the checkpoint and the record of the run to agree on what was read",
-            fix="resume from an older checkpoint, or begin in another output_dir",
-        )
+def _open_record(folder: Path, *, anew: bool, first_step: int) -> tuple[MetricsFile, list[Segment]]:
+    """(audit.jsonl, what it says of the starts before this one)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / record.FILE
+    if anew and path.exists():
+        # Rows of that epoch will be read again, as asked: what follows is a record of its own.
+        path.replace(folder / f"audit-before-step-{first_step}.jsonl")
+    file = MetricsFile(path)
+    return file, record.read(path) if path.stat().st_size else []
 
-    def _explain(self, messages: list[Message]) -> list[Problem]:
-        sharers = self._topology.tp
-        other = [
-            rank
-            for rank, message in enumerate(messages)
-            if message.contents != messages[rank - rank % sharers].contents
-            and message.samples == messages[rank - rank % sharers].samples
-        ]
-        if other:
-            return [_other_tensors(other, self._first_step, self._last_step)]
-        rows_per_step = self.order.global_batch // self._topology.dp
-        values = np.full((len(self._steps), rows_per_step), -1, np.int64)
-        for row, numbers in zip(values, self._steps, strict=True):
-            row[: len(numbers)] = numbers[:rows_per_step]
-        evidence = Evidence(
-            self._topology,
-            self.order,
-            messages,
-            self._gather(np.concatenate([np.zeros(6, np.int64), values.ravel()])),
-            self._first_step,
-            self._begin,
-            resumed=self._first_step == self._resumed_at,
-        )
-        return [_in_the_trainers_words(problem) for problem in explain(evidence, go_on=_GO_ON)]
 
-    def _gather(self, values: Int64) -> Int64:
-        return gather(values, self._device)
-
-    def _write(self, messages: Sequence[Message], problems: Sequence[Problem]) -> None:
-        if self._record is None:
-            return
-        first_ranks = messages[:: self._topology.tp]
-        line = StepsLine(
-            segment=self._segment,
-            first=self._first_step,
-            last=self._last_step,
-            epoch=self._begin.epoch,
-            position=self._begin.position,
-            samples=tuple(message.samples for message in first_ranks),
-            contents=tuple(message.contents for message in first_ranks),
-            faults=tuple(problem.what for problem in problems),
-        )
-        self._record.log(line.to_record())
+def _explain(evidence: Evidence) -> list[Problem]:
+    """What is wrong, in the Trainer's words."""
+    messages, sharers = evidence.messages, evidence.topology.tp
+    firsts = [messages[rank - rank % sharers] for rank in range(len(messages))]
+    other = [
+        rank
+        for rank, (message, first) in enumerate(zip(messages, firsts, strict=True))
+        if message.contents != first.contents and message.samples == first.samples
+    ]
+    if other:
+        return [_other_tensors(other, evidence.first_step, messages[0].last_step)]
+    return [_in_the_trainers_words(problem) for problem in explain(evidence, resume=_RESUME)]
 
 
 def _in_the_trainers_words(problem: Problem) -> Problem:

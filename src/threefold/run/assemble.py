@@ -1,4 +1,4 @@
-"""From a config and a live mesh to a run that can start: model, data, optimizer, checkpoints, trackers."""
+"""Builds the parts of a run from a config and a live mesh: tokenizer, checks, rows, loader, trackers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FORMAT = 1
 
 
 def tokenizer_name(config: Config) -> tuple[str, str]:
-    """(name of the tokenizer, why)."""
+    """Returns (name of the tokenizer, why)."""
     if config.data.tokenizer is not None:
         return config.data.tokenizer, "as given"
     if config.model.name_or_path is not None:
@@ -45,7 +45,7 @@ def tokenizer_name(config: Config) -> tuple[str, str]:
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    """The tokenizer that the config asks for."""
+    """Returns the tokenizer that the config asks for."""
     name, _ = tokenizer_name(config)
     revision = config.model.revision if name == config.model.name_or_path else None
     return load_tokenizer(name, revision=revision)
@@ -54,13 +54,13 @@ def tokenizer_of(config: Config) -> Tokenizer:
 def check(
     config: Config, architecture: PretrainedConfig, tokenizer: Tokenizer, topology: Topology, *, device: str
 ) -> None:
-    """Everything about the model, the batch and the mesh that can be known before anything is sent.
+    """Checks everything about model, batch and mesh that can be known before anything is sent.
 
     Args:
-        device: `cpu` or `cuda`, what the ranks compute on.
+        device: `cpu` or `cuda`, where the ranks compute.
 
     Raises:
-        ConfigError: all that is wrong, at once.
+        ConfigError: everything that is wrong, at once.
     """
     problems = _batch_problems(config, topology)
     plan = load.plan_of(architecture, trust_remote_code=config.model.trust_remote_code)
@@ -105,10 +105,10 @@ def check(
 def trackers_of(
     config: Config, mesh: Mesh, folder: Path, num_parameters: int, *, first_step: int, say: Callable[[str], None]
 ) -> list[Tracker]:
-    """Who hears the run's metrics beside the metrics file; rank 0 calls it.
+    """Returns the trackers that get the run's metrics besides the metrics file; rank 0 calls it.
 
     Args:
-        say: prints a line for people, where a tracker fails.
+        say: prints a line for the user if a tracker fails.
     """
     facts = {
         "mesh": str(mesh.topology),
@@ -170,7 +170,7 @@ def _divisor(count: int, at_most: int) -> int:
 
 
 def rows_of(config: Config, tokenizer: Tokenizer, mesh: Mesh, *, held_out: bool = False) -> Rows:
-    """The rows of data.source or data.mixture, or of eval.source; text is prepared by one rank of each machine."""
+    """Returns the rows of data.source, data.mixture or eval.source; one rank per machine prepares text."""
     data = config.data
     if held_out:
         assert config.eval.source is not None
@@ -196,7 +196,7 @@ def _rows_of_named(data: DataConfig, name: str, source: MixtureSource, tokenizer
     try:
         return _rows_of_source(data, source, tokenizer)
     except ThreefoldError as error:
-        # Whoever reads one source speaks of data.source.
+        # The reader of one source always names data.source.
         named = [Problem(f"data.mixture.{name}: {each.what}", each.expected, each.fix) for each in error.problems]
         raise type(error).of(named) from error
 
@@ -205,7 +205,7 @@ def _rows_of_evaluation(data: DataConfig, source: MixtureSource, tokenizer: Toke
     try:
         return _rows_of_source(data, source, tokenizer)
     except ThreefoldError as error:
-        # Whoever reads a source speaks of data.source.
+        # The reader of a source always names data.source.
         named = [
             Problem(*(text.replace("data.source", "eval.source") for text in (each.what, each.expected, each.fix)))
             for each in error.problems
@@ -214,7 +214,7 @@ def _rows_of_evaluation(data: DataConfig, source: MixtureSource, tokenizer: Toke
 
 
 def _rows_of_source(data: DataConfig, source: MixtureSource, tokenizer: Tokenizer) -> Rows:
-    """The rows of one source; what it does not say for itself is as in the data section."""
+    """Returns the rows of one source; settings that it omits come from the data section."""
     return open_rows(
         data_path(source.source),
         seq_len=data.seq_len,
@@ -233,14 +233,14 @@ def _rows_of_source(data: DataConfig, source: MixtureSource, tokenizer: Tokenize
 
 
 def data_name(config: Config) -> str:
-    """The source, or the mixture's sources with their weights, as a person would say it."""
+    """Returns the source, or the mixture's sources with their weights, for display."""
     if config.data.mixture is None:
         return config.data.source
     return " + ".join(f"{source.weight:g} {name}" for name, source in config.data.mixture.items())
 
 
 def mixture_of(config: Config, rows: Rows) -> Mixture | None:
-    """The order over the sources of data.mixture, or None where there is one source."""
+    """Returns the order over the sources of data.mixture, or None if there is one source."""
     if config.data.mixture is None:
         return None
     assert isinstance(rows, MixedRows)
@@ -249,7 +249,7 @@ def mixture_of(config: Config, rows: Rows) -> Mixture | None:
 
 
 def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
-    """The training batches of this rank."""
+    """Returns the loader of this rank's training batches."""
     order = Order(
         num_rows=rows.num_rows,
         global_batch=config.train.global_batch,
@@ -271,7 +271,7 @@ def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Makes the evaluation batches of this rank anew at each call."""
+    """Returns fresh evaluation batches of this rank at each call."""
 
     rows: Rows
     rows_per_rank: int

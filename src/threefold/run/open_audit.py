@@ -1,7 +1,7 @@
-"""The audit of a run that starts: where it must begin by the run's own record, and the line that says it started.
+"""Opens the audit of a run: checks where it must begin by the run's own record, and records the start.
 
-The place where a run goes on is known twice: the loader has it from the checkpoint, audit.jsonl from what was read.
-They are compared before the first step, so a resume that is a batch off trains on nothing.
+The place where a run resumes is known twice: the loader has it from the checkpoint, and audit.jsonl from what was read.
+They are compared before the first step, so a resume that is off by a batch never trains.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from threefold.run.folder import RunFolder
 
 
 def open_audit(config: Config, folder: RunFolder, mesh: Mesh, loader: TokenLoader, *, done: int) -> RunAudit:
-    """The audit of the steps after `done`, which adds to the run's audit.jsonl; every rank calls it.
+    """Returns the audit of the steps after `done`, which appends to the run's audit.jsonl; every rank calls it.
 
     Raises:
-        RunError: the loader does not go on where the record of the run ended; on every rank.
+        RunError: the loader does not resume where the run's record ended; on every rank.
     """
     prediction = Prediction(
         num_rows=loader.rows.num_rows,

@@ -1,7 +1,7 @@
 """One rank of a run, from its place on the mesh to its exit code.
 
-Everything that can be wrong with the request is found before the first collective: each rank finds the same, one prints
-it. What goes wrong later is printed once, by the rank where it went wrong first.
+All errors in the request are found before the first collective: each rank finds the same ones, and one rank prints
+them. Later failures are printed once, by the rank that failed first.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ log = logging.getLogger("threefold")
 
 _FIRST_ROW = np.zeros(1, dtype=np.int64)
 _LARGEST_SAMPLED = 500_000_000
-# The watchdog's report comes before the collectives' own limit, which would end the run with a bare timeout.
+# The watchdog must report before the collectives' own limit, which would end the run with a bare timeout.
 _REPORT_BEFORE = 0.9
 
 
@@ -83,7 +83,7 @@ def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
 
 
 def facts_of(config: Config) -> dict[str, str]:
-    """What must be the same on every rank, beside the mesh: the version, the config by its sections' digests."""
+    """Returns what must be the same on every rank besides the mesh: the version, and a digest per config section."""
     return {"threefold": __version__} | {
         f"the config's section {section!r}": xxhash.xxh3_64_hexdigest(
             getattr(config, section).model_dump_json().encode()
@@ -93,7 +93,7 @@ def facts_of(config: Config) -> dict[str, str]:
 
 
 def _as_restarted(config: Config) -> Config:
-    """The config, which after a restart goes on with what the run itself has saved."""
+    """Returns the config; after a restart, it resumes from what the run itself saved."""
     if not environment.current().restart or config.log.dir is None or config.checkpoint.resume == "auto":
         return config
     if config.checkpoint.resume != "never" and not CheckpointFolder(Path(config.log.dir)).all():
@@ -103,7 +103,7 @@ def _as_restarted(config: Config) -> Config:
 
 def quieten_libraries() -> None:
     """Sends the libraries' warnings to the rank's log file."""
-    # Their warnings go to the rank's log file: eight ranks would print each of them eight times.
+    # On the terminal, eight ranks would print each warning eight times.
     logging.captureWarnings(True)
     log.addHandler(logging.NullHandler())  # until the run's folder is known
     logging.getLogger("torch").setLevel(logging.ERROR)
@@ -112,14 +112,14 @@ def quieten_libraries() -> None:
 
 
 def is_first_failure(mesh: Mesh | None, rank: int, error: BaseException | None = None) -> bool:
-    """Whether this rank is the run's first to fail, and so the one to say why."""
+    """Returns whether this rank is the first of the run to fail, and so the one to report why."""
     if isinstance(error, NotMetError | NoDeviceError):
         return error.first
     if mesh is None or mesh.store is None:
         return rank == 0
     try:
         return mesh.store.add(FAILURES, 1) == 1
-    except Exception:  # the store is gone: rank 0 kept it, and has failed before
+    except Exception:  # the store is gone: rank 0 hosted it and failed before
         return False
 
 
@@ -141,7 +141,7 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
     steps = config.train.steps or (config.train.epochs or 0) * loader.steps_per_epoch or assemble.DEFAULT_STEPS
     model = build(config, architecture, mesh)
     optimizer = adamw(model.module, config.optimizer)
-    # Dropout differs between rows and places in a row, and agrees where tp ranks hold the same activations.
+    # Dropout differs between rows and positions in a row, and agrees if tp ranks hold the same activations.
     torch.manual_seed(hash((config.train.seed, mesh.dp_rank, mesh.cp_rank)) % 2**63)
     keeper = Keeper(config, folder, mesh, model, optimizer, loader, architecture)
     done = keeper.resume()

@@ -1,4 +1,4 @@
-"""Whether all hosts of a run see one folder; asked once, before anything is written that only some would find."""
+"""Checks once that all hosts of a run see one folder, before anything is written that only some would find."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from threefold.errors import ConfigError
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh
 
-# Network file systems show a new file to other hosts after a moment.
+# Network file systems show a new file to other hosts with a delay.
 _SEEN_WITHIN_S = 15.0
 _LOOK_S = 0.1
 
 
 def require_shared(folder: Path, mesh: Mesh) -> None:
-    """Refuses a run's folder that is another one on another host; all ranks call it.
+    """Refuses a run folder that is not the same on every host; all ranks call it.
 
     Raises:
         ConfigError: a host does not see what rank 0 writes.

@@ -1,8 +1,8 @@
-"""Which bytes of which file hold which part of a tensor: a list that any mesh can read its own parts by. No torch.
+"""Which bytes of which file hold which part of a tensor: an index from which any mesh reads its own parts. No torch.
 
-A box is a rectangle of a tensor: where it begins and how far it reaches along each dim. A checkpoint's files hold
-boxes; a rank holds boxes too, of its own mesh; what it must read is where they overlap. The index is JSON: opening it
-runs nothing, and whatever it says is checked before a byte is read.
+A box is a rectangle of a tensor: its offset and size along each dim. A checkpoint's files hold boxes, and a rank holds
+boxes of its own mesh; the rank reads where they overlap. The index is JSON: opening it runs no code, and all its values
+are checked before a byte is read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of a tensor: `offsets` and `sizes`, one of each a dim."""
+    """A rectangle of a tensor: `offsets` and `sizes`, one of each per dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -36,7 +36,7 @@ class Box:
         return math.prod(self.sizes)
 
     def overlap(self, other: Box) -> Box | None:
-        """What two boxes of one tensor share, or None."""
+        """Returns the box that two boxes of one tensor share, or None."""
         offsets = tuple(max(pair) for pair in zip(self.offsets, other.offsets, strict=True))
         ends = tuple(
             min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -45,16 +45,16 @@ class Box:
         return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Where this box lies in a tensor that holds `outer`."""
+        """Returns where this box lies in a tensor that holds `outer`."""
         starts = [own - begin for own, begin in zip(self.offsets, outer.offsets, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 
 
 def boxes_of(indices: Sequence[Sequence[int]]) -> Iterator[tuple[Box, Box]]:
-    """Cuts what a rank holds of a tensor into boxes: (the box in the whole tensor, the box in what the rank holds).
+    """Splits what a rank holds of a tensor into boxes: (box in the whole tensor, box in the rank's part).
 
     Args:
-        indices: for each dim the whole tensor's indices that the rank holds, ascending.
+        indices: for each dim, the whole tensor's indices that the rank holds, ascending.
     """
     runs = [_runs(along) for along in indices]
     for combination in itertools.product(*runs):
@@ -66,7 +66,7 @@ def boxes_of(indices: Sequence[Sequence[int]]) -> Iterator[tuple[Box, Box]]:
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first index, its place, length) of each stretch without a gap."""
+    """Returns (first index, its position, length) of each stretch without a gap."""
     if not len(indices):
         return []
     if indices[-1] - indices[0] + 1 == len(indices):
@@ -78,7 +78,7 @@ def _runs(indices: Sequence[int]) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box as it lies in a file: contiguous, from byte `start` on."""
+    """A box in a file: contiguous, starting at byte `start`."""
 
     file: str
     start: int
@@ -87,7 +87,7 @@ class Chunk:
 
 @dataclass
 class Entry:
-    """A whole tensor: its type by safetensors' name, its shape, and the chunks that it is made of."""
+    """A whole tensor: its type by safetensors' name, its shape, and its chunks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -98,13 +98,13 @@ class Entry:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def reads(self, wanted: Box) -> Iterator[tuple[Chunk, Box]]:
-        """The chunks that hold parts of `wanted`, each with the part it holds."""
+        """Yields the chunks that hold parts of `wanted`, each with the part it holds."""
         for chunk in self.chunks:
             if (part := chunk.box.overlap(wanted)) is not None:
                 yield chunk, part
 
     def problem(self) -> str | None:
-        """Why these chunks cannot make up the tensor, or None."""
+        """Returns why these chunks cannot make up the tensor, or None."""
         whole = Box((0,) * len(self.shape), self.shape)
         if self.dtype not in ITEM_BYTES or any(size < 0 for size in self.shape):
             return f"{self.dtype} {list(self.shape)} is no tensor"
@@ -139,10 +139,10 @@ class Index:
 
     @classmethod
     def read(cls, state: Path) -> Index:
-        """The index in the folder `state`, whose every chunk lies inside its file.
+        """Returns the index in the folder `state`; every chunk lies inside its file.
 
         Raises:
-            CheckpointError: the file is not there, or is no index of the files beside it.
+            CheckpointError: the file is missing, or is not an index of the files next to it.
         """
         path = state / FILE
         try:

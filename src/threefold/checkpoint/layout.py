@@ -1,8 +1,8 @@
-"""Where checkpoints lie, and which are whole: names, manifest, commit, retention. No torch.
+"""Where checkpoints lie, and which are complete: names, manifest, commit, retention. No torch.
 
-A checkpoint is written into a hidden folder that is renamed when every rank is done; the marker inside is written last
-and holds the manifest's checksum. So a folder without a marker is not whole, and what was changed since does not fit
-the marker (see `integrity`). A name that is not of this form is the user's, and left alone.
+A checkpoint is written into a hidden folder, which is renamed when every rank is done. The marker inside is written
+last and holds the manifest's checksum. So a folder without a marker is incomplete, and a later change no longer matches
+the marker (see `seal`). A folder with any other form of name is the user's and is left alone.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Checkpoint:
         return self.path / "state"
 
     def manifest(self) -> dict[str, Any]:
-        """What the checkpoint belongs to: config, mesh, versions, data and cursor, and the seals of its files.
+        """Returns what the checkpoint belongs to: config, mesh, versions, data and cursor, and the seals of its files.
 
         Raises:
-            CheckpointError: it is not what was written, or another release wrote it.
+            CheckpointError: the manifest has changed since it was written, or another release wrote it.
         """
         try:
             marker = (self.path / _MARKER).read_bytes()
@@ -73,10 +73,10 @@ class Checkpoint:
         return found
 
     def seals(self) -> dict[str, Seal]:
-        """Size and checksum of every file, by its path inside the checkpoint, marker and manifest left out.
+        """Returns size and checksum of every file except marker and manifest, by its path inside the checkpoint.
 
         Raises:
-            CheckpointError: the manifest is not what was written, or holds no such list.
+            CheckpointError: the manifest has changed since it was written, or holds no such list.
         """
         manifest = self.manifest()
         try:
@@ -84,17 +84,17 @@ class Checkpoint:
             seals = {name: Seal.from_json(manifest["files"][name]) for name in names}
         except (ValueError, KeyError, TypeError) as error:
             raise self._unreadable(f"it has no list of files ({error!r})") from error
-        # A stranger's manifest must not lead out of its folder.
+        # An untrusted manifest must not lead out of its folder.
         strange = [name for name in names if not _INSIDE.fullmatch(name) or ".." in name.split("/")]
         if strange:
             raise self._unreadable(f"{strange[0]!r} is no file of a checkpoint")
         return seals
 
     def damage(self, *, share: tuple[int, int] = (0, 1)) -> str | None:
-        """What is wrong with the checkpoint, or None.
+        """Returns what is wrong with the checkpoint, or None.
 
         Args:
-            share: (i, n): read the i-th of n equal parts of the files; all sizes are looked at either way.
+            share: (i, n): read the i-th of n equal parts of the files; all sizes are checked in any case.
         """
         try:
             seals = self.seals()
@@ -117,24 +117,24 @@ class CheckpointFolder:
         self.path = run / "checkpoints"
 
     def partial(self, step: int) -> Path:
-        """Hidden folder in which the checkpoint of `step` is being written."""
+        """Returns the hidden folder in which the checkpoint of `step` is being written."""
         return self.path / f".{_name(step)}.partial"
 
     def begin(self, step: int) -> Path:
-        """An empty hidden folder for the checkpoint of `step`; called by one rank."""
+        """Makes an empty hidden folder for the checkpoint of `step`; one rank calls it."""
         self.abandon(step)
         (self.partial(step) / "state").mkdir(parents=True)
         return self.partial(step)
 
     def abandon(self, step: int) -> None:
-        """Removes what a save of `step` has written."""
+        """Removes what a save of `step` wrote."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def commit(self, step: int, manifest: Mapping[str, Any], seals: Mapping[str, Seal] | None = None) -> Checkpoint:
-        """Writes the manifest and the marker, and gives the folder its name; called by one rank when all are done.
+        """Writes the manifest and the marker, and gives the folder its name; one rank calls it when all are done.
 
         Args:
-            seals: of the files that the ranks have written, by their paths inside the checkpoint.
+            seals: of the files that the ranks wrote, by their paths inside the checkpoint.
         """
         partial, final = self.partial(step), self.path / _name(step)
         files = {name: seal.to_json() for name, seal in (seals or {}).items()}
@@ -150,22 +150,22 @@ class CheckpointFolder:
         return Checkpoint(final, step)
 
     def complete(self) -> list[Checkpoint]:
-        """All complete checkpoints, oldest first; whether they are undamaged is another question."""
+        """Returns all complete checkpoints, oldest first; they may still be damaged."""
         return [checkpoint for checkpoint in self.all() if (checkpoint.path / _MARKER).exists()]
 
     def all(self) -> list[Checkpoint]:
-        """All that bear a checkpoint's name, oldest first, whole or not."""
+        """Returns all folders with a checkpoint's name, oldest first, complete or not."""
         paths = [path for path in self.path.glob("step-*") if path.is_dir()]
         found = [Checkpoint(path, step) for path in paths if (step := _step(path)) is not None]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def newest(self) -> Checkpoint | None:
-        """The newest complete checkpoint, or None."""
+        """Returns the newest complete checkpoint, or None."""
         complete = self.complete()
         return complete[-1] if complete else None
 
     def best(self) -> tuple[int, float] | None:
-        """Step and evaluation loss of the best checkpoint so far, or None."""
+        """Returns step and evaluation loss of the best checkpoint so far, or None."""
         try:
             found = json.loads((self.path / _BEST).read_text())
             return int(found["step"]), float(found["eval_loss"])
@@ -173,7 +173,7 @@ class CheckpointFolder:
             return None
 
     def mark_best(self, step: int, eval_loss: float) -> None:
-        """Records that the checkpoint of `step` is the best, so that it stays."""
+        """Records that the checkpoint of `step` is the best, so that it is kept."""
         temporary = self.path / f".{_BEST}"
         write_sealed(temporary, json.dumps({"step": step, "eval_loss": eval_loss}).encode() + b"\n")
         os.replace(temporary, self.path / _BEST)
@@ -181,7 +181,7 @@ class CheckpointFolder:
     def prune(self, keep: int, *, keep_every: int = 0) -> None:
         """Removes all but the `keep` newest complete checkpoints, the best, and those of every `keep_every`-th step.
 
-        What broken saves left goes too.
+        Also removes the remains of interrupted saves.
         """
         best = self.best()
         for checkpoint in self.complete()[:-keep]:
@@ -193,10 +193,10 @@ class CheckpointFolder:
             _remove(path)
 
     def set_aside_after(self, step: int) -> list[Path]:
-        """Renames what lies behind `step`, so that no later save or resume takes it for a part of this run.
+        """Renames checkpoints later than `step`, so that no later save or resume takes them for part of this run.
 
         Returns:
-            The new paths. Their content is as it was; to remove them is the user's.
+            The new paths. Their content is unchanged; the user may remove them.
         """
         aside = []
         for checkpoint in self.all():
@@ -213,11 +213,11 @@ class CheckpointFolder:
 def newest_undamaged(
     candidates: Sequence[Checkpoint], damage: Callable[[Checkpoint], str | None]
 ) -> tuple[Checkpoint | None, list[tuple[Checkpoint, str]]]:
-    """The first undamaged one, and what is wrong with those before it.
+    """Returns the first undamaged checkpoint, and what is wrong with those before it.
 
     Args:
         candidates: newest first.
-        damage: says what is wrong with one, or None; called until it does so.
+        damage: returns what is wrong with one, or None; called until it returns None.
     """
     passed: list[tuple[Checkpoint, str]] = []
     for candidate in candidates:
@@ -229,10 +229,10 @@ def newest_undamaged(
 
 
 def find(path: Path) -> Checkpoint:
-    """The checkpoint that a path names: its own folder, or the newest one of a run.
+    """Returns the checkpoint that a path names: its own folder, or the newest one of a run.
 
     Raises:
-        CheckpointError: nothing complete is there.
+        CheckpointError: there is no complete checkpoint.
     """
     if (path / _MARKER).exists() and (step := _step(path)) is not None:
         return Checkpoint(path, step)
@@ -247,7 +247,7 @@ def find(path: Path) -> Checkpoint:
 
 
 def damaged(checkpoint: Checkpoint, reason: str) -> CheckpointError:
-    """The error for a checkpoint that was asked for and is damaged."""
+    """Returns the error for a requested checkpoint that is damaged."""
     return CheckpointError(
         f"the checkpoint {checkpoint.path} is damaged: {reason}",
         expected="the files as they were written, which their sizes and checksums show",
@@ -269,6 +269,6 @@ def _step(path: Path) -> int | None:
 
 
 def _remove(folder: Path) -> None:
-    # The marker goes first: a removal cut short must not look complete.
+    # Remove the marker first: an interrupted removal must not look like a complete checkpoint.
     (folder / _MARKER).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

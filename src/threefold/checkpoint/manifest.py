@@ -1,4 +1,4 @@
-"""What a checkpoint says of the run that wrote it, and the refusal of one that belongs to another."""
+"""What a checkpoint says about the run that wrote it, and the refusal of one that belongs to another run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from threefold.config.text import pasted
 from threefold.errors import CheckpointError, Problem
 from threefold.model.load import architecture_of
 
-# What a manifest must hold, and as what; a damaged one is found by its checksum, this is for a stranger's.
+# The fields and types that a manifest must have. A damaged one fails its checksum; this check is for a foreign one.
 _FIELDS = {"step": int, "mesh": list, "data": dict, "seed": int, "architecture": dict, "config": dict}
 
 
 def read_manifest(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The manifest of a checkpoint, with all that a resume or an export needs.
+    """Returns the manifest of a checkpoint, with everything that a resume or an export needs.
 
     Raises:
-        CheckpointError: it is not what was written, or something is missing.
+        CheckpointError: it has changed since it was written, or something is missing.
     """
     manifest = checkpoint.manifest()
     wrong = [name for name, kind in _FIELDS.items() if not isinstance(manifest.get(name), kind)]
@@ -39,7 +39,7 @@ def read_manifest(checkpoint: Checkpoint) -> dict[str, Any]:
 def refuse_other(
     manifest: Mapping[str, Any], config: Config, architecture: PretrainedConfig, checkpoint: Checkpoint
 ) -> None:
-    """CheckpointError where the checkpoint belongs to another model or seed."""
+    """Raises CheckpointError if the checkpoint belongs to another model or seed."""
     problems = []
     now, then = architecture_of(architecture), manifest["architecture"]
     for key in sorted(now.keys() | then.keys()):
@@ -77,7 +77,7 @@ def refuse_other(
 
 
 def refuse_other_base(manifest: Mapping[str, Any], base: str | None, config: Config, checkpoint: Checkpoint) -> None:
-    """CheckpointError where adapters were trained beside another model than `base`, the one that is there now."""
+    """Raises CheckpointError if adapters were trained on another base than `base`, the one in use now."""
     if manifest.get("base") != base:
         raise CheckpointError(
             f"the adapters of {checkpoint.path} were trained beside other weights than {config.model.name_or_path} has",

@@ -1,9 +1,10 @@
-"""A save from the copy to the commit, beside the steps: who waits for whom, and how a failure reaches every rank.
+"""A background save from the copy to the commit: who waits for whom, and how a failure reaches every rank.
 
 `save` copies this rank's part and returns; a thread writes it. When every rank has reported what it wrote, rank 0
-commits, and every rank's thread hears of it. Threads speak through a store of their own, never in a collective, so that
-they cannot meet the training's. A failure must end all ranks in the same step: the first that notices one after step s
-publishes s + 2, as a stop signal does (`training.signals`), and the others read it before they finish s + 2.
+commits and informs every rank's thread. The threads communicate through their own store, never by a collective, so
+they cannot interfere with the training's collectives. A failure must end all ranks in the same step: the first rank
+that notices one after step s publishes s + 2, as a stop signal does (`training.signals`), and the others read it before
+they finish s + 2.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class Job:
     Attributes:
         step: the last step done.
         state: folder for the tensors' files.
-        begin: makes the folder, before any rank writes; rank 0 calls it.
-        commit: takes the seals of the files in `state` when all are written; rank 0 calls it.
-        abandon: removes what was written; rank 0 calls it when no rank writes any more.
+        begin: makes the folder before any rank writes; rank 0 calls it.
+        commit: receives the seals of the files in `state` when all are written; rank 0 calls it.
+        abandon: removes what was written; rank 0 calls it when no rank is writing any more.
     """
 
     step: int
@@ -54,13 +55,13 @@ class Job:
 
 
 class Saver:
-    """Saves the state of one rank after another of its steps; every rank has one and calls it alike.
+    """Saves the state of one rank, step after step. Every rank has a Saver and calls it in the same way.
 
     Args:
-        parts: what this rank writes, alive: called whenever a save begins.
+        parts: returns what this rank writes, as live views; called whenever a save begins.
         background: write while the next steps run, instead of at once.
-        go_on: a failed save is printed and the run goes on, instead of ending.
-        stage: with `background`: the copy's place.
+        go_on: print a failed save and continue the run instead of ending it.
+        stage: with `background`, the buffer for the copy.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Saver:
         self._failure: str | None = None
 
     def save(self, job: Job) -> None:
-        """Begins to save; waits for the save before, and for this one where nothing is done in the background.
+        """Waits for the previous save and begins this one; waits for this one too unless it runs in the background.
 
         Raises:
             RunError: a save failed, on every rank.
@@ -101,7 +102,7 @@ class Saver:
         self._running.start()
 
     def notice(self, step: int) -> None:
-        """Called after every step: ends the run on all ranks in the same step where a save in the background failed.
+        """Call this after every step: ends the run on all ranks in the same step if a background save failed.
 
         Raises:
             RunError: a save failed.
@@ -123,7 +124,7 @@ class Saver:
             self._running = None
 
     def wait(self) -> None:
-        """Returns when nothing is being saved.
+        """Waits until nothing is being saved.
 
         Raises:
             RunError: the save failed, on every rank.
@@ -134,7 +135,7 @@ class Saver:
             self._conclude()
 
     def linger(self, seconds: float) -> None:
-        """Lets a save that is under way come to its end, for a run that ends otherwise; says nothing."""
+        """Gives a running save time to finish when the run ends for another reason; reports nothing."""
         if self._running is not None:
             self._running.join(seconds)
 
@@ -150,7 +151,7 @@ class Saver:
             sys.stderr.write(f"{error}\n")
 
     def _run(self, job: Job, parts: Sequence[Part]) -> None:
-        """Saves; leaves the reason in `_failure` where it fails, the same on every rank."""
+        """Saves. If it fails, `_failure` holds the reason, the same on every rank."""
         try:
             outcome = self._alone(job, parts) if self._store is None else self._together(job, parts, self._store)
         except Exception as error:  # the store is gone, and with it the run
@@ -169,7 +170,7 @@ class Saver:
         return self._ended(job, reason)
 
     def _together(self, job: Job, parts: Sequence[Part], store: dist.Store) -> str:
-        """As rank 0 concluded: empty, or the step and the reason as JSON."""
+        """Returns rank 0's conclusion: empty, or the step and the reason as JSON."""
         mesh, key = self._mesh, f"{self._key}/{self._number}"
         if mesh.rank == 0:
             store.set(f"{key}/begun", _attempt(job.begin) or "")
@@ -189,7 +190,7 @@ class Saver:
         return store.get(f"{key}/ended").decode()
 
     def _collect(self, key: str, store: dist.Store, seals: dict[str, Seal]) -> str | None:
-        """Takes every rank's report; returns the first reason against a commit."""
+        """Collects every rank's report; returns the first reason against a commit."""
         reason = None
         for rank in range(self._mesh.world_size):
             store.wait([f"{key}/{rank}"], _LONGEST_SAVE)
@@ -212,7 +213,7 @@ class Saver:
 
 
 def _attempt(work: Callable[[], object]) -> str | None:
-    """Why `work` failed, or None."""
+    """Returns why `work` failed, or None."""
     try:
         work()
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Whether a checkpoint is what was written: sizes and checksums of all its files. No torch.
+"""Checks that a checkpoint is what was written: sizes and checksums of all its files. No torch.
 
-The marker holds the manifest's checksum, the manifest every other file's, so no byte is left that could change unseen.
-Checksums find damage; they are no signature. xxh3 reads some 30 GB/s a core, so that finding out costs what reading
-costs.
+The marker holds the manifest's checksum, and the manifest holds every other file's, so no byte can change unnoticed.
+Checksums find damage; they are not a signature. xxh3 reads about 30 GB/s per core, so checking costs no more than
+reading.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLOCK_BYTES = 16 * 1024**2
 
 @dataclass(frozen=True)
 class Seal:
-    """What a file was when it was written: its size in bytes and its xxh3 checksum (128 bits, hexadecimal)."""
+    """A file as it was written: its size in bytes and its xxh3 checksum (128 bits, hexadecimal)."""
 
     size_bytes: int
     checksum: str
@@ -31,7 +31,7 @@ class Seal:
 
     @classmethod
     def from_json(cls, values: Any) -> Seal:
-        """The inverse of `to_json`; ValueError where it is none."""
+        """The inverse of `to_json`; ValueError if `values` is not a seal."""
         if not (isinstance(values, list) and len(values) == 2):
             raise ValueError(f"{values!r} is not a size and a checksum")
         size_bytes, checksum = values
@@ -41,12 +41,12 @@ class Seal:
 
 
 def checksum_of(content: bytes) -> str:
-    """The checksum of a text or of a small file's content."""
+    """Returns the checksum of a text or of a small file's content."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
 class SealedWriter:
-    """A file that is written once, front to back, and counted and summed on the way."""
+    """A file that is written once, from start to end, while its size and checksum are computed."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -62,20 +62,20 @@ class SealedWriter:
         self._size_bytes += len(view)
 
     def close(self) -> Seal:
-        """Brings the file to the disk."""
+        """Flushes the file to disk and returns its seal."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         return Seal(self._size_bytes, self._sum.hexdigest())
 
     def abandon(self) -> None:
-        """Lets go of a file that is not needed any more; never fails."""
+        """Closes a file that is no longer needed; never fails."""
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 def write_sealed(path: Path, content: bytes) -> Seal:
-    """Writes a small file and brings it to the disk."""
+    """Writes a small file and flushes it to disk."""
     writer = SealedWriter(path)
     try:
         writer.write(content)
@@ -86,7 +86,7 @@ def write_sealed(path: Path, content: bytes) -> Seal:
 
 
 def sync_folder(path: Path) -> None:
-    """Brings a folder's entries to the disk."""
+    """Flushes a folder's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -95,7 +95,7 @@ def sync_folder(path: Path) -> None:
 
 
 def shares(seals: Mapping[str, Seal], num_ranks: int) -> list[list[str]]:
-    """The files, divided among ranks so that each reads about as much."""
+    """Divides the files among ranks so that each reads about the same amount."""
     parts: list[list[str]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for name in sorted(seals, key=lambda name: (-seals[name].size_bytes, name)):
@@ -106,7 +106,7 @@ def shares(seals: Mapping[str, Seal], num_ranks: int) -> list[list[str]]:
 
 
 def wrong_sizes(folder: Path, seals: Mapping[str, Seal]) -> str | None:
-    """What is missing, or has another size than it was written with; None where nothing is."""
+    """Returns the first file that is missing or has a different size than when it was written, or None."""
     for name, seal in seals.items():
         try:
             found = (folder / name).stat().st_size
@@ -118,7 +118,7 @@ def wrong_sizes(folder: Path, seals: Mapping[str, Seal]) -> str | None:
 
 
 def wrong_checksums(folder: Path, seals: Mapping[str, Seal], names: Iterable[str]) -> str | None:
-    """The first of `names` whose content is not what was written; None where all are."""
+    """Returns the first of `names` whose content differs from what was written, or None."""
     buffer = bytearray(_BLOCK_BYTES)
     for name in names:
         found = xxhash.xxh3_128()

@@ -1,8 +1,8 @@
-"""The copy that the training thread makes, so that a save can go on while the next steps change the state.
+"""The copy that the training thread makes, so that a save can continue while the next steps change the state.
 
-One buffer on the host, as large as what this rank writes, is kept from save to save: memory that was touched before is
-copied into about eight times as fast. On a CUDA device it is pinned and the copies are queued behind the step, so that
-the training thread waits for none of them.
+One host buffer, as large as what this rank writes, is kept from save to save: copying into memory that was touched
+before is about eight times as fast. On a CUDA device, the buffer is pinned and the copies are queued behind the step,
+so the training thread waits for none of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Stage:
     """A buffer for the parts that one rank writes.
 
     Args:
-        parts: as they will be given to every `copy`, in file order; their sizes make the buffer's.
+        parts: as passed to every `copy`, in file order; they determine the buffer's size.
     """
 
     def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
@@ -33,12 +33,12 @@ class Stage:
         self._made.start()
 
     def _make(self) -> None:
-        # The first touch of fresh memory is what costs: done here, while the first steps run.
+        # The first touch of fresh memory is expensive, so it happens here, while the first steps run.
         buffer = torch.empty(self._size_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         self._buffer = buffer.zero_()
 
     def copy(self, parts: Sequence[Part]) -> list[Part]:
-        """The parts with their values in the buffer; read them after `wait`. The last copy must not be needed any more.
+        """Returns the parts with their values in the buffer; read them after `wait`. Overwrites the last copy.
 
         Raises:
             RuntimeError: there was no memory for the buffer.
@@ -59,6 +59,6 @@ class Stage:
         return staged
 
     def wait(self) -> None:
-        """Returns when the last copy is whole; called by the thread that reads it."""
+        """Waits until the last copy is complete; the thread that reads it calls this."""
         if self._copied is not None:
             self._copied.synchronize()

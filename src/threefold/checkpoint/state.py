@@ -1,8 +1,8 @@
 """The state of a run as flat, named tensors, and the part of each that this rank holds and writes.
 
 `model.` and a name: the weights. `optimizer.exp_avg.` (`exp_avg_sq.`, `step.`) and the same name: AdamW's moments.
-`random.cpu.3`: the random state of rank 3. Names and shapes know nothing of a mesh, so what was saved on one is read on
-another. Who holds what follows from placements, which every rank knows of every other: nobody has to ask.
+`random.cpu.3`: the random state of rank 3. Names and shapes do not depend on a mesh, so a state saved on one mesh can
+be read on another. Placements determine which rank holds what. Every rank knows them all, so no message is needed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from threefold.errors import CheckpointError
 from threefold.mesh.mesh import Mesh
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-# A model is split over tp first and over fsdp what is left (`model.build`).
+# A model is split over tp first; fsdp splits what is left (`model.build`).
 _SPLIT_ORDER = ("tp", "fsdp", "dp_replicate")
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and moments, alive: what is copied into them changes the run."""
+    """Returns weights and moments as live tensors: copying into them changes the run."""
     return {**model_state(model), **_optimizer_state(model, optimizer)}
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors under `model.` and their names, tied ones once.
+    """Returns the model's tensors under `model.` and their names, tied ones once.
 
-    Where some parameters are frozen, only the others: the frozen ones are still what the model was built with.
+    If some parameters are frozen, returns only the others: the frozen ones still have the model's original values.
     """
     parameters = list(model.named_parameters())
     trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
@@ -46,7 +46,7 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    # Before the first step there is nothing to read into, so the moments are made here as AdamW makes them.
+    # Before the first step, the moments do not exist yet, so they are created here as AdamW creates them.
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -62,7 +62,7 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def random_state(mesh: Mesh) -> dict[str, Tensor]:
-    """A copy of this rank's random states."""
+    """Returns a copy of this rank's random states."""
     state = {f"random.cpu.{mesh.rank}": torch.get_rng_state()}
     if mesh.device.type == "cuda":
         state[f"random.cuda.{mesh.rank}"] = torch.cuda.get_rng_state(mesh.device)
@@ -70,7 +70,7 @@ def random_state(mesh: Mesh) -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor], mesh: Mesh) -> None:
-    """Goes on with the random numbers where `random_state` was taken; what was not saved stays as it is."""
+    """Restores the random states that `random_state` returned; states that were not saved stay as they are."""
     if (saved := state.get(f"random.cpu.{mesh.rank}")) is not None:
         torch.set_rng_state(saved)
     if mesh.device.type == "cuda" and (saved := state.get(f"random.cuda.{mesh.rank}")) is not None:
@@ -84,8 +84,8 @@ class Holding:
     Attributes:
         shape: of the whole tensor.
         box: the box in the whole tensor.
-        inside: where the box lies in what the rank holds of the tensor.
-        writer: of those that hold the box, this rank writes it.
+        inside: where the box lies in the rank's part of the tensor.
+        writer: of the ranks that hold the box, this one writes it.
     """
 
     name: str
@@ -95,16 +95,16 @@ class Holding:
     writer: bool
 
     def values(self, state: Mapping[str, Tensor]) -> Tensor:
-        """A view of the box, alive."""
+        """Returns a live view of the box."""
         tensor = state[self.name]
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor)[self.inside]
 
 
 def holdings(state: Mapping[str, Tensor], mesh: Mesh) -> list[Holding]:
-    """Every box that this rank holds of a state; the same for every state of this model on this mesh.
+    """Returns every box that this rank holds of a state; the same for every state of this model on this mesh.
 
-    Ranks that hold the same box take turns to write, so that each writes about as much; all reckon alike, without a
-    message.
+    Ranks that hold the same box take turns to write, so that each writes about the same amount. All ranks compute the
+    same turns, without communication.
     """
     loads: dict[tuple[str, ...], list[int]] = {}
     known: dict[Any, list[tuple[Box, tuple[slice, ...]]]] = {}
@@ -114,7 +114,7 @@ def holdings(state: Mapping[str, Tensor], mesh: Mesh) -> list[Holding]:
         written = loads.setdefault(copies, [0] * math.prod(mesh.size(axis) for axis in copies))
         turn = written.index(min(written))
         written[turn] += tensor.numel() * tensor.element_size()
-        # Layers are alike: their boxes are worked out once.
+        # Layers are alike, so their boxes are computed once.
         kind = (tensor.shape, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else tensor.shape
         if kind not in known:
             known[kind] = [(box, _slices(inside)) for box, inside in boxes_of(_indices(tensor))]
@@ -124,7 +124,7 @@ def holdings(state: Mapping[str, Tensor], mesh: Mesh) -> list[Holding]:
 
 
 def parts(state: Mapping[str, Tensor], held: Sequence[Holding], mesh: Mesh) -> list[Part]:
-    """What this rank writes of a state, with its random states, in file order; views of what lives."""
+    """Returns what this rank writes of a state, plus its random states, in file order, as live views."""
     own = [Part(each.name, each.shape, each.box, each.values(state)) for each in held if each.writer]
     for name, values in random_state(mesh).items():
         own.append(Part(name, tuple(values.shape), Box((0,), tuple(values.shape)), values))
@@ -136,7 +136,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def _copies(tensor: Tensor, mesh: Mesh) -> tuple[tuple[str, ...], int]:
-    """Axes along which ranks hold the same box, and this rank's number among those who do."""
+    """Returns the axes along which ranks hold the same box, and this rank's number among those ranks."""
     split: set[str] = set()
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()
@@ -151,7 +151,7 @@ def _copies(tensor: Tensor, mesh: Mesh) -> tuple[tuple[str, ...], int]:
 
 
 def _indices(tensor: Tensor) -> list[Sequence[int]]:
-    """For each dim the whole tensor's indices that this rank holds, ascending."""
+    """Returns, for each dim, the whole tensor's indices that this rank holds, ascending."""
     if not isinstance(tensor, DTensor):
         return [range(size) for size in tensor.shape]
     held = [torch.arange(size) for size in tensor.shape]
@@ -168,7 +168,7 @@ def _indices(tensor: Tensor) -> list[Sequence[int]]:
 
 
 def _split_over_tp(indices: Tensor, axis: DeviceMesh, placement: Any, ndim: int) -> Tensor:
-    # The placement may be a plain shard or one of packed projections: it splits the indices as it split the weights.
+    # The placement may be a plain shard or one of packed projections. It splits the indices as it split the weights.
     shape = [1] * ndim
     shape[placement.dim] = len(indices)
     with torch.device("cpu"):
@@ -190,7 +190,7 @@ def _as_range(indices: Tensor) -> Sequence[int]:
 
 
 def fit(state: Mapping[str, Tensor], index: Index) -> None:
-    """Looks whether a checkpoint holds what `state` wants.
+    """Checks that a checkpoint holds what `state` needs.
 
     Raises:
         CheckpointError: a tensor is missing, or has another shape or type.
@@ -213,14 +213,14 @@ def _described(tensor: tuple[str, tuple[int, ...]]) -> str:
 
 
 def read_into(state: Mapping[str, Tensor], folder: Path, index: Index, mesh: Mesh) -> None:
-    """Fills this rank's part of `state` from the files in `folder`, in place; `fit` comes before."""
+    """Fills this rank's part of `state` from the files in `folder`, in place; call `fit` first."""
     with torch.no_grad():
         for held in holdings(state, mesh):
             read_box(folder, index.entries[held.name], held.box, held.values(state))
 
 
 def read_weights(model: nn.Module, folder: Path, index: Index) -> None:
-    """Fills a whole model in one process, in place; CheckpointError where the checkpoint is another model's."""
+    """Fills a whole model in one process, in place; CheckpointError if the checkpoint is another model's."""
     state = model_state(model)
     fit(state, index)
     for name, tensor in state.items():
@@ -228,7 +228,7 @@ def read_weights(model: nn.Module, folder: Path, index: Index) -> None:
 
 
 def read_random_state(folder: Path, index: Index, mesh: Mesh) -> dict[str, Tensor]:
-    """This rank's random states as they were saved; what was not saved is left out."""
+    """Returns this rank's random states as saved; omits those that were not saved."""
     found = {}
     for name in random_state(mesh):
         if (entry := index.entries.get(name)) is not None:

@@ -1,7 +1,7 @@
-"""Tensors in files: safetensors, written front to back without a second copy and read box by box.
+"""Tensors in files: safetensors, written from start to end without a second copy and read box by box.
 
-A rank's file of a checkpoint is a safetensors file that any tool of that format opens: each entry is a box of a tensor,
-named by it, and the metadata say of which tensor and where in it. No pickle is written or read.
+A rank's file of a checkpoint is a safetensors file that any tool for that format can open. Each entry is a box of a
+tensor and named after it; the metadata say which tensor and where in it. No pickle is written or read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank writes of one tensor: the box, where it lies in a tensor of `shape`, and its values."""
+    """The part of one tensor that one rank writes: its box in a tensor of `shape`, and its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,22 +50,22 @@ class Part:
 
     @property
     def key(self) -> str:
-        """Name of the entry in the file: the tensor's, with the box where it is not the whole."""
+        """Name of the entry in the file: the tensor's, followed by the box unless it is the whole tensor."""
         if self.box.sizes == self.shape:
             return self.name
         return f"{self.name}[{','.join(f'{o}:{o + n}' for o, n in zip(self.box.offsets, self.box.sizes, strict=True))}]"
 
 
 def in_file_order(parts: Iterable[Part]) -> list[Part]:
-    """The widest types first, so that every entry is aligned without gaps, which the format does not allow."""
+    """Sorts the widest types first, so that every entry is aligned without gaps, which the format forbids."""
     return sorted(parts, key=lambda part: -part.values.element_size())
 
 
 def write_parts(path: Path, parts: Sequence[Part]) -> Seal:
-    """Writes a rank's file and brings it to the disk.
+    """Writes a rank's file and flushes it to disk.
 
     Args:
-        parts: in file order; those on a device come to the host one at a time.
+        parts: in file order; those on a device are copied to the host one at a time.
     """
     boxes = {part.key: [part.name, part.box.offsets, part.shape] for part in parts}
     described = [(part.key, dtype_name(part.values.dtype), part.box.sizes) for part in parts]
@@ -78,7 +78,7 @@ def write_tensors(
     values: Iterable[Tensor],
     metadata: Mapping[str, str],
 ) -> Seal:
-    """Writes a safetensors file; a tensor is asked for when it is its turn and not kept.
+    """Writes a safetensors file; requests each tensor only when it is its turn, and does not keep it.
 
     Args:
         described: name, type and shape of each tensor, the widest types first.
@@ -107,7 +107,7 @@ def _header(described: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Map
 
 
 def entries_of(path: Path) -> Iterable[tuple[str, str, tuple[int, ...], Chunk]]:
-    """(tensor, type, whole shape, chunk) of each box in a file that `write_parts` wrote."""
+    """Yields (tensor, type, whole shape, chunk) of each box in a file that `write_parts` wrote."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -119,15 +119,15 @@ def entries_of(path: Path) -> Iterable[tuple[str, str, tuple[int, ...], Chunk]]:
 
 
 def read_box(state: Path, entry: Entry, wanted: Box, target: Tensor) -> None:
-    """Fills `target`, of the size of `wanted`, from the files in the folder `state`.
+    """Fills `target`, which has the size of `wanted`, from the files in the folder `state`.
 
     Raises:
-        CheckpointError: a file ends too early, or holds another type.
+        CheckpointError: a file cannot be read, or ends too early.
     """
     dtype = _TYPES[entry.dtype]
     for chunk, part in entry.reads(wanted):
         into = target[part.within(wanted)]
-        # Whole rows of a chunk lie one behind the other: only those that are wanted are read.
+        # Whole rows of a chunk lie one after the other: only the needed ones are read.
         inside = part.within(chunk.box) or (slice(0, 1),)
         rows, row_shape = inside[0].stop - inside[0].start, chunk.box.sizes[1:]
         row_bytes = math.prod(row_shape) * dtype.itemsize
@@ -142,7 +142,7 @@ def read_box(state: Path, entry: Entry, wanted: Box, target: Tensor) -> None:
 
 
 def read_whole(state: Path, entry: Entry) -> Tensor:
-    """A whole tensor, on the CPU."""
+    """Reads a whole tensor to the CPU."""
     tensor = torch.empty(entry.shape, dtype=_TYPES[entry.dtype])
     read_box(state, entry, Box((0,) * len(entry.shape), entry.shape), tensor)
     return tensor
@@ -170,12 +170,12 @@ def _unreadable(path: Path, reason: str) -> CheckpointError:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The values of a tensor on the CPU as bytes, without a copy where they are contiguous."""
+    """Returns the values of a CPU tensor as bytes, without a copy if they are contiguous."""
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """safetensors' name of a type."""
+    """Returns safetensors' name of a type."""
     return _NAMES[dtype]
 
 

@@ -1,4 +1,4 @@
-"""A run's adapters as peft knows them, or merged into the model that they were trained beside: one process."""
+"""Exports a run's adapters in peft's form, or merged into the model that they were trained on: one process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from threefold.model import load, lora
 
 
 def model_with_adapters(config: Config, architecture: PretrainedConfig) -> Any:
-    """The model that the run began with, whole in float32, and adapters beside it that have not learned yet."""
+    """Returns the model that the run began with, whole in float32, with untrained adapters inserted."""
     model = load.whole(config.model, architecture, seed=config.train.seed, dtype=torch.float32)
     lora.insert_whole(model, config.model.lora, seed=config.train.seed)
     return model
 
 
 def write_adapter(model: Any, config: Config, to: Path) -> list[str]:
-    """Writes the adapters to the folder as peft loads them; returns the files of weights."""
+    """Writes the adapters to the folder in the form that peft loads; returns the weight files."""
     weights = {
         "base_model.model." + name.replace(f".{lora.ADAPTER}.", "."): parameter.detach().contiguous()
         for name, parameter in model.named_parameters()
@@ -40,7 +40,7 @@ def write_adapter(model: Any, config: Config, to: Path) -> list[str]:
 
 
 def check_adapter(model: Any, config: Config, architecture: PretrainedConfig, to: Path, probe: Any) -> str:
-    """Loads the folder with peft beside the model anew, and compares logits.
+    """Loads the folder with peft onto a fresh base model, and compares logits.
 
     Raises:
         RunError: they differ.

@@ -1,7 +1,7 @@
-"""A checkpoint as a Hugging Face folder that reloads to equal logits, and a sample of what it writes: one process.
+"""Exports a checkpoint as a Hugging Face folder that reloads to equal logits, and generates a sample: one process.
 
-A checkpoint may be a stranger's: nothing of it is run. Its config names a model class that transformers has; code of
-another origin is loaded only where the caller allows it, whatever the run that saved it allowed.
+A checkpoint may be untrusted, so none of its code is run. Its config names a model class that transformers has. Code
+from elsewhere is loaded only if the caller allows it, whatever the run that saved the checkpoint allowed.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from threefold.model import lora
 from threefold.model.load import build_without_storage, fingerprint
 
 MAX_SHARD_BYTES = 5 * 1000**3
-# Keys by which a config can make transformers fetch code or kernels.
+# Config keys that can make transformers fetch code or kernels.
 _CODE = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config", "use_kernels")
 _PROBE_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export has written: step of the checkpoint, parameters, files of weights, and what reloading showed."""
+    """What an export wrote: step of the checkpoint, number of parameters, weight files, and the result of reloading."""
 
     step: int
     num_parameters: int
@@ -57,17 +57,17 @@ def export(
     trust_remote_code: bool = False,
     adapter: bool = False,
 ) -> Exported:
-    """Writes the checkpoint of a run (or a checkpoint itself) to a new folder, of which nothing stays if it fails.
+    """Writes the checkpoint of a run (or a checkpoint itself) to a new folder, and removes the folder on failure.
 
     A run that trained adapters is written whole, with the adapters merged.
 
     Args:
-        adapter: write the adapters alone, as peft has them.
-        verify: reload and compare logits; None: where the model fits into the memory that is free.
+        adapter: write only the adapters, in peft's form.
+        verify: reload and compare logits; None: only if the model fits into the free memory.
 
     Raises:
-        CheckpointError: no complete checkpoint is there, or it is damaged. ConfigError: the folder is not empty.
-        RunError: the folder reloads to other logits.
+        CheckpointError: there is no complete checkpoint, or it is damaged. ConfigError: the folder is not empty.
+        RunError: the folder reloads to different logits.
     """
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(
@@ -144,7 +144,7 @@ def _export_adapters(
         return Exported(checkpoint.step, num_parameters, tuple(files), verified)
     lora.merge(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # transformers' own, about a name inside it
+        warnings.simplefilter("ignore", FutureWarning)  # transformers' own warning, about an internal name
         model.save_pretrained(to, max_shard_size=max_shard_bytes)
     _save_descriptions(model, config, to, config.model.trust_remote_code)
     verified = "not reloaded" if verify is False else _reloaded(model, checkpoint, to, config.model.trust_remote_code)
@@ -153,7 +153,7 @@ def _export_adapters(
 
 
 def _with_adapters(checkpoint: Checkpoint, config: Config, architecture: PretrainedConfig) -> Any:
-    """The model that a run began with, and beside it the adapters that the checkpoint has."""
+    """Returns the model that a run began with, with the checkpoint's adapters."""
     refuse_other_base(read_manifest(checkpoint), fingerprint(config.model), config, checkpoint)
     model = model_with_adapters(config, architecture)
     run_state.read_weights(model, checkpoint.state, Index.read(checkpoint.state))
@@ -193,7 +193,7 @@ def _probe(model: Any) -> Tensor:
 
 
 def load_whole(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> tuple[Any, Config]:
-    """The checkpoint's model on the CPU, whole, and the config it was trained with."""
+    """Returns the checkpoint's whole model on the CPU, and the config it was trained with."""
     config, architecture = _described(checkpoint, trust_remote_code)
     if config.model.lora.r:
         return _with_adapters(checkpoint, config, architecture).eval(), config
@@ -205,10 +205,10 @@ def load_whole(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> tu
 
 
 def _described(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[Config, PretrainedConfig]:
-    """The run's config and the model's, as the manifest has them."""
+    """Returns the run's config and the model's, as in the manifest."""
     manifest = read_manifest(checkpoint)
     values = manifest["config"]
-    # Whatever the run that saved it allowed.
+    # The caller decides, whatever the run that saved it allowed.
     config = validate({**values, "model": {**values["model"], "trust_remote_code": trust_remote_code}})
     values = _without_code(manifest["architecture"])
     try:
@@ -247,7 +247,7 @@ def _generation_config(model: Any, config: Config) -> Any:
     if config.model.name_or_path is not None:
         try:
             return GenerationConfig.from_pretrained(config.model.name_or_path, revision=config.model.revision)
-        except OSError:  # it has none, or is not there any more
+        except OSError:  # it has none, or no longer exists
             pass
     return model.generation_config
 
@@ -262,7 +262,7 @@ def _save_tokenizer(config: Config, to: Path) -> None:
 
 
 def byte_tokenizer() -> Any:
-    """The tokenizer `bytes` as transformers knows tokenizers: the same ids, 256 as the end token."""
+    """Returns the tokenizer `bytes` as a transformers tokenizer: the same ids, with 256 as the end token."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
@@ -276,8 +276,8 @@ def byte_tokenizer() -> Any:
 
 
 def _byte_characters() -> list[str]:
-    # The printable character that stands for each byte in byte-level tokenizers (GPT-2): itself where it is printable
-    # in Latin-1, else the next free code point from 256 on.
+    # The printable character that stands for each byte in byte-level tokenizers (GPT-2): the byte itself if it is
+    # printable in Latin-1, else the next free code point, starting at 256.
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     characters, free = [], 256
     for byte in range(256):
@@ -287,7 +287,7 @@ def _byte_characters() -> list[str]:
 
 
 def generate_sample(checkpoint: Checkpoint, tokenizer: Tokenizer, prompt: list[int], *, num_tokens: int) -> str:
-    """The prompt and what the model of this process' own run continues it with, sampled with a fixed seed."""
+    """Returns the prompt and its continuation by the model of this process' own run, sampled with a fixed seed."""
     trusted = bool(checkpoint.manifest()["config"]["model"]["trust_remote_code"])
     model, _ = load_whole(checkpoint, trust_remote_code=trusted)
     torch.manual_seed(0)

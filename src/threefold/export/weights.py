@@ -1,7 +1,7 @@
-"""A checkpoint's weights as sharded safetensors with an index, as the Hugging Face hub has them: one process.
+"""Exports a checkpoint's weights as sharded safetensors with an index, in the Hugging Face Hub's form: one process.
 
-Tensors are read layer by layer, given the names and forms that the hub has for the architecture, and written as soon as
-a file is full. So memory holds one file and one layer, whatever the model's size and the mesh it was trained on.
+Tensors are read layer by layer, converted to the Hub's names and layouts for the architecture, and written as soon as a
+file is full. So memory holds one file and one layer, whatever the model's size and the mesh it was trained on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def write_weights(
     Args:
         state: folder with the checkpoint's tensors.
         names: of the model's tensors, without the `model.` of the checkpoint.
-        convert: a layer's tensors by the model's names -> by the hub's names.
+        convert: maps a layer's tensors from the model's names to the Hub's names.
     """
     shards: list[dict[str, int]] = []
     pending: dict[str, Tensor] = {}
@@ -71,7 +71,7 @@ def _part(number: int) -> str:
 
 
 def _name_files(to: Path, shards: list[dict[str, int]]) -> list[str]:
-    """Gives the files their names, which tell how many they are, and writes the index where there are several."""
+    """Gives the files their final names, which contain their number, and writes the index if there are several."""
     if len(shards) == 1:
         files = [_WEIGHTS]
     else:

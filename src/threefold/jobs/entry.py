@@ -1,9 +1,9 @@
-"""The script that a SageMaker container starts: it becomes `threefold train` on the config that lies beside it.
+"""The script that a SageMaker container starts: it becomes `threefold train` on the config next to it.
 
-It is copied into the job's source as it is and imports nothing of threefold, so that it runs before anything is known
-about the container. The training toolkit and the SDK's own drivers start it in different ways: once for each rank under
-torchrun, or once on each host; with hyperparameters as arguments or without. Their variables are the same, so the
-arguments are left alone and SM_HPS is what counts.
+It is copied into the job's source unchanged and imports nothing from threefold, so it runs before anything is known
+about the container. The training toolkit and the SDK's own drivers start it in different ways: once per rank under
+torchrun, or once per host; with hyperparameters as arguments, or without. Their variables are the same, so the script
+ignores the arguments and reads SM_HPS.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MASTER_PORT = "7777"
 
 
 def command(environ: dict[str, str], folder: str) -> list[str]:
-    """What this process becomes: a rank where a launcher has started it, a single host's command, or torchrun."""
+    """Returns what this process becomes: a rank (if a launcher started it), a single host's command, or torchrun."""
     train = ["-m", "threefold", "train", os.path.join(folder, CONFIG)]
     hosts = sorted(json.loads(environ.get("SM_HOSTS", "[]")))
     if "RANK" in environ or "OMPI_COMM_WORLD_RANK" in environ or len(hosts) < 2:
@@ -35,7 +35,7 @@ def command(environ: dict[str, str], folder: str) -> list[str]:
 
 
 def fetch_secrets(environ: dict[str, str]) -> None:
-    """Sets the variables whose values lie in AWS Secrets Manager; the job's description has only their names."""
+    """Sets the variables whose values are in AWS Secrets Manager; the job's description has only their names."""
     names = json.loads(environ.pop("THREEFOLD_SECRETS", "{}"))
     if not names:
         return
@@ -49,7 +49,7 @@ def fetch_secrets(environ: dict[str, str]) -> None:
 def main() -> None:
     environ = dict(os.environ)
     fetch_secrets(environ)
-    # Several ranks of a host share its network interface's name, which gloo does not find by itself in a container.
+    # Ranks of a host share its network interface. In a container, gloo does not find the interface's name by itself.
     if "SM_NETWORK_INTERFACE_NAME" in environ:
         environ.setdefault("GLOO_SOCKET_IFNAME", environ["SM_NETWORK_INTERFACE_NAME"])
     become = command(environ, os.path.dirname(os.path.abspath(__file__)))

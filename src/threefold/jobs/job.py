@@ -1,7 +1,7 @@
-"""What every cluster's job is made of: a name, a number of hosts and ranks that fit the mesh, and no secret.
+"""What every cluster's job consists of: a name, numbers of hosts and ranks that fit the mesh, and no secrets.
 
 The jobs themselves are in `slurm`, `sagemaker` and `kubernetes`: pure functions from a config and options to a text or
-a request, so that what is printed by `--dry-run` is what is sent.
+a request, so `--dry-run` prints exactly what would be sent.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Ranks:
 
 
 def ranks_of(mesh: MeshConfig, *, num_hosts: int, per_host: int | None, option: str) -> Ranks:
-    """The ranks of a job: `per_host` as given, or as many as the mesh asks for.
+    """Returns the ranks of a job: `per_host` as given, or as many as the mesh asks for.
 
     Args:
-        option: what a user writes to say `per_host`.
+        option: the option by which a user sets `per_host`.
 
     Raises:
-        ConfigError: the mesh leaves their number open, or does not fit it.
+        ConfigError: the mesh leaves the number of ranks open, or does not fit it.
     """
     if per_host is not None:
         topology, _ = resolve(mesh, launched_world_size=num_hosts * per_host, num_devices=None)
@@ -58,10 +58,10 @@ def ranks_of(mesh: MeshConfig, *, num_hosts: int, per_host: int | None, option: 
 
 
 def checked_name(name: str, *, longest: int, lower: bool = False) -> str:
-    """A job's name, where the cluster accepts it; it is a part of host names and of folders.
+    """Returns a job's name if the cluster accepts it; it becomes part of host names and folders.
 
     Raises:
-        ConfigError: other characters, or too long.
+        ConfigError: the name has other characters, or is too long.
     """
     characters = "a-z0-9" if lower else "A-Za-z0-9"
     if re.fullmatch(f"[{characters}]([{characters}-]{{0,{longest - 2}}}[{characters}])?", name):
@@ -76,10 +76,10 @@ def checked_name(name: str, *, longest: int, lower: bool = False) -> str:
 
 
 def variables(given: Sequence[str], environ: Mapping[str, str], *, secret_fix: str) -> dict[str, str]:
-    """Variables of the job from `NAME=VALUE`, or `NAME`, whose value is this environment's.
+    """Returns the job's variables from `NAME=VALUE`, or from `NAME` with its value in this environment.
 
     Raises:
-        ConfigError: no variable's name, one that is not set here, or one that holds a secret.
+        ConfigError: a name is not a variable's, is not set here, or holds a secret.
     """
     found: dict[str, str] = {}
     problems = []
@@ -111,15 +111,15 @@ def variables(given: Sequence[str], environ: Mapping[str, str], *, secret_fix: s
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value is nobody's business."""
+    """Returns whether a variable's name suggests that its value is a secret."""
     return any(word in name.upper() for word in _SECRET_WORDS)
 
 
 def named_pairs(given: Sequence[str], *, option: str, what: str, example: str) -> dict[str, str]:
-    """{NAME: rest} of options written as NAME=REST.
+    """Returns {NAME: rest} of options written as NAME=REST.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: an option has another form.
     """
     found = {}
     for entry in given:
@@ -131,14 +131,14 @@ def named_pairs(given: Sequence[str], *, option: str, what: str, example: str) -
 
 
 def as_document(*documents: Mapping[str, Any]) -> str:
-    """Plain mappings as YAML documents."""
+    """Returns plain mappings as YAML documents."""
     import io
 
     from ruamel.yaml import YAML
     from ruamel.yaml.representer import SafeRepresenter
 
     class InLines(SafeRepresenter):
-        """Shows text of several lines as lines."""
+        """Represents multi-line text as lines."""
 
     def in_lines(representer: Any, text: str) -> Any:
         return representer.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)

@@ -1,8 +1,7 @@
 """A Kubernetes job from a config: a Kubeflow PyTorchJob or TrainJob, or a bare JobSet, with the config as a ConfigMap.
 
-torchrun runs in every pod and starts its ranks. A pod that ends with an error, or after a stop that saved, is started
-again and goes on; what it goes on from lies on a volume that all pods share. Secrets are named, their values stay in
-the cluster's own Secret objects.
+torchrun runs in every pod and starts its ranks. A pod that ends with an error, or after a stop that saved, is restarted
+and resumes from a volume that all pods share. Secrets are named; their values stay in the cluster's own Secret objects.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ _GPU = "nvidia.com/gpu"
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """What a config does not say about a Kubernetes job.
+    """Settings of a Kubernetes job that a config does not have.
 
     Attributes:
         kind: one of KINDS.
-        volumes: PersistentVolumeClaim to the folder where pods see it.
-        secrets: variable to `SECRET/KEY`.
-        restarts: how often pods are started again.
+        volumes: maps a PersistentVolumeClaim to the folder where pods see it.
+        secrets: maps a variable to `SECRET/KEY`.
+        restarts: how often pods are restarted.
         runtime: a TrainJob's runtime.
     """
 
@@ -55,7 +54,7 @@ class KubernetesOptions:
 
 
 def problems(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[Problem]:
-    """What would make the job fail, or lose its work."""
+    """Returns what would make the job fail or lose its work."""
     found = []
     if options.kind not in KINDS:
         found.append(Problem(f"--kind {options.kind!r}", f"one of {', '.join(KINDS)}", f"--kind {KINDS[0]}"))
@@ -84,7 +83,7 @@ def problems(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[P
 
 
 def manifests(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[dict[str, Any]]:
-    """The ConfigMap and the job."""
+    """Returns the ConfigMap and the job."""
     checked_name(options.name, longest=50, lower=True)
     builders = {"pytorchjob": _pytorch_job, "trainjob": _train_job, "jobset": _job_set}
     text = as_document(config.model_dump(mode="json", exclude_none=True))
@@ -98,10 +97,10 @@ def manifests(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[
 
 
 def submit(documents: list[dict[str, Any]]) -> str:
-    """Applies the manifests with kubectl; returns what it says.
+    """Applies the manifests with kubectl; returns its output.
 
     Raises:
-        ConfigError: there is no kubectl. RunError: it refuses.
+        ConfigError: kubectl is not installed. RunError: kubectl refuses.
     """
     program = shutil.which("kubectl")
     if program is None:
@@ -133,7 +132,7 @@ def _command(ranks: Ranks, *, place: list[str]) -> list[str]:
 
 def _environment(config: Config, options: KubernetesOptions) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in options.variables.items()]
-    # torchrun reads it: how long its ranks may save after a stop signal.
+    # torchrun reads this: how long its ranks may take to save after a stop signal.
     found.append({"name": "PET_SHUTDOWN_TIMEOUT", "value": str(config.checkpoint.grace_s)})
     for name, secret in options.secrets.items():
         secret_name, _, key = secret.partition("/")
@@ -151,7 +150,7 @@ def _resources(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict
 
 
 def _volumes(options: KubernetesOptions) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(volumes of a pod, their mounts in the container)."""
+    """Returns (volumes of a pod, their mounts in the container)."""
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": f"{options.name}-config"}},
         # The default of 64 MiB is too small for loader processes and NCCL.
@@ -191,7 +190,7 @@ def _pod(
 def _pytorch_job(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict[str, Any]:
     place = [f"--nnodes={ranks.num_hosts}", f"--nproc-per-node={ranks.per_host}"]
     if ranks.num_hosts > 1:
-        # The operator sets these in every pod; RANK is the pod's number there.
+        # The operator sets these in every pod; there, RANK is the pod's number.
         place += ["--node-rank=$(RANK)", "--master-addr=$(MASTER_ADDR)", "--master-port=$(MASTER_PORT)"]
     pod = _pod(config, ranks, options, container="pytorch", place=place)
     replicas = {"Master": 1, **({"Worker": ranks.num_hosts - 1} if ranks.num_hosts > 1 else {})}
@@ -211,7 +210,7 @@ def _pytorch_job(config: Config, ranks: Ranks, options: KubernetesOptions) -> di
 
 
 def _train_job(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict[str, Any]:
-    """Kubeflow's runtime gives torchrun its place through PET_ variables."""
+    """Kubeflow's runtime gives torchrun its rank and rendezvous through PET_ variables."""
     volumes, mounts = _volumes(options)
     account = {"serviceAccountName": options.service_account} if options.service_account is not None else {}
     spec = {
@@ -261,7 +260,7 @@ def _job_set(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict[s
         "kind": "JobSet",
         "metadata": _metadata(options, options.name),
         "spec": {
-            # A pod that ends takes its peers along: all are made again together.
+            # A pod that ends takes its peers with it: all are recreated together.
             "failurePolicy": {"maxRestarts": options.restarts},
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "replicatedJobs": [
@@ -272,5 +271,5 @@ def _job_set(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict[s
 
 
 def shown(documents: list[dict[str, Any]]) -> str:
-    """The manifests as the text that kubectl reads."""
+    """Returns the manifests as text for kubectl."""
     return as_document(*json.loads(json.dumps(documents)))

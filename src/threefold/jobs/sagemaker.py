@@ -1,8 +1,8 @@
 """A SageMaker training job from a config: the source archive, the CreateTrainingJob request, and sending both.
 
-The archive holds the config, the entry script (`entry`) and requirements; the request starts it in a training
-container through torchrun, and says which lines of ours are metrics. Checkpoints and metrics go to the checkpoint
-folder, which SageMaker copies to S3 while the job runs and back when a spot instance was taken away.
+The archive holds the config, the entry script (`entry`) and requirements. The request starts the script in a training
+container through torchrun, and declares which of our output lines are metrics. Checkpoints and metrics go to the
+checkpoint folder, which SageMaker copies to S3 while the job runs, and back after a spot instance was interrupted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from threefold.jobs.job import Ranks, as_document, checked_name
 ENTRY = "threefold_entry.py"
 CHECKPOINTS = "/opt/ml/checkpoints"
 _S3 = "s3://"
-# Types with the Elastic Fabric Adapter, by their beginning; AWS' list of 2026.
+# Prefixes of instance types with the Elastic Fabric Adapter; AWS' list of 2026.
 _EFA = (
     *("ml.p4d.", "ml.p4de.", "ml.p5.48", "ml.p5e.", "ml.p5en.", "ml.p6", "ml.trn", "ml.p3dn."),
     *("ml.g6e.8", "ml.g6e.12", "ml.g6e.16", "ml.g6e.24", "ml.g6e.48"),
@@ -44,14 +44,14 @@ METRICS = {
 
 @dataclass(frozen=True)
 class SageMakerOptions:
-    """What a config does not say about a SageMaker job.
+    """Settings of a SageMaker job that a config does not have.
 
     Attributes:
-        output: S3 prefix under which source, checkpoints and the model are kept.
-        hyperparameters: keys of the config with their values as text, shown in the job and open to its tuner.
-        channels: name to S3 prefix; `data.source: channel:NAME` reads it.
-        secrets: variable to the id of a secret in AWS Secrets Manager.
-        packages: wheels that are put into the archive and installed first.
+        output: S3 prefix for source, checkpoints and the model.
+        hyperparameters: keys of the config with their values as text; the job shows them, and its tuner may set them.
+        channels: maps a name to an S3 prefix; `data.source: channel:NAME` reads it.
+        secrets: maps a variable to the id of a secret in AWS Secrets Manager.
+        packages: wheels to put into the archive and install first.
     """
 
     name: str
@@ -73,7 +73,7 @@ class SageMakerOptions:
 
 
 def problems(config: Config, ranks: Ranks, options: SageMakerOptions) -> list[Problem]:
-    """What would make the job fail, or lose its work."""
+    """Returns what would make the job fail or lose its work."""
     found = []
     paths = {"--output": options.output, **{f"--channel {name}": path for name, path in options.channels.items()}}
     for option, path in paths.items():
@@ -119,7 +119,7 @@ def problems(config: Config, ranks: Ranks, options: SageMakerOptions) -> list[Pr
 
 
 def warnings(ranks: Ranks, options: SageMakerOptions) -> list[str]:
-    """What works, but not as well as it could."""
+    """Returns warnings about settings that work, but not as well as they could."""
     found = []
     if ranks.num_hosts > 1 and not options.instance_type.startswith(_EFA):
         found.append(
@@ -130,7 +130,7 @@ def warnings(ranks: Ranks, options: SageMakerOptions) -> list[str]:
 
 
 def source_files(config: Config, options: SageMakerOptions) -> dict[str, bytes]:
-    """What the job's source holds, by name."""
+    """Returns the files of the job's source, by name."""
     from threefold.jobs import entry
 
     files = {
@@ -139,13 +139,13 @@ def source_files(config: Config, options: SageMakerOptions) -> dict[str, bytes]:
         **{path.name: path.read_bytes() for path in options.packages},
     }
     if options.packages:
-        # The toolkit installs requirements from the folder that the archive is unpacked to.
+        # The toolkit installs requirements from the folder where the archive is unpacked.
         files["requirements.txt"] = "".join(f"./{path.name}\n" for path in options.packages).encode()
     return files
 
 
 def archive(config: Config, options: SageMakerOptions) -> bytes:
-    """The source as a .tar.gz; equal for equal contents."""
+    """Returns the source as a .tar.gz; equal contents give equal bytes."""
     buffer = io.BytesIO()
     with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
         for name, content in source_files(config, options).items():
@@ -156,15 +156,15 @@ def archive(config: Config, options: SageMakerOptions) -> bytes:
 
 
 def source_of(options: SageMakerOptions) -> str:
-    """Where the archive goes."""
+    """Returns the S3 address of the archive."""
     return f"{options.output.rstrip('/')}/{options.name}/source/sourcedir.tar.gz"
 
 
 def request(ranks: Ranks, options: SageMakerOptions, *, region: str | None) -> dict[str, Any]:
-    """The CreateTrainingJob request, secrets' values nowhere in it."""
+    """Returns the CreateTrainingJob request, which contains no values of secrets."""
     checked_name(options.name, longest=63)
     place = f"{options.output.rstrip('/')}/{options.name}"
-    # Every hyperparameter is a JSON document in a string, as SageMaker's own SDK writes them.
+    # Every hyperparameter is a JSON document in a string, as in SageMaker's own SDK.
     toolkit = {
         "sagemaker_program": ENTRY,
         "sagemaker_submit_directory": source_of(options),

@@ -1,9 +1,9 @@
-"""A Slurm job from a config: one batch script that holds everything, and starts itself again after a stop.
+"""A Slurm job from a config: one batch script that contains everything and requeues itself after a stop.
 
-srun starts a rank for each task; `mesh.launchers.readers` finds rank, world size and master in srun's own variables.
-Before the time limit Slurm sends SIGUSR1 to the ranks, which save and leave with exit code 75; the script then puts the
-job back into the queue, and the next start resumes in the same folder. The config travels inside the script, so that
-editing the file later changes nothing.
+srun starts one rank per task; `mesh.launchers` finds rank, world size and master in srun's own variables. Before the
+time limit, Slurm sends SIGUSR1 to the ranks, which save and exit with code 75. The script then puts the job back into
+the queue, and the next start resumes in the same folder. The script contains the config, so editing the file later
+changes nothing.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from threefold.config.schema import Config
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError, RunError
 from threefold.jobs.job import Ranks, as_document, checked_name
 
-# After the first rank has ended, srun gives the others this long: a rank that died must not leave the others waiting.
+# srun's limit for the other ranks after the first has ended: a dead rank must not leave the others waiting.
 _WAIT_S = 120
 _SAVE_AND_LEAVE_S = 60
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What a config does not say about a Slurm job; None leaves it to the cluster.
+    """Settings of a Slurm job that a config does not have; None leaves a setting to the cluster.
 
     Attributes:
-        signal_ahead_s: how long before the limit the ranks are told to save; None: checkpoint.grace_s and a minute.
-        setup: shell file that is sourced first, on the first node: modules, a virtual environment.
-        options: further options of sbatch, as `--exclusive`.
-        python: the interpreter that has threefold, on every node.
+        signal_ahead_s: time before the limit at which the ranks are told to save; None: checkpoint.grace_s + 60 s.
+        setup: shell file to source first, on the first node: modules, a virtual environment.
+        options: further options of sbatch, such as `--exclusive`.
+        python: the interpreter with threefold installed, on every node.
     """
 
     name: str = "threefold"
@@ -50,10 +50,10 @@ class SlurmOptions:
 
 
 def script(config: Config, ranks: Ranks, options: SlurmOptions) -> str:
-    """The batch script.
+    """Returns the batch script.
 
     Raises:
-        ConfigError: a name or an option that would not stay on its line.
+        ConfigError: a name is not accepted, or an option would not stay on its line.
     """
     name = checked_name(options.name, longest=64)
     for option in options.options:
@@ -114,7 +114,7 @@ def submit(text: str) -> str:
 
 
 def _srun_options(options: SlurmOptions) -> str:
-    # Since Slurm 22.05 srun does not take --cpus-per-task from the batch job.
+    # Since Slurm 22.05, srun does not inherit --cpus-per-task from the batch job.
     cpus = f" --cpus-per-task={options.cpus_per_task}" if options.cpus_per_task is not None else ""
     return f"--wait={_WAIT_S}{cpus}"
 

@@ -113,7 +113,7 @@ def trackers_of(run: Built, *, say: Callable[[str], None]) -> list[Tracker]:
     """Who hears the run's metrics beside the metrics file; rank 0 calls it.
 
     Args:
-        say: prints a line for people, where a tracker fails.
+        say: prints a line for the user if a tracker fails.
     """
     config, mesh = run.config, run.mesh
     facts = {
@@ -132,7 +132,7 @@ def trackers_of(run: Built, *, say: Callable[[str], None]) -> list[Tracker]:
 
 
 def rows_of(config: Config, tokenizer: Tokenizer, mesh: Mesh, *, held_out: bool = False) -> Rows:
-    """The rows of data.source or data.mixture, or of eval.source; text is prepared by one rank of each machine."""
+    """Returns the rows of data.source, data.mixture or eval.source; one rank per machine prepares text."""
     data = config.data
     if held_out:
         assert config.eval.source is not None
@@ -158,7 +158,7 @@ def _rows_of_named(data: DataConfig, name: str, source: MixtureSource, tokenizer
     try:
         return _rows_of_source(data, source, tokenizer)
     except ThreefoldError as error:
-        # Whoever reads one source speaks of data.source.
+        # The reader of one source always names data.source.
         named = [Problem(f"data.mixture.{name}: {each.what}", each.expected, each.fix) for each in error.problems]
         raise type(error).of(named) from error
 
@@ -167,7 +167,7 @@ def _rows_of_evaluation(data: DataConfig, source: MixtureSource, tokenizer: Toke
     try:
         return _rows_of_source(data, source, tokenizer)
     except ThreefoldError as error:
-        # Whoever reads a source speaks of data.source.
+        # The reader of a source always names data.source.
         named = [
             Problem(*(text.replace("data.source", "eval.source") for text in (each.what, each.expected, each.fix)))
             for each in error.problems
@@ -176,7 +176,7 @@ def _rows_of_evaluation(data: DataConfig, source: MixtureSource, tokenizer: Toke
 
 
 def _rows_of_source(data: DataConfig, source: MixtureSource, tokenizer: Tokenizer) -> Rows:
-    """The rows of one source; what it does not say for itself is as in the data section."""
+    """Returns the rows of one source; settings that it omits come from the data section."""
     return open_rows(
         data_path(source.source),
         seq_len=data.seq_len,
@@ -195,14 +195,14 @@ def _rows_of_source(data: DataConfig, source: MixtureSource, tokenizer: Tokenize
 
 
 def data_name(config: Config) -> str:
-    """The source, or the mixture's sources with their weights, as a person would say it."""
+    """Returns the source, or the mixture's sources with their weights, for display."""
     if config.data.mixture is None:
         return config.data.source
     return " + ".join(f"{source.weight:g} {name}" for name, source in config.data.mixture.items())
 
 
 def mixture_of(config: Config, rows: Rows) -> Mixture | None:
-    """The order over the sources of data.mixture, or None where there is one source."""
+    """Returns the order over the sources of data.mixture, or None if there is one source."""
     if config.data.mixture is None:
         return None
     assert isinstance(rows, MixedRows)

@@ -13,7 +13,7 @@ from threefold.mesh.rendezvous_errors import NoDeviceError, NotMetError
 
 log = logging.getLogger("threefold")
 
-# How gloo and NCCL say that a peer's process is gone; the traceback is where this rank happened to wait for it.
+# How gloo and NCCL report that a peer's process is gone; the traceback only shows where this rank waited for it.
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 
 
@@ -27,7 +27,7 @@ def _peer_gone(said: str) -> Problem:
 
 
 def report_failure(error: BaseException, *, first: bool) -> int:
-    """Prints a failed rank's reason where it is the run's first, logs it everywhere, and returns the exit code."""
+    """Prints a failed rank's reason if it is the first of the run, logs it in any case, and returns the exit code."""
     expected = isinstance(error, ThreefoldError)
     text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
     log.error("%s", text)
@@ -41,12 +41,12 @@ def report_failure(error: BaseException, *, first: bool) -> int:
 
 
 def is_first_failure(mesh: Mesh | None, rank: int, error: BaseException | None = None) -> bool:
-    """Whether this rank is the run's first to fail, and so the one to say why."""
+    """Returns whether this rank is the first of the run to fail, and so the one to report why."""
     if isinstance(error, NotMetError | NoDeviceError):
         return error.first
     if mesh is None or mesh.store is None:
         return rank == 0
     try:
         return mesh.store.add(FAILURES, 1) == 1
-    except Exception:  # the store is gone: rank 0 kept it, and has failed before
+    except Exception:  # the store is gone: rank 0 hosted it and failed before
         return False

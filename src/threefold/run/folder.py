@@ -31,11 +31,11 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True)
 class RunFolder:
-    """An opened run folder, and the checkpoint to go on from (None: from step 1).
+    """An opened run folder, and the checkpoint to resume from (None: start at step 1).
 
     Attributes:
-        candidates: what may be gone on from, newest first; the first that is undamaged becomes `resume`.
-        asked: there is one candidate, and the user has named it.
+        candidates: checkpoints to resume from, newest first; the first undamaged one becomes `resume`.
+        asked: there is one candidate, which the user named.
     """
 
     path: Path
@@ -63,13 +63,13 @@ class RunFolder:
         return cls(Path(values["path"]), None, candidates, values["asked"])
 
     def resuming(self, chosen: Checkpoint | None, passed: Sequence[tuple[Checkpoint, str]]) -> RunFolder:
-        """The folder with the candidate that was chosen.
+        """Returns the folder with the chosen candidate.
 
         Args:
-            passed: those before it, and what is wrong with each.
+            passed: the candidates before it, and what is wrong with each.
 
         Raises:
-            CheckpointError: none is left, but there are some: training must not begin anew over them.
+            CheckpointError: all candidates are damaged; training must not start over on top of them.
         """
         if chosen is None and passed:
             if self.asked:
@@ -83,12 +83,12 @@ class RunFolder:
         return dataclasses.replace(self, resume=chosen)
 
     def accept(self, config: Config) -> list[Path]:
-        """Makes the folder this run's: writes its config, sets later checkpoints aside; one rank calls it.
+        """Makes the folder this run's: writes its config and sets later checkpoints aside; one rank calls it.
 
-        Called when nothing can refuse the request any more; until then the folder is as it was.
+        Call this when nothing can refuse the request any more; until then, the folder is unchanged.
 
         Returns:
-            Checkpoints behind the step that the run goes on from, by their new names.
+            Checkpoints later than the step that the run resumes from, by their new names.
         """
         aside = self.checkpoints.set_aside_after(self.resume.step) if self.resume is not None else []
         temporary = self.path / ".config.yaml"
@@ -98,18 +98,18 @@ class RunFolder:
 
 
 def open_run(config: Config, lock: RunLock | None = None) -> RunFolder:
-    """Makes or reopens the run's folder and says where the run may go on; one rank calls it.
+    """Makes or reopens the run's folder and finds where the run may resume; one rank calls it.
 
     Args:
-        lock: takes the folder for this process.
+        lock: locks the folder for this process.
 
     Raises:
-        ConfigError: the folder holds a run and `checkpoint.resume` is `never`, another run is in it, or it cannot be
-            written.
-        CheckpointError: a checkpoint given by path is not there.
+        ConfigError: the folder holds a run and `checkpoint.resume` is `never`, another run is using it, or it cannot
+            be written.
+        CheckpointError: a checkpoint given by path does not exist.
     """
     path = Path(config.log.dir) if config.log.dir is not None else new_path()
-    _candidates(config, path)  # a refusal comes before anything is made
+    _candidates(config, path)  # refuse before anything is made
     fresh = not path.exists()
     try:
         (path / "logs").mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def _candidates(config: Config, path: Path) -> tuple[tuple[Checkpoint, ...], boo
 
 
 def new_path() -> Path:
-    """A folder for a run that was given none: named by the time, and not there yet."""
+    """Returns a new folder for a run without log.dir, named after the time."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     path, number = Path("runs") / stamp, 2
     while path.exists():

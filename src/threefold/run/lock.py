@@ -1,7 +1,7 @@
-"""One run at a time in a folder: a lock that rank 0's process holds for the run's life.
+"""One run at a time in a folder: a lock that rank 0's process holds for the life of the run.
 
-It is a record lock of the kernel (`fcntl.lockf`), which the process' death releases and which belongs to the process
-alone: loader workers that outlive a killed rank do not keep it. On a network file system other hosts see it. No torch.
+It is a kernel record lock (`fcntl.lockf`). The end of the process releases it, and it belongs to that process alone:
+loader workers that outlive a killed rank do not keep it. On a network file system, other hosts see it. No torch.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from threefold.errors import EXIT_WRONG_REQUEST, ConfigError, ThreefoldError
 log = logging.getLogger("threefold")
 
 _FILE = "run.lock"
-# A run that was just killed, or has just told its launcher that it ended, is still closing its files.
+# A run that was just killed, or just told its launcher that it ended, may still be closing its files.
 _PATIENCE_S = 2.0
 _LOOKS_PER_S = 20
 
 
 class RunLock:
-    """This process's hold on a run's folder, while it is open; a folder made for a refused request goes again."""
+    """This process's lock on a run's folder while open; removes a folder that was made for a refused request."""
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
         self._made: Path | None = None
 
     def take(self, folder: Path, *, fresh: bool) -> None:
-        """Takes the folder.
+        """Locks the folder.
 
         Args:
-            fresh: it was made for this request.
+            fresh: the folder was made for this request.
 
         Raises:
-            ConfigError: another process holds it.
+            ConfigError: another process holds the lock.
         """
         self._made = folder if fresh else None
         file = (folder / _FILE).open("a+")
@@ -60,7 +60,7 @@ class RunLock:
         self._file = file
 
     def keep(self) -> None:
-        """The request was accepted: the folder stays."""
+        """Keeps the folder, because the request was accepted."""
         self._made = None
 
     def __enter__(self) -> RunLock:
@@ -77,7 +77,7 @@ class RunLock:
 
 
 def _locked(file: IO[str]) -> bool:
-    """Whether the file is locked now; False where its file system knows no locks. ConfigError where another has it."""
+    """Locks the file. Returns False if its file system has no locks; raises ConfigError if another process has it."""
     until = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -106,7 +106,7 @@ def _in_use(path: Path) -> ConfigError:
 
 
 def _discard(folder: Path) -> None:
-    """Removes a folder that was made for nothing; what anybody else put there stays."""
+    """Removes a folder that is not needed; files that others put there stay."""
     with contextlib.suppress(OSError):
         shutil.rmtree(folder / "logs")
         (folder / "checkpoints").rmdir()

@@ -1,8 +1,8 @@
 """One rank of a run, from its place on the mesh to its exit code.
 
-In chapters: what is asked, where it lies, what is built, who watches, how it ends. Each rank finds what is wrong with
-the request before the first collective, and one prints it. What goes wrong later is printed once, by the rank that
-failed first.
+In chapters: what is asked, where it lies, what is built, who watches, how it ends. All errors in the request
+are found before the first collective: each rank finds the same ones, and one rank prints them. Later failures are
+printed once, by the rank that failed first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from threefold.training.step import TrainStep
 
 log = logging.getLogger("threefold")
 
-# The watchdog's report comes before the collectives' own limit, which would end the run with a bare timeout.
+# The watchdog must report before the collectives' own limit, which would end the run with a bare timeout.
 _REPORT_BEFORE = 0.9
 
 
@@ -74,7 +74,7 @@ def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
 
 
 def facts_of(config: Config) -> dict[str, str]:
-    """What must be the same on every rank, beside the mesh: the version, the config by its sections' digests."""
+    """Returns what must be the same on every rank besides the mesh: the version, and a digest per config section."""
     return {"threefold": __version__} | {
         f"the config's section {section!r}": xxhash.xxh3_64_hexdigest(
             getattr(config, section).model_dump_json().encode()
@@ -84,7 +84,7 @@ def facts_of(config: Config) -> dict[str, str]:
 
 
 def _as_restarted(config: Config) -> Config:
-    """The config, which after a restart goes on with what the run itself has saved."""
+    """Returns the config; after a restart, it resumes from what the run itself saved."""
     if not environment.current().restart or config.log.dir is None or config.checkpoint.resume == "auto":
         return config
     if config.checkpoint.resume != "never" and not CheckpointFolder(Path(config.log.dir)).all():
@@ -94,7 +94,7 @@ def _as_restarted(config: Config) -> Config:
 
 def quieten_libraries() -> None:
     """Sends the libraries' warnings to the rank's log file."""
-    # Their warnings go to the rank's log file: eight ranks would print each of them eight times.
+    # On the terminal, eight ranks would print each warning eight times.
     logging.captureWarnings(True)
     log.addHandler(logging.NullHandler())  # until the run's folder is known
     logging.getLogger("torch").setLevel(logging.ERROR)

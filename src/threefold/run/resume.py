@@ -1,7 +1,7 @@
-"""What is kept of a run and when, and where a run goes on: the checkpoints of one run, from the ranks' side.
+"""What a run saves and when, and where it resumes: the checkpoints of one run, on the ranks' side.
 
-Nothing of a checkpoint is loaded before its sizes and checksums were compared (the ranks share the files among them)
-and before it is known to belong to this run. Until then nothing in the run's folder is changed.
+A checkpoint is loaded only after its sizes and checksums were compared (the ranks share the files) and after it is
+known to belong to this run. Until then, nothing in the run's folder changes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LINGER_S = 60.0
 
 
 class Keeper:
-    """Saves and resumes the state of a run; every rank has one and calls it alike."""
+    """Saves and resumes the state of a run. Every rank has one and calls it in the same way."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class Keeper:
         self._best: float | None = best[1] if best else None
         self._saver: Saver | None = None
         self._held: list[run_state.Holding] | None = None
-        # Adapters mean nothing beside other weights than those that they were trained beside.
+        # Adapters only work with the base weights they were trained on.
         adapted = bool(config.model.lora.r)
         self._base = mesh.once_per_host("base", lambda: load.fingerprint(config.model)) if adapted else None
 
     def start(self) -> None:
-        """Makes ready to save; called when the state is the one that training begins with."""
+        """Prepares to save; call this when the state is the one that training begins with."""
         asked = self._config.checkpoint
-        # Only the last state is saved: nothing would run beside it, and a copy would cost memory for nothing.
+        # Only the last state is saved: no steps would run in parallel, so a copy would waste memory.
         once = not asked.every and not (self._config.eval.source and self._config.eval.every)
         self._saver = Saver(
             self._mesh,
@@ -75,10 +75,10 @@ class Keeper:
         )
 
     def keep(self, step: int, eval_loss: float | None, due: bool) -> None:
-        """Saves after `step` where it is due, or where the evaluation loss is the best so far; every rank calls it.
+        """Saves after `step` if a save is due or the evaluation loss is the best so far; every rank calls it.
 
         Raises:
-            RunError: the save before, or this one, failed.
+            RunError: the previous save, or this one, failed.
         """
         better = eval_loss is not None and (self._best is None or eval_loss < self._best)
         if not (due or better):
@@ -107,17 +107,17 @@ class Keeper:
             self._best = eval_loss
 
     def notice(self, step: int) -> None:
-        """Called after every step; RunError on all ranks where a save in the background failed."""
+        """Call this after every step; raises RunError on all ranks if a background save failed."""
         if self._saver is not None:
             self._saver.notice(step)
 
     def finish(self) -> None:
-        """Returns when all is saved; RunError on all ranks where it could not be."""
+        """Waits until everything is saved; raises RunError on all ranks if a save failed."""
         if self._saver is not None:
             self._saver.wait()
 
     def linger(self) -> None:
-        """Lets a save that is under way end before a failed run does."""
+        """Gives a running save time to finish before a failed run ends."""
         if self._saver is not None:
             self._saver.linger(_LINGER_S)
 
@@ -145,10 +145,10 @@ class Keeper:
         }
 
     def resume(self) -> int:
-        """Reads the checkpoint that the run folder found; returns the last step done (0 where there is none).
+        """Reads the checkpoint that the run folder found; returns the last step done (0 if there is no checkpoint).
 
         Raises:
-            CheckpointError: it belongs to another model or seed. DataError: to other data or another order.
+            CheckpointError: it belongs to another model or seed. DataError: it belongs to other data or another order.
         """
         checkpoint = self._folder.resume
         if checkpoint is None:
@@ -165,21 +165,21 @@ class Keeper:
         if tuple(manifest["mesh"]) == self._mesh.topology.sizes:
             run_state.set_random_state(run_state.read_random_state(checkpoint.state, index, self._mesh), self._mesh)
         else:
-            # The ranks' streams mean nothing on another mesh; those of step 1 must not come again either.
+            # The saved random states do not apply to another mesh, and those of step 1 must not repeat either.
             place = (self._config.train.seed, checkpoint.step, self._mesh.dp_rank, self._mesh.cp_rank)
             torch.manual_seed(hash(place) % 2**63)
-        # Until every rank has read it, no rank may begin what could remove it.
+        # Until every rank has read the checkpoint, no rank may start anything that could remove it.
         self._mesh.decide("resumed", "", lambda parts: "")
         return checkpoint.step
 
 
 def undamaged(folder: RunFolder, mesh: Mesh) -> RunFolder:
-    """The run folder with the newest of its checkpoints that is as it was written; every rank calls it.
+    """Returns the run folder with its newest undamaged checkpoint; every rank calls it.
 
-    Why one is passed over is printed once.
+    The reason for skipping a checkpoint is printed once.
 
     Raises:
-        CheckpointError: the one that was asked for is damaged, or all are.
+        CheckpointError: the requested checkpoint is damaged, or all are.
     """
 
     def damage(checkpoint: Checkpoint) -> str | None:

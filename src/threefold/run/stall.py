@@ -1,8 +1,8 @@
-"""Which rank is late: from what every rank has last said of itself, to the text that a person reads. No torch.
+"""Which rank is late: from every rank's last report to the text for the user. No torch.
 
-All ranks pass through the same phases in the same order. So where nobody goes on, those that have entered the fewest
-phases are late, and the others wait for them. Where several are equally far back their stacks tell: who is inside a
-collective waits, who is not is late. A rank that has stopped talking is named whatever it said last.
+All ranks pass through the same phases in the same order. So if none progresses, the ranks that have entered the fewest
+phases are late, and the others wait for them. If several are equally far behind, their stacks decide: a rank inside a
+collective waits; a rank outside is late. A rank that no longer reports is named, whatever it reported last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _INNERMOST_LINES = 6
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of itself: its place, and, where it has not moved for a while, its main thread's stack."""
+    """A rank's report: its place and, if it has not moved for a while, its main thread's stack."""
 
     rank: int
     host: str
@@ -39,7 +39,7 @@ class Report:
 
     @property
     def waits(self) -> bool:
-        """Whether its main thread is inside a collective, as far as Python shows it."""
+        """Whether the main thread is inside a collective, as far as Python shows."""
         innermost = self.stack.splitlines()[-_INNERMOST_LINES:]
         return any(name in line for line in innermost for name in _COLLECTIVES)
 
@@ -49,7 +49,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Seen:
-    """A rank's newest report, and for how long, s, it has shown no progress and given no sign of life."""
+    """A rank's newest report, and how long, in s, it has made no progress and given no sign of life."""
 
     report: Report
     still_s: float
@@ -58,7 +58,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Stall:
-    """Ranks that are late, and those that wait for them; `missing` have never said anything."""
+    """Ranks that are late, and those that wait for them; `missing` ranks have never reported."""
 
     late: tuple[Seen, ...]
     waiting: tuple[Seen, ...]
@@ -68,16 +68,16 @@ class Stall:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for the same stall seen again."""
+        """Equal if the same stall is seen again."""
         return (*((seen.report.rank, seen.report.number) for seen in self.late), *self.missing, self.silent)
 
     @property
     def someone_waits(self) -> bool:
-        """Whether a rank cannot go on because of the late ones; preparing data, each rank is on its own."""
+        """Whether a rank is blocked by the late ones; while preparing data, ranks do not wait for one another."""
         return bool(self.waiting or self.missing or self.silent) or any(s.report.phase != "data" for s in self.late)
 
     def headline(self) -> str:
-        """One line: who is late, where, for how long."""
+        """Returns one line: who is late, where, and for how long."""
         return f"no progress for {self.still_s:.0f} s: " + "; ".join(self._late_lines())
 
     def _late_lines(self) -> list[str]:
@@ -96,7 +96,7 @@ class Stall:
         return lines
 
     def text(self) -> str:
-        """The whole report: the late ranks with their stacks, and where the others wait."""
+        """Returns the whole report: the late ranks with their stacks, and where the others wait."""
         lines = [self.headline()]
         places: dict[str, list[int]] = {}
         for seen in self.waiting:
@@ -110,11 +110,11 @@ class Stall:
 
 
 def find(ranks: Mapping[int, Seen], *, world_size: int, stall_s: float, silent_s: float) -> Stall | None:
-    """The stall that these ranks are in, or None where all go on.
+    """Returns the stall that these ranks are in, or None if all make progress.
 
     Args:
-        stall_s: a rank that is longer without progress stalls.
-        silent_s: of those, one that is longer without a sign of life is gone.
+        stall_s: a rank without progress for longer is stalled.
+        silent_s: a stalled rank without a sign of life for longer is gone.
     """
     missing = tuple(rank for rank in range(world_size) if rank not in ranks)
     stalled = [seen for seen in ranks.values() if seen.still_s > stall_s]
@@ -123,7 +123,7 @@ def find(ranks: Mapping[int, Seen], *, world_size: int, stall_s: float, silent_s
         late = [seen for seen in stalled if seen.report.rank in silent]
     else:
         late = [] if missing else _behind(list(ranks.values()))
-        # Who is behind and goes on is slow, and no stall.
+        # A rank that is behind but progresses is slow; that is not a stall.
         if not stalled or any(seen.still_s <= stall_s for seen in late):
             return None
     waiting = tuple(seen for seen in ranks.values() if seen not in late)

@@ -1,4 +1,4 @@
-"""`threefold train` and `threefold.train`: start ranks where nobody did, and be one where somebody did."""
+"""`threefold train` and `threefold.train`: be a rank if a launcher started this process, else start ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from threefold.run.folder import new_path
 log = logging.getLogger("threefold")
 
 
-# What every rank imports; the server that ranks are forked from has it ready.
+# What every rank imports; the server that forks the ranks imports it in advance.
 PRELOAD = (
     "torch",
     "torch.distributed.checkpoint",
@@ -46,7 +46,7 @@ class Result:
 
     Attributes:
         exit_code: 0 done, 1 failed, 2 wrong request, 75 stopped by a signal with a checkpoint saved.
-        folder: the run's folder, where it was given or this process was a rank.
+        folder: the run's folder, if log.dir was given.
     """
 
     exit_code: int
@@ -54,14 +54,14 @@ class Result:
 
 
 def train(config: Config | Mapping[str, Any] | str | Path | None = None) -> Result:
-    """Trains as `threefold train` does: as a rank where a launcher started this process, else on ranks of its own.
+    """Trains like `threefold train`: as a rank if a launcher started this process, else on ranks that it starts.
 
     Args:
         config: a Config, nested plain values, the path of a YAML file, or None for the embedded default.
 
     Raises:
-        ConfigError: the config is wrong; all of it is said at once.
-        RunError: a rank failed, and has said why on stderr.
+        ConfigError: the config is wrong; all errors are reported at once.
+        RunError: a rank failed and reported why on stderr.
     """
     if isinstance(config, Config):
         loaded = Loaded(config)
@@ -85,10 +85,10 @@ def train(config: Config | Mapping[str, Any] | str | Path | None = None) -> Resu
 
 
 def train_command(loaded: Loaded, *, max_restarts: int = 0) -> int:
-    """Trains and returns the exit code; errors that users can mend are raised or, on ranks, printed once.
+    """Trains and returns the exit code; errors that users can fix are raised or, on ranks, printed once.
 
     Args:
-        max_restarts: how often ranks that this process has started are started again when one of them fails.
+        max_restarts: how often the ranks that this process started are restarted when one of them fails.
     """
     info = environment.current()
     if info.launcher is not None:
@@ -104,7 +104,7 @@ def train_command(loaded: Loaded, *, max_restarts: int = 0) -> int:
     mesh = loaded.config.mesh
     sizes = {mesh.dp, mesh.dp_shard, mesh.cp, mesh.tp} - {None}
     if sizes != {1}:
-        # While the server of the ranks imports, this process looks at the machine.
+        # While the ranks' server imports, this process inspects the machine.
         local_ranks.preload(PRELOAD)
     topology, why = topology_here(loaded.config)
     if max_restarts:
@@ -124,7 +124,7 @@ def train_command(loaded: Loaded, *, max_restarts: int = 0) -> int:
 
 
 def deliver(config: Config) -> int:
-    """Leaves the trained model where a managed job keeps it (SageMaker's SM_MODEL_DIR); elsewhere does nothing."""
+    """Exports the trained model to where a managed job keeps it (SageMaker's SM_MODEL_DIR); elsewhere does nothing."""
     job = environment.managed_job()
     if job is None or job.model is None or config.log.dir is None:
         return 0
@@ -139,7 +139,7 @@ def deliver(config: Config) -> int:
 
 
 def _with_folder(loaded: Loaded) -> Loaded:
-    """The config with a folder, so that ranks that are started again find the run."""
+    """Returns the config with a folder, so that restarted ranks find the run."""
     if loaded.config.log.dir is not None:
         return loaded
     section = loaded.config.log.model_copy(update={"dir": str(new_path())})
@@ -169,7 +169,7 @@ def _refuse_unrestartable(config: Config, info: environment.LaunchInfo, max_rest
 
 
 def topology_here(config: Config) -> tuple[Topology, str]:
-    """The mesh for the ranks that will be started on this machine, and why it is that one."""
+    """Returns the mesh for the ranks to start on this machine, and why it was chosen."""
     num_devices = None
     if config.mesh.device != "cpu":
         import torch

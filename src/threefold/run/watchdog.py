@@ -1,9 +1,9 @@
-"""Says which rank is late before a collective's time limit ends the run without a word.
+"""Reports which rank is late before a collective's time limit ends the run without an explanation.
 
-Two threads a rank. One tells the rendezvous store, every second or so, where the rank is (see `Progress`), with the
-stack of the main thread once that has not moved for most of `stall_s`; on rank 0 it also reads what the others have
-told. The other looks at what is known and keeps looking when the store no longer answers: then this host is cut off.
-Only rank 0's clock counts. The training loop knows nothing of this but a `with`.
+Each rank has two threads. One writes to the rendezvous store, about once a second, where the rank is (see `Progress`),
+with the stack of the main thread once that has not moved for most of `stall_s`. On rank 0, it also reads the other
+ranks' reports. The other thread judges what is known, and continues if the store no longer answers: then this host is
+cut off. Only rank 0's clock counts. The training loop sees only a `with`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BEATS_MISSED = 8
 _STACK_FROM = 0.6
 _HEARD_WITHIN_BEATS = 2
 _LOOP = os.path.join("training", "loop.py")
-# Three frames for each module of a model, which say nothing.
+# Each module of a model adds three such frames, which show nothing.
 _PASSING_ON = os.path.join("torch", "nn", "modules", "module.py")
 
 
@@ -41,7 +41,7 @@ class Watchdog:
 
     Args:
         progress: where this rank is.
-        stall_s: time without progress after which the late rank is shown, once a stall.
+        stall_s: time without progress after which the late rank is named, once per stall.
         timeout_s: time without progress after which the run ends with that report.
     """
 
@@ -66,7 +66,7 @@ class Watchdog:
             return self
         self._prefix = f"{_KEY}/{self._mesh.share('watch', lambda: uuid.uuid4().hex)}"
         self._reached_at = time.monotonic()
-        # A thread that waits for an answer holds its connection, so the rank's own store is not the one.
+        # A thread that waits for an answer holds its connection, so the threads need a store of their own.
         store = self._mesh.store.clone()
         for target, name in ((self._talk, "watchdog talks"), (self._look, "watchdog looks")):
             thread = threading.Thread(target=target, args=(store,), name=name, daemon=True)
@@ -80,7 +80,7 @@ class Watchdog:
             thread.join(self._every_s)
 
     def _talk(self, store: Any) -> None:
-        """Tells the store about this rank until the watchdog is closed; on rank 0 hears the others."""
+        """Reports this rank to the store until the watchdog is closed; on rank 0, also reads the other reports."""
         own = f"{self._prefix}/{self._mesh.rank}"
         keys = [f"{self._prefix}/{rank}" for rank in range(self._mesh.world_size)]
         host, beat, since, number = socket.gethostname(), 0, time.monotonic(), -1
@@ -100,10 +100,10 @@ class Watchdog:
                     heard = [key for rank, key in enumerate(keys) if rank not in unheard]
                     self._hear([Report.from_json(text) for text in store.multi_get(heard)])
                 elif still_s > self._stall_s and store.check([f"{self._prefix}/end"]):
-                    os._exit(EXIT_FAILED)  # rank 0 has said why
+                    os._exit(EXIT_FAILED)  # rank 0 has reported why
                 self._reached_at = time.monotonic()
             except Exception as error:
-                log.warning("watchdog: %s", error)  # `_look` says it when it lasts
+                log.warning("watchdog: %s", error)  # `_look` reports it if it lasts
             self._stopped.wait(self._every_s)
 
     def _hear(self, reports: list[Report]) -> None:
@@ -115,10 +115,10 @@ class Watchdog:
             if report.beat != before.beat:
                 alive_at = now
             seen[report.rank] = (report, moved_at, alive_at)
-        self._seen = seen  # in one assignment, for the other thread
+        self._seen = seen  # one assignment, because the other thread reads it
 
     def _stack(self) -> str:
-        """The main thread's stack from the training loop on, innermost last."""
+        """Returns the main thread's stack, starting at the training loop, innermost last."""
         frame = sys._current_frames().get(self._main)
         calls = traceback.extract_stack(frame) if frame is not None else []
         begin = next((number for number, call in enumerate(calls) if call.filename.endswith(_LOOP)), 0)
@@ -126,7 +126,7 @@ class Watchdog:
         return "".join(traceback.format_list(shown)).rstrip()
 
     def _look(self, store: Any) -> None:
-        """Looks for a stall, or for a store that no longer answers, until the watchdog is closed."""
+        """Checks for a stall, or for a store that no longer answers, until the watchdog is closed."""
         speaks = self._mesh.rank == self._mesh.host_leader
         while not self._stopped.wait(self._every_s):
             away_s = time.monotonic() - self._reached_at
@@ -146,10 +146,10 @@ class Watchdog:
             self._said = found.key
             _print(found.text())
         if found.still_s > self._timeout_s and found.someone_waits and not self._stopped.is_set():
-            store.add(FAILURES, 1)  # the errors that the others will meet are no news
+            store.add(FAILURES, 1)  # the other ranks need not report the errors that follow
             _print(str(self._end(found.headline())))
             store.set(f"{self._prefix}/end", b"1")
-            time.sleep(_HEARD_WITHIN_BEATS * self._every_s)  # rank 0 may keep the store: the others read this first
+            time.sleep(_HEARD_WITHIN_BEATS * self._every_s)  # rank 0 may host the store: let the others read this first
             os._exit(EXIT_FAILED)
 
     def _cut_off(self, away_s: float, *, speaks: bool) -> None:

@@ -16,9 +16,10 @@ from threefold.errors import RunError
 def run_with_fault(folder: str, fault: str) -> tuple[str, int] | None:
     import torch.distributed as dist
 
-    from threefold.integrations.huggingface import AuditCallback, Trainer, data
+    from threefold.data.sampler import DistributedSampler
+    from threefold.integrations.huggingface import AuditCallback, Trainer
 
-    class Faulty(data.StepSampler):
+    class Faulty(DistributedSampler):
         """Reads wrongly from the third batch of 2 rows on."""
 
         def __iter__(self) -> Any:
@@ -35,7 +36,7 @@ def run_with_fault(folder: str, fault: str) -> tuple[str, int] | None:
     loader.sampler.__class__ = Faulty
     trainer.get_train_dataloader = lambda: loader  # type: ignore[method-assign]
     if fault == "another rank" and dist.get_rank() == 0:
-        loader.sampler.__class__ = data.StepSampler
+        loader.sampler.__class__ = DistributedSampler
     try:
         trainer.train()
     except RunError as error:

@@ -449,3 +449,14 @@ def test_settings_that_contradict_one_another_are_refused() -> None:
 def test_one_process_may_train_with_any_loader() -> None:
     require_distributed(DataLoader(DATA))
     require_distributed([1, 2])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_without_batches_resumes_too(workers: int) -> None:
+    """With batch_size=None torch asks the sampler for an iterator more often than it reads."""
+    first, second = (
+        distribute(DataLoader(range(12), batch_size=None, num_workers=workers), place(0, 1)) for _ in range(2)
+    )
+    read = [int(sample) for sample in islice(iter(first), 3)]
+    second.load_state_dict(first.state_dict())
+    assert read + [int(sample) for sample in second] == list(range(12))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ from torch.utils.data import DataLoader
 
 from ranks.huggingface_cases import Sentences, arguments, causal_model
 from ranks.spawn import run_ranks
+from threefold.data.sampler import DistributedSampler
 from threefold.errors import CheckpointError, ConfigError, DataError, ThreefoldError
 from threefold.integrations.huggingface import AuditCallback, Trainer, checks, prepare_evaluation_loader
-from threefold.integrations.huggingface.data import Axis, StepSampler, TrainLoader
+from threefold.integrations.huggingface.data import Axis, TrainLoader
 from threefold.integrations.huggingface.evaluation import BlockBatches, EvaluationLoader
 from threefold.integrations.huggingface.loss import RunningMean, nothing_of, part_of_mean, targets_in
 
@@ -301,13 +303,12 @@ def test_shares_of_an_epoch_from_any_place(dp_size: int, tail: str) -> None:
     for begin in (0, 6, 12, 18):
         shares = []
         for rank in range(dp_size):
-            sampler = StepSampler(
-                range(20), global_batch=6, num_replicas=dp_size, rank=rank, seed=1, shuffle=False, tail=tail
-            )
+            settings = {"num_replicas": dp_size, "rank": rank, "seed": 1, "shuffle": False, "tail": tail}
+            sampler = DistributedSampler.for_loop(range(20), global_batch=6, stand_in=operator.invert, **settings)
             sampler.load_state_dict({**sampler.state_dict(), "position": begin})
             sampler.open_pass()
             shares.append(list(sampler))
-            assert sampler.batches_from(begin, 2) == -(-len(shares[-1]) // 2)
+            assert sampler.rows_left() == len(shares[-1])
         assert len({len(share) for share in shares}) == 1
         read = sorted(index for share in shares for index in share if index >= 0)
         assert read == list(range(begin, 20 if tail == "exact" else 18))
@@ -315,7 +316,8 @@ def test_shares_of_an_epoch_from_any_place(dp_size: int, tail: str) -> None:
 
 def test_loaders_hand_out_what_collate_made() -> None:
     accelerator = Accelerator(cpu=True)
-    order = StepSampler(range(5), global_batch=2, num_replicas=2, rank=1, seed=0, shuffle=False, tail="exact")
+    settings = {"num_replicas": 2, "rank": 1, "seed": 0, "shuffle": False, "tail": "exact"}
+    order = DistributedSampler.for_loop(range(5), global_batch=2, stand_in=operator.invert, **settings)
     loader = TrainLoader(
         range(5), order, batch_size=1, accelerator=accelerator, axis=Axis(1, 2), collate_fn=torch.tensor
     )
@@ -375,8 +377,8 @@ def test_mean_without_targets_is_not_a_number() -> None:
 def test_another_order_is_refused_in_the_trainers_words() -> None:
     from threefold.integrations.huggingface.state import check_order
 
-    order = StepSampler(range(5), global_batch=1, num_replicas=1, rank=0, seed=0, tail="exact")
-    other = StepSampler(range(6), global_batch=1, num_replicas=1, rank=0, seed=0, tail="exact")
+    order = DistributedSampler.for_loop(range(5), global_batch=1, num_replicas=1, rank=0, seed=0, tail="exact")
+    other = DistributedSampler.for_loop(range(6), global_batch=1, num_replicas=1, rank=0, seed=0, tail="exact")
     with pytest.raises(DataError, match="the saved state has num_rows = 6, but here num_rows = 5"):
         check_order(other.state_dict(), loader=order)
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 
+from threefold.data.axis import DataAxis, data_axis
 from threefold.data.loader import IGNORED
-from threefold.data.loop_sampler import LoopSampler, Pass
 from threefold.data.partition import Tail
-from threefold.data.sampler import DataAxis, OrderName, data_axis
+from threefold.data.sampler import DistributedSampler, OrderName, Pass
 from threefold.errors import ConfigError
 
 IgnoreLastRow = Callable[[Any], Any]
@@ -78,7 +78,7 @@ def distribute(
             expected="tail='exact', which alone adds a row that counts for nothing",
             fix="distribute(loader, tail='exact', ignore_last_row=...), or leave ignore_last_row out",
         )
-    sampler = LoopSampler(
+    sampler = DistributedSampler.for_loop(
         loader.dataset,
         seed=seed,
         drop_last=loader.drop_last,
@@ -98,10 +98,10 @@ class DistributedLoader(DataLoader[Any]):
     `len` is the number of batches of a whole epoch, the same on every dp rank.
     """
 
-    sampler: LoopSampler
+    sampler: DistributedSampler
 
     def __init__(
-        self, dataset: Any, sampler: LoopSampler, ignore_last_row: IgnoreLastRow | None = None, **kept: Any
+        self, dataset: Any, sampler: DistributedSampler, ignore_last_row: IgnoreLastRow | None = None, **kept: Any
     ) -> None:
         super().__init__(dataset, sampler=sampler, **kept)
         self._ignore_last_row = ignore_last_row
@@ -133,7 +133,7 @@ class DistributedLoader(DataLoader[Any]):
 
     def rows_left(self) -> int:
         """Rows of this rank from the place of the loop to the end of the epoch; the same number on every rank."""
-        return len(self.sampler.share_from(self.sampler.state_dict()["position"]))
+        return self.sampler.rows_left()
 
     def _counting(self, batches: Iterator[Any], now: Pass) -> Iterator[Any]:
         sampler = self.sampler
@@ -141,12 +141,12 @@ class DistributedLoader(DataLoader[Any]):
         some_rank_lacks_one = sampler.tail == "exact" and (size - now.begin) % sampler.num_replicas != 0
         this_rank_does = bool(some_rank_lacks_one and now.positions and now.positions[-1] >= size)
         for batch in batches:
-            rows = min(self.batch_size or 1, len(now.positions) - now.done)
-            if some_rank_lacks_one and now.done == 0 and self._ignore_last_row is None:
+            rows = min(self.batch_size or 1, len(now.positions) - now.had)
+            if some_rank_lacks_one and now.had == 0 and self._ignore_last_row is None:
                 # On the first batch, where every rank finds the same, and not on the last, where one alone would.
                 _check_labels(batch, rows)
-            now.done += rows
-            last = now.done == len(now.positions)
+            now.count(rows)
+            last = now.had == len(now.positions)
             yield (self._ignore_last_row or ignore_last_labels)(batch) if last and this_rank_does else batch
         sampler.close_pass(now)
 

@@ -113,18 +113,19 @@ def after_steps(
     return epoch + 1 + epochs, steps_in_epoch * global_batch
 
 
-def share(start: int, *, num_rows: int, dp_rank: int, dp_size: int, tail: Tail) -> range:
+def share(start: int, *, num_rows: int, dp_rank: int, dp_size: int, tail: Tail, multiple: int | None = None) -> range:
     """Positions that one dp rank reads from `start` to the end of the epoch, without regard to steps.
 
-    For a bare sampler, which does not know the batch: the tail is that of whole rounds (one sample per dp rank).
-    From 0 it is torch's partition. With `pad` a position p >= num_rows stands for the head again: p % num_rows. With
-    `exact` the lengths differ by at most 1.
+    For a sampler: the tail is that of whole rounds (one sample per dp rank); `drop` leaves out what does not fill
+    `multiple` samples (whole rounds; default: one). From 0 it is torch's partition. With `pad` a position
+    p >= num_rows stands for the head again: p % num_rows. With `exact` the lengths differ by at most 1.
     """
     left = max(num_rows - start, 0)
     if tail == "exact":
         return range(start + dp_rank, start + left, dp_size)
-    rounds = left // dp_size if tail == "drop" else -(-left // dp_size)
-    return range(start + dp_rank, start + dp_rank + rounds * dp_size, dp_size)
+    multiple = multiple or dp_size
+    whole = left // multiple * multiple if tail == "drop" else -(-left // dp_size) * dp_size
+    return range(start + dp_rank, start + dp_rank + whole, dp_size)
 
 
 def tail_of_sampler(tail: str | None, *, drop_last: bool) -> Tail:

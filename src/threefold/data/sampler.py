@@ -1,10 +1,13 @@
-"""DistributedSampler: torch's signature and partition, an order that needs no table, and a place to go on from.
+"""DistributedSampler: torch's signature and partition, an order that needs no table, and a place to resume from.
 
 In: a map-style dataset (only its length is used). Out: the indices that one dp rank reads, one by one, for a
 `torch.utils.data.DataLoader`. What stays true: the ranks of the dp axis take turns along one global order, so the set
 of samples of every global batch is the same for any number of them; cp and tp ranks of one dp rank read the same; the
 state is (epoch, global position), the same on every rank after the same number of global batches, and another number
-of replicas or another batch size goes on from it without a repeated or a lost sample.
+of replicas or another batch size resumes from it without a repeated or a lost sample.
+
+An iteration is a `Pass`. A bare sampler counts the indices that it hands out. A DataLoader asks for indices ahead of
+the loop, so a loader's sampler (`for_loop`) is given its pass: the loader opens it, counts the loop's rows, closes it.
 """
 
 from __future__ import annotations
@@ -13,13 +16,14 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
+from threefold.data.axis import DataAxis, place_on_axis
 from threefold.data.mixture import WeightedDraws
 from threefold.data.order import Cursor, Plain
 from threefold.data.partition import Tail, share, tail_of_sampler
@@ -35,16 +39,6 @@ _Indices = Callable[[IntArray], IntArray]
 _FIRST_BLOCK = 64
 _LARGEST_BLOCK = 2**14
 _MOST_INT32 = 2**31 - 1
-_DP_DIMS = ("dp", "dp_replicate", "dp_shard")
-
-
-class DataAxis(Protocol):
-    """What the sampler wants to know of a mesh; threefold's `Mesh` has it."""
-
-    @property
-    def dp_size(self) -> int: ...
-    @property
-    def dp_rank(self) -> int: ...
 
 
 class DistributedSampler(Sampler[int]):
@@ -86,7 +80,7 @@ class DistributedSampler(Sampler[int]):
             ConfigError: settings that contradict one another, or no way to know the rank.
         """
         super().__init__()
-        self.num_replicas, self.rank = _place(num_replicas, rank, mesh)
+        self.num_replicas, self.rank = place_on_axis(num_replicas, rank, mesh)
         self.dataset = dataset
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         if order not in get_args(OrderName):
@@ -95,8 +89,9 @@ class DistributedSampler(Sampler[int]):
         self._num_rows = _length(dataset)
         self._draws = _checked_draws(weights, seed=seed, num_rows=self._num_rows, shuffle=shuffle, order=order)
         self.epoch_size = _checked_num_samples(num_samples, self._draws, num_rows=self._num_rows)
-        self.num_samples = len(self._share(0))
-        self.total_size = self.epoch_size if self.tail == "exact" else self.num_samples * self.num_replicas
+        self._by_loop = False
+        self._stand_in: Callable[[int], int] | None = None
+        self._set_multiple(self.num_replicas)
         if order == "torch" and shuffle and self._num_rows > _MOST_INT32:
             warnings.warn(
                 f"order='torch' keeps 8 bytes for each of {self._num_rows} samples on every rank "
@@ -107,7 +102,39 @@ class DistributedSampler(Sampler[int]):
         self.epoch = 0
         self._order_version = ORDER_VERSION
         self._begin = 0
-        self._reading: Reading | None = None
+        # The pass that the state counts, and the one that is read: torch begins to read later than a loader opens.
+        self._pass: Pass | None = None
+        self._opened: Pass | None = None
+
+    @classmethod
+    def for_loop(
+        cls,
+        dataset: Any,
+        *,
+        global_batch: int | None = None,
+        stand_in: Callable[[int], int] | None = None,
+        **settings: Any,
+    ) -> Self:
+        """A sampler for one loader, whose state is that of the loop.
+
+        With the tail `exact` every rank has as many positions as the others: a rank without a sample in the last round
+        has a position past the end of the epoch, which stands for the epoch's head. The loader ignores that row.
+
+        Args:
+            global_batch: with the tail `drop`, an incomplete one is left out as a whole; default: a round, a sample
+                for each dp rank.
+            stand_in: what to hand out for that last position, instead of the index of the head; None: the index.
+            settings: those of the constructor.
+        """
+        sampler = cls(dataset, **settings)
+        sampler._by_loop, sampler._stand_in = True, stand_in
+        sampler._set_multiple(global_batch or sampler.num_replicas)
+        return sampler
+
+    @property
+    def weighted(self) -> bool:
+        """Samples are drawn with weights: as often as they are drawn, and some never."""
+        return self._draws is not None
 
     def __len__(self) -> int:
         """Indices of this rank in a whole epoch."""
@@ -116,33 +143,46 @@ class DistributedSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         """The rest of the epoch after `load_state_dict`, else the epoch from its head.
 
-        When it is exhausted, the epoch advances by itself (not with order="torch", as torch's does not).
+        When it is exhausted, the epoch advances by itself (not with order="torch", as torch's does not). For a loader:
+        the indices of the pass that it has opened.
         """
+        if not self._by_loop:
+            return self._indices(self.open_pass())
+        return self._indices(self._opened or Pass(self.epoch, self._begin, self._share(self._begin)))
+
+    def open_pass(self) -> Pass:
+        """Begins an iteration: the rest of the epoch after `load_state_dict`, else the epoch from its head."""
         begin, self._begin = self._begin, 0
-        reading = Reading(self.epoch, begin, self._share(begin))
-        self._reading = reading
-        return itertools.chain.from_iterable(self._blocks(reading))
+        self._opened = self._pass = Pass(self.epoch, begin, self._share(begin), by_loop=self._by_loop)
+        return self._pass
+
+    def close_pass(self, over: Pass) -> None:
+        """The iteration is through: the epoch advances (not with order="torch", as torch's does not)."""
+        if self._opened is over:
+            self._opened = None
+        if self._pass is over and self.order != "torch":
+            self.epoch, self._pass = over.epoch + 1, None
+
+    def rows_left(self) -> int:
+        """Rows of this rank from the sampler's place to the end of the epoch; for a loader the same on every rank."""
+        return len(self._share(self._place()[1]))
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the head of `epoch`; in the epoch of a state just loaded, the place stays."""
         if epoch != self.epoch:
-            self.epoch, self._begin, self._reading = epoch, 0, None
+            self.epoch, self._begin, self._pass = epoch, 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: the epoch, the global position after the last index handed out, what the order is made from.
 
         Valid while an iterator is open; it counts the newest one. A DataLoader with workers asks for indices ahead of
-        the loop, so there it counts what was handed to the workers.
+        the loop, so there it counts what was handed to the workers; `distribute` gives a loader whose state is the
+        loop's.
         """
-        epoch, position = self.epoch, self._begin
-        if self._reading is not None:
-            epoch = self._reading.epoch
-            position = self._reading.begin + self._reading.handed_out() * self.num_replicas
-            position = min(position, self.epoch_size) if self.tail == "exact" else position
-        return Cursor(epoch, position, self._made_from, self._order_version).state_dict()
+        return Cursor(*self._place(), self._made_from, self._order_version).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, with any number of replicas and any batch size.
+        """Resume where `state_dict` was taken, with any number of replicas and any batch size.
 
         Raises:
             DataError: no state of a sampler, or one of another seed, data, size or order.
@@ -150,7 +190,7 @@ class DistributedSampler(Sampler[int]):
         cursor = Cursor.from_state_dict(state)
         cursor.check(self._made_from)
         self._order_version = cursor.order_version
-        self.epoch, self._begin, self._reading = cursor.epoch, cursor.position, None
+        self.epoch, self._begin, self._pass = cursor.epoch, cursor.position, None
 
     @cached_property
     def _made_from(self) -> dict[str, Plain]:
@@ -162,22 +202,48 @@ class DistributedSampler(Sampler[int]):
         data = getattr(self.dataset, "fingerprint", None)
         return made_from | {"data": data} if isinstance(data, str) else made_from
 
-    def _share(self, begin: int) -> range:
-        return share(begin, num_rows=self.epoch_size, dp_rank=self.rank, dp_size=self.num_replicas, tail=self.tail)
+    def _place(self) -> tuple[int, int]:
+        """(epoch, global position) of the next sample."""
+        if (now := self._pass) is None:
+            return self.epoch, self._begin
+        position = now.begin + now.had * self.num_replicas
+        return now.epoch, min(position, self.epoch_size) if self.tail == "exact" else position
 
-    def _blocks(self, reading: Reading) -> Iterator[Iterator[int]]:
-        """The share of an epoch in blocks of Python ints; after the last, the epoch advances."""
-        positions, done, size = reading.positions, 0, _FIRST_BLOCK
-        indices_at = self._indices_at(reading.epoch) if positions else None
+    def _set_multiple(self, global_batch: int) -> None:
+        self.global_batch = global_batch
+        self.num_samples = len(self._share(0))
+        self.total_size = self.epoch_size if self.tail == "exact" else self.num_samples * self.num_replicas
+
+    def _share(self, begin: int) -> range:
+        return share(
+            begin,
+            num_rows=self.epoch_size,
+            dp_rank=self.rank,
+            dp_size=self.num_replicas,
+            tail="pad" if self._by_loop and self.tail == "exact" else self.tail,
+            multiple=self.global_batch,
+        )
+
+    def _indices(self, now: Pass) -> Iterator[int]:
+        return itertools.chain.from_iterable(self._blocks(now))
+
+    def _blocks(self, now: Pass) -> Iterator[Iterator[int]]:
+        """The share of an epoch in blocks of Python ints; after the last, the epoch of a bare sampler advances."""
+        positions, done, size = now.positions, 0, _FIRST_BLOCK
+        indices_at = self._indices_at(now.epoch) if positions else None
         while indices_at is not None and done < len(positions):
             block = positions[done : done + size]
             wanted = np.arange(block.start, block.stop, block.step, dtype=np.int64)
-            if block[-1] >= self.epoch_size:  # padded: the head again
+            past_end = block[-1] >= self.epoch_size
+            if past_end:  # padded: the head again
                 wanted %= self.epoch_size
-            yield reading.open_block(indices_at(wanted).tolist())
+            indices = indices_at(wanted).tolist()
+            if past_end and self._stand_in is not None and self.tail == "exact":
+                indices[-1] = self._stand_in(indices[-1])
+            yield now.hand_out(indices)
             done, size = done + len(block), min(4 * size, _LARGEST_BLOCK)
-        if self._reading is reading and self.order != "torch":
-            self.epoch, self._reading = reading.epoch + 1, None
+        if not self._by_loop:
+            self.close_pass(now)
 
     def _indices_at(self, epoch: int) -> _Indices:
         """positions in an epoch -> indices of the dataset."""
@@ -191,22 +257,36 @@ class DistributedSampler(Sampler[int]):
         return Permutation(self._num_rows, seed=self.seed, epoch=epoch, version=self._order_version).at
 
 
-class Reading:
-    """One pass over an epoch, and how far it has got, without a step of Python for each index."""
+class Pass:
+    """One iteration over an epoch: where it begins, this rank's positions, and how many of them were had.
 
-    def __init__(self, epoch: int, begin: int, positions: range) -> None:
+    Without a loop that counts its rows, what was handed out counts, without a step of Python for each index.
+    """
+
+    def __init__(self, epoch: int, begin: int, positions: range, *, by_loop: bool = False) -> None:
         self.epoch, self.begin, self.positions = epoch, begin, positions
-        self._opened = 0
+        self._by_loop = by_loop
+        self._counted = 0
         self._block: Iterator[int] = iter(())
 
-    def open_block(self, indices: list[int]) -> Iterator[int]:
-        self._opened += len(indices)
+    @property
+    def had(self) -> int:
+        """Positions whose samples the loop had, or whose indices were handed out."""
+        # A list's iterator knows how many items it still has.
+        ahead = 0 if self._by_loop else self._block.__length_hint__()  # type: ignore[attr-defined]
+        return self._counted - ahead
+
+    def count(self, rows: int) -> None:
+        """The loop was given `rows` more."""
+        self._counted += rows
+
+    def hand_out(self, indices: list[int]) -> Iterator[int]:
+        """An iterator over the next block of indices."""
+        if self._by_loop:
+            return iter(indices)
+        self._counted += len(indices)
         self._block = iter(indices)
         return self._block
-
-    def handed_out(self) -> int:
-        """A list's iterator knows how many items it still has."""
-        return self._opened - self._block.__length_hint__()  # type: ignore[attr-defined]
 
 
 def _torch_order(num_rows: int, *, seed: int) -> npt.NDArray[Any]:
@@ -215,73 +295,6 @@ def _torch_order(num_rows: int, *, seed: int) -> npt.NDArray[Any]:
     generator.manual_seed(seed)
     dtype = torch.int32 if num_rows <= _MOST_INT32 else torch.int64
     return cast("npt.NDArray[Any]", torch.randperm(num_rows, generator=generator, dtype=dtype).numpy())
-
-
-def _place(num_replicas: int | None, rank: int | None, mesh: Any) -> tuple[int, int]:
-    """(number of dp ranks, this one), from what is given, the mesh or the world, in this order."""
-    if mesh is not None and (num_replicas is not None or rank is not None):
-        raise ConfigError(
-            "DistributedSampler got mesh= together with num_replicas= or rank=",
-            expected="one of them: the mesh's dp axis already says how many replicas there are and which this one is",
-            fix="leave out num_replicas and rank",
-        )
-    if num_replicas is None or rank is None:
-        size, place = data_axis(mesh)
-        num_replicas = size if num_replicas is None else num_replicas
-        rank = place if rank is None else rank
-    if not 0 <= rank < num_replicas:
-        raise ConfigError(
-            f"DistributedSampler got rank = {rank} with num_replicas = {num_replicas}",
-            expected=f"a rank from 0 to {max(num_replicas - 1, 0)}",
-            fix="pass this process's place on the dp axis as rank, or leave out both",
-        )
-    return num_replicas, rank
-
-
-def data_axis(mesh: DataAxis | Any | None = None) -> tuple[int, int]:
-    """(number of dp ranks, this one) of the given mesh, else of the active one, else of the process group's world.
-
-    Raises:
-        ConfigError: a mesh whose dims do not say which ranks read different samples, or neither mesh nor group.
-    """
-    return _axis_of_mesh(mesh) or _world()
-
-
-def _axis_of_mesh(mesh: Any) -> tuple[int, int] | None:
-    mesh = _active_mesh() if mesh is None else mesh
-    if mesh is None:
-        return None
-    if hasattr(mesh, "dp_size"):
-        return mesh.dp_size, mesh.dp_rank
-    names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
-    dims = [name for name in names if name in _DP_DIMS]
-    if not dims or "fsdp" in names:
-        raise ConfigError(
-            f"the mesh given to DistributedSampler has the dims ({', '.join(names)})",
-            expected=f"dims among {', '.join(_DP_DIMS)}: only these say which ranks read different samples",
-            fix="pass the mesh that threefold.init_mesh returned, or num_replicas= and rank=",
-        )
-    size, rank = 1, 0
-    for name in dims:
-        along = mesh.size(names.index(name))
-        size, rank = size * along, rank * along + mesh.get_local_rank(name)
-    return size, rank
-
-
-def _active_mesh() -> DataAxis | None:
-    from threefold.mesh.mesh import active_mesh
-
-    return active_mesh()
-
-
-def _world() -> tuple[int, int]:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise ConfigError(
-            "DistributedSampler does not know its rank: there is no mesh and no process group",
-            expected="a mesh or a process group first; without one every rank would read every sample",
-            fix="call threefold.init_mesh() before, or pass num_replicas=1, rank=0 for a single process",
-        )
-    return torch.distributed.get_world_size(), torch.distributed.get_rank()
 
 
 def _length(dataset: Any) -> int:

@@ -26,8 +26,8 @@ from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader
 
+from threefold.data.axis import DataAxis, data_axis
 from threefold.data.order import Cursor, Plain
-from threefold.data.sampler import DataAxis, data_axis
 from threefold.errors import ConfigError, DataError
 
 Resume = Literal["replay", "seek"]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from threefold.data.distribute import DistributedLoader
-from threefold.data.loop_sampler import LoopSampler
+from threefold.data.sampler import DistributedSampler
 from threefold.mesh.topology import Topology
 
 Collate = Callable[[list[Any]], Any]
@@ -96,39 +96,6 @@ class NumberedCollate:
         return Numbered(torch.tensor(numbers, dtype=torch.int64), self._collate(rows))
 
 
-class StepSampler(LoopSampler):
-    """A LoopSampler that marks stand-ins, and whose tail `drop` leaves out an incomplete global batch as a whole.
-
-    So what an epoch leaves out depends on the global batch and not on how many ranks share it.
-    """
-
-    def __init__(self, dataset: Any, *, global_batch: int, **settings: Any) -> None:
-        self.global_batch = global_batch
-        super().__init__(dataset, **settings)
-
-    def __iter__(self) -> Iterator[int]:
-        now = self._opened
-        indices = super().__iter__()
-        if now is None or self.tail != "exact" or not now.positions or now.positions[-1] < self.epoch_size:
-            return indices
-        return (~index if place == len(now.positions) else index for place, index in enumerate(indices, start=1))
-
-    def _share(self, begin: int) -> range:
-        if self.tail != "drop":
-            return super()._share(begin)
-        whole = max(self.epoch_size - begin, 0) // self.global_batch * self.global_batch
-        return range(begin + self.rank, begin + whole, self.num_replicas)
-
-    @property
-    def weighted(self) -> bool:
-        """Samples are drawn with weights: as often as they are drawn, and some never."""
-        return self._draws is not None
-
-    def batches_from(self, begin: int, batch_size: int) -> int:
-        """Batches of this rank from a position to the end of the epoch; the same on every rank."""
-        return -(-len(self._share(begin)) // batch_size)
-
-
 class Taken(NamedTuple):
     """A batch that was given out: the numbers of its samples, and a digest of its tensors (0: none was asked for)."""
 
@@ -143,12 +110,10 @@ class TrainLoader(DistributedLoader):
     somebody watches, what was in it.
     """
 
-    sampler: StepSampler
-
     def __init__(
         self,
         dataset: Any,
-        sampler: StepSampler,
+        sampler: DistributedSampler,
         *,
         accelerator: Accelerator,
         axis: Axis,
@@ -180,8 +145,7 @@ class TrainLoader(DistributedLoader):
 
     def batches_left(self) -> int:
         """Batches from where the loop is to the end of the epoch."""
-        position = self.sampler.state_dict()["position"]
-        return self.sampler.batches_from(position, cast(int, self.batch_size))
+        return -(-self.rows_left() // cast(int, self.batch_size))
 
     def _given_out(self, batches: Iterator[Any]) -> Iterator[Any]:
         left = self.batches_left()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from transformers.trainer_utils import seed_worker
 
 from threefold.data.distribute import draw_of
-from threefold.integrations.huggingface.data import Collate, StepSampler, TrainLoader
+from threefold.data.sampler import DistributedSampler
+from threefold.integrations.huggingface.data import Collate, TrainLoader
 from threefold.integrations.huggingface.evaluation import EvaluationLoader
 
 
@@ -20,12 +22,14 @@ def training(trainer: Any, rows: Any, sampler: Any, *, batch_size: int, collate:
         ConfigError: a sampler of which it is not known what it draws.
     """
     args, axis = trainer.args, trainer.axis
-    order = StepSampler(
+    order = DistributedSampler.for_loop(
         rows,
         num_replicas=axis.dp_size,
         rank=axis.dp_rank,
         global_batch=batch_size * axis.dp_size * args.gradient_accumulation_steps,
         seed=_seed(args),
+        # ~index: a stand-in, see NumberedRows.
+        stand_in=operator.invert,
         tail="drop" if args.dataloader_drop_last else "exact",
         **draw_of(sampler, len(rows)),
     )

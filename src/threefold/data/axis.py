@@ -1,0 +1,91 @@
+"""The dp axis of this process: how many ranks read different samples, and which of them this one is.
+
+It is taken from a mesh (threefold's or torch's), else from the process group's world. cp and tp ranks of one dp rank
+have the same place on it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from threefold.errors import ConfigError
+
+_DP_DIMS = ("dp", "dp_replicate", "dp_shard")
+
+
+class DataAxis(Protocol):
+    """What the sampler wants to know of a mesh; threefold's `Mesh` has it."""
+
+    @property
+    def dp_size(self) -> int: ...
+    @property
+    def dp_rank(self) -> int: ...
+
+
+def data_axis(mesh: DataAxis | Any | None = None) -> tuple[int, int]:
+    """(number of dp ranks, this one) of the given mesh, else of the active one, else of the process group's world.
+
+    Raises:
+        ConfigError: a mesh whose dims do not say which ranks read different samples, or neither mesh nor group.
+    """
+    return _axis_of_mesh(mesh) or _world()
+
+
+def place_on_axis(num_replicas: int | None, rank: int | None, mesh: Any) -> tuple[int, int]:
+    """(number of dp ranks, this one), from what is given, the mesh or the world, in this order."""
+    if mesh is not None and (num_replicas is not None or rank is not None):
+        raise ConfigError(
+            "DistributedSampler got mesh= together with num_replicas= or rank=",
+            expected="one of them: the mesh's dp axis already says how many replicas there are and which this one is",
+            fix="leave out num_replicas and rank",
+        )
+    if num_replicas is None or rank is None:
+        size, place = data_axis(mesh)
+        num_replicas = size if num_replicas is None else num_replicas
+        rank = place if rank is None else rank
+    if not 0 <= rank < num_replicas:
+        raise ConfigError(
+            f"DistributedSampler got rank = {rank} with num_replicas = {num_replicas}",
+            expected=f"a rank from 0 to {max(num_replicas - 1, 0)}",
+            fix="pass this process's place on the dp axis as rank, or leave out both",
+        )
+    return num_replicas, rank
+
+
+def _axis_of_mesh(mesh: Any) -> tuple[int, int] | None:
+    mesh = _active_mesh() if mesh is None else mesh
+    if mesh is None:
+        return None
+    if hasattr(mesh, "dp_size"):
+        return mesh.dp_size, mesh.dp_rank
+    names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
+    dims = [name for name in names if name in _DP_DIMS]
+    if not dims or "fsdp" in names:
+        raise ConfigError(
+            f"the mesh given to DistributedSampler has the dims ({', '.join(names)})",
+            expected=f"dims among {', '.join(_DP_DIMS)}: only these say which ranks read different samples",
+            fix="pass the mesh that threefold.init_mesh returned, or num_replicas= and rank=",
+        )
+    size, rank = 1, 0
+    for name in dims:
+        along = mesh.size(names.index(name))
+        size, rank = size * along, rank * along + mesh.get_local_rank(name)
+    return size, rank
+
+
+def _active_mesh() -> DataAxis | None:
+    from threefold.mesh.mesh import active_mesh
+
+    return active_mesh()
+
+
+def _world() -> tuple[int, int]:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise ConfigError(
+            "DistributedSampler does not know its rank: there is no mesh and no process group",
+            expected="a mesh or a process group first; without one every rank would read every sample",
+            fix="call threefold.init_mesh() before, or pass num_replicas=1, rank=0 for a single process",
+        )
+    return torch.distributed.get_world_size(), torch.distributed.get_rank()

@@ -14,6 +14,7 @@ import pytest
 from ranks.runs import command, environment
 from ranks.spawn import run_ranks
 from threefold.doctor.links import Measured, StuckError, Timing, judge, paired_ranks, rounds
+from threefold.mesh.mesh import Mesh
 
 
 def test_mesh_is_started_here_and_every_axis_measured(tmp_path: Path) -> None:
@@ -87,6 +88,7 @@ def _whole_doctor_without_a_rank(folder: str) -> None:
 
     from threefold.commands import doctor
     from threefold.config.schema import Config
+    from threefold.doctor import all_ranks
     from threefold.mesh.topology import Topology
 
     os.chdir(folder)
@@ -94,11 +96,17 @@ def _whole_doctor_without_a_rank(folder: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="3")
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
     meshes = []
-    measured = doctor._measured_with_others
+    measured = all_ranks._measured
+
+    def silent(mesh: Mesh, *rest: object, **limits: float) -> None:
+        assert mesh.store is not None
+        mesh.store.wait(["test is over"])
+        raise SystemExit(0)
+
     if rank == 2:
-        doctor._with_others = lambda mesh, *rest: mesh.store.wait(["test is over"])  # type: ignore[assignment]
+        all_ranks.look_at_mesh = silent  # type: ignore[assignment]
     else:
-        doctor._measured_with_others = lambda mesh, *rest: meshes.append(mesh) or measured(mesh, *rest)
+        all_ranks._measured = lambda mesh, *rest, **limits: meshes.append(mesh) or measured(mesh, *rest, **limits)
     with open(f"{folder}/rank-{rank}", "w") as file:
         os.dup2(file.fileno(), 1)
     os._exit = lambda code: (_ for _ in ()).throw(SystemExit(code))  # type: ignore[assignment]

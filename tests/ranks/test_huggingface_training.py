@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ranks.huggingface_cases import Reviews, Sentences, arguments, causal_model, classifier, on_ranks
-from threefold.commands.data import audit
+from threefold.commands.data import audit_lines
 from threefold.data.permutation import Permutation
 
 GLOBAL_BATCH, RATE, SEED = 8, 1e-2, 3
@@ -127,7 +127,7 @@ def test_training_follows_a_loop_by_hand(num_ranks: int, batch_sizes: list[int],
 
 def proved(folder: Path) -> str:
     """What `threefold data audit` proves of an output folder."""
-    return "\n".join(audit(folder))
+    return "\n".join(audit_lines(folder))
 
 
 # (ranks, rows of a micro-batch) before and after the stop; the global batch stays 8.

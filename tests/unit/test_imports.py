@@ -42,6 +42,7 @@ TORCH_FREE = [
     "threefold.data.store.store",
     "threefold.data.text.source",
     "threefold.data.tokens",
+    "threefold.doctor.all_ranks",
     "threefold.doctor.gpu",
     "threefold.doctor.machine",
     "threefold.doctor.network",

@@ -18,6 +18,7 @@ from threefold.audit.proof import Stretch
 from threefold.audit.record import Segment, StepsLine
 from threefold.data.mixture import Mixture
 from threefold.data.order import Order, Place
+from threefold.errors import ranks_text, rows_text
 from threefold.mesh.topology import Topology
 
 _NUM_NAMED = 8
@@ -60,6 +61,14 @@ class SampleRead:
         assert self.topology is not None
         size = self.topology.cp * self.topology.tp
         return list(range(self.dp_rank * size, (self.dp_rank + 1) * size))
+
+    def __str__(self) -> str:
+        where = f"epoch {self.epoch}, position {self.position:,}"
+        if self.step is None:
+            return f"not read in epoch {self.epoch} (it has position {self.position:,})"
+        if self.step == 0:
+            return f"left out by data.skip ({where})"
+        return f"step {self.step:,} ({where}), dp rank {self.dp_rank}: {ranks_text(self.ranks)}"
 
 
 def find_sample(stretches: Sequence[Stretch], row: int) -> list[SampleRead]:
@@ -183,3 +192,31 @@ def _turns_before(mixture: Mixture, position: int) -> Int64:
     periods, rest = divmod(position, mixture.period)
     begun = np.bincount(mixture.locate(np.arange(rest)).source, minlength=len(mixture.names))
     return periods * np.array(mixture.quotas, np.int64) + begun
+
+
+def coverage_lines(stretches: Sequence[Stretch]) -> Iterator[str]:
+    """How much of each epoch was read, by source in a mixture, and what data.skip left out: as lines for people."""
+    if stretches[0].segment.mixture is not None:
+        for name, size, read in turns(stretches):
+            yield f"  {name}: {read:,} reads of {size:,} rows ({read / size:.2f} epochs of its own)"
+    else:
+        for epoch in coverage(stretches):
+            first = stretches[0]
+            begun = epoch.epoch != first.epoch or first.start == 0
+            why = "they fill no batch at the end" if begun else "read before this record, or in no batch at the end"
+            line = f"  epoch {epoch.epoch}: {epoch.read:,} of {epoch.num_rows:,} rows, each exactly once"
+            if not epoch.finished:
+                yield f"{line}; {epoch.unread:,} not yet" if epoch.unread else line
+            elif epoch.unread:
+                more = ", ..." if epoch.unread > len(epoch.named) else ""
+                named = ", ".join(map(str, epoch.named)) + more
+                yield f"{line}; {epoch.unread:,} not: {why} (rows {named})"
+            else:
+                yield line
+    for stretch in stretches:
+        if not stretch.first_step:
+            rows = stretch.segment.order.rows_at(stretch.epoch, np.arange(stretch.start, stretch.stop))
+            yield (
+                f"  left out by data.skip: positions {stretch.start:,} to {stretch.stop - 1:,} of epoch "
+                f"{stretch.epoch} ({rows_text(rows)})"
+            )

@@ -9,11 +9,12 @@ dp rank in exactly one step, and a position is a row: the order is a bijection.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from threefold.audit.digest import Int64, fold_contents, predicted_samples
-from threefold.audit.record import Segment, SegmentLine, SkipLine, StepsLine
+from threefold.audit.record import Line, Segment, SegmentLine, SkipLine, StepsLine
 from threefold.data.order import Order, Place
 from threefold.data.rows.concat import Rows
 from threefold.errors import Problem, RunError, rows_text
@@ -77,6 +78,48 @@ def stretches_of(segments: Sequence[Segment]) -> list[Stretch]:
                 stop = position + count * order.global_batch
                 found.append(Stretch(epoch, position, stop, step, segment.start))
                 step += count if step else 0
+    return found
+
+
+def check_saved(lines: Sequence[Line], saved: Iterable[tuple[Path, int, Place]]) -> None:
+    """Each checkpoint was saved where the record says that its step ended.
+
+    A checkpoint of steps that were read again since stays until it is pruned, so any reading of its step counts.
+
+    Args:
+        saved: (checkpoint, its step, the place that it holds).
+
+    Raises:
+        RunError: a checkpoint of a step that has no record, or that ended at another place.
+    """
+    first_step = lines[0].first_step if isinstance(lines[0], SegmentLine) else 1
+    for path, step, place in saved:
+        readings = _places_after(lines, step)
+        if step < first_step or place in readings:
+            continue
+        if not readings:
+            raise RunError(
+                f"step {step} has no record, but {path} was saved after it",
+                expected="every step that was saved in audit.jsonl",
+                fix="restore the file where lines were lost; what was not recorded cannot be proved",
+            )
+        raise RunError(
+            f"{path} was saved at position {place.position} of epoch {place.epoch}, but by audit.jsonl step "
+            f"{step} ended at position {readings[-1].position} of epoch {readings[-1].epoch}",
+            expected="one place after each step",
+            fix="restore the file that was changed",
+        )
+
+
+def _places_after(lines: Sequence[Line], step: int) -> list[Place]:
+    found: list[Place] = []
+    order: Order | None = None
+    for line in lines:
+        if isinstance(line, SegmentLine):
+            order = line.order
+        elif isinstance(line, StepsLine) and line.first <= step <= line.last:
+            assert order is not None
+            found.append(order.after(line.place, step - line.first + 1))
     return found
 
 

@@ -9,67 +9,115 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+import typer
 
-from threefold.audit import record
-from threefold.audit.lookup import SampleRead, coverage, find_sample, find_step, turns
-from threefold.audit.proof import Stretch, prove, stretches_of
-from threefold.audit.record import Line, Segment, SegmentLine, StepsLine
-from threefold.checkpoint.layout import CheckpointFolder
-from threefold.config import loading
-from threefold.config.schema import Config
-from threefold.data.order import Order, Place
-from threefold.data.rows.concat import PADDING, Rows
-from threefold.data.store.prepare import Progress as Prepared
-from threefold.data.store.prepare import prepare
-from threefold.data.text.source import open_text
-from threefold.data.tokens import Tokenizer, load_tokenizer
-from threefold.errors import ConfigError, RunError, ranks_text, rows_text
+from threefold.errors import ConfigError, RunError, ranks_text
+
+if TYPE_CHECKING:
+    from threefold.audit.record import Segment
+    from threefold.data.rows.concat import Rows
+    from threefold.data.store.prepare import Progress
+    from threefold.data.tokens import Tokenizer
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Prepare data, and prove who read what and when.")
+
+_Run = Annotated[Path, typer.Argument(help="A run's folder.")]
 
 
-def prepare_store(
-    source: str,
-    tokenizer: str,
-    to: Path,
-    *,
-    text_field: str = "text",
-    split: str = "train",
-    config_name: str | None = None,
-    revision: str | None = None,
-    skip_bad_lines: bool = False,
-    num_workers: int | None = None,
-) -> Iterator[str]:
-    """Makes the token store of a source in a folder; yields what there is to tell."""
+@app.command("prepare")
+def prepare(
+    source: Annotated[str, typer.Option(help="stdlib, a file, folder or glob of .txt .md .py .jsonl .parquet, hf:ID.")],
+    tokenizer: Annotated[str, typer.Option(help="`bytes`, a Hub id or a folder.")],
+    to: Annotated[Path, typer.Option(help="The folder to make; the same command goes on with an unfinished one.")],
+    text_field: Annotated[str, typer.Option(help="Field with the text in .jsonl, .parquet and Hub rows.")] = "text",
+    split: Annotated[str, typer.Option(help="Split of a Hub dataset.")] = "train",
+    config_name: Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub dataset.")] = None,
+    skip_bad_lines: Annotated[
+        bool, typer.Option("--skip-bad-lines", help="Count what cannot be read instead of refusing it.")
+    ] = False,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "--num-workers", min=1, help="Processes; default: one a core.")
+    ] = None,
+) -> None:
+    """Make a memory-mapped token store (Megatron-LM's .bin and .idx) of a text source."""
+    from threefold.data.store import prepare as stores
+    from threefold.data.text.source import open_text
+    from threefold.data.tokens import load_tokenizer
+
     text = open_text(source, text_field=text_field, split=split, config_name=config_name, revision=revision)
     with _Bar(text.name) as bar:
-        made = prepare(
+        made = stores.prepare(
             text,
             load_tokenizer(tokenizer),
             to=to,
             skip_bad=skip_bad_lines,
-            num_workers=num_workers,
+            num_workers=workers,
             progress=bar.show,
         )
     info = made.info
     how = "is there already" if made.reused else "is made"
-    yield f"{made.prefix}.bin {how}: {info.num_tokens:,} tokens in {info.num_documents:,} documents ({info.tokenizer})"
+    typer.echo(
+        f"{made.prefix}.bin {how}: {info.num_tokens:,} tokens in {info.num_documents:,} documents ({info.tokenizer})"
+    )
     if info.num_skipped:
-        yield f"  {info.num_skipped:,} lines, rows or files could not be read and were skipped"
-    yield f"use it: threefold train --data.source {to} --data.tokenizer {tokenizer}"
+        typer.echo(f"  {info.num_skipped:,} lines, rows or files could not be read and were skipped")
+    typer.echo(f"use it: threefold train --data.source {to} --data.tokenizer {tokenizer}")
+
+
+@app.command("order")
+def order(
+    run: _Run,
+    sample: Annotated[int | None, typer.Option(help="Who has read this row, and when.")] = None,
+    step: Annotated[int | None, typer.Option(help="What this step has read.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the rows' text too.")] = False,
+) -> None:
+    """Say which steps and ranks have read a row, or which rows a step has read."""
+    if sample is not None and step is None:
+        lines = sample_lines(run, sample, show=show)
+    elif step is not None and sample is None:
+        lines = step_lines(run, step, show=show)
+    else:
+        raise ConfigError(
+            "--sample and --step are both given" if step is not None else "neither --sample nor --step is given",
+            expected="one of them: a row, or a step",
+            fix=f"threefold data order {run} --step 1",
+        )
+    for line in lines:
+        typer.echo(line)
+
+
+@app.command("audit")
+def audit(
+    run: _Run,
+    contents: Annotated[
+        bool, typer.Option("--contents", help="Read every token of the source again and compare it too.")
+    ] = False,
+) -> None:
+    """Prove that every sample was read exactly once an epoch, over all restarts and meshes of a run.
+
+    Exit codes: 0 proved; 1 not, with the first step that offends; 2 there is no such record.
+    """
+    for line in audit_lines(run, contents=contents):
+        typer.echo(line)
 
 
 class _Bar:
     """Progress over the bytes of a source: a live bar on a terminal, else a line at each tenth."""
 
     def __init__(self, name: str) -> None:
+        from rich import progress
+        from rich.console import Console
+
         self._console = Console(stderr=True, soft_wrap=True)
-        columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        self._bar = Progress(
-            TextColumn("{task.description}"),
+        columns = (progress.BarColumn(), progress.TaskProgressColumn())
+        times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
             *columns,
+            *times,
             console=self._console,
             transient=True,
             disable=not self._console.is_terminal,
@@ -86,7 +134,7 @@ class _Bar:
     ) -> None:
         self._bar.stop()
 
-    def show(self, progress: Prepared) -> None:
+    def show(self, progress: Progress) -> None:
         """Moves to where the making has come."""
         self._bar.update(self._task, total=progress.total_bytes, completed=progress.done_bytes)
         tenth = 10 * progress.done_bytes // max(1, progress.total_bytes)
@@ -96,7 +144,7 @@ class _Bar:
             self._console.print(line, highlight=False, markup=False)
 
 
-def audit(run: Path, *, contents: bool = False) -> Iterator[str]:
+def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
     """Proves what a run has read; yields what is proved.
 
     Args:
@@ -105,10 +153,17 @@ def audit(run: Path, *, contents: bool = False) -> Iterator[str]:
     Raises:
         RunError: the first step that offends.
     """
+    from threefold.audit import record
+    from threefold.audit.digest import Place
+    from threefold.audit.lookup import coverage_lines
+    from threefold.audit.proof import check_saved, prove
+    from threefold.checkpoint.layout import CheckpointFolder
+
     lines = record.read_lines(run / record.FILE)
     segments = record.standing(lines)
     stretches = prove(segments, _rows_of_run(run, segments)[0] if contents else None)
-    _check_checkpoints(run, lines)
+    checkpoints = [(each.path, each.step, each.manifest()["data"]) for each in CheckpointFolder(run).complete()]
+    check_saved(lines, [(path, step, Place(at["epoch"], at["position"])) for path, step, at in checkpoints])
     if not any(stretch.first_step for stretch in stretches):
         raise RunError(
             f"{run} has no audited step yet",
@@ -122,7 +177,7 @@ def audit(run: Path, *, contents: bool = False) -> Iterator[str]:
         end = segment.last_step or last
         if end >= segment.start.first_step:
             yield f"  steps {segment.start.first_step:,} to {end:,} on {segment.start.topology}"
-    yield from _coverage_lines(stretches)
+    yield from coverage_lines(stretches)
     num_read = sum(stretch.stop - stretch.start for stretch in stretches if stretch.first_step)
     what = "samples and tokens" if contents else "samples (tokens were compared during the run; --contents reads again)"
     if not segments[-1].start.data:
@@ -130,78 +185,17 @@ def audit(run: Path, *, contents: bool = False) -> Iterator[str]:
     yield f"proved: {num_read:,} reads, each by exactly one dp rank in exactly one step: {what}"
 
 
-def _coverage_lines(stretches: Sequence[Stretch]) -> Iterator[str]:
-    if stretches[0].segment.mixture is not None:
-        for name, size, read in turns(stretches):
-            yield f"  {name}: {read:,} reads of {size:,} rows ({read / size:.2f} epochs of its own)"
-    else:
-        for epoch in coverage(stretches):
-            first = stretches[0]
-            begun = epoch.epoch != first.epoch or first.start == 0
-            why = "they fill no batch at the end" if begun else "read before this record, or in no batch at the end"
-            line = f"  epoch {epoch.epoch}: {epoch.read:,} of {epoch.num_rows:,} rows, each exactly once"
-            if not epoch.finished:
-                yield f"{line}; {epoch.unread:,} not yet" if epoch.unread else line
-            elif epoch.unread:
-                more = ", ..." if epoch.unread > len(epoch.named) else ""
-                named = ", ".join(map(str, epoch.named)) + more
-                yield f"{line}; {epoch.unread:,} not: {why} (rows {named})"
-            else:
-                yield line
-    for stretch in stretches:
-        if not stretch.first_step:
-            rows = stretch.segment.order.rows_at(stretch.epoch, np.arange(stretch.start, stretch.stop))
-            yield (
-                f"  left out by data.skip: positions {stretch.start:,} to {stretch.stop - 1:,} of epoch "
-                f"{stretch.epoch} ({rows_text(rows)})"
-            )
-
-
 def _first_and_last_step(segments: Sequence[Segment]) -> tuple[int, int]:
     lasts = [line.first + segment.stands(line) - 1 for segment in segments for line in segment.steps]
     return segments[0].start.first_step, max(lasts)
 
 
-def _check_checkpoints(run: Path, lines: Sequence[Line]) -> None:
-    """Each checkpoint that is there was saved where the record says that its step ended.
-
-    A checkpoint of steps that were read again since stays until it is pruned, so any reading of its step counts.
-    """
-    first_step = lines[0].first_step if isinstance(lines[0], SegmentLine) else 1
-    for checkpoint in CheckpointFolder(run).complete():
-        data = checkpoint.manifest()["data"]
-        saved = Place(data["epoch"], data["position"])
-        readings = _places_after(lines, checkpoint.step)
-        if checkpoint.step < first_step or saved in readings:
-            continue
-        if not readings:
-            raise RunError(
-                f"step {checkpoint.step} has no record, but {checkpoint.path} was saved after it",
-                expected="every step that was saved in audit.jsonl",
-                fix="restore the file where lines were lost; what was not recorded cannot be proved",
-            )
-        raise RunError(
-            f"{checkpoint.path} was saved at position {saved.position} of epoch {saved.epoch}, but by audit.jsonl step "
-            f"{checkpoint.step} ended at position {readings[-1].position} of epoch {readings[-1].epoch}",
-            expected="one place after each step",
-            fix="restore the file that was changed",
-        )
-
-
-def _places_after(lines: Sequence[Line], step: int) -> list[Place]:
-    found: list[Place] = []
-    order: Order | None = None
-    for line in lines:
-        if isinstance(line, SegmentLine):
-            order = line.order
-        elif isinstance(line, StepsLine) and line.first <= step <= line.last:
-            assert order is not None
-            found.append(order.after(line.place, step - line.first + 1))
-    return found
-
-
-def order_of_sample(run: Path, sample: int, *, show: bool = False) -> Iterator[str]:
+def sample_lines(run: Path, sample: int, *, show: bool = False) -> Iterator[str]:
     """Which steps and ranks have read a row."""
+    from threefold.audit import record
+    from threefold.audit.lookup import find_sample
+    from threefold.audit.proof import stretches_of
+
     segments = record.read(run / record.FILE)
     num_rows = segments[0].start.num_rows
     if not 0 <= sample < num_rows:
@@ -212,24 +206,18 @@ def order_of_sample(run: Path, sample: int, *, show: bool = False) -> Iterator[s
         )
     stretches = stretches_of(segments)
     found = find_sample(stretches, sample) if stretches else []
-    yield from (f"row {sample}: {_what_became_of(read)}" for read in found)
+    yield from (f"row {sample}: {read}" for read in found)
     if not found:
         yield f"row {sample}: not read yet"
     if show:
         yield from _texts(run, segments, [sample])
 
 
-def _what_became_of(read: SampleRead) -> str:
-    where = f"epoch {read.epoch}, position {read.position:,}"
-    if read.step is None:
-        return f"not read in epoch {read.epoch} (it has position {read.position:,})"
-    if read.step == 0:
-        return f"left out by data.skip ({where})"
-    return f"step {read.step:,} ({where}), dp rank {read.dp_rank}: {ranks_text(read.ranks)}"
-
-
-def order_of_step(run: Path, step: int, *, show: bool = False) -> Iterator[str]:
+def step_lines(run: Path, step: int, *, show: bool = False) -> Iterator[str]:
     """Which rows a step has read, by dp rank."""
+    from threefold.audit import record
+    from threefold.audit.lookup import find_step
+
     segments = record.read(run / record.FILE)
     read = find_step(segments, step)
     if read is None:
@@ -252,6 +240,10 @@ def order_of_step(run: Path, step: int, *, show: bool = False) -> Iterator[str]:
 
 
 def _texts(run: Path, segments: Sequence[Segment], indices: Sequence[int]) -> Iterator[str]:
+    import numpy as np
+
+    from threefold.data.rows.concat import PADDING
+
     rows, tokenizer = _rows_of_run(run, segments)
     for index in indices:
         row = rows.rows(np.array([index], np.int64))
@@ -269,11 +261,12 @@ def _rows_of_run(run: Path, segments: Sequence[Segment]) -> tuple[Rows, Tokenize
     # Opening a run's data is the rank's; it brings torch.
     import torch
 
+    from threefold.config import loading
     from threefold.mesh.mesh import Mesh
     from threefold.mesh.topology import Topology
     from threefold.run import assemble, request
 
-    config = _config_of(run)
+    config = loading.load(str(run / "config.yaml"), environ={}).config
     tokenizer = request.tokenizer_of(config)
     rows = assemble.rows_of(config, tokenizer, Mesh(Topology(), 0, torch.device("cpu")))
     recorded = segments[-1].start.data
@@ -284,7 +277,3 @@ def _rows_of_run(run: Path, segments: Sequence[Segment]) -> tuple[Rows, Tokenize
             fix="restore the source, or run this command in the folder in which the run was started",
         )
     return rows, tokenizer
-
-
-def _config_of(run: Path) -> Config:
-    return loading.load(str(run / "config.yaml"), environ={}).config

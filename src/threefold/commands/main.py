@@ -11,9 +11,7 @@ from typing import Annotated
 import typer
 
 from threefold import __version__
-from threefold.commands import data_arguments as data
-from threefold.commands import doctor_arguments as doctor
-from threefold.commands import explain, export, submit, train, verify
+from threefold.commands import data, doctor, explain, export, submit, train, verify
 from threefold.errors import ThreefoldError
 
 app = typer.Typer(

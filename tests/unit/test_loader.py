@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranks.spawn import PRELOAD
-from threefold.data.loader import IGNORED, Batch, Order, TokenLoader, evaluation_batches
+from threefold.data.loader import Batch, Order, TokenLoader, evaluation_batches
 from threefold.data.partition import Tail
+from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, DataError
 
 SEQ_LEN = 4

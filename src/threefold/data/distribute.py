@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from threefold.data.loader import IGNORED
 from threefold.data.loop_sampler import LoopSampler, Pass
 from threefold.data.partition import Tail
+from threefold.data.rows.concat import IGNORED
 from threefold.data.sampler import DataAxis, Order, data_axis
 from threefold.errors import ConfigError
 

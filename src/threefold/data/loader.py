@@ -30,10 +30,9 @@ from threefold.data.partition import (
     steps_per_epoch,
 )
 from threefold.data.permutation import MAX_ROWS, ORDER_VERSION, Permutation
-from threefold.data.rows.concat import Rows
+from threefold.data.rows.concat import IGNORED, Rows
 from threefold.data.skip import StepRange, num_batches, skips_ahead
 
-IGNORED = -100
 Batch = dict[str, Tensor]
 
 

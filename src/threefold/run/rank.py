@@ -47,8 +47,7 @@ from threefold.training.metrics import flops_per_token, peak_flops
 from threefold.training.nonfinite import Finite, Policy
 from threefold.training.optimizer import adamw
 from threefold.training.progress import Progress
-from threefold.training.settle import settle_buckets
-from threefold.training.step import TrainStep
+from threefold.training.step import TrainStep, warm_up_buckets
 
 log = logging.getLogger("threefold")
 
@@ -161,7 +160,7 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
     for path in mesh.share("accept", lambda: [str(moved) for moved in folder.accept(config)]):
         console.print(f"  set aside: {path}, later than the step that the run goes on from", highlight=False)
     lock.keep()
-    settle_buckets(model, mesh, rows=micro_batch, seq_len=config.data.seq_len)
+    warm_up_buckets(model, mesh, rows=micro_batch, seq_len=config.data.seq_len)
     keeper.start()
     text = architecture.get_text_config()
     trackers: list[Tracker] = []

@@ -24,7 +24,7 @@ from threefold.training.nonfinite import Finite
 from threefold.training.optimizer import learning_rate
 from threefold.training.progress import OwnTime, Progress, Slowest, Watch
 from threefold.training.signals import StopRequest
-from threefold.training.step import Batch, StepResult, TrainStep, evaluate, mean_aux_loss, mean_loss
+from threefold.training.step import Batch, StepResult, TrainStep, evaluate, mean_aux_loss, mean_loss, micro_batches
 
 log = logging.getLogger("threefold")
 
@@ -86,9 +86,9 @@ def train_loop(run: Run, *, first_step: int) -> Outcome:
             epoch = run.loader.epoch
             run.progress.enter("data", step=step)
             batch = window.read(batches)
-            micro_batches = _micro_batches(batch, run.micro_batch)
+            pieces = micro_batches(batch, run.micro_batch)
             lr = learning_rate(step, num_steps=run.num_steps, config=config.optimizer)
-            result = run.step(micro_batches, lr=lr)
+            result = run.step(pieces, lr=lr)
             if run.audit is not None:
                 run.audit.observe(step, batch)
             window.steps += 1
@@ -99,7 +99,7 @@ def train_loop(run: Run, *, first_step: int) -> Outcome:
             evaluating = bool(run.eval_batches) and (last or _is_nth(step, config.eval.every))
             due = last or stopping or _is_nth(step, config.checkpoint.every)
             if run.finite is not None:
-                _look_for_nonfinite(run, step, result, micro_batches, now=logged or evaluating or due)
+                _look_for_nonfinite(run, step, result, pieces, now=logged or evaluating or due)
             if logged:
                 run.progress.enter("log")
                 slowest.tell(window.own.total_s())
@@ -150,11 +150,6 @@ class _Window:
 
 def _is_nth(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
-
-
-def _micro_batches(batch: Batch, rows: int) -> list[Batch]:
-    count = len(batch["labels"])
-    return [{name: values[start : start + rows] for name, values in batch.items()} for start in range(0, count, rows)]
 
 
 def _step_metrics(

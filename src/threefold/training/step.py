@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from threefold.data.rows.concat import IGNORED
 from threefold.mesh.mesh import Mesh
 from threefold.model.build import ParallelModel
 from threefold.model.data_parallel import last_backward
 from threefold.model.head import Sums
-from threefold.training.loss import IGNORED, TokenLoss
+from threefold.training.loss import TokenLoss
 from threefold.training.progress import Progress
 from threefold.training.router import RouterLoss, summed
 
@@ -221,6 +223,31 @@ def forward_sums(
                 use_cache=False,
             )
         yield sums
+
+
+def micro_batches(batch: Batch, rows: int) -> list[Batch]:
+    """A batch in pieces of `rows` rows, the last one perhaps shorter."""
+    count = len(batch["labels"])
+    return [{name: values[start : start + rows] for name, values in batch.items()} for start in range(0, count, rows)]
+
+
+def warm_up_buckets(model: ParallelModel, mesh: Mesh, *, rows: int, seq_len: int) -> None:
+    """One backward over [rows, seq_len] tokens, as a micro-batch has; nothing of it stays. Every rank calls it.
+
+    torch's DistributedDataParallel lays out its buckets anew after the first backward, in the order in which the
+    gradients came. Where a gradient lies in a bucket decides in which order the ranks' parts of it are added. Without
+    this, a resumed run on more than two ranks would make its first step with other sums than one that never stopped.
+    """
+    if not isinstance(model.forward, DistributedDataParallel):
+        return
+    tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
+    batch = {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(seq_len).expand(rows, -1)}
+    with (
+        torch.random.fork_rng(devices=[mesh.device] if mesh.device.type == "cuda" else []),
+        forward_sums(model, batch, mesh, token_loss_of(model, mesh)) as sums,
+    ):
+        sums.objective.backward()
+    model.module.zero_grad(set_to_none=True)
 
 
 @torch.no_grad()

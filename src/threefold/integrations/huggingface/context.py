@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from threefold.data.loader import IGNORED
+from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh, active_mesh
 from threefold.model.context_parallel import split as context_parallel

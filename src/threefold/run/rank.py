@@ -47,7 +47,7 @@ from threefold.training.metrics import flops_per_token, peak_flops
 from threefold.training.nonfinite import Finite, Policy
 from threefold.training.optimizer import adamw
 from threefold.training.progress import Progress
-from threefold.training.step import TrainStep, warm_up_buckets
+from threefold.training.step import TrainStep, token_loss_of, warm_up_buckets
 
 log = logging.getLogger("threefold")
 
@@ -179,8 +179,9 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
             optimizer,
             mesh,
             grad_clip=config.train.grad_clip,
-            label_smoothing=config.train.label_smoothing,
-            z_loss=config.train.z_loss,
+            token_loss=token_loss_of(
+                model, mesh, label_smoothing=config.train.label_smoothing, z_loss=config.train.z_loss
+            ),
             progress=progress,
         ),
         loader,

@@ -63,12 +63,12 @@ class TrainStep:
         mesh: Mesh,
         *,
         grad_clip: float = 0.0,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
+        token_loss: TokenLoss | None = None,
         observe: Callable[[], None] | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Args:
+        token_loss: from `token_loss_of`; by default the cross entropy alone.
         observe: called when the gradients are whole and not yet clipped; for those who compare them.
         progress: told in which phase the step is.
         """
@@ -76,7 +76,7 @@ class TrainStep:
         self._optimizer = optimizer
         self._mesh = mesh
         self._grad_clip = grad_clip
-        self._token_loss = token_loss_of(model, mesh, label_smoothing=label_smoothing, z_loss=z_loss)
+        self._token_loss = token_loss or token_loss_of(model, mesh)
         self._router = RouterLoss.of(model.module.config)
         self._observe = observe
         self._parameters_on = next(model.module.parameters()).device

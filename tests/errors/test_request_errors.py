@@ -18,7 +18,7 @@ from threefold.errors import EXIT_WRONG_REQUEST, CheckpointError, ConfigError, T
 from threefold.mesh import environment
 from threefold.mesh.topology import Topology, resolve
 from threefold.model.load import plan_of
-from threefold.model.tensor_parallel import plan as tensor_parallel
+from threefold.model.tensor_parallel.plan import plan_problems
 from threefold.run.folder import open_run
 from threefold.run.request import check
 
@@ -431,7 +431,7 @@ def test_key_value_heads_by_tp() -> None:
 def test_size_to_paste_divides_heads_of_both_kinds() -> None:
     """8 heads alone could be split over 4 ranks, 2 key-value heads not."""
     model = architecture(num_attention_heads=8)
-    found = tensor_parallel.problems(model, 5, plan=plan_of(model))
+    found = plan_problems(model, 5, plan=plan_of(model))
     assert [str(one) for one in found] == [
         problem(
             f"mesh.tp = 5 cannot divide the {heads} of 'llama'", "whole heads on every rank: one of 1, 2", "--mesh.tp 2"
@@ -448,9 +448,9 @@ def test_model_without_a_plan(model_type: str) -> None:
         "a model whose layers can be split, or one tp rank",
         "--mesh.tp 1   (use mesh.dp, mesh.dp_shard or mesh.cp instead)",
     )
-    assert [str(one) for one in tensor_parallel.problems(model, 2, plan=plan_of(model))] == [no_plan]
+    assert [str(one) for one in plan_problems(model, 2, plan=plan_of(model))] == [no_plan]
     assert text(checking(Topology(tp=2), model)) == no_plan
-    assert tensor_parallel.problems(model, 1, plan=plan_of(model)) == []
+    assert plan_problems(model, 1, plan=plan_of(model)) == []
     checking(Topology(dp_replicate=2), model)()
 
 

@@ -32,8 +32,7 @@ class Miniature:
         from threefold.run.folder import RunFolder, open_run
         from threefold.run.resume import Keeper, undamaged
         from threefold.training.optimizer import adamw
-        from threefold.training.settle import settle_buckets
-        from threefold.training.step import TrainStep
+        from threefold.training.step import TrainStep, warm_up_buckets
 
         logging.getLogger("threefold").addHandler(logging.NullHandler())
         replicate, shard, cp, tp = sizes
@@ -59,24 +58,19 @@ class Miniature:
         self.step = TrainStep(self.model, self.optimizer, self.mesh, grad_clip=1.0)
         self.keeper = Keeper(self.config, self.folder, self.mesh, self.model, self.optimizer, self.loader, architecture)
         self.done = self.keeper.resume()
-        settle_buckets(self.model, self.mesh, rows=micro_batch, seq_len=16)
+        warm_up_buckets(self.model, self.mesh, rows=micro_batch, seq_len=16)
         self.keeper.start()
         self._micro_batch = micro_batch
         self._batches: Iterator[Any] = iter(self.loader)
 
     def advance(self, steps: int) -> list[tuple[float, float, list[int]]]:
         """(loss, gradient norm, rows of this dp rank) of each of the next steps."""
-        from threefold.training.step import mean_loss
+        from threefold.training.step import mean_loss, micro_batches
 
         curve = []
         for _ in range(steps):
             batch = next(self._batches)
-            count = len(batch["labels"])
-            pieces = [
-                {name: values[start : start + self._micro_batch] for name, values in batch.items()}
-                for start in range(0, count, self._micro_batch)
-            ]
-            result = self.step(pieces, lr=self.config.optimizer.lr)
+            result = self.step(micro_batches(batch, self._micro_batch), lr=self.config.optimizer.lr)
             self.done += 1
             curve.append((mean_loss(result, self.mesh), result.grad_norm.item(), batch["indices"].tolist()))
         return curve

@@ -25,7 +25,7 @@ from ranks.test_parity import (
 from threefold.config.loading import validate
 from threefold.errors import ConfigError
 from threefold.model import load
-from threefold.model.tensor_parallel import plan as tensor_parallel
+from threefold.model.tensor_parallel.plan import expert_problems
 
 MIXTRAL = {**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN3 = {**TINY_LLAMA, "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2}
@@ -71,7 +71,7 @@ def test_whole_experts_are_resumed_as_parts_of_all(tmp_path: Any) -> None:
 
 def _said(model: dict[str, Any], ep: int, tp: int) -> str:
     architecture = load.read_config(validate({"model": {"config": model}}).model)
-    found = tensor_parallel.expert_problems(architecture, ep, tp)
+    found = expert_problems(architecture, ep, tp)
     return str(ConfigError.of(found)) if found else ""
 
 

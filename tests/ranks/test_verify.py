@@ -38,12 +38,8 @@ PLANTED = {
         "from threefold.model.context_parallel import split as c\n"
         "plain = c.local_positions\n"
         "c.local_positions = lambda n, *, cp_size, cp_rank: plain(n, cp_size=cp_size, cp_rank=cp_rank).roll(1)\n"
-        "shard = c.ContextParallel.shard\n"
-        "def wrong(self, batch):\n"
-        "    local = shard(self, batch)\n"
-        "    self._query_positions = self._query_positions.roll(-1)\n"
-        "    return local\n"
-        "c.ContextParallel.shard = wrong\n",
+        "masks = c.BatchMasks\n"
+        "c.BatchMasks = lambda *, queries, **rest: masks(queries=queries.roll(-1), **rest)\n",
         ("--mesh.cp", "2"),
         "the first layer whose output departs: layer 0",
     ),

@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranks.spawn import PRELOAD
-from threefold.data.loader import IGNORED, Batch, TokenLoader, evaluation_batches
+from threefold.data.loader import Batch, TokenLoader, evaluation_batches
 from threefold.data.order import Order
 from threefold.data.partition import Tail
+from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, DataError
 
 SEQ_LEN = 4

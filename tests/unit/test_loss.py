@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from threefold.training.loss import IGNORED, TokenLoss
+from threefold.data.rows.concat import IGNORED
+from threefold.training.loss import TokenLoss
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:

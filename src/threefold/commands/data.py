@@ -154,10 +154,10 @@ def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
         RunError: the first step that offends.
     """
     from threefold.audit import record
-    from threefold.audit.digest import Place
     from threefold.audit.lookup import coverage_lines
     from threefold.audit.proof import check_saved, prove
     from threefold.checkpoint.layout import CheckpointFolder
+    from threefold.data.order import Place
 
     lines = record.read_lines(run / record.FILE)
     segments = record.standing(lines)

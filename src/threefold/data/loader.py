@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from threefold.data.order import Cursor, Order, Place, StepRange, num_batches, skips_ahead
 from threefold.data.partition import check_global_batch
-from threefold.data.rows.concat import Rows
+from threefold.data.rows.concat import IGNORED, Rows
 
-IGNORED = -100
 Batch = dict[str, Tensor]
 
 

@@ -8,6 +8,7 @@ one data rank read the same ones. `resolve` turns what the user asked for into s
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 from threefold.config.schema import MeshConfig
@@ -106,31 +107,9 @@ def resolve(mesh: MeshConfig, *, launched_world_size: int | None, num_devices: i
         if num_devices is None:
             return default_topology(8), "the default on a CPU"
         return default_topology(num_devices), f"one rank for each of {num_devices} devices: no mesh key was given"
-    sizes = {axis: getattr(mesh, axis) for axis in ("dp", "cp", "tp")}
-    if sizes["dp"] is None and mesh.dp_shard is not None:
-        sizes["dp"] = mesh.dp_shard
-    automatic = [axis for axis, size in sizes.items() if size == "auto"]
-    if len(automatic) > 1:
-        raise ConfigError(
-            " and ".join(f"mesh.{axis} = auto" for axis in automatic) + " leave more than one axis open",
-            expected="at most one axis on auto, filled from the number of ranks and the others",
-            fix=f"--mesh.{automatic[1]} 1",
-        )
     ranks = launched_world_size if launched_world_size is not None else num_devices
-    why = "as given"
-    if automatic:
-        axis = automatic[0]
-        others = _product(size for name, size in sizes.items() if name != axis and isinstance(size, int))
-        available = ranks if ranks is not None else 8
-        if available % others:
-            raise ConfigError(
-                f"mesh.{axis} = auto cannot be filled: {available} ranks are not a multiple of {others}",
-                expected="world size = dp x cp x tp",
-                fix=_fitting(available),
-            )
-        sizes[axis] = available // others
-        why = f"{axis} filled from {available} ranks"
-    dp, cp, tp = (sizes[axis] or 1 for axis in ("dp", "cp", "tp"))
+    sizes, why = _filled(mesh, 8 if ranks is None else ranks)
+    dp, cp, tp = (sizes[axis] for axis in ("dp", "cp", "tp"))
     shard = dp if mesh.dp_shard == "auto" else mesh.dp_shard or 1
     if dp % shard:
         raise ConfigError(
@@ -149,11 +128,28 @@ def resolve(mesh: MeshConfig, *, launched_world_size: int | None, num_devices: i
     return topology, why
 
 
-def _product(sizes: object) -> int:
-    product = 1
-    for size in sizes:  # type: ignore[attr-defined]
-        product *= size
-    return product
+def _filled(mesh: MeshConfig, available: int) -> tuple[dict[str, int], str]:
+    """Sizes of dp, cp and tp, the one on auto filled from the `available` ranks; and why."""
+    dp = mesh.dp if mesh.dp is not None else mesh.dp_shard
+    asked = {"dp": dp, "cp": mesh.cp, "tp": mesh.tp}
+    given = {axis: size or 1 for axis, size in asked.items() if size != "auto"}
+    automatic = [axis for axis in asked if axis not in given]
+    if len(automatic) > 1:
+        raise ConfigError(
+            " and ".join(f"mesh.{axis} = auto" for axis in automatic) + " leave more than one axis open",
+            expected="at most one axis on auto, filled from the number of ranks and the others",
+            fix=f"--mesh.{automatic[1]} 1",
+        )
+    if not automatic:
+        return given, "as given"
+    axis, others = automatic[0], math.prod(given.values())
+    if available % others:
+        raise ConfigError(
+            f"mesh.{axis} = auto cannot be filled: {available} ranks are not a multiple of {others}",
+            expected="world size = dp x cp x tp",
+            fix=_fitting(available),
+        )
+    return {**given, axis: available // others}, f"{axis} filled from {available} ranks"
 
 
 def _fitting(world_size: int) -> str:

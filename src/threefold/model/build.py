@@ -6,7 +6,7 @@ read the weights. What is optimised is built afterwards, on the parameters as th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,13 +21,12 @@ from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
 from threefold.model import activation_checkpointing, data_parallel, fused_loss, head, load, lora
 from threefold.model.context_parallel import flex
-from threefold.model.context_parallel import split as context_parallel
-from threefold.model.context_parallel.split import ContextParallel
-from threefold.model.tensor_parallel import plan as tensor_parallel
-from threefold.model.tensor_parallel.plan import TensorParallelism
+from threefold.model.context_parallel.split import ContextParallel, choose_method, split_problems
+from threefold.model.tensor_parallel.plan import TensorParallelism, plan_problems, split_over_tp
 from threefold.model.tensor_parallel.sequence import gather
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Choices = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,8 @@ def load_model(
     )
     architecture = load.read_config(asked.model)
     plan = load.plan_of(architecture, trust_remote_code=trust_remote_code)
-    problems = tensor_parallel.problems(architecture, mesh.topology.tp, plan=plan)
-    problems += context_parallel.problems(asked.mesh.cp_method, architecture, mesh.topology)
+    problems = plan_problems(architecture, mesh.topology.tp, plan=plan)
+    problems += split_problems(asked.mesh.cp_method, architecture, mesh.topology)
     if problems:
         raise ConfigError.of(problems)
     return build(asked, architecture, mesh)
@@ -105,37 +104,19 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
         architecture: from `load.read_config`, checked against the mesh.
     """
     dtype = DTYPES[config.model.dtype]
-    method, method_why = context_parallel.choose(
-        config.mesh.cp_method, architecture, mesh.topology, seq_len=config.data.seq_len
-    )
-    kernel, kernel_why = flex.choose(config.model.attention, architecture, device=mesh.device.type)
-    context = ContextParallel(mesh, method=method, kernel=kernel)
+    context, attention_choices = _context(config, architecture, mesh)
     model: Any = load.build_without_storage(
         architecture, attention=context.name, trust_remote_code=config.model.trust_remote_code
     )
     model.config.use_cache = False
     names = load.stored_names(model)
-    shared_evenly = config.data.seq_len % (mesh.size("cp") * mesh.size("tp")) == 0
-    scatter = config.mesh.sequence_parallel if shared_evenly else False
-    tensor, sequence = tensor_parallel.apply(model, mesh, scatter=scatter, whole_experts=config.mesh.ep > 1)
-    if config.model.lora.r:
-        tensor = lora.inject(model, config.model.lora, tensor, mesh)
+    tensor, split_choices = _split(model, config, mesh)
     if config.train.activation_checkpointing != "none":
         activation_checkpointing.install(model, config.train.activation_checkpointing)
     if config.train.compile:
         for layer in data_parallel.layers_of(model):
             layer.compile()
-    sharers = tensor.sequence_group
-    whole = {"whole": partial(gather, group=sharers)} if sharers is not None else {}
-    kind_of_head, head_why = head.kind_of(model)
-    fused, fused_why = fused_loss.choose(
-        config.train.fused_loss,
-        kind_of_head,
-        device=mesh.device.type,
-        tp=mesh.size("tp"),
-        label_smoothing=config.train.label_smoothing,
-    )
-    head.install(model, chunk=config.train.loss_chunk_tokens, fused=fused, **whole)
+    loss_choices = _install_head(model, config, tensor, mesh)
     kind, why = data_parallel.choose(mesh.topology)
     if kind == "fsdp":
         data_parallel.shard(
@@ -153,20 +134,49 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
         )
     model.train()
     forward = data_parallel.replicate(model, mesh) if kind == "ddp" else model
-    choices = [(f"data parallelism: {kind}", why)]
-    if mesh.size("cp") > 1:
-        choices.append((f"context parallelism: {method}", method_why))
+    choices = ((f"data parallelism: {kind}", why), *attention_choices, *split_choices, *loss_choices)
+    autocast = None if kind == "fsdp" or dtype == torch.float32 else dtype
+    return ParallelModel(forward, model, context, tensor, autocast, choices)
+
+
+def _context(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[ContextParallel, Choices]:
+    """The cp axis with the way in which its ranks meet, and the attention kernel."""
+    method, method_why = choose_method(config.mesh.cp_method, architecture, mesh.topology, seq_len=config.data.seq_len)
+    kernel, kernel_why = flex.choose(config.model.attention, architecture, device=mesh.device.type)
+    choices = [(f"context parallelism: {method}", method_why)] if mesh.size("cp") > 1 else []
     if kernel == "flex" or config.model.attention != "auto":
         choices.append((f"attention: {kernel}", kernel_why))
-    if sequence is not None:
-        choices.append(sequence)
+    return ContextParallel(mesh, method=method, kernel=kernel), choices
+
+
+def _split(model: PreTrainedModel, config: Config, mesh: Mesh) -> tuple[TensorParallelism, Choices]:
+    """Splits the model over tp; adapters come after, as their projections are split then."""
+    shared_evenly = config.data.seq_len % (mesh.size("cp") * mesh.size("tp")) == 0
+    scatter = config.mesh.sequence_parallel if shared_evenly else False
+    tensor, sequence = split_over_tp(model, mesh, scatter=scatter, whole_experts=config.mesh.ep > 1)
+    choices = [sequence] if sequence is not None else []
     if config.mesh.ep > 1:
         choices.append((f"experts: whole ones on each of {config.mesh.ep} tp ranks", "as given"))
     if config.model.lora.r:
+        tensor = lora.inject(model, config.model.lora, tensor, mesh)
         choices.append(lora.described(model))
-    if fused:
-        choices.append(("loss: Liger's kernel", fused_why))
-    if kind_of_head is None:
-        choices.append(("loss: all logits of a micro-batch at once", head_why))
-    autocast = None if kind == "fsdp" or dtype == torch.float32 else dtype
-    return ParallelModel(forward, model, context, tensor, autocast, tuple(choices))
+    return tensor, choices
+
+
+def _install_head(model: PreTrainedModel, config: Config, tensor: TensorParallelism, mesh: Mesh) -> Choices:
+    """Gives the model a forward that ends in the loss."""
+    sharers = tensor.sequence_group
+    whole = {"whole": partial(gather, group=sharers)} if sharers is not None else {}
+    kind, why = head.kind_of(model)
+    fused, fused_why = fused_loss.choose(
+        config.train.fused_loss,
+        kind,
+        device=mesh.device.type,
+        tp=mesh.size("tp"),
+        label_smoothing=config.train.label_smoothing,
+    )
+    head.install(model, chunk=config.train.loss_chunk_tokens, fused=fused, **whole)
+    choices = [("loss: Liger's kernel", fused_why)] if fused else []
+    if kind is None:
+        choices.append(("loss: all logits of a micro-batch at once", why))
+    return choices

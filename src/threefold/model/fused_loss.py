@@ -16,17 +16,18 @@ from transformers import PreTrainedModel
 
 from threefold.errors import Problem
 
-IGNORED = -100
-
 
 class Additions(Protocol):
-    """What a loss adds to the cross entropy."""
+    """What a loss adds to the cross entropy, and the label that it leaves out."""
 
     @property
     def label_smoothing(self) -> float: ...
 
     @property
     def z_loss(self) -> float: ...
+
+    @property
+    def ignored(self) -> int: ...
 
 
 def problems(asked: str, *, device: str, tp: int, label_smoothing: float) -> list[Problem]:
@@ -104,7 +105,7 @@ def fused_sums(
         labels,
         bias,
         None,
-        IGNORED,
+        loss.ignored,
         loss.z_loss,
         0.0,
         "sum",

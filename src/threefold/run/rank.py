@@ -41,8 +41,7 @@ from threefold.training.loop import Outcome, Run, train_loop
 from threefold.training.metrics import flops_per_token, peak_flops
 from threefold.training.nonfinite import Finite, Policy
 from threefold.training.progress import Progress
-from threefold.training.settle import settle_buckets
-from threefold.training.step import TrainStep
+from threefold.training.step import TrainStep, token_loss_of, warm_up_buckets
 
 log = logging.getLogger("threefold")
 
@@ -157,7 +156,7 @@ def _trackers(console: Console, run: Built) -> list[Tracker]:
 def _watched(run: Built, audit: Audit, trackers: list[Tracker]) -> Outcome:
     """Trains to the end or to a stop signal, watched, audited and heard by the trackers; returns when all is saved."""
     config, keeper = run.config, run.keeper
-    settle_buckets(run.model, run.mesh, rows=run.micro_batch, seq_len=config.data.seq_len)
+    warm_up_buckets(run.model, run.mesh, rows=run.micro_batch, seq_len=config.data.seq_len)
     keeper.start()
     try:
         outcome = train_loop(_loop_of(run, audit, trackers), first_step=run.done + 1)
@@ -181,8 +180,9 @@ def _loop_of(run: Built, audit: Audit, trackers: list[Tracker]) -> Run:
         run.optimizer,
         mesh,
         grad_clip=config.train.grad_clip,
-        label_smoothing=config.train.label_smoothing,
-        z_loss=config.train.z_loss,
+        token_loss=token_loss_of(
+            run.model, mesh, label_smoothing=config.train.label_smoothing, z_loss=config.train.z_loss
+        ),
         progress=progress,
     )
     flops = flops_per_token(

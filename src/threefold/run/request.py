@@ -16,8 +16,8 @@ from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 from threefold.model import data_parallel, fused_loss, load, lora
 from threefold.model.context_parallel import flex
-from threefold.model.context_parallel import split as context_parallel
-from threefold.model.tensor_parallel import plan as tensor_parallel
+from threefold.model.context_parallel.split import split_problems
+from threefold.model.tensor_parallel.plan import expert_problems, plan_problems
 
 
 def tokenizer_name(config: Config) -> tuple[str, str]:
@@ -70,9 +70,9 @@ def check(
     """
     problems = _batch_problems(config, topology)
     plan = load.plan_of(architecture, trust_remote_code=config.model.trust_remote_code)
-    problems += tensor_parallel.problems(architecture, topology.tp, plan=plan)
-    problems += tensor_parallel.expert_problems(architecture, config.mesh.ep, topology.tp)
-    problems += context_parallel.problems(config.mesh.cp_method, architecture, topology)
+    problems += plan_problems(architecture, topology.tp, plan=plan)
+    problems += expert_problems(architecture, config.mesh.ep, topology.tp)
+    problems += split_problems(config.mesh.cp_method, architecture, topology)
     problems += data_parallel.problems(config.mesh, topology, device=device)
     problems += trackers.problems(config.log.trackers)
     problems += flex.problems(config.model.attention, architecture, device=device)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from threefold.audit.compare import Audit
 from threefold.audit.digest import TOKEN_FIELDS
@@ -25,7 +26,7 @@ from threefold.training.nonfinite import Finite
 from threefold.training.optimizer import learning_rate
 from threefold.training.progress import OwnTime, Progress, Slowest, Watch
 from threefold.training.signals import StopRequest
-from threefold.training.step import Batch, StepResult, TrainStep, evaluate, mean_aux_loss, mean_loss
+from threefold.training.step import Batch, StepResult, TrainStep, evaluate, mean_aux_loss, mean_loss, micro_batches
 
 log = logging.getLogger("threefold")
 
@@ -78,46 +79,60 @@ class Outcome:
 
 def train_loop(run: Run, *, first_step: int) -> Outcome:
     """Steps from `first_step` to the last one or to a stop signal; the state is saved at the end either way."""
-    config, mesh = run.config, run.mesh
     batches = iter(run.loader)
-    window, slowest = _Window(), Slowest(mesh)
+    window, slowest = _Window(), Slowest(run.mesh)
     loss: float | None = None
-    with StopRequest(mesh) as stop, run.watch or nullcontext():
+    with StopRequest(run.mesh) as stop, run.watch or nullcontext():
         for step in range(first_step, run.num_steps + 1):
             epoch = run.loader.epoch
             run.progress.enter("data", step=step)
             batch = window.read(batches)
-            micro_batches = _micro_batches(batch, run.micro_batch)
-            lr = learning_rate(step, num_steps=run.num_steps, config=config.optimizer)
-            result = run.step(micro_batches, lr=lr)
+            pieces = micro_batches(batch, run.micro_batch)
+            lr = learning_rate(step, num_steps=run.num_steps, config=run.config.optimizer)
+            result = run.step(pieces, lr=lr)
             if run.audit is not None:
                 run.audit.observe(step, *(batch[name].numpy(force=True) for name in ("indices", *TOKEN_FIELDS)))
             window.steps += 1
-            last = step == run.num_steps
             stopping = stop.after(step)
             run.notice(step)
-            logged = last or stopping or step == first_step or step % config.log.every == 0
-            evaluating = bool(run.eval_batches) and (last or _is_nth(step, config.eval.every))
-            due = last or stopping or _is_nth(step, config.checkpoint.every)
+            due = _due_after(step, run, first=step == first_step, end=stopping or step == run.num_steps)
             if run.finite is not None:
-                _look_for_nonfinite(run, step, result, micro_batches, now=logged or evaluating or due)
-            if logged:
+                _look_for_nonfinite(run, step, result, pieces, now=any(due))
+            if due.log:
                 run.progress.enter("log")
                 slowest.tell(window.own.total_s())
-                loss = mean_loss(result, mesh)
+                loss = mean_loss(result, run.mesh)
                 _tell(run.trackers, _step_metrics(run, step, epoch, loss, lr, result, window, slowest))
                 window = _Window()
-            eval_loss = _evaluate(run, step) if evaluating else None
-            if run.audit is not None and (due or eval_loss is not None or run.audit.due(step)):
+            eval_loss = _evaluate(run, step) if due.evaluation else None
+            saving = due.save or due.evaluation
+            if run.audit is not None and (saving or run.audit.due(step)):
                 run.progress.enter("audit")
                 run.audit.check()
-            if due or eval_loss is not None:
+            if saving:
                 run.progress.enter("save")
-                run.keep(step, eval_loss, due)
+                run.keep(step, eval_loss, due.save)
                 window = _Window()  # saving and evaluating is not stepping
-            if stopping and not last:
+            if stopping and step < run.num_steps:
                 return Outcome(step, loss, stopped=True)
     return Outcome(run.num_steps, loss, stopped=False)
+
+
+class _Due(NamedTuple):
+    """What follows a step, on every rank alike."""
+
+    log: bool
+    evaluation: bool
+    save: bool
+
+
+def _due_after(step: int, run: Run, *, first: bool, end: bool) -> _Due:
+    config = run.config
+    return _Due(
+        log=first or end or step % config.log.every == 0,
+        evaluation=bool(run.eval_batches) and (step == run.num_steps or _is_nth(step, config.eval.every)),
+        save=end or _is_nth(step, config.checkpoint.every),
+    )
 
 
 def _look_for_nonfinite(run: Run, step: int, result: StepResult, batches: Sequence[Batch], *, now: bool) -> None:
@@ -151,11 +166,6 @@ class _Window:
 
 def _is_nth(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
-
-
-def _micro_batches(batch: Batch, rows: int) -> list[Batch]:
-    count = len(batch["labels"])
-    return [{name: values[start : start + rows] for name, values in batch.items()} for start in range(0, count, rows)]
 
 
 def _step_metrics(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100
+from threefold.data.rows.concat import IGNORED
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class TokenLoss:
         vocabulary: entries of the whole vocabulary; needed for label smoothing on parts.
         label_smoothing: share of the target's probability that is spread over the vocabulary (arXiv:1512.00567).
         z_loss: weight of the squared logarithm of the softmax' sum (PaLM, arXiv:2204.02311, section 5).
+        ignored: label of what is no target.
     """
 
     group: dist.ProcessGroup | None = None
@@ -34,6 +35,7 @@ class TokenLoss:
     vocabulary: int = 0
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    ignored: int = IGNORED
 
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(what is minimised, the cross entropy alone): scalar sums over the labels that are not -100.
@@ -47,9 +49,9 @@ class TokenLoss:
             sums: tuple[Tensor, Tensor] = _SplitLoss.apply(logits, labels, self)  # type: ignore[assignment]
             return sums[0], sums[1].detach()
         if not self.label_smoothing and not self.z_loss:
-            total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+            total = F.cross_entropy(logits, labels, ignore_index=self.ignored, reduction="sum")
             return total, total.detach()
-        counted = labels != IGNORED
+        counted = labels != self.ignored
         normaliser = logits.logsumexp(-1)
         target = logits.gather(1, labels.where(counted, 0)[:, None])[:, 0]
         objective = normaliser - (1 - self.label_smoothing) * target + self.z_loss * normaliser.square()
@@ -82,7 +84,7 @@ class _SplitLoss(torch.autograd.Function):
         exponentials = shifted.exp_()
         sums = torch.stack([exponentials.sum(-1), *parts])
         dist.all_reduce(sums, group=loss.group)
-        counted = labels != IGNORED
+        counted = labels != loss.ignored
         # Of the true logits, not of the shifted ones.
         log_sum = sums[0].log()
         cross_entropy = torch.where(counted, log_sum - sums[1], 0.0)

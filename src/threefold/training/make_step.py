@@ -11,7 +11,7 @@ from threefold.config.schema import OptimizerConfig
 from threefold.mesh.mesh import Mesh
 from threefold.model.build import ParallelModel
 from threefold.training.optimizer import adamw
-from threefold.training.step import Batch, TrainStep, mean_loss
+from threefold.training.step import Batch, TrainStep, mean_loss, micro_batches
 
 
 class StepNumbers(NamedTuple):
@@ -54,10 +54,6 @@ class _Step:
     def __call__(self, batch: Batch) -> StepNumbers:
         rows, length = batch["input_ids"].shape
         positions = torch.arange(length).expand(rows, length)
-        batch = {"position_ids": positions, **batch}
-        size = self._micro_batch or rows
-        micro_batches = [
-            {name: values[begin : begin + size] for name, values in batch.items()} for begin in range(0, rows, size)
-        ]
-        result = self._step(micro_batches, lr=self.lr)
+        pieces = micro_batches({"position_ids": positions, **batch}, self._micro_batch or rows)
+        result = self._step(pieces, lr=self.lr)
         return StepNumbers(mean_loss(result, self._mesh), result.grad_norm.item())

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from threefold.data.rows.concat import IGNORED
 from threefold.mesh.mesh import Mesh
 from threefold.model.build import ParallelModel
 from threefold.model.data_parallel import last_backward
 from threefold.model.head import Sums
-from threefold.training.loss import IGNORED, TokenLoss
+from threefold.training.loss import TokenLoss
 from threefold.training.progress import Progress
 from threefold.training.router import RouterLoss, summed
 
@@ -61,12 +63,12 @@ class TrainStep:
         mesh: Mesh,
         *,
         grad_clip: float = 0.0,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
+        token_loss: TokenLoss | None = None,
         observe: Callable[[], None] | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Args:
+        token_loss: from `token_loss_of`; by default the cross entropy alone.
         observe: called when the gradients are whole and not yet clipped; for those who compare them.
         progress: told in which phase the step is.
         """
@@ -74,7 +76,7 @@ class TrainStep:
         self._optimizer = optimizer
         self._mesh = mesh
         self._grad_clip = grad_clip
-        self._token_loss = token_loss_of(model, mesh, label_smoothing=label_smoothing, z_loss=z_loss)
+        self._token_loss = token_loss or token_loss_of(model, mesh)
         self._router = RouterLoss.of(model.module.config)
         self._observe = observe
         self._parameters_on = next(model.module.parameters()).device
@@ -221,6 +223,31 @@ def forward_sums(
                 use_cache=False,
             )
         yield sums
+
+
+def micro_batches(batch: Batch, rows: int) -> list[Batch]:
+    """A batch in pieces of `rows` rows, the last one perhaps shorter."""
+    count = len(batch["labels"])
+    return [{name: values[start : start + rows] for name, values in batch.items()} for start in range(0, count, rows)]
+
+
+def warm_up_buckets(model: ParallelModel, mesh: Mesh, *, rows: int, seq_len: int) -> None:
+    """One backward over [rows, seq_len] tokens, as a micro-batch has; nothing of it stays. Every rank calls it.
+
+    torch's DistributedDataParallel lays out its buckets anew after the first backward, in the order in which the
+    gradients came. Where a gradient lies in a bucket decides in which order the ranks' parts of it are added. Without
+    this, a resumed run on more than two ranks would make its first step with other sums than one that never stopped.
+    """
+    if not isinstance(model.forward, DistributedDataParallel):
+        return
+    tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
+    batch = {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(seq_len).expand(rows, -1)}
+    with (
+        torch.random.fork_rng(devices=[mesh.device] if mesh.device.type == "cuda" else []),
+        forward_sums(model, batch, mesh, token_loss_of(model, mesh)) as sums,
+    ):
+        sums.objective.backward()
+    model.module.zero_grad(set_to_none=True)
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from threefold.run import assemble, request
 from threefold.run.failure import is_first_failure, report_failure
 from threefold.run.rank import quieten_libraries
 from threefold.training.optimizer import adamw, learning_rate
-from threefold.training.step import TrainStep, mean_loss
+from threefold.training.step import TrainStep, mean_loss, micro_batches
 from threefold.verify.comparison import OUTPUT_TOLERANCE, Comparison, Options, group_of, write_comparison
 from threefold.verify.single_process import Curve, run_alone
 
@@ -99,11 +99,10 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
     micro_batch = observed if config.train.micro_batch == "auto" else config.train.micro_batch
     for number in range(1, options.steps + 1):
         batch = next(loader)
-        pieces = [
-            {name: values[start : start + micro_batch] for name, values in batch.items()}
-            for start in range(0, observed, micro_batch)
-        ]
-        result = step(pieces, lr=learning_rate(number, num_steps=options.steps, config=config.optimizer))
+        result = step(
+            micro_batches(batch, micro_batch),
+            lr=learning_rate(number, num_steps=options.steps, config=config.optimizer),
+        )
         found.losses.append((mean_loss(result, mesh), losses[number - 1]))
         found.norms.append((result.grad_norm.item(), norms[number - 1]))
         if number == 1:

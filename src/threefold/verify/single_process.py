@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from threefold.config.schema import Config
+from threefold.data.rows.concat import IGNORED
 from threefold.model import lora
-from threefold.training.loss import IGNORED
 from threefold.training.optimizer import adamw, learning_rate
 
 Batch = dict[str, Tensor]

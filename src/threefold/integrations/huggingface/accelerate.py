@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from threefold.data.distribute import DistributedLoader, IgnoreLastRow, check_loader, distribute
-from threefold.data.loader import IGNORED
 from threefold.data.partition import Tail
+from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError
 from threefold.integrations.huggingface.data import Axis, Collate, Numbered, NumberedRows, Tracked
 from threefold.integrations.huggingface.evaluation import BlockBatches

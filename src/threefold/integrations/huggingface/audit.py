@@ -25,8 +25,9 @@ from threefold.audit.compare import Audit, departs, numbered, one_off
 from threefold.audit.offences import Evidence, explain
 from threefold.audit.record import Segment, SegmentLine
 from threefold.data.order import Order, Place
+from threefold.data.sampler import DistributedSampler
 from threefold.errors import Problem, ranks_text
-from threefold.integrations.huggingface.data import StepSampler, Taken, TrainLoader
+from threefold.integrations.huggingface.data import Taken, TrainLoader
 from threefold.integrations.huggingface.tally import Tally, gather
 from threefold.jsonl import MetricsFile
 
@@ -149,7 +150,7 @@ class OrderAudit:
         self._audit.close()
 
 
-def _order_of(sampler: StepSampler) -> Order:
+def _order_of(sampler: DistributedSampler) -> Order:
     return Order(
         num_rows=sampler.epoch_size,
         global_batch=sampler.global_batch,

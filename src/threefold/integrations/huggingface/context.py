@@ -18,11 +18,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from threefold.data.loader import IGNORED
+from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh, active_mesh
-from threefold.model.context_parallel import split as context_parallel
-from threefold.model.context_parallel.split import ContextParallel, gathered_positions
+from threefold.model.context_parallel.split import ContextParallel, choose_method, gathered_positions, split_problems
 
 # What the Trainer passes to every model, and what a cut one does alike without.
 _PASSED_OVER = {"num_items_in_batch", "return_dict", "use_cache", "output_attentions", "output_hidden_states"}
@@ -40,7 +39,7 @@ def problems(trainer: Any) -> list[Problem]:
     mesh, args = mesh_of_rows(), trainer.args
     if mesh is None:
         return []
-    found = context_parallel.problems("auto", trainer.model.config, mesh.topology)
+    found = split_problems("auto", trainer.model.config, mesh.topology)
     kind = type(trainer.model).__name__
     for wrong, what, expected, fix in (
         (
@@ -77,7 +76,7 @@ def cut_rows(model: Any, mesh: Mesh) -> None:
     """Replaces the model's forward; before anything is wrapped around it."""
     config: PretrainedConfig = model.config
     longest = getattr(config.get_text_config(), "max_position_embeddings", 0) or 0
-    method, _ = context_parallel.choose("auto", config, mesh.topology, seq_len=longest)
+    method, _ = choose_method("auto", config, mesh.topology, seq_len=longest)
     context = ContextParallel(mesh, method=method)
     model.set_attn_implementation(context.name)
     own_forward = model.forward

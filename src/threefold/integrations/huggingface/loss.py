@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import find_batch_size
 from torch import Tensor
 
-from threefold.data.loader import IGNORED
+from threefold.data.rows.concat import IGNORED
 
 
 def targets_in(batch: Any, *, shifts_labels: bool) -> Tensor | int:

@@ -42,18 +42,18 @@ def attend(
         kwargs.pop("softcap", None)
         kwargs.pop("s_aux", None)
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-    return _written_out(module, query, key, value, mask, **kwargs), None
+    dropout = kwargs.pop("dropout", 0.0) if module.training else 0.0
+    return _written_out(query, key, value, mask, dropout=dropout, **kwargs), None
 
 
 def _written_out(
-    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     *,
+    dropout: float,
     scaling: float | None = None,
-    dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
@@ -73,5 +73,5 @@ def _written_out(
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     if s_aux is not None:
         weights = weights[..., :-1]
-    weights = torch.dropout(weights, dropout, module.training)
+    weights = torch.dropout(weights, dropout, True)
     return (weights @ value).transpose(1, 2).contiguous()

@@ -53,7 +53,7 @@ def gathered_positions(sequence: int, *, cp_size: int) -> Tensor:
     return torch.cat([local_positions(sequence, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)])
 
 
-def choose(method: str, config: PretrainedConfig, topology: Topology, *, seq_len: int) -> tuple[str, str]:
+def choose_method(method: str, config: PretrainedConfig, topology: Topology, *, seq_len: int) -> tuple[str, str]:
     """(`gather` or `ulysses`, why) for what `mesh.cp_method` asks."""
     if method != "auto":
         return method, "as given"
@@ -64,7 +64,7 @@ def choose(method: str, config: PretrainedConfig, topology: Topology, *, seq_len
     return "ulysses", f"the heads divide by cp, and rows have {_ULYSSES_FROM} tokens or more"
 
 
-def problems(method: str, config: PretrainedConfig, topology: Topology) -> list[Problem]:
+def split_problems(method: str, config: PretrainedConfig, topology: Topology) -> list[Problem]:
     """What stands against splitting this architecture's sequences; empty where nothing does."""
     if topology.cp == 1:
         return []

@@ -55,7 +55,7 @@ class TensorParallelism:
     shared_input: SharedInput | None = None
 
 
-def problems(config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, str] | None) -> list[Problem]:
+def plan_problems(config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, str] | None) -> list[Problem]:
     """What stands against splitting this architecture over `tp_size` ranks; empty where nothing does.
 
     Args:
@@ -146,7 +146,7 @@ def _expanded(model: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, str]
     return found
 
 
-def apply(
+def split_over_tp(
     model: PreTrainedModel, mesh: Mesh, *, scatter: bool | str = "auto", whole_experts: bool = False
 ) -> tuple[TensorParallelism, tuple[str, str] | None]:
     """Splits `model` (on the meta device) over the tp axis; says what was split, and what was chosen and why.
@@ -160,54 +160,77 @@ def apply(
     """
     if mesh.size("tp") == 1:
         return TensorParallelism(), None
-    tp_group = mesh.group("tp")
-    assert tp_group is not None
+    group = mesh.group("tp")
+    assert group is not None
     head_name, head = _named(model, model.get_output_embeddings())
     embedding_name, embedding = _named(model, model.get_input_embeddings())
     tied = head is not None and embedding is not None and head.weight is embedding.weight
-    plan = model_plan(model)
-    partial = tuple(name for name, style in plan.items() if style == _SUMMED_EVERY_BACKWARD)
-    plan = {name: "replicate" if style == _SUMMED_EVERY_BACKWARD else style for name, style in plan.items()}
-    if head_name:
-        plan |= {name: "colwise" for name in (f"{head_name}.weight", f"{head_name}.bias") if _has(model, name)}
-        plan[head_name] = "colwise"
-    if tied:
-        plan |= {f"{embedding_name}.weight": "embedding_rowwise", embedding_name: "embedding_rowwise"}
+    plan, partial = _exact_plan(model, head_name, tied_to=embedding_name if tied else "")
     experts = _expanded(model, model.ep_plan) if whole_experts else {}
     plan = {name: style for name, style in plan.items() if name not in experts}
     scattered, why = _sequence(model, {**plan, **experts}, asked=scatter)
-    if scattered and not tied:
-        plan |= {f"{embedding_name}.weight": "embedding_rowwise", embedding_name: "embedding_rowwise"}
-    shared = None if scattered else SharedInput(tp_group)
+    if scattered:
+        plan |= _rules(model, embedding_name, "embedding_rowwise")
+    shared = None if scattered else SharedInput(group)
     projections = _split(model, plan, mesh, shared)
+    _deal_out(model, experts, mesh)
+    parts = _enter_parts(model, plan, group) if scattered else []
+    if tied:
+        # Splitting gave each of the two modules a parameter of its own; they are one again.
+        head._parameters["weight"] = embedding._parameters["weight"]
+    parameters = dict(model.named_parameters())
+    placements = {name: each.placements[0] for name, each in parameters.items() if isinstance(each, DTensor)}
+    if scattered:
+        partial += _known_in_part(model, plan, parts, placements)
+    split = TensorParallelism(
+        placements=placements,
+        partial_gradients=tuple(dict.fromkeys(name for name in partial if name in parameters)),
+        vocabulary_start=_vocabulary_start(head, mesh) if head_name else None,
+        sequence_group=group if scattered else None,
+        projections=projections,
+        shared_input=shared,
+    )
+    return split, (f"sequence parallelism: {'on' if scattered else 'off'}", why)
+
+
+def _exact_plan(model: PreTrainedModel, head_name: str, *, tied_to: str) -> tuple[dict[str, str], list[str]]:
+    """The model's plan with a head that stays split, and the replicated parameters whose gradient it would sum.
+
+    Args:
+        tied_to: name of the embedding that shares the head's weight, or empty.
+    """
+    plan = model_plan(model)
+    partial = [name for name, style in plan.items() if style == _SUMMED_EVERY_BACKWARD]
+    plan |= dict.fromkeys(partial, "replicate")
+    if head_name:
+        plan |= _rules(model, head_name, "colwise")
+    if tied_to:
+        plan |= _rules(model, tied_to, "embedding_rowwise")
+    return plan, partial
+
+
+def _rules(model: PreTrainedModel, module: str, style: str) -> dict[str, str]:
+    own = [name for name in (f"{module}.weight", f"{module}.bias") if _has(model, name)]
+    return dict.fromkeys([*own, module], style)
+
+
+def _deal_out(model: PreTrainedModel, experts: dict[str, str], mesh: Mesh) -> None:
+    """Gives each tp rank some of the experts that the plan `experts` names."""
     if experts:
         from transformers.distributed.expert_parallel import apply_expert_parallelism
 
         assert mesh.device_mesh is not None
         apply_expert_parallelism(model, mesh.device_mesh["tp"], mesh.device_mesh["tp"], experts)
-    parts = _enter_parts(model, plan, tp_group) if scattered else []
-    if tied:
-        # Splitting gave each of the two modules a parameter of its own; they are one again.
-        head._parameters["weight"] = embedding._parameters["weight"]
-    placements = {
-        name: parameter.placements[0] for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)
-    }
-    names = {name for name, _ in model.named_parameters()}
-    if scattered:
-        # What stands between the split parts, and a bias that is added behind a sum, sees a part of the sequence only.
-        inside = {id(p) for part in parts for p in part.parameters()}
-        biases = {f"{name}.bias" for name, style in plan.items() if style == "rowwise"}
-        between = [name for name, p in model.named_parameters() if id(p) not in inside or name in biases]
-        partial += tuple(name for name in between if name not in placements or placements[name].is_replicate())
-    split = TensorParallelism(
-        placements=placements,
-        partial_gradients=tuple(dict.fromkeys(name for name in partial if name in names)),
-        vocabulary_start=_vocabulary_start(head, mesh) if head_name else None,
-        sequence_group=tp_group if scattered else None,
-        projections=projections,
-        shared_input=shared,
-    )
-    return split, (f"sequence parallelism: {'on' if scattered else 'off'}", why)
+
+
+def _known_in_part(
+    model: PreTrainedModel, plan: Mapping[str, str], parts: list[nn.Module], placements: Mapping[str, Placement]
+) -> list[str]:
+    """The whole parameters that see a part of the sequence: between the split parts, and biases behind a sum."""
+    inside = {id(parameter) for part in parts for parameter in part.parameters()}
+    biases = {f"{name}.bias" for name, style in plan.items() if style == "rowwise"}
+    between = [name for name, each in model.named_parameters() if id(each) not in inside or name in biases]
+    return [name for name in between if name not in placements or placements[name].is_replicate()]
 
 
 def _sequence(model: PreTrainedModel, plan: Mapping[str, str], *, asked: bool | str) -> tuple[bool, str]:

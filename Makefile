@@ -1,4 +1,4 @@
-# Everything a newcomer or CI needs; each target installs what it uses, once, into .venv.
+# Everything a newcomer or CI needs. Each target installs what it uses, once, into .venv.
 #   make train                       train the default model on 8 local ranks
 #   make train ARGS="CONFIG.yaml"    any arguments of `threefold train`
 #   make train TORCH_INDEX=URL       take torch from that index (see pytorch.org/get-started)
@@ -22,7 +22,7 @@ $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# Torch comes first and alone: with an index of one's own it is not held to the constraints' version.
+# Torch is installed first and alone: with TORCH_INDEX, it is not held to the constraints' version.
 $(VENV)/.runtime: $(VENV)/.python pyproject.toml constraints.txt
 	$(if $(TORCH_INDEX),$(BIN)/python -m pip install -q --index-url "$(TORCH_INDEX)" "torch>=2.11",)
 	grep -v $(if $(TORCH_INDEX),'^torch==','^$$') $(CONSTRAINTS) > $(VENV)/constraints.txt
@@ -39,13 +39,13 @@ train: $(VENV)/.runtime
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m "not slow and not launchers and not examples" $(TESTS)
 
-# Kills, stalls and lost hosts in their long forms (KILLS=10: a sample); two hosts need root and iproute2.
+# Kills, stalls and lost hosts in their long forms (KILLS=10: a sample). Two hosts need root and iproute2.
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m slow tests
 	$(BIN)/python benchmarks/chaos.py --kills $(KILLS)
 
-# Real launchers: torchrun, accelerate, mpirun, Slurm, SageMaker's toolkit, two hosts. Their Python parts have a venv of
-# their own; what is missing is skipped with the reason.
+# Real launchers: torchrun, accelerate, mpirun, Slurm, SageMaker's toolkit, two hosts. Their Python parts have their own
+# venv. Tests whose launcher is missing are skipped with the reason.
 LAUNCHERS := .venv-launchers
 DEBIAN := slurm-wlm munge openmpi-bin mpich iproute2
 
@@ -61,7 +61,7 @@ test-launchers: $(VENV)/.dev $(LAUNCHERS)/.installed
 	  || echo "$(DEBIAN): not all could be installed; what needs them is skipped"; fi
 	$(BIN)/python -m pytest -q -m launchers tests/launchers
 
-# Every example by the command of its page, and long cases of what is tested shortly elsewhere.
+# Every example by the command of its page, and long versions of tests that are short elsewhere.
 test-examples: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m examples tests
 

@@ -84,7 +84,7 @@ class DataConfig(_Section):
     lookahead: PositiveInt | None = Field(
         None, description="best_fit: number of documents to choose among at a time; default 8192"
     )
-    skip_bad_lines: bool = Field(False, description="count unreadable lines instead of refusing them")
+    skip_bad_lines: bool = Field(False, description="count unreadable input instead of refusing it")
     shuffle: bool = Field(True, description="keyed shuffle of the rows, new in every epoch")
     seed: Count = Field(0, description="seed of the order of rows")
     num_workers: Count = Field(0, description="loader processes per rank")

@@ -289,7 +289,7 @@ def test_damaged_copy_of_the_source_behind_a_rank() -> None:
 def test_row_that_the_source_does_not_have() -> None:
     window = Window(CountingRows(10), first_step=1)
     batch = CountingRows(99).rows(np.array([3, 50]))
-    window.add(np.array([3, 50]), **batch)
+    window.add(np.array([3, 50]), *batch.values())
     assert window.difference is not None and window.difference[:2] == (1, 50)
 
 
@@ -358,7 +358,7 @@ def record(
             for dp_rank in range(topology.dp):
                 window = Window(CountingRows(num_rows), first_step=step)
                 for indices in rows[:, dp_rank :: topology.dp]:
-                    window.add(indices, **CountingRows(num_rows).rows(indices))
+                    window.add(indices, *CountingRows(num_rows).rows(indices).values())
                 contents.append(window.contents)
             samples = predicted_samples(rows, first_step=step, dp_size=topology.dp)
             lines.append(StepsLine(number, step, last, *place, tuple(samples), tuple(contents)))

@@ -298,8 +298,8 @@ def test_rows_without_a_sample_are_left_out() -> None:
     with_ignored, without = Window(rows, first_step=1), Window(rows, first_step=1)
     batch = rows.rows(np.array([3, 4, 3]))
     batch["labels"][2] = -100
-    with_ignored.add(np.array([3, 4, -1]), **batch)
-    without.add(np.array([3, 4]), **{name: values[:2] for name, values in batch.items()})
+    with_ignored.add(np.array([3, 4, -1]), *batch.values())
+    without.add(np.array([3, 4]), *(values[:2] for values in batch.values()))
     assert with_ignored.message() == without.message()
 
 

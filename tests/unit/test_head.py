@@ -94,6 +94,11 @@ def test_unknown_head_keeps_its_own_forward() -> None:
     assert kind_of(_model("falcon")) == (None, "the head of FalconForCausalLM is not known")
 
 
+@pytest.mark.parametrize("model_type", ["roberta", "camembert", "xlm-roberta", "data2vec-text", "roberta-prelayernorm"])
+def test_head_with_layers_of_its_own_keeps_its_forward(model_type: str) -> None:
+    assert kind_of(_model(model_type))[0] is None
+
+
 def test_class_of_somebody_else_is_not_known_by_its_name() -> None:
     class LlamaForCausalLM(transformers.LlamaForCausalLM):
         """Could do anything to its logits."""

@@ -67,7 +67,9 @@ def kind_of(model: PreTrainedModel) -> tuple[str | None, str]:
     """How the model makes its logits (`plain`, `multiplied`, `divided`, `capped`; None: not known), and why."""
     cls = type(model)
     kind = HEADS.get(cls.__name__) if cls.__module__.startswith("transformers.") else None
-    if kind is None or model.get_output_embeddings() is None:
+    # A head with layers of its own (roberta's: dense, norm, decoder) is more than the product at its end.
+    head = model.get_output_embeddings()
+    if kind is None or head is None or all(child is not head for child in model.children()):
         return None, f"the head of {cls.__name__} is not known"
     return kind, "its head is of a known kind"
 

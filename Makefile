@@ -70,7 +70,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/test_imports.py
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/test_imports.py tests/unit/test_house.py
 
 fix: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

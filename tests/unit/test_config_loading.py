@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from threefold.config import loading
-from threefold.config.loading import Loaded, dump, validate
+from threefold.config.loading import Loaded, validate
 from threefold.config.schema import Config, OptimizerConfig, TrainConfig
-from threefold.config.text import as_yaml
+from threefold.config.text import as_yaml, dump
 from threefold.errors import ConfigError
 
 TEXT = st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=120)

@@ -23,7 +23,6 @@ TORCH_FREE = [
     "threefold.config",
     "threefold.config.rules",
     "threefold.config.loading",
-    "threefold.config.problems",
     "threefold.config.text",
     "threefold.audit.digest",
     "threefold.audit.offences",

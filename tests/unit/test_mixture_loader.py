@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from ranks.spawn import PRELOAD
 from threefold.config import loading
-from threefold.config.loading import dump, validate
-from threefold.config.text import as_yaml
+from threefold.config.loading import validate
+from threefold.config.text import as_yaml, dump
 from threefold.data.loader import TokenLoader
 from threefold.data.mixture import Mixture
 from threefold.data.order import Order

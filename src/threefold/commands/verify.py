@@ -1,13 +1,24 @@
-"""`threefold verify`: parse, call, exit code."""
+"""`threefold verify`: the mesh against one process, on the user's own model.
+
+Where the two depart, each axis of the mesh is tried alone to say which one is wrong.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from threefold.errors import EXIT_FAILED
+
+if TYPE_CHECKING:
+    from threefold.config.loading import Loaded
+    from threefold.config.schema import Config
+    from threefold.mesh.topology import Topology
+    from threefold.verify.comparison import Comparison, Options
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -37,8 +48,63 @@ def command(
     from threefold.commands.arguments import split
     from threefold.config import loading
     from threefold.mesh import environment
-    from threefold.verify.comparison import Options, verify_command
+    from threefold.verify.comparison import Options
 
     path, overrides = split(context.args)
     loaded = loading.load(path, overrides, environ=os.environ, defaults=environment.defaults())
     sys.exit(verify_command(loaded, Options(steps, layers, random)))
+
+
+def verify_command(loaded: Loaded, options: Options) -> int:
+    """Verifies the mesh of the config and returns the exit code: 0 it holds, 1 it departs."""
+    from threefold.mesh import environment, local_ranks
+    from threefold.mesh.topology import resolve
+    from threefold.verify.verdict import diagnose, table
+
+    info = environment.current()
+    if info.launcher is not None:
+        topology, _ = resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None)
+        from threefold.verify.mesh_side import verify_rank
+
+        return verify_rank(loaded.config, options, topology, None)
+    from threefold.run.start import PRELOAD, topology_here
+
+    local_ranks.preload(PRELOAD)
+    topology, why = topology_here(loaded.config)
+    print(f"mesh {topology} on {topology.world_size} ranks ({why}) against one process, float32, {options.steps} steps")
+    found = on_ranks(loaded.config, options, topology)
+    if isinstance(found, int):
+        return found
+    print("\n".join(table(found)))
+    if found.holds:
+        print("the mesh follows the single process")
+        return 0
+    print(diagnose(topology, lambda smaller: on_ranks(loaded.config, options, smaller)))
+    return EXIT_FAILED
+
+
+def on_ranks(config: Config, options: Options, topology: Topology) -> Comparison | int:
+    """The comparison made on local ranks, or the exit code of a failed attempt."""
+    import tempfile
+
+    from threefold.mesh import local_ranks
+    from threefold.verify.comparison import read_comparison
+
+    with tempfile.TemporaryDirectory(prefix="threefold-verify-") as folder:
+        answer = Path(folder) / "comparison.json"
+        if topology.world_size == 1:
+            from threefold.verify.mesh_side import verify_rank
+
+            code = verify_rank(config, options, topology, str(answer))
+        else:
+            arguments = (config, options, topology, str(answer))
+            code = local_ranks.start_ranks(_rank_entry, arguments, num_ranks=topology.world_size)
+        if not answer.exists():
+            return code or EXIT_FAILED
+        return read_comparison(answer)
+
+
+def _rank_entry(config: Config, options: Options, topology: Topology, answer: str) -> None:
+    from threefold.verify.mesh_side import verify_rank
+
+    sys.exit(verify_rank(config, options, topology, answer))

@@ -6,16 +6,16 @@ as a whole, and the origin of each value. Unknown keys are refused with the near
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
-from threefold.config.problems import every_key, inner_sections, keys_of, problem_of, unknown, value_at
-from threefold.config.rules import contradictions
-from threefold.config.schema import Config
-from threefold.config.text import pasted, read_yaml
+from threefold.config.rules import MIXTURE_FIX, contradictions
+from threefold.config.schema import Config, MixtureSource, every_key, inner_sections, keys_of, value_at
+from threefold.config.text import as_yaml, parse, pasted
 from threefold.errors import ConfigError, Problem
 
 MESH_VARIABLES = {"DP_SIZE": "mesh.dp", "CP_SIZE": "mesh.cp", "TP_SIZE": "mesh.tp"}
@@ -59,41 +59,18 @@ def load(
     problems: list[Problem] = []
     values: dict[str, dict[str, Any]] = {}  # and one level deeper where a section has one inside
     origins: dict[str, str] = {}
-
-    def put(key: str, value: Any, origin: str) -> None:
-        section, _, name = key.partition(".")
-        inner, _, rest = name.partition(".")
-        if inner not in inner_sections(section):
-            values.setdefault(section, {})[name] = value
-        elif not rest and isinstance(value, Mapping):
-            for each, own in value.items():
-                put(f"{key}.{each}", own, origin)
-            return
-        elif not rest:
-            values.setdefault(section, {})[inner] = value
-        else:
-            values.setdefault(section, {}).setdefault(inner, {})[rest] = value
-        origins[key] = origin
-
-    def put_text(key: str, text: str, name: str, origin: str) -> None:
-        before = len(problems)
-        value = _parse(text, name, problems)
-        if len(problems) == before:
-            put(key, value, origin)
-
-    for key, value, origin in defaults:
-        put_text(key, value, origin, origin)
-    for variable, key in MESH_VARIABLES.items():
-        if (text := environ.get(variable)) is not None:
-            put_text(key, text, variable, f"environment {variable}")
+    before = [(key, text, origin, origin) for key, text, origin in defaults]
+    before += [
+        (key, environ[name], name, f"environment {name}") for name, key in MESH_VARIABLES.items() if name in environ
+    ]
+    after = [(key, text, origin, origin) for key, text, origin in settings]
+    after += [(key, text, f"--{key}", "command line") for key, text in overrides]
+    layers = _parsed(before, problems)
     if path is not None:
-        for key, value in _read_file(path, problems):
-            put(key, value, path)
-    for key, value, origin in settings:
-        put_text(key, value, origin, origin)
-    for key, text in overrides:
-        put_text(key, text, f"--{key}", "command line")
-    problems += unknown(values)
+        layers += [(key, value, path) for key, value in _read_file(path, problems)]
+    for key, value, origin in layers + _parsed(after, problems):
+        _put(values, origins, key, value, origin)
+    problems += _unknown(values)
     if not problems:
         return Loaded(validate(values, origins), origins)
     try:
@@ -101,6 +78,33 @@ def load(
     except ConfigError as error:
         problems += error.problems
     raise ConfigError.of(problems)
+
+
+def _parsed(texts: Iterable[tuple[str, str, str, str]], problems: list[Problem]) -> list[tuple[str, Any, str]]:
+    """(section.key, value, origin) of (section.key, text, name in an error, origin); what is not YAML is a problem."""
+    found = []
+    for key, text, name, origin in texts:
+        try:
+            found.append((key, parse(text, name), origin))
+        except ConfigError as error:
+            problems += error.problems
+    return found
+
+
+def _put(values: dict[str, dict[str, Any]], origins: dict[str, str], key: str, value: Any, origin: str) -> None:
+    section, _, name = key.partition(".")
+    inner, _, rest = name.partition(".")
+    if inner not in inner_sections(section):
+        values.setdefault(section, {})[name] = value
+    elif rest:
+        values.setdefault(section, {}).setdefault(inner, {})[rest] = value
+    elif isinstance(value, Mapping):
+        for each, own in value.items():
+            _put(values, origins, f"{key}.{each}", own, origin)
+        return
+    else:
+        values.setdefault(section, {})[inner] = value
+    origins[key] = origin
 
 
 def _known(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -127,8 +131,8 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        problems = unknown(values) + [
-            problem_of(entry, origins or {})
+        problems = _unknown(values) + [
+            _problem_of(entry, origins or {})
             for entry in error.errors()
             if entry["type"] != "extra_forbidden" or entry["loc"][:2] == ("data", "mixture")
         ]
@@ -151,7 +155,11 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         problems.append(Problem(f"{path}: {reason}", "a YAML file that can be read", "check the path"))
         return []
-    content = _parse(text, path, problems)
+    try:
+        content = parse(text, path)
+    except ConfigError as error:
+        problems += error.problems
+        return []
     if content is None:
         return []
     if not isinstance(content, Mapping):
@@ -180,37 +188,102 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
     return pairs
 
 
-def _parse(text: str, origin: str, problems: list[Problem]) -> Any:
-    from ruamel.yaml.error import YAMLError
-
-    try:
-        return read_yaml(text)
-    # Besides syntax: a date that does not exist, more digits than an int may have, a mapping inside itself.
-    except (YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{origin}, line {mark.line + 1}" if mark is not None and "\n" in text else origin
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        problems.append(
-            Problem(
-                f"{place}: {reason}",
-                "YAML 1.2",
-                f"text needs quotes inside the shell's quotes: {pasted(text.strip())}"
-                if "\n" not in text
-                else "correct the line",
+def _unknown(values: Mapping[str, Any]) -> list[Problem]:
+    """A problem for each key that the schema does not have, with the nearest one."""
+    found = []
+    every = every_key()
+    for section, keys in values.items():
+        in_section = section in Config.model_fields
+        names = _names(section, keys) if isinstance(keys, Mapping) else [section]
+        for name in names:
+            if name in every or (in_section and not isinstance(keys, Mapping)):
+                continue
+            known = every if in_section else [*Config.model_fields, *every]
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            ends = [key for key in every if key.rpartition(".")[2] == name.rpartition(".")[2]]
+            meant = next(iter(ends or nearest), None)
+            expected = (
+                f"one of {section}.{{{', '.join(keys_of(section))}}}"
+                if in_section
+                else f"a key of the sections {', '.join(Config.model_fields)}"
             )
-        )
-        return None
+            fix = f"did you mean {meant}?" if meant else "`threefold train --print-config` lists every key"
+            found.append(Problem(f"unknown key {name}", expected, fix))
+    return found
 
 
-def dump(config: Config) -> str:
-    """The config as YAML text that `load` reads back."""
-    import io
+def _names(section: str, keys: Mapping[str, Any]) -> Iterator[str]:
+    inner = inner_sections(section)
+    for key, value in keys.items():
+        if key in inner and isinstance(value, Mapping):
+            yield from (f"{section}.{key}.{each}" for each in value)
+        elif key not in inner:
+            yield f"{section}.{key}" if key else section
 
-    from ruamel.yaml import YAML
 
-    yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    buffer = io.StringIO()
-    yaml.dump(config.model_dump(mode="json"), buffer)
-    return buffer.getvalue()
+_EXPECTED = {
+    "greater_than": "a number greater than {gt}",
+    "greater_than_equal": "a number of at least {ge}",
+    "finite_number": "a finite number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "literal_error": "one of {expected}",
+    "missing": "another entry",
+    "model_type": "keys below the section's name",
+    "dict_type": "a mapping: {{key: value}}",
+}
+_AXIS_SIZE = "a whole number greater than 0, or auto"
+_EXPECTED_OF_KEY = {
+    **dict.fromkeys(("mesh.dp", "mesh.dp_shard", "mesh.cp", "mesh.tp", "train.micro_batch"), _AXIS_SIZE),
+    "optimizer.betas": "two numbers, both at least 0 and below 1",
+    "data.skip": "[first, last] ranges of steps, counted from 1: [[1000, 1100]]",
+    "log.trackers": "a list of names: [tensorboard, wandb]",
+}
+
+
+def _problem_of(entry: Any, origins: Mapping[str, str]) -> Problem:
+    """What one of pydantic's errors means to the user."""
+    path = [str(part) for part in entry["loc"]]
+    inside = len(path) > 2 and path[1] in inner_sections(path[0])
+    key = ".".join(path[: 3 if inside else 2])
+    where = f" ({origins[key]})" if key in origins else ""
+    if key == "data.mixture":
+        return _mixture_problem(entry, where)
+    rest = entry["loc"][len(key.split(".")) :] if entry["type"] != "missing" else ()
+    place = "".join(f"[{part}]" for part in rest if isinstance(part, int))
+    return Problem(
+        f"{key}{place} = {as_yaml(entry['input'])} is not accepted{where}",
+        _EXPECTED_OF_KEY.get(key) or _expected(entry),
+        _fix(entry, key, origins.get(key, "")),
+    )
+
+
+def _expected(entry: Any) -> str:
+    template = _EXPECTED.get(entry["type"])
+    return template.format(**entry.get("ctx", {})) if template else entry["msg"]
+
+
+def _fix(entry: Any, key: str, origin: str) -> str:
+    default = value_at(Config(), key) if key in every_key() else None
+    if origin.startswith("environment "):
+        return f"unset {origin.removeprefix('environment ')}"
+    if entry["type"] == "string_type" and not isinstance(entry["input"], list | Mapping | None):
+        return f"in quotes it is text: --{key} {pasted(str(entry['input']))}"
+    return f"--{key} {pasted(default)}   (the default)" if default is not None else f"leave {key} out"
+
+
+def _mixture_problem(entry: Any, where: str) -> Problem:
+    """What is wrong inside data.mixture, which alone has keys below a key."""
+    path = ".".join(map(str, entry["loc"]))
+    keys = ", ".join(MixtureSource.model_fields)
+    if entry["type"] == "extra_forbidden":
+        nearest = difflib.get_close_matches(str(entry["loc"][-1]), MixtureSource.model_fields, n=1, cutoff=0.5)
+        fix = f"did you mean {nearest[0]}?" if nearest else MIXTURE_FIX
+        return Problem(f"unknown key {path}{where}", f"one of {keys}", fix)
+    if entry["type"] == "missing":
+        return Problem(f"there is no {path}{where}", "a source and its weight under each name", MIXTURE_FIX)
+    expected = _expected(entry) if len(entry["loc"]) > 3 else "{name: {source: ..., weight: ...}, ...}"
+    return Problem(f"{path} = {as_yaml(entry['input'])} is not accepted{where}", expected, MIXTURE_FIX)

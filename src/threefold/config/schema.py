@@ -6,6 +6,8 @@ files and the command line, and reports what is wrong with it in three parts.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -219,3 +221,29 @@ class Config(_Section):
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
     audit: AuditConfig = AuditConfig()
+
+
+def every_key() -> list[str]:
+    """Every `section.key`, and `section.key.key` where a section has one inside, in the order of the schema."""
+    return [f"{section}.{key}" for section in Config.model_fields for key in keys_of(section)]
+
+
+def value_at(config: Config, key: str) -> Any:
+    """The value under a key of `every_key`."""
+    return functools.reduce(getattr, key.split("."), config)
+
+
+def keys_of(section: str) -> Iterator[str]:
+    """The keys of a section, without its name."""
+    annotation: Any = Config.model_fields[section].annotation
+    inner = inner_sections(section)
+    for key in annotation.model_fields:
+        yield from (f"{key}.{each}" for each in inner[key].model_fields) if key in inner else (key,)
+
+
+def inner_sections(section: str) -> dict[str, Any]:
+    """The keys of a section that are sections themselves, and their schemas."""
+    field = Config.model_fields.get(section)
+    fields: Mapping[str, Any] = getattr(field.annotation, "model_fields", {}) if field is not None else {}
+    kinds = {key: entry.annotation for key, entry in fields.items()}
+    return {key: kind for key, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}

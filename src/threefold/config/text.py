@@ -1,4 +1,4 @@
-"""Plain values as YAML 1.2 text that fits one line, and back."""
+"""Plain values as YAML 1.2 text, and back."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
+
+from threefold.errors import ConfigError
 
 
 def as_yaml(value: Any) -> str:
@@ -33,10 +35,49 @@ def pasted(value: Any) -> str:
     return shlex.quote(as_yaml(value))
 
 
+def parse(text: str, origin: str) -> Any:
+    """The value of YAML text.
+
+    Args:
+        origin: what an error names: a file, or the key that the text was given for.
+
+    Raises:
+        ConfigError: it is not YAML 1.2.
+    """
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        return read_yaml(text)
+    # Besides syntax: a date that does not exist, more digits than an int may have, a mapping inside itself.
+    except (YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{origin}, line {mark.line + 1}" if mark is not None and "\n" in text else origin
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        fix = f"text needs quotes inside the shell's quotes: {pasted(text.strip())}"
+        raise ConfigError(
+            f"{place}: {reason}", expected="YAML 1.2", fix=fix if "\n" not in text else "correct the line"
+        ) from None
+
+
 def read_yaml(text: str) -> Any:
+    """The value of YAML text, mappings and lists as plain ones; ruamel's own errors where it is not YAML."""
     from ruamel.yaml import YAML
 
     return _plain(YAML(typ="safe", pure=True).load(text))
+
+
+def dump(config: BaseModel) -> str:
+    """A config as YAML text that `loading.load` reads back."""
+    import io
+
+    from ruamel.yaml import YAML
+
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    buffer = io.StringIO()
+    yaml.dump(config.model_dump(mode="json"), buffer)
+    return buffer.getvalue()
 
 
 def _plain(value: Any) -> Any:

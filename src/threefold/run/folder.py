@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, damaged, find
-from threefold.config import loading
+from threefold.config import text as config_text
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
 from threefold.mesh import environment
@@ -92,7 +92,7 @@ class RunFolder:
         """
         aside = self.checkpoints.set_aside_after(self.resume.step) if self.resume is not None else []
         temporary = self.path / ".config.yaml"
-        temporary.write_text(loading.dump(config))
+        temporary.write_text(config_text.dump(config))
         os.replace(temporary, self.path / "config.yaml")
         return aside
 

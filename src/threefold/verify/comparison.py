@@ -1,23 +1,18 @@
-"""`threefold verify`: the mesh against one process, on the user's own model.
+"""The mesh beside one process: what is compared, within which tolerances, and two finished runs compared the same way.
 
 A few steps run on the mesh and in one process, in float32, on the same rows; losses, gradient norms, the first step's
-gradients and the layers' outputs are compared. Where they depart, each axis is tried alone to say which one is wrong.
+gradients and the layers' outputs are compared.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from threefold.config.loading import Loaded
-from threefold.config.schema import Config
-from threefold.errors import EXIT_FAILED, ConfigError
-from threefold.mesh import environment, local_ranks
-from threefold.mesh.topology import Topology, resolve
+from threefold.errors import ConfigError
+from threefold.jsonl import read_metrics
 
 # In float32, as the documentation promises them: nats, and relative to the single process.
 LOSS_TOLERANCE = 1e-4
@@ -70,92 +65,10 @@ class Comparison:
             and self.gradient_difference <= GRADIENT_TOLERANCE
         )
 
-    def lines(self) -> list[str]:
-        """The comparison as a table for people."""
-        found = ["step   loss, mesh   loss, alone   difference   norm, mesh   norm, alone   relative difference"]
-        for number, ((loss, alone), (norm, norm_alone)) in enumerate(zip(self.losses, self.norms, strict=True), 1):
-            relative = abs(norm - norm_alone) / max(norm_alone, 1e-12)
-            found.append(
-                f"{number:>4}   {loss:>10.6f}   {alone:>11.6f}   {abs(loss - alone):>10.1e}   {norm:>10.5f}   "
-                f"{norm_alone:>11.5f}   {relative:>19.1e}"
-            )
-        found.append("largest relative difference of the first step's gradients, by group of parameters:")
-        for name, difference in sorted(self.gradients.items(), key=lambda item: -item[1])[:12]:
-            mark = "  <- departs" if difference > GRADIENT_TOLERANCE else ""
-            found.append(f"  {difference:.1e}  {name}{mark}")
-        if self.departed_layer is not None:
-            found.append(f"the first layer whose output departs: layer {self.departed_layer} (from 0)")
-        return found
-
 
 def group_of(parameter: str) -> str:
     """The parameter's name with its layer number left out."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", parameter)
-
-
-def verify_command(loaded: Loaded, options: Options) -> int:
-    """Verifies the mesh of the config and returns the exit code: 0 it holds, 1 it departs."""
-    info = environment.current()
-    if info.launcher is not None:
-        topology, _ = resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None)
-        from threefold.verify.mesh_side import verify_rank
-
-        return verify_rank(loaded.config, options, topology, None)
-    from threefold.run.start import PRELOAD, topology_here
-
-    local_ranks.preload(PRELOAD)
-    topology, why = topology_here(loaded.config)
-    print(f"mesh {topology} on {topology.world_size} ranks ({why}) against one process, float32, {options.steps} steps")
-    found = on_ranks(loaded.config, options, topology)
-    if isinstance(found, int):
-        return found
-    print("\n".join(found.lines()))
-    if found.holds:
-        print("the mesh follows the single process")
-        return 0
-    print(diagnose(topology, lambda smaller: on_ranks(loaded.config, options, smaller)))
-    return EXIT_FAILED
-
-
-def diagnose(topology: Topology, compare: Callable[[Topology], Comparison | int]) -> str:
-    """Which axis departs, found by trying each one of the mesh alone."""
-    alone = {
-        "data": replace(topology, cp=1, tp=1),
-        "context": Topology(cp=topology.cp),
-        "tensor": Topology(tp=topology.tp),
-    }
-    wrong: list[str] = []
-    right: list[str] = []
-    for axis, smaller in alone.items():
-        if smaller.world_size == 1:
-            continue
-        if smaller == topology:
-            return f"the mesh departs from the single process: the {axis} axis, the only one it has"
-        found = compare(smaller)
-        (right if not isinstance(found, int) and found.holds else wrong).append(f"{axis} ({smaller})")
-    if wrong:
-        return f"the mesh departs from the single process: {' and '.join(wrong)}" + (
-            f"; alone it is right: {', '.join(right)}" if right else ""
-        )
-    return f"the mesh departs from the single process only where axes meet; alone each is right: {', '.join(right)}"
-
-
-def on_ranks(config: Config, options: Options, topology: Topology) -> Comparison | int:
-    """The comparison made on local ranks, or the exit code of a failed attempt."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="threefold-verify-") as folder:
-        answer = Path(folder) / "comparison.json"
-        if topology.world_size == 1:
-            from threefold.verify.mesh_side import verify_rank
-
-            code = verify_rank(config, options, topology, str(answer))
-        else:
-            arguments = (config, options, topology, str(answer))
-            code = local_ranks.start_ranks(_rank_entry, arguments, num_ranks=topology.world_size)
-        if not answer.exists():
-            return code or EXIT_FAILED
-        return read_comparison(answer)
 
 
 def read_comparison(path: Path) -> Comparison:
@@ -174,20 +87,12 @@ def write_comparison(found: Comparison, path: Path) -> None:
     path.write_text(json.dumps(vars(found)))
 
 
-def _rank_entry(config: Config, options: Options, topology: Topology, answer: str) -> None:
-    from threefold.verify.mesh_side import verify_rank
-
-    sys.exit(verify_rank(config, options, topology, answer))
-
-
 def compare_runs(first: Path, second: Path) -> tuple[list[str], bool]:
     """Lines that compare the metrics of two runs step by step, and whether they are within tolerance.
 
     Raises:
         ConfigError: a run has no metrics, or they share no step.
     """
-    from threefold.jsonl import read_metrics
-
     curves = []
     for run in (first, second):
         path = run / "metrics.jsonl"

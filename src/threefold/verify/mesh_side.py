@@ -32,6 +32,7 @@ from threefold.training.optimizer import adamw, learning_rate
 from threefold.training.step import TrainStep, mean_loss, micro_batches
 from threefold.verify.comparison import OUTPUT_TOLERANCE, Comparison, Options, group_of, write_comparison
 from threefold.verify.single_process import Curve, run_alone
+from threefold.verify.verdict import table
 
 
 def verify_rank(config: Config, options: Options, topology: Topology, answer: str | None) -> int:
@@ -46,7 +47,7 @@ def verify_rank(config: Config, options: Options, topology: Topology, answer: st
         if mesh.rank == 0 and answer is not None:
             write_comparison(found, Path(answer))
         elif mesh.rank == 0:
-            print("\n".join(found.lines()))
+            print("\n".join(table(found)))
             print(f"the mesh {'follows' if found.holds else 'departs from'} the single process")
             code = 0 if found.holds else EXIT_FAILED
         mesh.barrier()

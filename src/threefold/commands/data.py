@@ -25,31 +25,20 @@ from threefold.data.order import Order, Place
 from threefold.data.rows.concat import PADDING, Rows
 from threefold.data.store.prepare import Progress as Prepared
 from threefold.data.store.prepare import prepare
-from threefold.data.text.source import open_text
+from threefold.data.text.source import Source, open_text
 from threefold.data.tokens import Tokenizer, load_tokenizer
 from threefold.errors import ConfigError, RunError, ranks_text, rows_text
 
 
-def prepare_store(
-    source: str,
-    tokenizer: str,
-    to: Path,
-    *,
-    text_field: str = "text",
-    split: str = "train",
-    config_name: str | None = None,
-    revision: str | None = None,
-    skip_bad_lines: bool = False,
-    num_workers: int | None = None,
-) -> Iterator[str]:
+def prepare_store(source: Source, tokenizer: str, to: Path, *, num_workers: int | None = None) -> Iterator[str]:
     """Makes the token store of a source in a folder; yields what there is to tell."""
-    text = open_text(source, text_field=text_field, split=split, config_name=config_name, revision=revision)
+    text = open_text(source)
     with _Bar(text.name) as bar:
         made = prepare(
             text,
             load_tokenizer(tokenizer),
             to=to,
-            skip_bad=skip_bad_lines,
+            skip_bad=source.skip_bad_lines,
             num_workers=num_workers,
             progress=bar.show,
         )

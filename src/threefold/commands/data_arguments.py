@@ -30,18 +30,10 @@ def prepare(
 ) -> None:
     """Make a memory-mapped token store (Megatron-LM's .bin and .idx) of a text source."""
     from threefold.commands.data import prepare_store
+    from threefold.data.text.source import Source
 
-    for line in prepare_store(
-        source,
-        tokenizer,
-        to,
-        text_field=text_field,
-        split=split,
-        config_name=config_name,
-        revision=revision,
-        skip_bad_lines=skip_bad_lines,
-        num_workers=workers,
-    ):
+    read = Source(source, text_field, split, config_name, revision, skip_bad_lines)
+    for line in prepare_store(read, tokenizer, to, num_workers=workers):
         typer.echo(line)
 
 

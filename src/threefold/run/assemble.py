@@ -19,7 +19,8 @@ from threefold.data.mixture import Mixture
 from threefold.data.order import Order
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.mixed import MixedRows
-from threefold.data.rows.open import open_rows
+from threefold.data.rows.packing import Packing, open_rows
+from threefold.data.text.source import Source
 from threefold.data.tokens import Tokenizer, load_tokenizer
 from threefold.errors import ConfigError, Problem, ThreefoldError
 from threefold.integrations import trackers
@@ -216,21 +217,16 @@ def _rows_of_evaluation(data: DataConfig, source: MixtureSource, tokenizer: Toke
 
 def _rows_of_source(data: DataConfig, source: MixtureSource, tokenizer: Tokenizer) -> Rows:
     """The rows of one source; what it does not say for itself is as in the data section."""
-    return open_rows(
+    named = Source(
         data_path(source.source),
-        seq_len=data.seq_len,
-        tokenizer=tokenizer,
-        cache=cache_folder(),
-        packing=data.packing,
-        document_mask=data.document_mask,
-        truncate=data.truncate,
-        lookahead=data.lookahead,
-        skip_bad_lines=data.skip_bad_lines,
         text_field=source.text_field or data.text_field,
         split=source.split or data.split,
         config_name=source.config_name or data.config_name,
         revision=source.revision or data.revision,
+        skip_bad_lines=data.skip_bad_lines,
     )
+    packing = Packing(data.seq_len, data.packing, data.document_mask, data.truncate, data.lookahead)
+    return open_rows(named, packing, tokenizer=tokenizer, cache=cache_folder())
 
 
 def data_name(config: Config) -> str:

@@ -15,12 +15,13 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, models
 
-from threefold.data.rows.open import open_rows, open_store
+from threefold.data.rows.packing import Packing, open_rows
 from threefold.data.rows.padded import PaddedRows
 from threefold.data.store import parts
 from threefold.data.store.prepare import prepare
+from threefold.data.store.resolve import open_store
 from threefold.data.store.store import TokenStore
-from threefold.data.text.source import open_text
+from threefold.data.text.source import Source, open_text
 from threefold.data.tokens import ByteTokenizer, load_tokenizer
 from threefold.errors import EXIT_WRONG_REQUEST, ConfigError, DataError, RunError, ThreefoldError
 
@@ -50,12 +51,15 @@ def said(act: Callable[[], Any], kind: type[ThreefoldError] = DataError) -> list
 
 
 def read(source: str, **options: Any) -> Callable[[], Any]:
-    return lambda: prepare(open_text(source, **options), BYTES, to=Path("prepared"))
+    return lambda: prepare(open_text(Source(source, **options)), BYTES, to=Path("prepared"))
 
 
 def rows(source: str, **options: Any) -> Callable[[], Any]:
-    settings = {"tokenizer": BYTES, "cache": Path("cache"), "seq_len": 8, **options}
-    return lambda: open_rows(source, **settings)
+    tokenizer, seq_len = options.pop("tokenizer", BYTES), options.pop("seq_len", 8)
+    cut = {name: options.pop(name) for name in ("packing", "document_mask", "truncate", "lookahead") if name in options}
+    return lambda: open_rows(
+        Source(source, **options), Packing(seq_len, **cut), tokenizer=tokenizer, cache=Path("cache")
+    )
 
 
 # --- sources -----------------------------------------------------------------------------------------------------
@@ -131,7 +135,7 @@ def test_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr("pathlib.Path.open", refuse)  # the superuser of a test machine may read everything
-    assert said(lambda: open_text("a.txt").fingerprint) == [
+    assert said(lambda: open_text(Source("a.txt")).fingerprint) == [
         (
             "a.txt cannot be read: Permission denied",
             "files that this user may read",
@@ -406,7 +410,7 @@ def test_text_without_tokenizer(folder: Path) -> None:
 
 def open_text_of(folder: Path, text: str) -> Any:
     (folder / "text.txt").write_text(text)
-    return open_text("text.txt")
+    return open_text(Source("text.txt"))
 
 
 def index_of(
@@ -535,7 +539,7 @@ def test_several_stores_in_a_folder(folder: Path) -> None:
     (folder / "two").mkdir()
     for name in ("a.idx", "b.idx"):
         (folder / "two" / name).touch()
-    assert said(lambda: open_store("two", tokenizer=None, cache=folder)) == [
+    assert said(lambda: open_store(Source("two"), tokenizer=None, cache=folder)) == [
         (
             "data.source = 'two' holds 2 token stores",
             "one, or the prefix of one of them",
@@ -546,7 +550,7 @@ def test_several_stores_in_a_folder(folder: Path) -> None:
 
 def test_store_that_was_never_finished(folder: Path) -> None:
     (folder / "half" / ".parts-0").mkdir(parents=True)
-    assert said(lambda: open_store("half", tokenizer=None, cache=folder)) == [
+    assert said(lambda: open_store(Source("half"), tokenizer=None, cache=folder)) == [
         (
             "data.source = 'half' is a token store whose making was interrupted",
             "a whole store: .bin, .idx and .json",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from threefold.data.rows.best_fit import best_fit
 from threefold.data.rows.concat import IGNORED, PADDING, ConcatRows, Rows
-from threefold.data.rows.open import pack
+from threefold.data.rows.packing import Packing
 from threefold.data.rows.padded import PaddedRows, cut_documents
 from threefold.data.store.store import StoreInfo, StoreWriter, TokenStore
 
@@ -21,6 +22,10 @@ END = 60_000
 
 # Lengths with the end token: 1 is an empty document.
 lengths_of_documents = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+
+
+def pack(store: TokenStore, **settings: Any) -> Any:
+    return Packing(**settings).pack(store)
 
 
 def store_of(folder: Path, lengths: list[int]) -> TokenStore:
@@ -226,7 +231,7 @@ def test_fingerprint_follows_every_setting(folder: Path) -> None:
         {"seq_len": 8, "packing": "none"},
         {"seq_len": 8, "packing": "none", "truncate": True},
     ]
-    prints = [pack(store, **setting).fingerprint for setting in settings]  # type: ignore[arg-type]
+    prints = [pack(store, **setting).fingerprint for setting in settings]
     assert len(set(prints)) == len(prints)
     assert prints == [pack(store, **setting).fingerprint for setting in settings]  # type: ignore[arg-type]
     other = pack(store_of(folder, [9, 1, 30, 5]), seq_len=8)

@@ -16,9 +16,10 @@ import numpy.typing as npt
 import pytest
 
 from threefold.data.store import parts, prepare
-from threefold.data.store.prepare import PreparedStore, Progress, cached_store, request_of
+from threefold.data.store.prepare import PreparedStore, Progress, request_of
+from threefold.data.store.resolve import cached_store
 from threefold.data.store.store import TokenStore
-from threefold.data.text.source import Piece, ReadLog, open_text
+from threefold.data.text.source import Piece, ReadLog, Source, open_text
 from threefold.data.tokens import ByteTokenizer
 from threefold.errors import DataError, RunError
 
@@ -55,7 +56,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make(corpus: Path, to: Path, tokenizer: ByteTokenizer = BYTES, **options: Any) -> PreparedStore:
-    return prepare.prepare(open_text(str(corpus)), tokenizer, to=to, **options)
+    return prepare.prepare(open_text(Source(str(corpus))), tokenizer, to=to, **options)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -63,7 +64,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def texts_of(source: Path) -> list[str]:
-    text, log = open_text(str(source)), ReadLog()
+    text, log = open_text(Source(str(source))), ReadLog()
     return [document for piece in text.pieces for document in text.read(piece, log)]
 
 
@@ -174,18 +175,18 @@ def test_whole_store_is_used_again(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_cache_is_named_by_content_and_tokenizer(corpus: Path, tmp_path: Path) -> None:
-    source = open_text(str(corpus))
+    source = open_text(Source(str(corpus)))
     first = cached_store(source, BYTES, cache=tmp_path / "cache")
     assert not first.reused and cached_store(source, BYTES, cache=tmp_path / "cache").reused
     (corpus / "00.txt").write_text("changed")
-    changed = cached_store(open_text(str(corpus)), BYTES, cache=tmp_path / "cache")
+    changed = cached_store(open_text(Source(str(corpus))), BYTES, cache=tmp_path / "cache")
     assert not changed.reused and changed.prefix != first.prefix
     assert changed.info.fingerprint != first.info.fingerprint
     assert first.prefix.parent.name == request_of(source, BYTES, skip_bad=False)
 
 
 def test_damaged_cached_store_is_made_again(corpus: Path, tmp_path: Path) -> None:
-    source = open_text(str(corpus))
+    source = open_text(Source(str(corpus)))
     made = cached_store(source, BYTES, cache=tmp_path / "cache")
     whole = contents(made.prefix.parent)
     made.prefix.with_suffix(".bin").write_bytes(b"cut")
@@ -211,9 +212,9 @@ class CountingFolder(ByteTokenizer):
 
 
 def _open_cached(corpus: Path, cache: Path, counted: Path, barrier: Any, results: Any) -> None:
-    source = open_text(str(corpus))
+    source = open_text(Source(str(corpus)))
     barrier.wait(30)
-    made = cached_store(source, CountingFolder(counted), cache=cache, num_workers=1)
+    made = cached_store(source, CountingFolder(counted), cache=cache)
     results.put((made.reused, made.open().num_tokens))
 
 
@@ -235,7 +236,9 @@ def test_one_process_makes_it_while_the_others_wait(corpus: Path, tmp_path: Path
 
 def _prepare_slowly(corpus: Path, to: Path) -> None:
     parts.PART_BYTES = 20
-    prepare.prepare(open_text(str(corpus)), CountingBytes(stop_at="document 30", kill=True), to=to, num_workers=1)
+    prepare.prepare(
+        open_text(Source(str(corpus))), CountingBytes(stop_at="document 30", kill=True), to=to, num_workers=1
+    )
 
 
 def test_killed_outright_it_goes_on_where_it_stopped(corpus: Path, tmp_path: Path) -> None:

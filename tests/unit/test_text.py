@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from threefold.data.text import files as text_files
 from threefold.data.text import hub
 from threefold.data.text import rows as text_rows
-from threefold.data.text.source import Piece, ReadLog, TextSource, log_error, open_text
+from threefold.data.text.source import Piece, ReadLog, Source, TextSource, log_error, open_text
 from threefold.errors import DataError
 
 
@@ -45,11 +45,11 @@ def documents(source: TextSource, *, skip_bad: bool = False) -> list[str]:
 
 
 def read(source: str | Path, **options: object) -> list[str]:
-    return documents(open_text(str(source), **options))  # type: ignore[arg-type]
+    return documents(open_text(Source(str(source), **options)))  # type: ignore[arg-type]
 
 
 def test_stdlib_is_the_library_without_packages_and_tests() -> None:
-    source = open_text("stdlib")
+    source = open_text(Source("stdlib"))
     assert isinstance(source, text_files.Files)
     assert 400 < len(source.paths) < 1500
     assert "json/decoder.py" in source.paths and "unittest/case.py" in source.paths
@@ -72,7 +72,7 @@ def test_stdlib_leaves_undecodable_files_out(tmp_path: Path, monkeypatch: pytest
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    source, log = open_text("stdlib"), ReadLog()
+    source, log = open_text(Source("stdlib")), ReadLog()
     # "a.py" sorts before "a/z.py": "." before "/".
     assert [text for piece in source.pieces for text in source.read(piece, log)] == ["z", "b"]
     assert (log.num_skipped, log.num_bad) == (1, 0)
@@ -137,7 +137,7 @@ def test_bad_line_is_named_in_whichever_piece_it_lies(tmp_path: Path, monkeypatc
     lines[22] = "{not json"
     lines[26] = "[1]"
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
-    source, log = open_text(str(tmp_path / "x.jsonl")), ReadLog()
+    source, log = open_text(Source(str(tmp_path / "x.jsonl"))), ReadLog()
     assert len(source.pieces) > 10
     texts = [text for piece in source.pieces for text in source.read(piece, log)]
     assert texts == [f"line {i}" for i in range(1, 31) if i not in (5, 23, 27)]
@@ -147,7 +147,7 @@ def test_bad_line_is_named_in_whichever_piece_it_lies(tmp_path: Path, monkeypatc
 def test_bad_lines_are_counted_when_skipped(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\nnope\n{"text": 1}\n{"t": ""}\n{"text": "b"}\n')
     (tmp_path / "y.txt").write_bytes(b"\xff")
-    source, log = open_text(str(tmp_path)), ReadLog(skip_bad=True)
+    source, log = open_text(Source(str(tmp_path))), ReadLog(skip_bad=True)
     assert [text for piece in source.pieces for text in source.read(piece, log)] == ["a", "b"]
     assert (log.num_skipped, log.problems) == (4, [])
     assert documents(source, skip_bad=True) == ["a", "b"]
@@ -155,21 +155,21 @@ def test_bad_lines_are_counted_when_skipped(tmp_path: Path) -> None:
 
 def test_reading_stops_soon_where_every_line_is_bad(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "x.jsonl", [{"body": "b"}] * 5000)
-    source, log = open_text(str(tmp_path / "x.jsonl")), ReadLog()
+    source, log = open_text(Source(str(tmp_path / "x.jsonl"))), ReadLog()
     assert list(source.read(source.pieces[0], log)) == []
     assert (log.num_bad, len(log.problems)) == (1000, 10)
 
 
 def test_parquet_rows_in_order_by_row_groups(tmp_path: Path) -> None:
     write_parquet(tmp_path / "x.parquet", [f"row {i}" for i in range(7)])
-    source = open_text(str(tmp_path / "x.parquet"))
+    source = open_text(Source(str(tmp_path / "x.parquet")))
     assert len(source.pieces) == 4
     assert documents(source) == [f"row {i}" for i in range(7)]
 
 
 def test_parquet_null_is_named_by_row(tmp_path: Path) -> None:
     write_parquet(tmp_path / "x.parquet", ["a", "b", "c", None, "e"])
-    source = open_text(str(tmp_path / "x.parquet"))
+    source = open_text(Source(str(tmp_path / "x.parquet")))
     with pytest.raises(DataError, match="row 3: the text is null"):
         documents(source)
     assert documents(source, skip_bad=True) == ["a", "b", "c", "e"]
@@ -190,12 +190,12 @@ def test_hub_source_through_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write_jsonl(tmp_path / "train.jsonl", [{"text": f"train {i}", "id": i} for i in range(5)])
     write_jsonl(tmp_path / "test.jsonl", [{"text": "held out", "id": 0}])
     monkeypatch.setattr(hub, "_PIECE_BYTES", 30)
-    source = open_text(f"hf:{tmp_path}")
+    source = open_text(Source(f"hf:{tmp_path}"))
     assert len(source.pieces) > 1
     assert documents(source) == [f"train {i}" for i in range(5)]
-    held_out = open_text(f"hf:{tmp_path}", split="test")
+    held_out = open_text(Source(f"hf:{tmp_path}", split="test"))
     assert documents(held_out) == ["held out"]
-    assert open_text(f"hf:{tmp_path}").fingerprint == source.fingerprint != held_out.fingerprint
+    assert open_text(Source(f"hf:{tmp_path}")).fingerprint == source.fingerprint != held_out.fingerprint
     assert read(f"hf:{tmp_path}", split="train[:2]") == ["train 0", "train 1"]
 
 
@@ -208,7 +208,7 @@ def test_hub_null_is_named_by_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["files", "hub"])
 def test_sources_pickle(tmp_path: Path, kind: str) -> None:
     write_jsonl(tmp_path / "train.jsonl", [{"text": "a"}, {"text": "b"}])
-    source = open_text(f"hf:{tmp_path}" if kind == "hub" else str(tmp_path))
+    source = open_text(Source(f"hf:{tmp_path}" if kind == "hub" else str(tmp_path)))
     again = pickle.loads(pickle.dumps(source))
     assert documents(again) == ["a", "b"]
     assert again.fingerprint == source.fingerprint
@@ -219,7 +219,7 @@ def test_fingerprint_follows_content_names_and_field_but_not_the_place(tmp_path:
         for name, content in files.items():
             (tmp_path / folder).mkdir(exist_ok=True)
             (tmp_path / folder / name).write_text(content)
-        return open_text(str(tmp_path / folder), text_field=text_field).fingerprint
+        return open_text(Source(str(tmp_path / folder), text_field=text_field)).fingerprint
 
     base = fingerprint("a", {"1.txt": "one", "2.txt": "two"})
     assert base == fingerprint("b", {"1.txt": "one", "2.txt": "two"})

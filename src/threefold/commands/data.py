@@ -44,10 +44,10 @@ def prepare(
 ) -> None:
     """Make a memory-mapped token store (Megatron-LM's .bin and .idx) of a text source."""
     from threefold.data.store import prepare as stores
-    from threefold.data.text.source import open_text
+    from threefold.data.text.source import Source, open_text
     from threefold.data.tokens import load_tokenizer
 
-    text = open_text(source, text_field=text_field, split=split, config_name=config_name, revision=revision)
+    text = open_text(Source(source, text_field=text_field, split=split, config_name=config_name, revision=revision))
     with _Bar(text.name) as bar:
         made = stores.prepare(
             text,

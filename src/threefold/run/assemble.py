@@ -23,7 +23,7 @@ from threefold.data.mixture import Mixture
 from threefold.data.order import Order, steps_without
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.mixed import MixedRows
-from threefold.data.rows.open import open_rows
+from threefold.data.rows.packing import Packing, open_rows
 from threefold.data.tokens import Tokenizer
 from threefold.errors import Problem, ThreefoldError
 from threefold.integrations import trackers
@@ -177,21 +177,16 @@ def _rows_of_evaluation(data: DataConfig, source: MixtureSource, tokenizer: Toke
 
 def _rows_of_source(data: DataConfig, source: MixtureSource, tokenizer: Tokenizer) -> Rows:
     """Returns the rows of one source; settings that it omits come from the data section."""
-    return open_rows(
+    named = Source(
         data_path(source.source),
-        seq_len=data.seq_len,
-        tokenizer=tokenizer,
-        cache=cache_folder(),
-        packing=data.packing,
-        document_mask=data.document_mask,
-        truncate=data.truncate,
-        lookahead=data.lookahead,
-        skip_bad_lines=data.skip_bad_lines,
         text_field=source.text_field or data.text_field,
         split=source.split or data.split,
         config_name=source.config_name or data.config_name,
         revision=source.revision or data.revision,
+        skip_bad_lines=data.skip_bad_lines,
     )
+    packing = Packing(data.seq_len, data.packing, data.document_mask, data.truncate, data.lookahead)
+    return open_rows(named, packing, tokenizer=tokenizer, cache=cache_folder())
 
 
 def data_name(config: Config) -> str:

@@ -103,20 +103,6 @@ def prepare(
         return PreparedStore(prefix, info, reused=False)
 
 
-def cached_store(
-    source: TextSource,
-    tokenizer: Tokenizer,
-    *,
-    cache: Path,
-    skip_bad: bool = False,
-    num_workers: int | None = None,
-    progress: Callable[[Progress], None] | None = None,
-) -> PreparedStore:
-    """The store of a source under the folder `cache`, made on first use and named by content and tokenizer."""
-    to = cache / "tokens" / request_of(source, tokenizer, skip_bad=skip_bad)
-    return prepare(source, tokenizer, to=to, skip_bad=skip_bad, num_workers=num_workers, progress=progress)
-
-
 def request_of(source: TextSource, tokenizer: Tokenizer, *, skip_bad: bool) -> str:
     """Name of what is asked for: content, tokenizer and the way documents are read."""
     recipe = f"{_FORMAT} {source.fingerprint} {tokenizer.fingerprint} {skip_bad}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from threefold.data.text.rows import not_text, rows_of_texts
-from threefold.data.text.source import Piece, ReadLog, missing_field
+from threefold.data.text.source import Piece, ReadLog, Source, missing_field
 from threefold.errors import DataError
 
 if TYPE_CHECKING:
@@ -48,14 +48,15 @@ class HubRows:
             yield from rows_of_texts(list(texts), where=self.name, first_row=start, log=log)
 
 
-def open_hub(dataset_id: str, *, text_field: str, split: str, config_name: str | None, revision: str | None) -> HubRows:
-    """One split of a dataset: `dataset_id` is an id on the Hub or a folder.
+def open_hub(source: Source) -> HubRows:
+    """One split of the dataset `hf:ID`, where ID is an id on the Hub or a folder.
 
     Raises:
         DataError: it cannot be reached or read, or has no such split, configuration or text field.
     """
     import datasets
 
+    dataset_id, text_field = source.name.removeprefix("hf:"), source.text_field
     folder = Path(dataset_id).expanduser()
     if dataset_id.startswith((".", "/", "~")) and not folder.is_dir():
         raise DataError(
@@ -66,13 +67,13 @@ def open_hub(dataset_id: str, *, text_field: str, split: str, config_name: str |
     try:
         dataset = datasets.load_dataset(
             str(folder) if folder.is_dir() else dataset_id,
-            name=config_name,
-            split=split,
-            revision=revision,
+            name=source.config_name,
+            split=source.split,
+            revision=source.revision,
         )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise _not_loaded(dataset_id, error, split=split, config_name=config_name) from error
-    name = f"hf:{dataset_id}"
+        raise _not_loaded(source, error) from error
+    name = source.name
     if text_field not in dataset.column_names:
         raise missing_field(name, field=text_field, fields=dataset.column_names)
     kind = getattr(dataset.features[text_field], "dtype", type(dataset.features[text_field]).__name__)
@@ -83,59 +84,69 @@ def open_hub(dataset_id: str, *, text_field: str, split: str, config_name: str |
     return HubRows(name, dataset.select_columns([text_field]), text_field, fingerprint)
 
 
-def _not_loaded(dataset_id: str, error: Exception, *, split: str, config_name: str | None) -> DataError:
+def _not_loaded(source: Source, error: Exception) -> DataError:
     """What the error of `load_dataset` means for who asked."""
     import datasets
 
-    name = f"data.source = 'hf:{dataset_id}'"
     # What is wrong with a file is the cause of an error that only says where it happened.
     said = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
     reason = (str(said).splitlines() or [type(error).__name__])[0]
-    if isinstance(error, datasets.exceptions.DatasetNotFoundError):
-        return DataError(
-            f"{name} is not on the Hub, or not open to you: {reason}",
-            expected="hf:OWNER/NAME as on the Hub, or hf:FOLDER",
-            fix="check the name and the revision; for a gated dataset   hf auth login",
-        )
-    if isinstance(error, ConnectionError):
-        return DataError(
-            f"{name} is not in the cache, and the Hub cannot be reached: {reason}",
-            expected="a dataset that was downloaded before, a folder, or a way to the Hub",
-            fix=f"hf download --repo-type dataset {dataset_id}   on a machine with internet, "
-            "then --data.source hf:FOLDER",
-        )
-    if isinstance(error, datasets.exceptions.DatasetsError):
-        return DataError(
-            f"{name} is there, but one of its files cannot be read: {reason}",
-            expected="data files that datasets.load_dataset can read",
-            fix=f"--data.source {dataset_id}   (reads the files of a folder directly, and names the line)",
-        )
-    if isinstance(error, FileNotFoundError):
-        return DataError(
-            f"{name} has no data: {reason}",
-            expected="hf:OWNER/NAME as on the Hub, or hf:FOLDER with data files",
-            fix="--data.source hf:FOLDER   (a folder with .jsonl, .parquet, .csv or .txt files)",
-        )
-    if "save_to_disk" in reason:
-        return DataError(
-            f"{name} is a folder of datasets' save_to_disk",
-            expected="a folder or an id that datasets.load_dataset reads",
-            fix="dataset.to_parquet('data.parquet')   in Python, then --data.source data.parquet",
-        )
-    if "split" in reason:
-        return DataError(
-            f"data.split = {split!r}: {name.removeprefix('data.source = ')} has no such split: {reason}",
-            expected="a split of the dataset",
-            fix="--data.split NAME   (one of the splits above)",
-        )
-    if "onfig" in reason:
-        return DataError(
-            f"data.config_name = {config_name!r}: {reason}",
-            expected="a configuration of the dataset",
-            fix="--data.config_name NAME   (one of those above)",
-        )
+    for sign, what, expected, fix in _known_failures(source, reason):
+        if sign in reason if isinstance(sign, str) else isinstance(error, sign):
+            return DataError(what, expected=expected, fix=fix)
     return DataError(
-        f"{name} cannot be loaded: {reason}",
+        f"data.source = {source.name!r} cannot be loaded: {reason}",
         expected="a dataset that datasets.load_dataset reads",
         fix="pip install -U datasets   (or read the files directly: --data.source FOLDER)",
     )
+
+
+def _known_failures(source: Source, reason: str) -> list[tuple[type[Exception] | str, str, str, str]]:
+    """(class of the error or a word of its text, then what, expected and fix), the first that fits to be taken."""
+    import datasets
+
+    name, dataset_id = f"data.source = {source.name!r}", source.name.removeprefix("hf:")
+    return [
+        (
+            datasets.exceptions.DatasetNotFoundError,
+            f"{name} is not on the Hub, or not open to you: {reason}",
+            "hf:OWNER/NAME as on the Hub, or hf:FOLDER",
+            "check the name and the revision; for a gated dataset   hf auth login",
+        ),
+        (
+            ConnectionError,
+            f"{name} is not in the cache, and the Hub cannot be reached: {reason}",
+            "a dataset that was downloaded before, a folder, or a way to the Hub",
+            f"hf download --repo-type dataset {dataset_id}   on a machine with internet, then --data.source hf:FOLDER",
+        ),
+        (
+            datasets.exceptions.DatasetsError,
+            f"{name} is there, but one of its files cannot be read: {reason}",
+            "data files that datasets.load_dataset can read",
+            f"--data.source {dataset_id}   (reads the files of a folder directly, and names the line)",
+        ),
+        (
+            FileNotFoundError,
+            f"{name} has no data: {reason}",
+            "hf:OWNER/NAME as on the Hub, or hf:FOLDER with data files",
+            "--data.source hf:FOLDER   (a folder with .jsonl, .parquet, .csv or .txt files)",
+        ),
+        (
+            "save_to_disk",
+            f"{name} is a folder of datasets' save_to_disk",
+            "a folder or an id that datasets.load_dataset reads",
+            "dataset.to_parquet('data.parquet')   in Python, then --data.source data.parquet",
+        ),
+        (
+            "split",
+            f"data.split = {source.split!r}: {source.name!r} has no such split: {reason}",
+            "a split of the dataset",
+            "--data.split NAME   (one of the splits above)",
+        ),
+        (
+            "onfig",
+            f"data.config_name = {source.config_name!r}: {reason}",
+            "a configuration of the dataset",
+            "--data.config_name NAME   (one of those above)",
+        ),
+    ]

@@ -20,6 +20,26 @@ MAX_FIELDS = 40
 
 
 @dataclass(frozen=True)
+class Source:
+    """What is read, in the words of the config's `data` section.
+
+    Args:
+        name: `stdlib`, a file, folder or glob of .txt, .md, .py, .jsonl and .parquet, `hf:ID` (ID may be a folder), or
+            a token store: a prepared folder or the prefix of a .bin/.idx pair.
+        text_field: field of the text in the rows of .jsonl, .parquet and Hub datasets.
+        split, config_name, revision: of a Hub dataset.
+        skip_bad_lines: count lines, rows and files that cannot be read instead of refusing them.
+    """
+
+    name: str
+    text_field: str = "text"
+    split: str = "train"
+    config_name: str | None = None
+    revision: str | None = None
+    skip_bad_lines: bool = False
+
+
+@dataclass(frozen=True)
 class Piece:
     """A stretch of one file: bytes of a .jsonl, row groups of a .parquet, rows of a Hub dataset, a whole text file."""
 
@@ -91,32 +111,19 @@ class TextSource(Protocol):
         ...
 
 
-def open_text(
-    source: str,
-    *,
-    text_field: str = "text",
-    split: str = "train",
-    config_name: str | None = None,
-    revision: str | None = None,
-) -> TextSource:
-    """The documents that `source` names.
-
-    Args:
-        source: `stdlib`, a file, folder or glob of .txt, .md, .py, .jsonl and .parquet, or `hf:ID` (ID may be a
-            folder).
-        text_field: field of the text in the rows of .jsonl, .parquet and Hub datasets.
-        split, config_name, revision: of a Hub dataset.
+def open_text(source: Source) -> TextSource:
+    """The documents that a source names.
 
     Raises:
         DataError: nothing is there, or not in a form that can be read.
     """
-    if source.startswith("hf:"):
+    if source.name.startswith("hf:"):
         from threefold.data.text.hub import open_hub
 
-        return open_hub(source[3:], text_field=text_field, split=split, config_name=config_name, revision=revision)
+        return open_hub(source)
     from threefold.data.text.files import open_files, open_stdlib
 
-    return open_stdlib() if source == "stdlib" else open_files(source, text_field=text_field)
+    return open_stdlib() if source.name == "stdlib" else open_files(source.name, text_field=source.text_field)
 
 
 def log_error(source: TextSource, log: ReadLog) -> DataError:

@@ -72,7 +72,7 @@ class Keeper:
             self._mesh,
             self._parts,
             background=asked.mode == "async" and not once,
-            go_on=asked.on_error == "continue",
+            continue_on_error=asked.on_error == "continue",
         )
 
     def keep(self, step: int, eval_loss: float | None, due: bool) -> None:
@@ -120,7 +120,7 @@ class Keeper:
     def linger(self) -> None:
         """Lets a save that is under way end before a failed run does."""
         if self._saver is not None:
-            self._saver.linger(_LINGER_S)
+            self._saver.join(_LINGER_S)
 
     def _parts(self) -> list[Part]:
         state = run_state.state_of(self._model.module, self._optimizer)

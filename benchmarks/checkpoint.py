@@ -143,7 +143,9 @@ def _threefold(values: dict[str, Any], parent: Path) -> Callable[[], Times]:
     def parts() -> Any:
         return run_state.parts(run_state.state_of(model, optimizer), held, mesh)
 
-    savers = {mode: Saver(mesh, parts, background=mode == "async", go_on=False) for mode in ("sync", "async")}
+    savers = {
+        mode: Saver(mesh, parts, background=mode == "async", continue_on_error=False) for mode in ("sync", "async")
+    }
     steps = iter(range(1, 1_000_000))
 
     def save(saver: Saver) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from threefold.checkpoint import saver, tensors
+from threefold.checkpoint import saver
 from threefold.checkpoint.boxes import Box, Chunk, Entry, Index
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
 from threefold.checkpoint.manifest import read_manifest
@@ -166,7 +166,3 @@ def test_save_that_failed() -> None:
         "make room (`df -h RUN`) and start the run again, it goes on from the last one; or, to train on without "
         "a checkpoint when one fails, --checkpoint.on_error continue",
     )
-
-
-def test_types_have_names_that_read_back() -> None:
-    assert all(tensors.dtype_of(tensors.dtype_name(dtype)) == dtype for dtype in tensors._NAMES)

@@ -20,7 +20,7 @@ from threefold.data.sampler import DistributedSampler
 from threefold.errors import CheckpointError, ConfigError, DataError, ThreefoldError
 from threefold.integrations.huggingface import AuditCallback, Trainer, checks, prepare_evaluation_loader
 from threefold.integrations.huggingface.data import Axis, TrainLoader
-from threefold.integrations.huggingface.evaluation import BlockBatches, EvaluationLoader
+from threefold.integrations.huggingface.loaders import BlockBatches, EvaluationLoader
 from threefold.integrations.huggingface.loss import RunningMean, nothing_of, part_of_mean, targets_in
 
 

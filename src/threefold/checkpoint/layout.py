@@ -136,18 +136,7 @@ class CheckpointFolder:
         Args:
             seals: of the files that the ranks wrote, by their paths inside the checkpoint.
         """
-        partial, final = self.partial(step), self.path / _name(step)
-        files = {name: seal.to_json() for name, seal in (seals or {}).items()}
-        content = json.dumps({"format": FORMAT, "step": step, **manifest, "files": files}, indent=1).encode() + b"\n"
-        write_sealed(partial / _MANIFEST, content)
-        for folder in [path for path in partial.rglob("*") if path.is_dir()]:
-            sync_folder(folder)
-        write_sealed(partial / _MARKER, _marker(step, content))
-        sync_folder(partial)
-        _remove(final)
-        os.replace(partial, final)
-        sync_folder(self.path)
-        return Checkpoint(final, step)
+        return seal_folder(self.partial(step), self.path / _name(step), step, manifest, seals or {})
 
     def complete(self) -> list[Checkpoint]:
         """Returns all complete checkpoints, oldest first; they may still be damaged."""
@@ -210,6 +199,23 @@ class CheckpointFolder:
         return aside
 
 
+def seal_folder(
+    partial: Path, final: Path, step: int, manifest: Mapping[str, Any], seals: Mapping[str, Seal]
+) -> Checkpoint:
+    """Makes the written folder `partial` the checkpoint `final`: manifest, marker, name."""
+    files = {name: seal.to_json() for name, seal in seals.items()}
+    content = json.dumps({"format": FORMAT, "step": step, **manifest, "files": files}, indent=1).encode() + b"\n"
+    write_sealed(partial / _MANIFEST, content)
+    for folder in [path for path in partial.rglob("*") if path.is_dir()]:
+        sync_folder(folder)
+    write_sealed(partial / _MARKER, _marker(step, content))
+    sync_folder(partial)
+    _remove(final)
+    os.replace(partial, final)
+    sync_folder(final.parent)
+    return Checkpoint(final, step)
+
+
 def newest_undamaged(
     candidates: Sequence[Checkpoint], damage: Callable[[Checkpoint], str | None]
 ) -> tuple[Checkpoint | None, list[tuple[Checkpoint, str]]]:
@@ -244,6 +250,14 @@ def find(path: Path) -> Checkpoint:
         expected="the folder of a run, or of one of its checkpoints (checkpoints/step-...)",
         fix="check the path; `ls RUN/checkpoints` lists what a run has kept",
     )
+
+
+def checkpoint_at(path: Path) -> Checkpoint:
+    """The checkpoint in a folder of any name, of the step that its marker says; `damage` tells where there is none."""
+    try:
+        return Checkpoint(path, int((path / _MARKER).read_bytes().split()[0]))
+    except (OSError, ValueError, IndexError):
+        return Checkpoint(path, -1)
 
 
 def damaged(checkpoint: Checkpoint, reason: str) -> CheckpointError:

@@ -9,6 +9,7 @@ they finish s + 2.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import socket
@@ -20,12 +21,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from threefold.checkpoint import boxes as index_of_tensors
 from threefold.checkpoint.boxes import Entry, Index
 from threefold.checkpoint.seal import Seal, write_sealed
-from threefold.checkpoint.staging import Stage
 from threefold.checkpoint.tensors import Part, entries_of, write_parts
 from threefold.errors import RunError
 from threefold.mesh.mesh import Mesh
@@ -54,14 +56,64 @@ class Job:
     abandon: Callable[[], object]
 
 
+class Stage:
+    """The copy that the training thread makes, so that a save can run while the next steps change the state.
+
+    One buffer on the host, as large as what this rank writes, is kept from save to save: memory that was touched before
+    is copied into about eight times as fast. On a CUDA device it is pinned and the copies are queued behind the step,
+    so that the training thread waits for none of them.
+
+    Args:
+        parts: as they will be given to every `copy`, in file order; their sizes make the buffer's.
+    """
+
+    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+        self._size_bytes = sum(part.values.nbytes for part in parts)
+        self._device = device
+        self._buffer: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._made = threading.Thread(target=self._make, name="threefold-stage", daemon=True)
+        self._made.start()
+
+    def _make(self) -> None:
+        # The first touch of fresh memory is what costs: done here, while the first steps run.
+        buffer = torch.empty(self._size_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        self._buffer = buffer.zero_()
+
+    def copy(self, parts: Sequence[Part]) -> list[Part]:
+        """The parts with their values in the buffer; read them after `wait`. The last copy must not be needed any more.
+
+        Raises:
+            RuntimeError: there was no memory for the buffer.
+        """
+        self._made.join()
+        if self._buffer is None:
+            raise RuntimeError(f"no memory for a copy of {self._size_bytes:,} bytes")
+        staged, start = [], 0
+        for part in parts:
+            end = start + part.values.nbytes
+            values = self._buffer[start:end].view(part.values.dtype).view(part.values.shape)
+            values.copy_(part.values, non_blocking=True)
+            staged.append(dataclasses.replace(part, values=values))
+            start = end
+        if self._device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        return staged
+
+    def wait(self) -> None:
+        """Returns when the last copy is whole; called by the thread that reads it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
 class Saver:
     """Saves the state of one rank, step after step. Every rank has a Saver and calls it in the same way.
 
     Args:
         parts: returns what this rank writes, as live views; called whenever a save begins.
         background: write while the next steps run, instead of at once.
-        go_on: print a failed save and continue the run instead of ending it.
-        stage: with `background`, the buffer for the copy.
+        continue_on_error: a failed save is printed and the run continues, instead of ending.
     """
 
     def __init__(
@@ -70,14 +122,13 @@ class Saver:
         parts: Callable[[], Sequence[Part]],
         *,
         background: bool,
-        go_on: bool,
-        stage: Stage | None = None,
+        continue_on_error: bool,
     ) -> None:
         self._mesh = mesh
         self._parts = parts
-        self._go_on = go_on
-        self._stage = (stage or Stage(parts(), mesh.device)) if background else None
-        self._store = mesh.store.clone() if mesh.store is not None else None
+        self._continue_on_error = continue_on_error
+        self._stage = Stage(parts(), mesh.device) if background else None
+        self._store = mesh.store.clone() if mesh.store is not None else dist.HashStore()
         self._key = f"threefold/saves/{mesh.share('saver', lambda: uuid.uuid4().hex)}"
         self._number = 0
         self._running: threading.Thread | None = None
@@ -110,7 +161,7 @@ class Saver:
         if self._running is None:
             return
         ended = not self._running.is_alive()
-        if self._go_on or self._mesh.store is None:
+        if self._continue_on_error or self._mesh.store is None:
             if ended:
                 self.wait()
             return
@@ -134,17 +185,17 @@ class Saver:
             self._running = None
             self._conclude()
 
-    def linger(self, seconds: float) -> None:
-        """Gives a running save time to finish when the run ends for another reason; reports nothing."""
+    def join(self, timeout_s: float) -> None:
+        """Waits for a save that is under way, for a run that ends otherwise; tells nothing of how it ended."""
         if self._running is not None:
-            self._running.join(seconds)
+            self._running.join(timeout_s)
 
     def _conclude(self) -> None:
         failure, self._failure = self._failure, None
         if failure is None:
             return
         error = _failed(failure)
-        if not self._go_on:
+        if not self._continue_on_error:
             raise error
         log.error("%s", error)
         if self._mesh.rank == 0:
@@ -153,21 +204,11 @@ class Saver:
     def _run(self, job: Job, parts: Sequence[Part]) -> None:
         """Saves. If it fails, `_failure` holds the reason, the same on every rank."""
         try:
-            outcome = self._alone(job, parts) if self._store is None else self._together(job, parts, self._store)
+            outcome = self._together(job, parts, self._store)
         except Exception as error:  # the store is gone, and with it the run
             log.exception("the save of step %d", job.step)
             outcome = json.dumps({"step": job.step, "reason": str(error) or repr(error)})
         self._failure = outcome or None
-
-    def _alone(self, job: Job, parts: Sequence[Part]) -> str:
-        reason = _attempt(job.begin)
-        file = _file_of(0)
-        seals: dict[str, Seal] = {}
-        if reason is None:
-            reason = _attempt(lambda: seals.update({file: self._write(job.state / file, parts)}))
-        if reason is None:
-            reason = _attempt(lambda: _commit(job, seals))
-        return self._ended(job, reason)
 
     def _together(self, job: Job, parts: Sequence[Part], store: dist.Store) -> str:
         """Returns rank 0's conclusion: empty, or the step and the reason as JSON."""
@@ -185,7 +226,9 @@ class Saver:
         if mesh.rank == 0:
             if reason is None:
                 reason = self._collect(f"{key}/written", store, seals) or _attempt(lambda: _commit(job, seals))
-            store.set(f"{key}/ended", self._ended(job, reason))
+            if reason is not None:
+                _attempt(job.abandon)
+            store.set(f"{key}/ended", json.dumps({"step": job.step, "reason": reason}) if reason else "")
         store.wait([f"{key}/ended"], _LONGEST_SAVE)
         return store.get(f"{key}/ended").decode()
 
@@ -196,7 +239,8 @@ class Saver:
             store.wait([f"{key}/{rank}"], _LONGEST_SAVE)
             report = json.loads(store.get(f"{key}/{rank}"))
             store.delete_key(f"{key}/{rank}")
-            reason = reason or (report["reason"] and f"rank {rank}: {report['reason']}")
+            named = f"rank {rank}: " if self._mesh.world_size > 1 else ""
+            reason = reason or (report["reason"] and f"{named}{report['reason']}")
             seals.update({name: Seal.from_json(values) for name, values in report["seals"].items()})
         return reason
 
@@ -204,12 +248,6 @@ class Saver:
         if self._stage is not None:
             self._stage.wait()
         return write_parts(path, parts)
-
-    def _ended(self, job: Job, reason: str | None) -> str:
-        if reason is None:
-            return ""
-        _attempt(job.abandon)
-        return json.dumps({"step": job.step, "reason": reason})
 
 
 def _attempt(work: Callable[[], object]) -> str | None:

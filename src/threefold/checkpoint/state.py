@@ -7,7 +7,6 @@ be read on another. Placements determine which rank holds what. Every rank knows
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from threefold.checkpoint.boxes import Box, Index, boxes_of
 from threefold.checkpoint.tensors import Part, dtype_name, in_file_order, read_box, read_whole
@@ -24,8 +23,6 @@ from threefold.errors import CheckpointError
 from threefold.mesh.mesh import Mesh
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-# A model is split over tp first; fsdp splits what is left (`model.build`).
-_SPLIT_ORDER = ("tp", "fsdp", "dp_replicate")
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -103,51 +100,66 @@ class Holding:
 def holdings(state: Mapping[str, Tensor], mesh: Mesh) -> list[Holding]:
     """Returns every box that this rank holds of a state; the same for every state of this model on this mesh.
 
-    Ranks that hold the same box take turns to write, so that each writes about the same amount. All ranks compute the
-    same turns, without communication.
+    A tensor may live on any DeviceMesh with named axes; one that is no DTensor is whole on every rank. Ranks that hold
+    the same box take turns to write, so that each writes about as much; all reckon alike, without a message.
     """
-    loads: dict[tuple[str, ...], list[int]] = {}
-    known: dict[Any, list[tuple[Box, tuple[slice, ...]]]] = {}
+    loads: dict[tuple[int, ...], list[int]] = {}
+    known: dict[Any, tuple[tuple[int, ...], list[tuple[Box, tuple[slice, ...]]]]] = {}
     found = []
     for name, tensor in state.items():
-        copies, own = _copies(tensor, mesh)
-        written = loads.setdefault(copies, [0] * math.prod(mesh.size(axis) for axis in copies))
-        turn = written.index(min(written))
-        written[turn] += tensor.numel() * tensor.element_size()
-        # Layers are alike, so their boxes are computed once.
+        # Layers are alike: their boxes are worked out once.
         kind = (tensor.shape, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else tensor.shape
         if kind not in known:
-            known[kind] = [(box, _slices(inside)) for box, inside in boxes_of(_indices(tensor))]
-        shape = tuple(tensor.shape)
-        found += [Holding(name, shape, box, inside, own == turn) for box, inside in known[kind]]
+            known[kind] = (
+                _holders(tensor, mesh),
+                [(box, _slices(inside)) for box, inside in boxes_of(_indices(tensor))],
+            )
+        holders, boxes = known[kind]
+        written = loads.setdefault(holders, [0] * len(holders))
+        turn = written.index(min(written))
+        written[turn] += tensor.numel() * tensor.element_size()
+        shape, writes = tuple(tensor.shape), holders[turn] == mesh.rank
+        found += [Holding(name, shape, box, inside, writes) for box, inside in boxes]
     return found
 
 
 def parts(state: Mapping[str, Tensor], held: Sequence[Holding], mesh: Mesh) -> list[Part]:
-    """Returns what this rank writes of a state, plus its random states, in file order, as live views."""
-    own = [Part(each.name, each.shape, each.box, each.values(state)) for each in held if each.writer]
-    for name, values in random_state(mesh).items():
-        own.append(Part(name, tuple(values.shape), Box((0,), tuple(values.shape)), values))
-    return in_file_order(own)
+    """What this rank writes of a state, with its random states, in file order; views of what lives."""
+    random = random_state(mesh).items()
+    alone = [Part(name, tuple(values.shape), Box((0,), tuple(values.shape)), values) for name, values in random]
+    return in_file_order([*own_parts(state, held), *alone])
+
+
+def own_parts(state: Mapping[str, Tensor], held: Sequence[Holding]) -> list[Part]:
+    """What this rank writes of a state, in file order; views of what lives."""
+    return in_file_order(Part(each.name, each.shape, each.box, each.values(state)) for each in held if each.writer)
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))
 
 
-def _copies(tensor: Tensor, mesh: Mesh) -> tuple[tuple[str, ...], int]:
-    """Returns the axes along which ranks hold the same box, and this rank's number among those ranks."""
-    split: set[str] = set()
+def _holders(tensor: Tensor, mesh: Mesh) -> tuple[int, ...]:
+    """Ranks that hold the same box of the tensor as this one, in ascending order.
+
+    Along an axis of a DeviceMesh ranks are a stride apart, so the place on it is a digit of the rank's number: that
+    tells the place of every rank, of those outside of the tensor's own mesh too.
+    """
+    digits: list[tuple[int, int]] = []
     if isinstance(tensor, DTensor):
-        names = tensor.device_mesh.mesh_dim_names or ()
-        split = {axis for axis, placed in zip(names, tensor.placements, strict=True) if not placed.is_replicate()}
-    replicate, shard, cp, tp = mesh.topology.coordinates(mesh.rank)
-    places = {"dp_replicate": replicate, "fsdp": shard * mesh.topology.cp + cp, "tp": tp}
-    same = tuple(axis for axis in places if axis not in split and mesh.size(axis) > 1)
-    number = 0
-    for axis in same:
-        number = number * mesh.size(axis) + places[axis]
-    return same, number
+        ranks = tensor.device_mesh.mesh
+        for dim, placed in enumerate(tensor.placements):
+            if not placed.is_replicate() and ranks.size(dim) > 1:
+                line = ranks.movedim(dim, 0).flatten(1)[:, 0].tolist() if ranks.ndim > 1 else ranks.tolist()
+                stride, size = line[1] - line[0], len(line)
+                assert [rank // stride % size for rank in line] == list(range(size)), f"{line} is not regular"
+                digits.append((stride, size))
+
+    def place(rank: int) -> list[int]:
+        return [rank // stride % size for stride, size in digits]
+
+    own = place(mesh.rank)
+    return tuple(rank for rank in range(mesh.world_size) if place(rank) == own)
 
 
 def _indices(tensor: Tensor) -> list[Sequence[int]]:
@@ -155,31 +167,33 @@ def _indices(tensor: Tensor) -> list[Sequence[int]]:
     if not isinstance(tensor, DTensor):
         return [range(size) for size in tensor.shape]
     held = [torch.arange(size) for size in tensor.shape]
-    placements = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
-    for axis in _SPLIT_ORDER:
-        if axis in placements and not placements[axis].is_replicate():
-            dim: int = placements[axis].dim
-            split = _split_over_tp if axis == "tp" else _split_over_fsdp
-            held[dim] = split(held[dim], tensor.device_mesh[axis], placements[axis], tensor.ndim)
+    names, place = tensor.device_mesh.mesh_dim_names, tensor.device_mesh.get_coordinate()
+    assert names is not None and place is not None
+    splits: list[tuple[int, Any]] = [pair for pair in enumerate(tensor.placements) if not pair[1].is_replicate()]
+    # A strided shard before another split of the same dim is FSDP's: it cut what that split had left, in plain chunks.
+    late = [
+        (axis, p) for axis, p in splits if type(p) is not Shard and any(b > axis and q.dim == p.dim for b, q in splits)
+    ]
+    for axis, placement in [*(split for split in splits if split not in late), *reversed(late)]:
+        dim = placement.dim
+        if type(placement) is Shard or (axis, placement) in late:
+            chunks = held[dim].chunk(tensor.device_mesh.size(axis))
+            held[dim] = chunks[place[axis]] if place[axis] < len(chunks) else held[dim][:0]
+        else:
+            held[dim] = _split_as_weights(held[dim], tensor.device_mesh[names[axis]], placement, tensor.ndim)
     local = tuple(tensor.to_local().shape)
     found = tuple(len(indices) for indices in held)
     assert found == local, f"{tensor.placements} of {tuple(tensor.shape)} gave {found}, the rank holds {local}"
     return [_as_range(indices) for indices in held]
 
 
-def _split_over_tp(indices: Tensor, axis: DeviceMesh, placement: Any, ndim: int) -> Tensor:
-    # The placement may be a plain shard or one of packed projections. It splits the indices as it split the weights.
+def _split_as_weights(indices: Tensor, axis: DeviceMesh, placement: Any, ndim: int) -> Tensor:
+    # A placement of packed projections splits the indices as it split the weights.
     shape = [1] * ndim
     shape[placement.dim] = len(indices)
     with torch.device("cpu"):
         split = distribute_tensor(indices.view(shape), axis, [placement], src_data_rank=None)
     return split.to_local().flatten().cpu()
-
-
-def _split_over_fsdp(indices: Tensor, axis: DeviceMesh, placement: Any, ndim: int) -> Tensor:
-    shards = indices.chunk(axis.size())
-    rank = axis.get_local_rank()
-    return shards[rank] if rank < len(shards) else indices[:0]
 
 
 def _as_range(indices: Tensor) -> Sequence[int]:
@@ -189,8 +203,13 @@ def _as_range(indices: Tensor) -> Sequence[int]:
     return range(first, last + 1) if last - first + 1 == len(indices) else indices.tolist()
 
 
-def fit(state: Mapping[str, Tensor], index: Index) -> None:
-    """Checks that a checkpoint holds what `state` needs.
+def fit(
+    state: Mapping[str, Tensor],
+    index: Index,
+    *,
+    fix: str = "use the model of the run, or --log.dir ANOTHER_FOLDER for a new one",
+) -> None:
+    """Checks that a checkpoint holds what `state` wants.
 
     Raises:
         CheckpointError: a tensor is missing, or has another shape or type.
@@ -204,7 +223,7 @@ def fit(state: Mapping[str, Tensor], index: Index) -> None:
             f"the checkpoint has {_described(found) if found else 'nothing'} for {wrong[0]}, the model "
             f"{_described(wanted[wrong[0]])}" + (f"; {len(wrong) - 1} more differ" if len(wrong) > 1 else ""),
             expected="the tensors of the same model and optimizer",
-            fix="use the model of the run, or --log.dir ANOTHER_FOLDER for a new one",
+            fix=fix,
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.checkpoint.boxes import ITEM_BYTES, Box, Chunk, Entry
+from threefold.checkpoint.boxes import ITEM_BYTES, Box, Chunk, Entry, Index
 from threefold.checkpoint.seal import Seal, SealedWriter
 from threefold.errors import CheckpointError
 
@@ -107,15 +107,58 @@ def _header(described: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Map
 
 
 def entries_of(path: Path) -> Iterable[tuple[str, str, tuple[int, ...], Chunk]]:
-    """Yields (tensor, type, whole shape, chunk) of each box in a file that `write_parts` wrote."""
+    """(tensor, type, whole shape, chunk) of each box in a file that `write_parts` wrote."""
+    metadata, chunks = _contents(path)
+    boxes = json.loads(metadata["threefold"])
+    for key, dtype, start, sizes in chunks:
+        name, offsets, shape = boxes[key]
+        yield name, dtype, tuple(shape), Chunk(path.name, start, Box(tuple(offsets), sizes))
+
+
+def index_of_dcp(folder: Path) -> Index:
+    """The index of safetensors files that torch.distributed.checkpoint wrote, which have no checksums.
+
+    Their headers say where each box lies (DCP_SHARDING_INFO); a tensor is as large as its boxes reach.
+
+    Raises:
+        CheckpointError: a file is damaged or missing, as far as that can be seen.
+    """
+    entries: dict[str, Entry] = {}
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            metadata, chunks = _contents(path)
+            boxes = json.loads(metadata["DCP_SHARDING_INFO"])
+            for name, dtype, start, sizes in chunks:
+                box = Box(tuple(boxes[name]["saved_offsets"]), sizes)
+                reach = tuple(offset + size for offset, size in zip(box.offsets, box.sizes, strict=True))
+                entry = entries.setdefault(name, Entry(dtype, reach))
+                entry.shape = tuple(map(max, entry.shape, reach))
+                entry.chunks += [Chunk(path.name, start, box)] if box.numel else []
+        wrong = [f"{name}: {problem}" for name, entry in entries.items() if (problem := entry.problem())]
+        if wrong:
+            raise ValueError(wrong[0])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder} cannot be read: {error}",
+            expected="the shards as torch.distributed.checkpoint wrote them",
+            fix=f"use another checkpoint than {folder.parent}",
+        ) from error
+    return Index(entries)
+
+
+def _contents(path: Path) -> tuple[dict[str, str], list[tuple[str, str, int, tuple[int, ...]]]]:
+    """The metadata of a safetensors file, and of each entry name, type, first byte in the file, and shape."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    boxes = json.loads(header.pop(_METADATA)["threefold"])
-    for key, entry in header.items():
-        name, offsets, shape = boxes[key]
-        box = Box(tuple(offsets), tuple(entry["shape"]))
-        yield name, entry["dtype"], tuple(shape), Chunk(path.name, 8 + length + entry["data_offsets"][0], box)
+    metadata = header.pop(_METADATA, {})
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if (found := path.stat().st_size) != end:
+        raise ValueError(f"{path.name} has {found:,} bytes, not {end:,}")
+    return metadata, [
+        (name, entry["dtype"], 8 + length + entry["data_offsets"][0], tuple(entry["shape"]))
+        for name, entry in header.items()
+    ]
 
 
 def read_box(state: Path, entry: Entry, wanted: Box, target: Tensor) -> None:
@@ -177,8 +220,3 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns safetensors' name of a type."""
     return _NAMES[dtype]
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`."""
-    return _TYPES[name]

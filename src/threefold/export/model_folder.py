@@ -16,21 +16,22 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import Checkpoint, damaged, find
-from threefold.checkpoint.manifest import read_manifest, refuse_other_base
+from threefold.checkpoint.manifest import read_manifest
 from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.data.tokens import Tokenizer
 from threefold.errors import CheckpointError, ConfigError, RunError
-from threefold.export.adapters import check_adapter, model_with_adapters, write_adapter
+from threefold.export.adapters import load_with_peft, model_with_adapters, write_adapter
+from threefold.export.descriptions import save_descriptions, save_tokenizer
 from threefold.export.weights import write_weights
 from threefold.model import lora
-from threefold.model.load import build_without_storage, fingerprint
+from threefold.model.load import build_without_storage
 
 MAX_SHARD_BYTES = 5 * 1000**3
 # Config keys that can make transformers fetch code or kernels.
@@ -89,8 +90,10 @@ def export(
     made = not to.exists()
     to.mkdir(parents=True, exist_ok=True)
     try:
+        if adapter:
+            return _export_adapter(checkpoint, to, config, architecture, verify)
         if config.model.lora.r:
-            return _export_adapters(checkpoint, to, config, architecture, max_shard_bytes, verify, adapter)
+            return _export_merged(checkpoint, to, config, architecture, max_shard_bytes, verify)
         return _export_weights(checkpoint, to, config, architecture, max_shard_bytes, verify, trust_remote_code)
     except BaseException:
         shutil.rmtree(to, ignore_errors=True)
@@ -120,44 +123,42 @@ def _export_weights(
         max_shard_bytes=max_shard_bytes,
         convert=lambda layer: revert_weight_conversion(model, layer),
     )
-    _save_descriptions(model, config, to, trust_remote_code)
+    save_descriptions(model, config, to)
     num_bytes = sum(index.entries[name].num_bytes for name in tensors)
     verified = _verified(checkpoint, to, num_bytes, verify, trust_remote_code)
     return Exported(checkpoint.step, sum(p.numel() for p in model.parameters()), tuple(files), verified)
 
 
-def _export_adapters(
+def _export_adapter(
+    checkpoint: Checkpoint, to: Path, config: Config, architecture: PretrainedConfig, verify: bool | None
+) -> Exported:
+    model = model_with_adapters(checkpoint, config, architecture)
+    files, verified = write_adapter(model, config, to), "not reloaded"
+    save_tokenizer(config, to)
+    if verify is not False:
+        _compare(model, load_with_peft(config, architecture, to), to, trained="the run's")
+        verified = "reloaded by peft: equal logits"
+    num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return Exported(checkpoint.step, num_parameters, tuple(files), verified)
+
+
+def _export_merged(
     checkpoint: Checkpoint,
     to: Path,
     config: Config,
     architecture: PretrainedConfig,
     max_shard_bytes: int,
     verify: bool | None,
-    adapter: bool,
 ) -> Exported:
-    model = _with_adapters(checkpoint, config, architecture)
-    if adapter:
-        files = write_adapter(model, config, to)
-        _save_tokenizer(config, to)
-        verified = "not reloaded" if verify is False else check_adapter(model, config, architecture, to, _probe)
-        num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        return Exported(checkpoint.step, num_parameters, tuple(files), verified)
+    model = model_with_adapters(checkpoint, config, architecture)
     lora.merge(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers' own warning, about an internal name
         model.save_pretrained(to, max_shard_size=max_shard_bytes)
-    _save_descriptions(model, config, to, config.model.trust_remote_code)
+    save_descriptions(model, config, to)
     verified = "not reloaded" if verify is False else _reloaded(model, checkpoint, to, config.model.trust_remote_code)
     files = sorted(path.name for path in to.glob("*.safetensors"))
     return Exported(checkpoint.step, sum(p.numel() for p in model.parameters()), tuple(files), verified)
-
-
-def _with_adapters(checkpoint: Checkpoint, config: Config, architecture: PretrainedConfig) -> Any:
-    """Returns the model that a run began with, with the checkpoint's adapters."""
-    refuse_other_base(read_manifest(checkpoint), fingerprint(config.model), config, checkpoint)
-    model = model_with_adapters(config, architecture)
-    run_state.read_weights(model, checkpoint.state, Index.read(checkpoint.state))
-    return model
 
 
 def _verified(checkpoint: Checkpoint, to: Path, num_bytes: int, verify: bool | None, trust_remote_code: bool) -> str:
@@ -169,19 +170,22 @@ def _verified(checkpoint: Checkpoint, to: Path, num_bytes: int, verify: bool | N
 
 
 def _reloaded(model: Any, checkpoint: Checkpoint, to: Path, trust_remote_code: bool) -> str:
-    expected = _probe(model.eval())
     reloaded: Any = AutoModelForCausalLM.from_pretrained(
         to, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
     )
-    found = _probe(reloaded.eval())
+    _compare(model, reloaded, to, trained=str(checkpoint.path))
+    return "reloaded: equal logits"
+
+
+def _compare(model: Any, reloaded: Any, to: Path, *, trained: str) -> None:
+    expected, found = _probe(model.eval()), _probe(reloaded.eval())
     if not torch.equal(found, expected):
         raise RunError(
-            f"{to} reloads to other logits than {checkpoint.path}: they differ by up to "
+            f"{to} reloads to other logits than {trained}: they differ by up to "
             f"{(found - expected).abs().max().item():.3g}",
             expected="equal logits; the folder has been removed",
             fix="report it with the model's config; --no-verify writes the folder all the same",
         )
-    return "reloaded: equal logits"
 
 
 @torch.no_grad()
@@ -196,7 +200,7 @@ def load_whole(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> tu
     """Returns the checkpoint's whole model on the CPU, and the config it was trained with."""
     config, architecture = _described(checkpoint, trust_remote_code)
     if config.model.lora.r:
-        return _with_adapters(checkpoint, config, architecture).eval(), config
+        return model_with_adapters(checkpoint, config, architecture).eval(), config
     model: Any = AutoModelForCausalLM.from_config(
         architecture, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
     )
@@ -230,60 +234,6 @@ def _without_code(values: Any) -> Any:
     if not isinstance(values, dict):
         return values
     return {key: _without_code(value) for key, value in values.items() if key.lstrip("_") not in _CODE}
-
-
-def _save_descriptions(model: Any, config: Config, to: Path, trust_remote_code: bool) -> None:
-    model.config.architectures = [type(model).__name__]
-    model.config.dtype = "float32"
-    model.config.save_pretrained(to)
-    if model.is_remote_code():
-        transformers.dynamic_module_utils.custom_object_save(model, to, config=model.config)
-    if model.can_generate():
-        _generation_config(model, config).save_pretrained(to)
-    _save_tokenizer(config, to)
-
-
-def _generation_config(model: Any, config: Config) -> Any:
-    if config.model.name_or_path is not None:
-        try:
-            return GenerationConfig.from_pretrained(config.model.name_or_path, revision=config.model.revision)
-        except OSError:  # it has none, or no longer exists
-            pass
-    return model.generation_config
-
-
-def _save_tokenizer(config: Config, to: Path) -> None:
-    name = config.data.tokenizer or config.model.name_or_path or "bytes"
-    if name == "bytes":
-        byte_tokenizer().save_pretrained(to)
-        return
-    revision = config.model.revision if name == config.model.name_or_path else None
-    AutoTokenizer.from_pretrained(name, revision=revision).save_pretrained(to)
-
-
-def byte_tokenizer() -> Any:
-    """Returns the tokenizer `bytes` as a transformers tokenizer: the same ids, with 256 as the end token."""
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Backend
-    from transformers import PreTrainedTokenizerFast
-
-    characters = _byte_characters()
-    backend = Backend(models.BPE(vocab={character: byte for byte, character in enumerate(characters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", clean_up_tokenization_spaces=False)
-
-
-def _byte_characters() -> list[str]:
-    # The printable character that stands for each byte in byte-level tokenizers (GPT-2): the byte itself if it is
-    # printable in Latin-1, else the next free code point, starting at 256.
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    characters, free = [], 256
-    for byte in range(256):
-        characters.append(chr(byte) if byte in printable else chr(free))
-        free += byte not in printable
-    return characters
 
 
 def generate_sample(checkpoint: Checkpoint, tokenizer: Tokenizer, prompt: list[int], *, num_tokens: int) -> str:

@@ -71,7 +71,7 @@ class Keeper:
             self._mesh,
             self._parts,
             background=asked.mode == "async" and not once,
-            go_on=asked.on_error == "continue",
+            continue_on_error=asked.on_error == "continue",
         )
 
     def keep(self, step: int, eval_loss: float | None, due: bool) -> None:
@@ -119,7 +119,7 @@ class Keeper:
     def linger(self) -> None:
         """Gives a running save time to finish before a failed run ends."""
         if self._saver is not None:
-            self._saver.linger(_LINGER_S)
+            self._saver.join(_LINGER_S)
 
     def _parts(self) -> list[Part]:
         state = run_state.state_of(self._model.module, self._optimizer)

@@ -21,7 +21,7 @@ from threefold.data.partition import Tail
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError
 from threefold.integrations.huggingface.data import Axis, Collate, Numbered, NumberedRows, Tracked
-from threefold.integrations.huggingface.evaluation import BlockBatches
+from threefold.integrations.huggingface.loaders import BlockBatches
 from threefold.integrations.huggingface.loss import sharers_of
 
 

@@ -1,18 +1,35 @@
-"""The Trainer's loaders, from its arguments: which argument decides what, in one place."""
+"""The Trainer's loaders, from its arguments: which argument decides what; and the loader that evaluates.
+
+An evaluation reads a whole map-style dataset once over all ranks, in its own order. Its batches are neighbouring rows,
+rank behind rank, so that what the ranks computed in one step is a stretch of the dataset once it is gathered. What
+stays true: every row once; every rank makes the same number of steps; a rank that has no row in the last one computes a
+stand-in that nobody counts.
+"""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
 from transformers.trainer_utils import seed_worker
 
 from threefold.data.distribute import draw_of
 from threefold.data.sampler import DistributedSampler
-from threefold.integrations.huggingface.data import Collate, TrainLoader
-from threefold.integrations.huggingface.evaluation import EvaluationLoader
+from threefold.integrations.huggingface.data import (
+    Axis,
+    Collate,
+    NumberedCollate,
+    NumberedRows,
+    Tracked,
+    TrainLoader,
+)
 
 
 def training(trainer: Any, rows: Any, sampler: Any, *, batch_size: int, collate: Collate) -> TrainLoader:
@@ -61,3 +78,82 @@ def _kept(trainer: Any, collate: Collate) -> dict[str, Any]:
 
 def _seed(args: Any) -> int:
     return args.seed if args.data_seed is None else args.data_seed
+
+
+class EvaluationLoader(DataLoader[Any]):
+    """Every row once over all dp ranks, in the dataset's order, in equally many batches on every rank.
+
+    After each batch `rows` is the number of its true rows, 0 for a stand-in, and `gather` puts what every rank computed
+    of its batch side by side, in the dataset's order, without anything that stands in.
+    """
+
+    def __init__(
+        self, dataset: Any, *, batch_size: int, accelerator: Accelerator, axis: Axis, collate_fn: Collate, **kept: Any
+    ) -> None:
+        blocks = BlockBatches(len(dataset), batch_size, axis)
+        super().__init__(NumberedRows(dataset), batch_sampler=blocks, collate_fn=NumberedCollate(collate_fn), **kept)
+        self.rows = 0
+        self.end_of_dataloader, self.remainder = False, -1
+        self._axis, self._accelerator, self._blocks = axis, accelerator, blocks
+        self._step = 0
+
+    @property
+    def total_batch_size(self) -> int:
+        """Rows of a batch over all dp ranks, as accelerate's loaders name it."""
+        return self._blocks.global_batch
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        with_end = Tracked(self, self._accelerator)
+        for step, numbered in enumerate(with_end.over(super().__iter__())):
+            self._step, self.rows = step, len(numbered.numbers)
+            self.end_of_dataloader = step == len(self._blocks) - 1
+            yield with_end.placed(numbered.batch)
+
+    def gather(self, data: Any) -> Any:
+        """Tensors [rows, ...] of this step's batch, or nested lists and dicts of them -> [rows of all ranks, ...]."""
+        return recursively_apply(self._gathered, data)
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        if tensor.ndim == 0:
+            return self._accelerator.gather(tensor)
+        block, real = self._blocks.block(self._step), self._blocks.real(self._step)
+        if self._axis.world_size == 1:
+            return tensor[:real]
+        padded = tensor.new_zeros((block, *tensor.shape[1:]))
+        padded[: self.rows] = tensor[: self.rows]
+        gathered = self._accelerator.gather(padded)
+        # gathered: (dp ranks, sharers, block, ...)
+        gathered = gathered.view(self._axis.dp_size, self._axis.sharers, block, *tensor.shape[1:])[:, 0]
+        return gathered.flatten(0, 1)[:real]
+
+
+class BlockBatches(Sampler[list[int]]):
+    """One dp rank's batches of an evaluation: neighbouring rows, so that ranks side by side are the dataset's order.
+
+    The last batches are as small as equal ones can be; places past the end are stand-ins (~row).
+    """
+
+    def __init__(self, num_rows: int, batch_size: int, axis: Axis) -> None:
+        self._num_rows, self._batch_size, self._axis = num_rows, batch_size, axis
+
+    @property
+    def global_batch(self) -> int:
+        return self._batch_size * self._axis.dp_size
+
+    def __len__(self) -> int:
+        return -(-self._num_rows // self.global_batch)
+
+    def real(self, step: int) -> int:
+        """True rows of a step, over all ranks."""
+        return min(self.global_batch, self._num_rows - step * self.global_batch)
+
+    def block(self, step: int) -> int:
+        """Places of each rank in a step."""
+        return -(-self.real(step) // self._axis.dp_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(len(self)):
+            block = self.block(step)
+            first = step * self.global_batch + self._axis.dp_rank * block
+            rows = range(first, first + block)
+            yield [row if row < self._num_rows else ~(row % self._num_rows) for row in rows]

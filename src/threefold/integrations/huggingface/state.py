@@ -1,13 +1,17 @@
-"""What the Trainer adds to a checkpoint folder of transformers: the place in the order, and shards of a sharded model.
+"""What the Trainer adds to a checkpoint folder of transformers, and where a resumed run continues.
 
 `threefold.json` holds plain values: where the order stands, and the sizes it was read with. `threefold-state/` holds
-weights and optimizer of a model that transformers loaded in shards: each rank writes its own part with
-torch.distributed.checkpoint as safetensors files, and any other mesh reads its parts from them. No pickle is read.
+weights and optimizer of a model that transformers loaded in shards, in the format of `threefold.checkpoint`: each rank
+writes its own boxes as safetensors files, sealed with checksums, and any other mesh reads its parts from them. No
+pickle is read. The place of a resumed run is a position in the order, not a number of steps: transformers divides the
+steps done by the steps of an epoch, which is right only while neither the ranks nor the batch size change.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,22 +19,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor, Shard
+from transformers import TrainerCallback
 
-from threefold.errors import CheckpointError, DataError
+from threefold.checkpoint.boxes import Box, Chunk, Entry, Index
+from threefold.checkpoint.layout import checkpoint_at, seal_folder
+from threefold.checkpoint.saver import Job, Saver
+from threefold.checkpoint.state import fit, holdings, own_parts, read_into
+from threefold.checkpoint.tensors import index_of_dcp
+from threefold.errors import CheckpointError, DataError, RunError
+from threefold.integrations.huggingface.data import TrainLoader
+from threefold.mesh.mesh import Mesh
+from threefold.mesh.topology import Topology
 
 PLACE_FILE = "threefold.json"
 STATE_FOLDER = "threefold-state"
 _FORMAT = 1
+_OLDER = "resume from an older checkpoint: trainer.train(resume_from_checkpoint='.../checkpoint-...')"
+_SAME = "resume with the model and the optim that the run began with"
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @dataclass(frozen=True)
@@ -79,7 +92,7 @@ def read_place(checkpoint: Path) -> SavedPlace:
     raise CheckpointError(
         f"{path} {found}",
         expected=f"what the Trainer of this version writes (format {_FORMAT})",
-        fix="go on from an older checkpoint: trainer.train(resume_from_checkpoint='.../checkpoint-...')",
+        fix=_OLDER,
     )
 
 
@@ -111,21 +124,41 @@ def _is_complete(checkpoint: Path) -> bool:
     return True
 
 
-def save_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Writes weights and optimizer of a sharded model, every rank its own part; every rank calls it."""
-    state = {name: _writable(tensor) for name, tensor in _tensors(model, optimizer).items()}
-    writer = HuggingFaceStorageWriter(
-        str(checkpoint / STATE_FOLDER), save_distributed=True, enable_consolidation=False, thread_count=1
-    )
-    dcp.save(state, storage_writer=writer)
-    dist.barrier()
+def save_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, step: int) -> None:
+    """Writes weights and optimizer of a sharded model, every rank its own part; every rank calls it.
+
+    Raises:
+        RunError: a rank could not write, on every rank.
+    """
+    state, mesh = _tensors(model, optimizer), _all_ranks()
+    final, partial = checkpoint / STATE_FOLDER, checkpoint / f".{STATE_FOLDER}.partial"
+
+    def begin() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / "state").mkdir(parents=True)
+
+    def commit(seals: Mapping[str, Any]) -> None:
+        seal_folder(partial, final, step, {}, {f"state/{name}": seal for name, seal in seals.items()})
+
+    def parts() -> Any:
+        return own_parts(state, holdings(state, mesh))
+
+    job = Job(step, partial / "state", begin, commit, lambda: shutil.rmtree(partial, ignore_errors=True))
+    try:
+        Saver(mesh, parts, background=False, continue_on_error=False).save(job)
+    except RunError as error:
+        raise RunError(
+            error.problems[0].what,
+            expected=error.problems[0].expected,
+            fix="make room (`df -h`), then trainer.train(resume_from_checkpoint=True)",
+        ) from None
 
 
 def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Fills a sharded model, and its optimizer where one is given, from any mesh's shards; every rank calls it.
 
     Raises:
-        CheckpointError: the folder holds no shards, or those of another model.
+        CheckpointError: the folder holds no shards, damaged ones, or those of another model; nothing is changed.
     """
     folder = checkpoint / STATE_FOLDER
     if not folder.is_dir():
@@ -134,66 +167,68 @@ def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
             expected="a checkpoint of a model loaded with DistributedConfig, as this one is",
             fix="from_pretrained(CHECKPOINT, distributed_config=...) begins with its weights, without its optimizer",
         )
+    mesh, from_dcp = _all_ranks(), any(folder.glob("shard-*.safetensors"))
+    if from_dcp:  # 0.1.0 wrote through torch.distributed.checkpoint
+        files, index = folder, index_of_dcp(folder)
+    else:
+        _refuse_damaged(folder, mesh)
+        files, index = folder / "state", Index.read(folder / "state")
     live = _tensors(model, optimizer)
-    read = {name: _writable(tensor) for name, tensor in live.items()}
-    reader = HuggingFaceStorageReader(str(folder))
-    held = set(reader.read_metadata().state_dict_metadata)
-    if missing := sorted(set(read) - held):
+    for name in [name for name, tensor in live.items() if from_dcp and tensor.ndim == 0 and name in index.entries]:
+        # A tensor without dims was written as one of a single element.
+        entry = index.entries[name]
+        index.entries[name] = Entry(entry.dtype, (), [Chunk(c.file, c.start, Box((), ())) for c in entry.chunks])
+    if missing := sorted(live.keys() - index.entries.keys()):
         raise CheckpointError(
             f"{folder} has no {missing[0]}" + (f", and {len(missing) - 1} more" if len(missing) > 1 else ""),
             expected="the tensors of the same model and optimizer",
-            fix="resume with the model and the optim that the run began with",
+            fix=_SAME,
         )
-    dcp.load(read, storage_reader=reader)
-    with torch.no_grad():
-        for name, tensor in live.items():
-            _copy_back(read[name], tensor)
+    fit(live, index, fix=_SAME)
+    read_into(live, files, index, mesh)
     if optimizer is not None:
         _set_optimizer(model, optimizer, live)
+
+
+def _all_ranks() -> Mesh:
+    """All ranks of the process group, as the checkpoint engine knows ranks; every rank calls it alike."""
+    if not dist.is_initialized():
+        return Mesh(Topology(), 0, torch.device("cpu"))
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    # Ranks save and load alike, so counting gives each of these calls keys of its own.
+    number = store.add(f"threefold/states/{rank}", 1)
+    topology = Topology(dp_replicate=dist.get_world_size())
+    return Mesh(topology, rank, torch.device("cpu"), store=dist.PrefixStore(f"state-{number}", store))
+
+
+def _refuse_damaged(folder: Path, mesh: Mesh) -> None:
+    """CheckpointError on every rank where a file is not as it was written; the ranks share the files among them."""
+    own = checkpoint_at(folder).damage(share=(mesh.rank, mesh.world_size)) or ""
+    reason = mesh.decide("damage", own, lambda found: next(filter(None, found), ""))
+    if reason:
+        raise _damaged(folder, reason)
+
+
+def _damaged(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} is damaged: {reason}", expected="the files as the Trainer has written them", fix=_OLDER
+    )
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """Live tensors by name; an optimizer that has made no step yet gets its state made."""
     state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()}
     if optimizer is not None:
-        state |= {f"optimizer.{name}": value for name, value in _optimizer_state(model, optimizer).items()}
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    return dict(get_optimizer_state_dict(model, optimizer, options=options))
+        flat = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        state |= {f"optimizer.{name}": value for name, value in flat.items()}
+    return {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _set_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, live: Mapping[str, Tensor]) -> None:
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
     # Settings (rates, betas) are those of now; the scheduler brings its own place.
-    state = _optimizer_state(model, optimizer)
-    state |= {name: live[f"optimizer.{name}"] for name in state if f"optimizer.{name}" in live}
-    set_optimizer_state_dict(model, optimizer, state, options=options)
-
-
-def _writable(tensor: Tensor) -> Tensor:
-    """The tensor, or one in contiguous shards: torch describes each rank's part as one box."""
-    if not isinstance(tensor, DTensor):
-        # A tensor without dims has no place in a file of safetensors' boxes.
-        return tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
-    placements = tuple(Shard(p.dim) if _is_split(p) and type(p) is not Shard else p for p in tensor.placements)
-    return tensor.detach() if placements == tensor.placements else tensor.detach().redistribute(placements=placements)
-
-
-def _is_split(placement: Any) -> bool:
-    return not placement.is_replicate() and not placement.is_partial()
-
-
-def _copy_back(read: Tensor, live: Tensor) -> None:
-    if isinstance(live, DTensor) and isinstance(read, DTensor):
-        if read.placements != live.placements:
-            live.to_local().copy_(read.redistribute(placements=live.placements).to_local())
-        elif read.to_local().data_ptr() != live.to_local().data_ptr():
-            live.to_local().copy_(read.to_local())
-    elif read.data_ptr() != live.data_ptr():
-        live.copy_(read.reshape(live.shape))
+    state = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    state = {name: live.get(f"optimizer.{name}", value) for name, value in state.items()}
+    set_optimizer_state_dict(model, optimizer, state, options=_OPTIONS)
 
 
 def check_order(saved: Mapping[str, Any], *, loader: Any) -> None:
@@ -214,3 +249,53 @@ def _reworded(problem: Any, words: Mapping[str, str]) -> Any:
     for theirs, ours in words.items():
         fix = fix.replace(theirs, ours)
     return type(problem)(problem.what, problem.expected, fix)
+
+
+class Resumed:
+    """A run that continues from a checkpoint.
+
+    Attributes:
+        epoch: in which it continues.
+        batches_left: of this rank in that epoch, where it continues inside it; 0: at its head.
+    """
+
+    def __init__(self, saved: SavedPlace) -> None:
+        self.saved = saved
+        self.epoch = 0
+        self.batches_left = 0
+        self._updates_left = 0
+
+    def go_to_place(self, loader: TrainLoader, *, accumulation: int) -> None:
+        """Brings the loader to the place, or to the head of the next epoch where this one is over.
+
+        Raises:
+            DataError: the place belongs to another order.
+        """
+        check_order(self.saved.loader, loader=loader)
+        self.epoch, position = self.saved.loader["epoch"], self.saved.loader["position"]
+        left = loader.batches_left()
+        if not left:
+            self.epoch += 1
+        self.batches_left = left if position else 0
+        self._updates_left = math.ceil(self.batches_left / accumulation)
+
+    def plan(self, args: Any, *, per_epoch: int, max_steps: int) -> tuple[int, int]:
+        """(epochs until the end, steps at the end), from the steps of a whole epoch with the sizes of now."""
+        # Steps that would have led here, had all been made with these sizes.
+        done = self.epoch * per_epoch + (per_epoch - self._updates_left if self.batches_left else 0)
+        if args.max_steps > 0:
+            return math.ceil((done + max_steps - self.saved.step) / per_epoch), max_steps
+        return math.ceil(args.num_train_epochs), self.saved.step + max(0, max_steps - done)
+
+
+class EpochByRows(TrainerCallback):
+    """Keeps `state.epoch` true in an epoch that began in its middle; elsewhere transformers' own is left."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        resumed, loader = self._trainer._resumed, self._trainer._train_loader
+        if resumed is None or not resumed.batches_left or int(state.epoch - 1e-9) != resumed.epoch:
+            return
+        state.epoch = resumed.epoch + 1 - loader.batches_left() / max(len(loader), loader.batches_left(), 1)

@@ -30,10 +30,17 @@ from threefold.data.distribute import require_distributed
 from threefold.integrations.huggingface import checks, context, loaders
 from threefold.integrations.huggingface.audit import AuditCallback
 from threefold.integrations.huggingface.data import Axis, TrainLoader
-from threefold.integrations.huggingface.evaluation import EvaluationLoader
+from threefold.integrations.huggingface.loaders import EvaluationLoader
 from threefold.integrations.huggingface.loss import RunningMean, counting_for_nothing, part_of_mean, targets_in
-from threefold.integrations.huggingface.progress import EpochByRows, Resumed
-from threefold.integrations.huggingface.state import SavedPlace, load_shards, newest_complete, read_place, save_shards
+from threefold.integrations.huggingface.state import (
+    EpochByRows,
+    Resumed,
+    SavedPlace,
+    load_shards,
+    newest_complete,
+    read_place,
+    save_shards,
+)
 
 log = logging.get_logger(__name__)
 # Beside a model in shards; transformers' own scheduler.pt is a pickle.
@@ -280,7 +287,7 @@ class Trainer(transformers.Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self._is_sharded:
             return super()._save_optimizer_and_scheduler(output_dir)
-        save_shards(Path(output_dir), self.model, _bare(self.optimizer))
+        save_shards(Path(output_dir), self.model, _bare(self.optimizer), step=self.state.global_step)
         if self.args.should_save:
             (Path(output_dir) / _SCHEDULER).write_text(json.dumps(self.lr_scheduler.state_dict()))
         return None

@@ -1,7 +1,7 @@
 """A Kubernetes job from a config: a Kubeflow PyTorchJob or TrainJob, or a bare JobSet, with the config as a ConfigMap.
 
 torchrun runs in every pod and starts its ranks. A pod that ends with an error, or after a stop that saved, is started
-again and goes on; what it goes on from lies on a volume that all pods share. Secrets are named, their values stay in
+again and resumes; what it resumes from lies on a volume that all pods share. Secrets are named, their values stay in
 the cluster's own Secret objects.
 """
 

@@ -99,3 +99,11 @@ def rows_text(rows: Iterable[int]) -> str:
     named = ", ".join(map(str, found[:_NUM_NAMED]))
     more = f" and {len(found) - _NUM_NAMED:,} more" if len(found) > _NUM_NAMED else ""
     return f"{'row' if len(found) == 1 else 'rows'} {named}{more}"
+
+
+def size_text(num_bytes: float) -> str:
+    """`8 GiB`, `11.06 MiB`, `512 bytes`: four digits, in the largest unit that it fills."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.4g} {unit}"
+    return f"{num_bytes:.4g} bytes"

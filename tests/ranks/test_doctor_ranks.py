@@ -149,7 +149,7 @@ def _measured(rates: dict[str, float], *, right: bool = True) -> Measured:
 def test_slow_pair_and_wrong_sums_are_named() -> None:
     found = judge({0: _measured({"1": 8e9, "2": 1e9, "3": 8e9}), 1: _measured({"2": 9e9})}, own_links=True)
     assert found[-1].level == "warning"
-    assert found[-1].what == ("slowest of 4: ranks 0 and 2, 954 MiB/s, 100 us one way; median 7.5 GiB/s")
+    assert found[-1].what == ("slowest of 4: ranks 0 and 2, 953.7 MiB/s, 100 us one way; median 7.451 GiB/s")
     assert judge({0: _measured({"1": 8e9, "2": 1e9, "3": 8e9})}, own_links=False)[-1].level == "ok"
     wrong = judge({0: _measured({}, right=False)}, own_links=True)
     assert wrong[0].lines() == [

@@ -75,7 +75,7 @@ def test_machine_that_lacks_things() -> None:
     ]
     assert texts(found, "shared memory") == [
         "WARNING shared memory: 64 MiB free in /dev/shm\n"
-        "          expected: 1.0 GiB: loader workers and NCCL hand data over in it, and a full one is a bus error\n"
+        "          expected: 1 GiB: loader workers and NCCL hand data over in it, and a full one is a bus error\n"
         "          fix: docker run --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium: Memory at "
         "/dev/shm"
     ]
@@ -86,10 +86,10 @@ def test_machine_that_lacks_things() -> None:
     ]
     assert texts(found, "disk") == [
         "STOP    disk: 300 MiB free for runs (/data)\n"
-        "          expected: at least 1.0 GiB: nothing could be saved\n"
+        "          expected: at least 1 GiB: nothing could be saved\n"
         "          fix: free some, or another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches",
-        "WARNING disk: 5.0 GiB free for caches (/root)\n"
-        "          expected: 20.0 GiB: a checkpoint with AdamW's state takes 12 bytes a parameter\n"
+        "WARNING disk: 5 GiB free for caches (/root)\n"
+        "          expected: 20 GiB: a checkpoint with AdamW's state takes 12 bytes a parameter\n"
         "          fix: free some, or another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches",
     ]
     assert "not synchronised with a time server" in texts(found, "clock")[0]
@@ -162,7 +162,7 @@ def test_this_machine_has_a_loopback() -> None:
 def test_gpus_that_fit() -> None:
     found = gpu.judge(CUDA)
     assert {finding.level for finding in found} == {"ok"}
-    assert texts(found, "GPU 0") == ["ok      GPU 0: NVIDIA H100, 80.0 GiB, 79.0 GiB free, capability 9.0"]
+    assert texts(found, "GPU 0") == ["ok      GPU 0: NVIDIA H100, 80 GiB, 79 GiB free, capability 9.0"]
 
 
 @pytest.mark.parametrize(
@@ -210,14 +210,14 @@ def test_gpus_that_fit() -> None:
         (
             {"gpus": (dataclasses.replace(H100, free=20 * GIB),)},
             "GPU 0",
-            "WARNING GPU 0: NVIDIA H100, 80.0 GiB, 20.0 GiB free, capability 9.0\n"
+            "WARNING GPU 0: NVIDIA H100, 80 GiB, 20 GiB free, capability 9.0\n"
             "          expected: a GPU of its own: other processes hold memory here\n"
             "          fix: nvidia-smi shows them; CUDA_VISIBLE_DEVICES leaves this GPU out",
         ),
         (
             {"gpus": (dataclasses.replace(H100, capability=(12, 0)),)},
             "GPU 0",
-            "STOP    GPU 0: NVIDIA H100, 80.0 GiB, 79.0 GiB free, capability 12.0; torch has code for sm_80, sm_90\n"
+            "STOP    GPU 0: NVIDIA H100, 80 GiB, 79 GiB free, capability 12.0; torch has code for sm_80, sm_90\n"
             "          expected: a build of torch for this generation of GPUs\n"
             "          fix: pytorch.org/get-started: an older or newer build, as the GPU is",
         ),

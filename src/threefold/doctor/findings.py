@@ -82,11 +82,3 @@ def summary(findings: Sequence[Finding]) -> str:
     if counts["warning"] == 1:
         parts[1] = "1 warning"
     return f"{len(findings)} checks: " + ", ".join(part for part in parts if part and not part.startswith("0 "))
-
-
-def size(num_bytes: float) -> str:
-    """`8.0 GiB`, `64 MiB`."""
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.1f} {unit}" if unit != "MiB" else f"{num_bytes / factor:.0f} {unit}"
-    return f"{num_bytes / 1024:.0f} KiB"

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from threefold.doctor.findings import Finding, note, ok, size, stop, warning
+from threefold.doctor.findings import Finding, note, ok, stop, warning
+from threefold.errors import size_text
 
 Version = tuple[int, ...]
 _LEAST_CUDA: Version = (11, 8)
@@ -210,7 +211,7 @@ def _driver(seen: Torch) -> list[Finding]:
 
 
 def _gpu(number: int, gpu: Gpu, architectures: Sequence[str]) -> list[Finding]:
-    text = f"{gpu.name}, {size(gpu.memory)}, {size(gpu.free)} free, capability {_dotted(gpu.capability)}"
+    text = f"{gpu.name}, {size_text(gpu.memory)}, {size_text(gpu.free)} free, capability {_dotted(gpu.capability)}"
     own = "".join(map(str, gpu.capability))
     # Code for a capability runs on later ones of the same major version.
     fits = any(

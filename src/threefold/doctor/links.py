@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from threefold.doctor.findings import Finding, ok, size, stop, warning
-from threefold.errors import ranks_text
+from threefold.doctor.findings import Finding, ok, stop, warning
+from threefold.errors import ranks_text, size_text
 from threefold.mesh.mesh import Mesh
 
 _KEY = "threefold/doctor"
@@ -279,4 +279,4 @@ def _time(seconds: float) -> str:
 
 
 def _rate(bytes_per_s: float) -> str:
-    return f"{size(bytes_per_s)}/s"
+    return f"{size_text(bytes_per_s)}/s"

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from threefold.doctor.findings import Finding, note, ok, size, stop, warning
+from threefold.doctor.findings import Finding, note, ok, stop, warning
+from threefold.errors import size_text
 
 _SHM = Path("/dev/shm")
 _LEAST_SHM = 1 << 30
@@ -101,17 +102,18 @@ def _python(machine: Machine) -> Finding:
 
 
 def _machine_text(machine: Machine) -> str:
-    memory = f", {size(machine.memory)} of memory" if machine.memory is not None else ""
+    memory = f", {size_text(machine.memory)} of memory" if machine.memory is not None else ""
     return f"{machine.host}: {machine.system}, {machine.cores} cores{memory}"
 
 
 def _shared_memory(free: int) -> Finding:
     if free >= _LEAST_SHM:
-        return ok("shared memory", f"{size(free)} free in /dev/shm")
+        return ok("shared memory", f"{size_text(free)} free in /dev/shm")
     return warning(
         "shared memory",
-        f"{size(free)} free in /dev/shm",
-        expected=f"{size(_LEAST_SHM)}: loader workers and NCCL hand data over in it, and a full one is a bus error",
+        f"{size_text(free)} free in /dev/shm",
+        expected=f"{size_text(_LEAST_SHM)}: loader workers and NCCL hand data over in it, "
+        "and a full one is a bus error",
         fix="docker run --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm",
     )
 
@@ -129,18 +131,18 @@ def _files(limit: int) -> Finding:
 
 def _disk(name: str, free: int) -> Finding:
     if free >= _LITTLE_DISK:
-        return ok("disk", f"{size(free)} free for {name}")
+        return ok("disk", f"{size_text(free)} free for {name}")
     if free >= _LEAST_DISK:
         return warning(
             "disk",
-            f"{size(free)} free for {name}",
-            expected=f"{size(_LITTLE_DISK)}: a checkpoint with AdamW's state takes 12 bytes a parameter",
+            f"{size_text(free)} free for {name}",
+            expected=f"{size_text(_LITTLE_DISK)}: a checkpoint with AdamW's state takes 12 bytes a parameter",
             fix="free some, or another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches",
         )
     return stop(
         "disk",
-        f"{size(free)} free for {name}",
-        expected=f"at least {size(_LEAST_DISK)}: nothing could be saved",
+        f"{size_text(free)} free for {name}",
+        expected=f"at least {size_text(_LEAST_DISK)}: nothing could be saved",
         fix="free some, or another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches",
     )
 

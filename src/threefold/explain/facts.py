@@ -6,11 +6,13 @@ Each function gets the log and the lines that show the error, and returns senten
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
-from threefold.errors import ranks_text
+from threefold.errors import ranks_text, size_text
 from threefold.explain.log import Line, Log
+
+_Value = TypeVar("_Value", int, str)
 
 _SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -31,21 +33,29 @@ def gpu_memory(log: Log, lines: Sequence[Line]) -> list[str]:
     free = _bytes(rf"of which {_SIZE} is free", text) or _bytes(rf"{_SIZE} free", text)
     if asked is None or free is None:
         return []
-    found = [f"{_size(asked)} were asked for and {_size(free)} are free: at least {_size(max(0, asked - free))} short"]
+    short = size_text(max(0, asked - free))
+    found = [f"{size_text(asked)} were asked for and {size_text(free)} are free: at least {short} short"]
     pieces = _bytes(rf"{_SIZE} is reserved by PyTorch but unallocated", text)
     if pieces is not None and pieces + free >= asked:
-        found.append(f"{_size(pieces)} are reserved but unallocated, which would be enough: begin with step 1")
+        found.append(f"{size_text(pieces)} are reserved but unallocated, which would be enough: begin with step 1")
     elif pieces is not None:
-        found.append(f"only {_size(pieces)} are reserved but unallocated, so step 1 will not be enough")
+        found.append(f"only {size_text(pieces)} are reserved but unallocated, so step 1 will not be enough")
     total = _bytes(rf"total capac\w+ of {_SIZE}", text)
     own = _bytes(rf"this process has {_SIZE} memory in use", text)
     if total is not None and own is not None and total - own - free > 2**30:
-        found.append(f"{_size(total - own - free)} of this GPU belong to other processes: nvidia-smi shows them")
+        found.append(f"{size_text(total - own - free)} of this GPU belong to other processes: nvidia-smi shows them")
     return found + _ranks(lines)
 
 
 def nccl_timeout(log: Log, lines: Sequence[Line]) -> list[str]:
     """Who waited for whom: ranks in different operations, ranks that stand further back, ranks that said nothing."""
+    limit = _TIMEOUT_MS.search(lines[0].text)
+    found = [f"the limit was {int(limit[1]) / 1000:g} s"] if limit else []
+    return found + _where_ranks_stood(*_operations(log))
+
+
+def _operations(log: Log) -> tuple[dict[int, tuple[int, str]], dict[int, int]]:
+    """(each rank's first operation that timed out: its number and kind, each rank's last enqueued operation)."""
     first: dict[int, tuple[int, str]] = {}
     enqueued: dict[int, int] = {}
     for line in log.lines():
@@ -55,27 +65,30 @@ def nccl_timeout(log: Log, lines: Sequence[Line]) -> list[str]:
             first[int(named)] = min(first.get(int(named), place), place)
         if (last := _LAST_WORK.search(line.text)) and rank is not None:
             enqueued[rank] = int(last[1])
-    found = []
-    if limit := _TIMEOUT_MS.search(lines[0].text):
-        found.append(f"the limit was {int(limit[1]) / 1000:g} s")
-    kinds = Counter(kind for _, kind in first.values())
-    numbers = Counter(number for number, _ in first.values())
-    if len(kinds) > 1:
-        ways = "; ".join(
-            f"{ranks_text(rank for rank, (_, own) in first.items() if own == kind)} in {kind}" for kind in sorted(kinds)
-        )
-        found.append(f"the ranks went different ways: {ways}: uneven batches, or an `if rank == 0` around a collective")
-    elif len(numbers) > 1:
-        behind = min(numbers)
-        ranks = ranks_text(rank for rank, (number, _) in first.items() if number == behind)
-        found.append(f"{ranks} stood further back than the others (operation {behind} of {max(numbers)}): look there")
-    elif missing := sorted(set(range(max([*first, *enqueued], default=0) + 1)) - {*first, *enqueued}):
-        found.append(f"{ranks_text(missing)} did not report this timeout: look there first")
-    elif len(set(enqueued.values())) > 1:
-        behind = min(enqueued.values())
-        late = ranks_text(rank for rank, number in enqueued.items() if number == behind)
-        found.append(f"{late} had begun the fewest operations ({behind}): look there first")
-    return found
+    return first, enqueued
+
+
+def _where_ranks_stood(first: dict[int, tuple[int, str]], enqueued: dict[int, int]) -> list[str]:
+    by_kind = _grouped({rank: kind for rank, (_, kind) in first.items()})
+    by_number = _grouped({rank: number for rank, (number, _) in first.items()})
+    if len(by_kind) > 1:
+        ways = "; ".join(f"{ranks_text(ranks)} in {kind}" for kind, ranks in by_kind)
+        return [f"the ranks went different ways: {ways}: uneven batches, or an `if rank == 0` around a collective"]
+    if len(by_number) > 1:
+        (behind, ranks), (ahead, _) = by_number[0], by_number[-1]
+        return [f"{ranks_text(ranks)} stood further back than the others (operation {behind} of {ahead}): look there"]
+    if silent := sorted(set(range(max([*first, *enqueued], default=0) + 1)) - {*first, *enqueued}):
+        return [f"{ranks_text(silent)} did not report this timeout: look there first"]
+    by_last = _grouped(enqueued)
+    if len(by_last) > 1:
+        fewest, ranks = by_last[0]
+        return [f"{ranks_text(ranks)} had begun the fewest operations ({fewest}): look there first"]
+    return []
+
+
+def _grouped(values: Mapping[int, _Value]) -> list[tuple[_Value, list[int]]]:
+    """(value, its ranks), the smallest value first."""
+    return [(value, [rank for rank, own in values.items() if own == value]) for value in sorted(set(values.values()))]
 
 
 def port(log: Log, lines: Sequence[Line]) -> list[str]:
@@ -146,11 +159,6 @@ def _ranks(lines: Sequence[Line]) -> list[str]:
 def _bytes(pattern: str, text: str) -> int | None:
     found = re.search(pattern, text)
     return int(float(found[1]) * _UNITS[found[2]]) if found else None
-
-
-def _size(num_bytes: int) -> str:
-    unit = next(unit for unit in ("GiB", "MiB", "KiB", "bytes") if num_bytes >= _UNITS[unit] or unit == "bytes")
-    return f"{num_bytes / _UNITS[unit]:.4g} {unit}"
 
 
 def _signal(code: int) -> str:

@@ -1,8 +1,7 @@
-"""Who started this process, and starting ranks on this machine: the only reader of the environment.
+"""Who started this process, and with which settings: the only reader of the environment.
 
-`read` turns a launcher's variables into a `LaunchInfo` (`launch_readers`), `managed_job` a managed job's into its
-folders and settings (`launch_managed`). `start_ranks` is the launcher where there is none: local ranks through torch's
-elastic agent, forked from a server process that has the heavy libraries imported already.
+`read` turns a launcher's variables into a `LaunchInfo` (`launchers.readers`), `managed_job` those of a managed job into
+its folders and settings (`launchers.managed`). Where there is no launcher, `local_ranks` starts ranks.
 """
 
 from __future__ import annotations

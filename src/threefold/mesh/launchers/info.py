@@ -1,7 +1,7 @@
 """What a launcher says about one process, and the checks that every launcher's answer must pass: arithmetic and text.
 
 `Variables` reads numbers out of an environment and says in three parts which one is missing or none. The readers of the
-single launchers are in `launch_readers`.
+single launchers are in `readers`.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def read(environ: Mapping[str, str]) -> LaunchInfo:
     refuse_contradiction(
         outer.rank if rank is None else rank, outer.world_size if world_size is None else world_size, outer
     )
-    return _with_meeting_place(environ, outer)
+    return _with_rendezvous(environ, outer)
 
 
 def _outer(environ: Mapping[str, str]) -> LaunchInfo | None:
@@ -215,21 +215,12 @@ def _read_kubernetes(environ: Mapping[str, str]) -> LaunchInfo | None:
     return checked(info, rank_name="PET_NODE_RANK", world_name="PET_NNODES")
 
 
-def _with_meeting_place(environ: Mapping[str, str], info: LaunchInfo) -> LaunchInfo:
+def _with_rendezvous(environ: Mapping[str, str], info: LaunchInfo) -> LaunchInfo:
     """The info with where its ranks meet; several hosts of an mpirun need the user's word."""
     variables = Variables(environ, info.launcher or "")
-    address, port = environ.get("MASTER_ADDR") or None, _port(variables)
-    if info.launcher == "slurm":
-        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-        address = address or first_host(nodes) or None
-        port = port or port_of_job(variables.number("SLURM_JOB_ID") or 0, variables.number("SLURM_STEP_ID") or 0)
-    elif info.launcher == "kubernetes":
-        address = address or environ.get("PET_MASTER_ADDR") or None
-        port = port or variables.number("PET_MASTER_PORT")
-    elif info.local_world_size == info.world_size:
-        address = address or "127.0.0.1"
-        namespace = "".join(character for character in environ.get("PMIX_NAMESPACE", "") if character.isdecimal())
-        port = port or (port_of_job(int(namespace)) if namespace else None)
+    own_port = _port(variables)
+    address, port = _rendezvous_of(variables, info)
+    address, port = environ.get("MASTER_ADDR") or address, own_port or port
     if address is None:
         raise ConfigError(
             f"{info.world_size} ranks on several hosts, and no MASTER_ADDR",
@@ -238,3 +229,18 @@ def _with_meeting_place(environ: Mapping[str, str], info: LaunchInfo) -> LaunchI
             "with the first host's name",
         )
     return dataclasses.replace(info, master_addr=address, master_port=port or DEFAULT_PORT)
+
+
+def _rendezvous_of(variables: Variables, info: LaunchInfo) -> tuple[str | None, int | None]:
+    """(rank 0's host, port), as far as the launcher's own variables say."""
+    environ = variables.environ
+    if info.launcher == "slurm":
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+        job, step = (variables.number(f"SLURM_{part}_ID") or 0 for part in ("JOB", "STEP"))
+        return first_host(nodes) or None, port_of_job(job, step)
+    if info.launcher == "kubernetes":
+        return environ.get("PET_MASTER_ADDR") or None, variables.number("PET_MASTER_PORT")
+    if info.local_world_size == info.world_size:
+        namespace = "".join(character for character in environ.get("PMIX_NAMESPACE", "") if character.isdecimal())
+        return "127.0.0.1", port_of_job(int(namespace)) if namespace else None
+    return None, None

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import Sampler
 
 from threefold.data.axis import DataAxis, place_on_axis
-from threefold.data.mixture import WeightedDraws
+from threefold.data.draws import WeightedDraws
 from threefold.data.order import Cursor, Plain
 from threefold.data.partition import Tail, share, tail_of_sampler
 from threefold.data.permutation import ORDER_VERSION, IntArray, Permutation
@@ -87,7 +87,9 @@ class DistributedSampler(Sampler[int]):
             raise ConfigError(f"order = {order!r}", expected="threefold or torch", fix="order='threefold'")
         self.order, self.tail = order, tail_of_sampler(tail, drop_last=drop_last)
         self._num_rows = _length(dataset)
-        self._draws = _checked_draws(weights, seed=seed, num_rows=self._num_rows, shuffle=shuffle, order=order)
+        if weights is not None and (not shuffle or order == "torch"):
+            raise _contradicts_weights("shuffle = False" if not shuffle else "order = 'torch'")
+        self._draws = None if weights is None else WeightedDraws.of_rows(weights, seed=seed, num_rows=self._num_rows)
         self.epoch_size = _checked_num_samples(num_samples, self._draws, num_rows=self._num_rows)
         self._by_loop = False
         self._stand_in: Callable[[int], int] | None = None
@@ -308,24 +310,12 @@ def _length(dataset: Any) -> int:
         ) from None
 
 
-def _checked_draws(weights: Any, *, seed: int, num_rows: int, shuffle: bool, order: str) -> WeightedDraws | None:
-    if weights is None:
-        return None
-    if not shuffle or order == "torch":
-        contrary = "shuffle = False" if not shuffle else "order = 'torch'"
-        raise ConfigError(
-            f"weights contradict {contrary}",
-            expected="draws with replacement, which are random and have no counterpart in torch's sampler",
-            fix=f"leave out {contrary.split(' ')[0]}, or weights",
-        )
-    draws = WeightedDraws(weights, seed=seed)
-    if len(draws.weights) != num_rows:
-        raise ConfigError(
-            f"there are {len(draws.weights)} weights for {num_rows} samples",
-            expected="one weight for each sample of the dataset",
-            fix=f"pass {num_rows} weights, 0 for samples that are never to be drawn",
-        )
-    return draws
+def _contradicts_weights(contrary: str) -> ConfigError:
+    return ConfigError(
+        f"weights contradict {contrary}",
+        expected="draws with replacement, which are random and have no counterpart in torch's sampler",
+        fix=f"leave out {contrary.split(' ')[0]}, or weights",
+    )
 
 
 def _checked_num_samples(num_samples: int | None, draws: WeightedDraws | None, *, num_rows: int) -> int:

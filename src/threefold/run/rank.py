@@ -23,6 +23,7 @@ from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config.loading import Loaded
 from threefold.config.schema import Config
 from threefold.data.order import steps_without
+from threefold.data.permutation import seed_of
 from threefold.data.rows.concat import Rows
 from threefold.data.tokens import Tokenizer
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ThreefoldError
@@ -142,7 +143,7 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
     model = build(config, architecture, mesh)
     optimizer = adamw(model.module, config.optimizer)
     # Dropout differs between rows and places in a row, and agrees where tp ranks hold the same activations.
-    torch.manual_seed(hash((config.train.seed, mesh.dp_rank, mesh.cp_rank)) % 2**63)
+    torch.manual_seed(seed_of("a run", config.train.seed, mesh.dp_rank, mesh.cp_rank))
     keeper = Keeper(config, folder, mesh, model, optimizer, loader, architecture)
     done = keeper.resume()
     if config.train.epochs is not None:

@@ -26,6 +26,7 @@ from threefold.checkpoint.seal import Seal
 from threefold.checkpoint.tensors import Part
 from threefold.config.schema import Config
 from threefold.data.loader import TokenLoader
+from threefold.data.permutation import seed_of
 from threefold.mesh.mesh import Mesh
 from threefold.model import load
 from threefold.model.build import ParallelModel
@@ -168,7 +169,7 @@ class Keeper:
         else:
             # The ranks' streams mean nothing on another mesh; those of step 1 must not come again either.
             place = (self._config.train.seed, checkpoint.step, self._mesh.dp_rank, self._mesh.cp_rank)
-            torch.manual_seed(hash(place) % 2**63)
+            torch.manual_seed(seed_of("a resume on another mesh", *place))
         # Until every rank has read it, no rank may begin what could remove it.
         self._mesh.decide("resumed", "", lambda parts: "")
         return checkpoint.step

@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from threefold.data.axis import DataAxis, data_axis
 from threefold.data.loader import IGNORED
+from threefold.data.order import Pass
 from threefold.data.partition import Tail
-from threefold.data.sampler import DistributedSampler, OrderName, Pass
+from threefold.data.sampler import DistributedSampler, OrderName
 from threefold.errors import ConfigError
 
 IgnoreLastRow = Callable[[Any], Any]

@@ -25,7 +25,7 @@ from torch.utils.data import Sampler
 
 from threefold.data.axis import DataAxis, place_on_axis
 from threefold.data.draws import WeightedDraws
-from threefold.data.order import Cursor, Plain
+from threefold.data.order import Cursor, Pass, Plain
 from threefold.data.partition import Tail, share, tail_of_sampler
 from threefold.data.permutation import ORDER_VERSION, IntArray, Permutation
 from threefold.errors import ConfigError
@@ -95,12 +95,7 @@ class DistributedSampler(Sampler[int]):
         self._stand_in: Callable[[int], int] | None = None
         self._set_multiple(self.num_replicas)
         if order == "torch" and shuffle and self._num_rows > _MOST_INT32:
-            warnings.warn(
-                f"order='torch' keeps 8 bytes for each of {self._num_rows} samples on every rank "
-                f"({self._num_rows / 2**27:.0f} GiB), 4 up to {_MOST_INT32}; order='threefold' keeps none",
-                stacklevel=2,
-            )
-
+            warnings.warn(_large_table(self._num_rows), stacklevel=2)
         self.epoch = 0
         self._order_version = ORDER_VERSION
         self._begin = 0
@@ -259,44 +254,19 @@ class DistributedSampler(Sampler[int]):
         return Permutation(self._num_rows, seed=self.seed, epoch=epoch, version=self._order_version).at
 
 
-class Pass:
-    """One iteration over an epoch: where it begins, this rank's positions, and how many of them were had.
-
-    Without a loop that counts its rows, what was handed out counts, without a step of Python for each index.
-    """
-
-    def __init__(self, epoch: int, begin: int, positions: range, *, by_loop: bool = False) -> None:
-        self.epoch, self.begin, self.positions = epoch, begin, positions
-        self._by_loop = by_loop
-        self._counted = 0
-        self._block: Iterator[int] = iter(())
-
-    @property
-    def had(self) -> int:
-        """Positions whose samples the loop had, or whose indices were handed out."""
-        # A list's iterator knows how many items it still has.
-        ahead = 0 if self._by_loop else self._block.__length_hint__()  # type: ignore[attr-defined]
-        return self._counted - ahead
-
-    def count(self, rows: int) -> None:
-        """The loop was given `rows` more."""
-        self._counted += rows
-
-    def hand_out(self, indices: list[int]) -> Iterator[int]:
-        """An iterator over the next block of indices."""
-        if self._by_loop:
-            return iter(indices)
-        self._counted += len(indices)
-        self._block = iter(indices)
-        return self._block
-
-
 def _torch_order(num_rows: int, *, seed: int) -> npt.NDArray[Any]:
     """torch's own shuffle; int32 draws the same permutation as torch's int64 at half the bytes."""
     generator = torch.Generator()
     generator.manual_seed(seed)
     dtype = torch.int32 if num_rows <= _MOST_INT32 else torch.int64
     return cast("npt.NDArray[Any]", torch.randperm(num_rows, generator=generator, dtype=dtype).numpy())
+
+
+def _large_table(num_rows: int) -> str:
+    return (
+        f"order='torch' keeps 8 bytes for each of {num_rows} samples on every rank ({num_rows / 2**27:.0f} GiB), 4 up "
+        f"to {_MOST_INT32}; order='threefold' keeps none"
+    )
 
 
 def _length(dataset: Any) -> int:

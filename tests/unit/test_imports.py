@@ -33,6 +33,7 @@ TORCH_FREE = [
     "threefold.data.order",
     "threefold.data.rows.mixed",
     "threefold.data.mixture",
+    "threefold.data.draws",
     "threefold.data.rows.concat",
     "threefold.data.partition",
     "threefold.data.permutation",

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threefold.data.mixture import MAX_PERIOD, Mixture, WeightedDraws, quotas
+from threefold.data.draws import WeightedDraws
+from threefold.data.mixture import MAX_PERIOD, Mixture, quotas
 from threefold.errors import ConfigError
 
 stats = pytest.importorskip("scipy.stats", reason="scipy (in the dev extra) gives the p-values")

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from threefold.data import permutation
-from threefold.data.permutation import MAX_ROWS, ORDER_VERSION, Permutation, key_words
+from threefold.data.permutation import MAX_ROWS, ORDER_VERSION, Permutation, key_words, seed_of
 from threefold.errors import ConfigError, DataError
 
 SEEDS = st.integers(0, 2**200)
@@ -195,3 +195,12 @@ def test_an_unknown_version_is_refused() -> None:
         "  expected: one of 1; another algorithm would read other samples than the run began with\n"
         "  fix: install the release of threefold that began the run, or start a new run"
     )
+
+
+def test_seeds_differ_by_purpose_and_parts_and_fit_torch() -> None:
+    places = [("a", 0, 1), ("a", 1, 0), ("b", 0, 1), ("a", 0, 1, 0), ("a", 0)]
+    seeds = [seed_of(*place) for place in places]
+    assert len(set(seeds)) == len(places)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    # Written down: a run's random numbers must not follow the version of Python.
+    assert seed_of("a run", 0, 0, 0) == 4453678915656308821

@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from threefold.data.axis import DataAxis, data_axis
+from threefold.data.order import Pass
 from threefold.data.partition import Tail
 from threefold.data.rows.concat import IGNORED
-from threefold.data.sampler import DistributedSampler, OrderName, Pass
+from threefold.data.sampler import DistributedSampler, OrderName
 from threefold.errors import ConfigError
 
 IgnoreLastRow = Callable[[Any], Any]

@@ -47,13 +47,11 @@ def read_batch(rows: Rows, indices: np.ndarray[Any, Any], num_ignored: int, *, d
     batch = {name: torch.from_numpy(values) for name, values in rows.rows(taken).items()}
     if not document_mask:
         batch.pop("document_ids", None)
-    batch = {name: values[: len(indices)] for name, values in batch.items()} if num_ignored == 0 else batch
     if num_ignored:
         # An ignored row repeats a row's tokens, so that the model computes with real ones.
-        kept = {name: values[: len(indices)] for name, values in batch.items()}
-        extra = {name: values[:1].expand(num_ignored, -1).clone() for name, values in batch.items()}
-        extra["labels"].fill_(IGNORED)
-        batch = {name: torch.cat([kept[name], extra[name]]) for name in batch}
+        again = torch.cat([torch.arange(len(indices)), torch.zeros(num_ignored, dtype=torch.int64)])
+        batch = {name: values[again] for name, values in batch.items()}
+        batch["labels"][len(indices) :] = IGNORED
     batch["indices"] = torch.cat([torch.from_numpy(indices), torch.full((num_ignored,), -1)])
     return batch
 

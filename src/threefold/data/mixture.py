@@ -1,4 +1,4 @@
-"""Several sources read as one: position -> (source, position in source), and draws by weight. Pure functions.
+"""Several sources read as one: position -> (source, position in source). Pure functions.
 
 In: weights, and the number of rows of each source. Out: for any positions, in any sequence, where to read, at a price
 that does not depend on how far along they are. What stays true of a `Mixture`:
@@ -10,8 +10,7 @@ that does not depend on how far along they are. What stays true of a `Mixture`:
 - Each source is read in epochs of its own, every row once in each, shuffled by a key of (seed, source, epoch).
 
 So the proportion is kept by construction and not on average, and a small source begins its next epoch when it is
-through, whatever the others do. `WeightedDraws` are the other thing that people call weighting: each position draws a
-row with replacement, independently of all others, with probability proportional to the row's weight.
+through, whatever the others do. `draws` are the other thing that people call weighting.
 """
 
 from __future__ import annotations
@@ -21,21 +20,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from threefold.data.permutation import MAX_ROWS, IntArray, Permutation, hash_counters, key_words
+from threefold.data.permutation import MAX_ROWS, IntArray, Permutation, key_words
 from threefold.errors import ConfigError
 
 MAX_PERIOD = 10_000
 
 Weight = float | str | Fraction
-
-_HALF = np.uint64(32)
-_LOW_HALF = np.uint64(2**32 - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,47 +112,6 @@ class Mixture:
         return {"seed": self.seed, "mixture": described}
 
 
-class WeightedDraws:
-    """Rows drawn with replacement, each with probability weight / sum of weights; any draw in O(1).
-
-    An alias table (Walker 1977; 16 bytes a row) and a counter-based generator: draw p of (seed, epoch) depends on
-    nothing but p, so resuming and dividing the draws among ranks is only arithmetic.
-    """
-
-    def __init__(self, weights: Sequence[float] | npt.NDArray[Any], *, seed: int = 0, epoch: int = 0) -> None:
-        """Build the table in O(n log n).
-
-        Raises:
-            ConfigError: no weights, one that is negative or not finite, or only zeros.
-        """
-        self.weights = _checked_weights(weights)
-        self._keep, self._alias = _alias_table(self.weights)
-        self.seed, self.epoch = seed, epoch
-        self._keys = key_words("weighted draws", seed, epoch, count=2)
-
-    def in_epoch(self, epoch: int) -> WeightedDraws:
-        """The same weights in another epoch; the table is shared, not built again."""
-        other = object.__new__(WeightedDraws)
-        other.weights, other._keep, other._alias = self.weights, self._keep, self._alias
-        other.seed, other.epoch = self.seed, epoch
-        other._keys = key_words("weighted draws", self.seed, epoch, count=2)
-        return other
-
-    def at(self, positions: npt.NDArray[Any]) -> IntArray:
-        """Index of the row drawn at each of `positions` (integers >= 0, any shape)."""
-        if positions.size and int(positions.min()) < 0:
-            raise IndexError(f"{int(positions.min())} is no position")
-        counters = positions.astype(np.uint64)
-        bucket = _scaled(hash_counters(counters, key=self._keys[0]), len(self.weights))
-        # 53 bits: what a float64 in [0, 1) holds.
-        chance = (hash_counters(counters, key=self._keys[1]) >> np.uint64(11)) * 2.0**-53
-        return np.where(chance < self._keep[bucket], bucket, self._alias[bucket])
-
-    def fingerprint(self) -> str:
-        """Digest of the weights."""
-        return blake2b(self.weights.astype("<f8").tobytes(), digest_size=8).hexdigest()
-
-
 def quotas(weights: Sequence[Fraction]) -> tuple[int, ...]:
     """Turns of each source in one period: the weights' exact ratio where its period is at most 10,000.
 
@@ -222,39 +176,6 @@ def _earlier_turns(source_at: IntArray, num_sources: int) -> IntArray:
     return earlier
 
 
-def _alias_table(weights: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], IntArray]:
-    """(probability to keep a bucket, the row that it gives otherwise), [n] each.
-
-    Light rows (p n <= 1) are filled up by heavy ones in order; a heavy row whose surplus is used up is itself filled
-    up by the next. Prefix sums of what is missing and of what is left over tell who fills whom, without a loop.
-    """
-    n = len(weights)
-    # fsum: the same bits on every machine, whatever its vector width.
-    expected = weights * (n / math.fsum(weights))
-    light, heavy = np.flatnonzero(expected <= 1), np.flatnonzero(expected > 1)
-    keep, alias = np.ones(n), np.arange(n)
-    if len(heavy) == 0:
-        return keep, alias
-    missing = np.cumsum(1 - expected[light])
-    surplus = np.cumsum(expected[heavy] - 1)
-
-    missing_before = np.concatenate(([0.0], missing[:-1]))[: len(light)]
-    filler = np.searchsorted(surplus, missing_before, side="right")
-    keep[light], alias[light] = expected[light], heavy[np.minimum(filler, len(heavy) - 1)]
-
-    last = np.minimum(np.searchsorted(missing, surplus[:-1], side="left"), len(light) - 1)
-    keep[heavy[:-1]] = np.clip(1 + surplus[:-1] - missing[last], 0, 1)
-    alias[heavy[:-1]] = heavy[1:]
-    return keep, alias
-
-
-def _scaled(words: npt.NDArray[np.uint64], n: int) -> IntArray:
-    """floor(word * n / 2^64) for n < 2^32, in two halves so that it stays within 64 bits."""
-    size = np.uint64(n)
-    high, low = words >> _HALF, words & _LOW_HALF
-    return ((high * size + (low * size >> _HALF)) >> _HALF).astype(np.int64)
-
-
 def _check_sources(sizes: Mapping[str, int], weights: Mapping[str, Any]) -> None:
     if set(sizes) != set(weights) or not sizes:
         raise ConfigError(
@@ -284,21 +205,3 @@ def _is_positive(weight: Any) -> bool:
         return Fraction(str(weight)) > 0
     except (ValueError, ZeroDivisionError):
         return False
-
-
-def _checked_weights(weights: Sequence[float] | npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    checked = np.array(weights, dtype=np.float64)
-    wrong = np.argwhere(~(np.isfinite(checked) & (checked >= 0)))
-    if checked.ndim == 1 and len(wrong) == 0 and checked.any():
-        return checked
-    if checked.ndim != 1:
-        what = f"weights has the shape {checked.shape}"
-    elif len(wrong):
-        what = f"weights[{wrong[0, 0]}] is {checked[wrong[0, 0]]}"
-    else:
-        what = "all weights are 0" if checked.size else "there are no weights"
-    raise ConfigError(
-        what,
-        expected="one finite number >= 0 for each row, and at least one above 0",
-        fix="pass one weight for each row, 0 for rows that are never to be drawn",
-    )

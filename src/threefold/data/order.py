@@ -193,6 +193,38 @@ class Cursor:
             raise DataError.of(problems)
 
 
+class Pass:
+    """One iteration over an epoch: where it begins, this rank's positions, and how many of them were had.
+
+    Without a loop that counts its rows, what was handed out counts, without a step of Python for each index.
+    """
+
+    def __init__(self, epoch: int, begin: int, positions: range, *, by_loop: bool = False) -> None:
+        self.epoch, self.begin, self.positions = epoch, begin, positions
+        self._by_loop = by_loop
+        self._counted = 0
+        self._block: Iterator[int] = iter(())
+
+    @property
+    def had(self) -> int:
+        """Positions whose samples the loop had, or whose indices were handed out."""
+        # A list's iterator knows how many items it still has.
+        ahead = 0 if self._by_loop else self._block.__length_hint__()  # type: ignore[attr-defined]
+        return self._counted - ahead
+
+    def count(self, rows: int) -> None:
+        """The loop was given `rows` more."""
+        self._counted += rows
+
+    def hand_out(self, indices: list[int]) -> Iterator[int]:
+        """An iterator over the next block of indices."""
+        if self._by_loop:
+            return iter(indices)
+        self._counted += len(indices)
+        self._block = iter(indices)
+        return self._block
+
+
 def skips_ahead(skip: Sequence[StepRange], *, first_step: int, left_out: Sequence[StepRange]) -> dict[int, StepRange]:
     """The ranges still to be left out, each by the step before whose batch that happens.
 

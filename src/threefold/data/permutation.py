@@ -206,6 +206,11 @@ def key_words(purpose: str, *parts: int | str, count: int) -> npt.NDArray[np.uin
     return np.frombuffer(shake_128(text).digest(8 * count), dtype="<u8").astype(np.uint64)
 
 
+def seed_of(purpose: str, *parts: int | str) -> int:
+    """A seed of 63 bits for a purpose and its parts, the same on every machine and in every Python."""
+    return int(key_words(purpose, *parts, count=1)[0] >> np.uint64(1))
+
+
 def hash_counters(counters: npt.NDArray[np.uint64], *, key: np.uint64) -> npt.NDArray[np.uint64]:
     """A new array of 64 random bits per counter: splitmix64 started at `key`, read at any place."""
     hashed = np.multiply(counters, _GOLDEN_64)

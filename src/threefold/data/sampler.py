@@ -24,8 +24,8 @@ import torch
 from torch.utils.data import Sampler
 
 from threefold.data.axis import DataAxis, place_on_axis
-from threefold.data.mixture import WeightedDraws
-from threefold.data.order import Cursor, Plain
+from threefold.data.draws import WeightedDraws
+from threefold.data.order import Cursor, Pass, Plain
 from threefold.data.partition import Tail, share, tail_of_sampler
 from threefold.data.permutation import ORDER_VERSION, IntArray, Permutation
 from threefold.errors import ConfigError
@@ -87,18 +87,15 @@ class DistributedSampler(Sampler[int]):
             raise ConfigError(f"order = {order!r}", expected="threefold or torch", fix="order='threefold'")
         self.order, self.tail = order, tail_of_sampler(tail, drop_last=drop_last)
         self._num_rows = _length(dataset)
-        self._draws = _checked_draws(weights, seed=seed, num_rows=self._num_rows, shuffle=shuffle, order=order)
+        if weights is not None and (not shuffle or order == "torch"):
+            raise _contradicts_weights("shuffle = False" if not shuffle else "order = 'torch'")
+        self._draws = None if weights is None else WeightedDraws.of_rows(weights, seed=seed, num_rows=self._num_rows)
         self.epoch_size = _checked_num_samples(num_samples, self._draws, num_rows=self._num_rows)
         self._by_loop = False
         self._stand_in: Callable[[int], int] | None = None
         self._set_multiple(self.num_replicas)
         if order == "torch" and shuffle and self._num_rows > _MOST_INT32:
-            warnings.warn(
-                f"order='torch' keeps 8 bytes for each of {self._num_rows} samples on every rank "
-                f"({self._num_rows / 2**27:.0f} GiB), 4 up to {_MOST_INT32}; order='threefold' keeps none",
-                stacklevel=2,
-            )
-
+            warnings.warn(_large_table(self._num_rows), stacklevel=2)
         self.epoch = 0
         self._order_version = ORDER_VERSION
         self._begin = 0
@@ -257,44 +254,19 @@ class DistributedSampler(Sampler[int]):
         return Permutation(self._num_rows, seed=self.seed, epoch=epoch, version=self._order_version).at
 
 
-class Pass:
-    """One iteration over an epoch: where it begins, this rank's positions, and how many of them were had.
-
-    Without a loop that counts its rows, what was handed out counts, without a step of Python for each index.
-    """
-
-    def __init__(self, epoch: int, begin: int, positions: range, *, by_loop: bool = False) -> None:
-        self.epoch, self.begin, self.positions = epoch, begin, positions
-        self._by_loop = by_loop
-        self._counted = 0
-        self._block: Iterator[int] = iter(())
-
-    @property
-    def had(self) -> int:
-        """Positions whose samples the loop had, or whose indices were handed out."""
-        # A list's iterator knows how many items it still has.
-        ahead = 0 if self._by_loop else self._block.__length_hint__()  # type: ignore[attr-defined]
-        return self._counted - ahead
-
-    def count(self, rows: int) -> None:
-        """The loop was given `rows` more."""
-        self._counted += rows
-
-    def hand_out(self, indices: list[int]) -> Iterator[int]:
-        """An iterator over the next block of indices."""
-        if self._by_loop:
-            return iter(indices)
-        self._counted += len(indices)
-        self._block = iter(indices)
-        return self._block
-
-
 def _torch_order(num_rows: int, *, seed: int) -> npt.NDArray[Any]:
     """torch's own shuffle; int32 draws the same permutation as torch's int64 at half the bytes."""
     generator = torch.Generator()
     generator.manual_seed(seed)
     dtype = torch.int32 if num_rows <= _MOST_INT32 else torch.int64
     return cast("npt.NDArray[Any]", torch.randperm(num_rows, generator=generator, dtype=dtype).numpy())
+
+
+def _large_table(num_rows: int) -> str:
+    return (
+        f"order='torch' keeps 8 bytes for each of {num_rows} samples on every rank ({num_rows / 2**27:.0f} GiB), 4 up "
+        f"to {_MOST_INT32}; order='threefold' keeps none"
+    )
 
 
 def _length(dataset: Any) -> int:
@@ -308,24 +280,12 @@ def _length(dataset: Any) -> int:
         ) from None
 
 
-def _checked_draws(weights: Any, *, seed: int, num_rows: int, shuffle: bool, order: str) -> WeightedDraws | None:
-    if weights is None:
-        return None
-    if not shuffle or order == "torch":
-        contrary = "shuffle = False" if not shuffle else "order = 'torch'"
-        raise ConfigError(
-            f"weights contradict {contrary}",
-            expected="draws with replacement, which are random and have no counterpart in torch's sampler",
-            fix=f"leave out {contrary.split(' ')[0]}, or weights",
-        )
-    draws = WeightedDraws(weights, seed=seed)
-    if len(draws.weights) != num_rows:
-        raise ConfigError(
-            f"there are {len(draws.weights)} weights for {num_rows} samples",
-            expected="one weight for each sample of the dataset",
-            fix=f"pass {num_rows} weights, 0 for samples that are never to be drawn",
-        )
-    return draws
+def _contradicts_weights(contrary: str) -> ConfigError:
+    return ConfigError(
+        f"weights contradict {contrary}",
+        expected="draws with replacement, which are random and have no counterpart in torch's sampler",
+        fix=f"leave out {contrary.split(' ')[0]}, or weights",
+    )
 
 
 def _checked_num_samples(num_samples: int | None, draws: WeightedDraws | None, *, num_rows: int) -> int:

@@ -21,6 +21,7 @@ from threefold.config.schema import Config, DataConfig, MixtureSource
 from threefold.data.loader import Batch, TokenLoader, evaluation_batches
 from threefold.data.mixture import Mixture
 from threefold.data.order import Order, steps_without
+from threefold.data.permutation import seed_of
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.mixed import MixedRows
 from threefold.data.rows.packing import Packing, open_rows
@@ -88,7 +89,7 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
     model = build(config, architecture, mesh)
     optimizer = adamw(model.module, config.optimizer)
     # Dropout differs between rows and places in a row, and agrees where tp ranks hold the same activations.
-    torch.manual_seed(hash((config.train.seed, mesh.dp_rank, mesh.cp_rank)) % 2**63)
+    torch.manual_seed(seed_of("a run", config.train.seed, mesh.dp_rank, mesh.cp_rank))
     keeper = Keeper(config, folder, mesh, model, optimizer, loader, architecture)
     done = keeper.resume()
     if config.train.epochs is not None:

@@ -25,6 +25,7 @@ from threefold.checkpoint.seal import Seal
 from threefold.checkpoint.tensors import Part
 from threefold.config.schema import Config
 from threefold.data.loader import TokenLoader
+from threefold.data.permutation import seed_of
 from threefold.mesh.mesh import Mesh
 from threefold.model import load
 from threefold.model.build import ParallelModel
@@ -167,7 +168,7 @@ class Keeper:
         else:
             # The saved random states do not apply to another mesh, and those of step 1 must not repeat either.
             place = (self._config.train.seed, checkpoint.step, self._mesh.dp_rank, self._mesh.cp_rank)
-            torch.manual_seed(hash(place) % 2**63)
+            torch.manual_seed(seed_of("a resume on another mesh", *place))
         # Until every rank has read the checkpoint, no rank may start anything that could remove it.
         self._mesh.decide("resumed", "", lambda parts: "")
         return checkpoint.step

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -100,7 +100,7 @@ class ConcatRows:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _concat, (self.store, self.seq_len, self.document_mask)
+        return partial(ConcatRows, seq_len=self.seq_len, document_mask=self.document_mask), (self.store,)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -127,10 +127,6 @@ class ConcatRows:
             "position_ids": position_ids,
             "document_ids": document_ids,
         }
-
-
-def _concat(store: TokenStore, seq_len: int, document_mask: bool) -> ConcatRows:
-    return ConcatRows(store, seq_len=seq_len, document_mask=document_mask)
 
 
 def mark_documents(begins: npt.NDArray[np.bool_], starts: Int64, ends: Int64) -> None:

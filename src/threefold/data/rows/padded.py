@@ -12,7 +12,7 @@ leave behind of a document of k*S + 1 tokens, which the row before it has as a l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -116,7 +116,8 @@ class PaddedRows:
         self.num_rows = len(self._row_ends)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.store, self.seq_len, self.lookahead, self.document_mask, self.truncate)
+        settings = ("seq_len", "lookahead", "document_mask", "truncate")
+        return partial(PaddedRows, **{name: getattr(self, name) for name in settings}), (self.store,)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -170,7 +171,3 @@ class PaddedRows:
                 labels[-1] = self.store.tokens[start + length]
         labels[: used - 1] = input_ids[1:used]
         return used
-
-
-def _rebuild(store: TokenStore, seq_len: int, lookahead: int | None, document_mask: bool, truncate: bool) -> PaddedRows:
-    return PaddedRows(store, seq_len=seq_len, lookahead=lookahead, document_mask=document_mask, truncate=truncate)

@@ -30,7 +30,7 @@ from threefold.integrations.terminal import Terminal
 from threefold.jsonl import MetricsFile, Tracker
 from threefold.mesh import environment
 from threefold.mesh.mesh import FAILURES, Mesh, join_mesh
-from threefold.mesh.rendezvous_errors import NoDeviceError, NotMetError
+from threefold.mesh.rendezvous_errors import NoDeviceError, RendezvousError
 from threefold.mesh.topology import Topology
 from threefold.model import load
 from threefold.model.build import build
@@ -111,7 +111,7 @@ def quieten_libraries() -> None:
 
 def is_first_failure(mesh: Mesh | None, rank: int, error: BaseException | None = None) -> bool:
     """Whether this rank is the run's first to fail, and so the one to say why."""
-    if isinstance(error, NotMetError | NoDeviceError):
+    if isinstance(error, RendezvousError | NoDeviceError):
         return error.first
     if mesh is None or mesh.store is None:
         return rank == 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 RANK = 2
@@ -40,16 +41,18 @@ def infinite_gradient(rank: int) -> None:
 
     plain, calls = step.forward_sums, [0]
 
-    def forward_sums(model: Any, batch: Any, *args: Any, **options: Any) -> Any:
+    @contextmanager
+    def forward_sums(model: Any, batch: Any, *args: Any, **options: Any) -> Iterator[Any]:
         calls[0] += 1
-        if rank == RANK and calls[0] == STEP:
-            handle = model.module.get_input_embeddings().register_forward_hook(
-                lambda module, inputs, output: output.register_hook(lambda gradient: gradient * float("inf")) and None
+        factor = float("inf") if rank == RANK and calls[0] == STEP else 1.0
+        handle = model.module.get_input_embeddings().register_forward_hook(
+            lambda module, inputs, output: (
+                output.register_hook(lambda gradient: gradient * factor) and None if output.requires_grad else None
             )
-            sums = plain(model, batch, *args, **options)
+        )
+        with plain(model, batch, *args, **options) as sums:
             handle.remove()
-            return sums
-        return plain(model, batch, *args, **options)
+            yield sums
 
     step.forward_sums = forward_sums
 
@@ -60,12 +63,15 @@ def change_loss(here: bool, steps: Container[int]) -> None:
 
     plain, calls = step.forward_sums, [0]
 
-    def forward_sums(*args: Any, **options: Any) -> Any:
-        sums = plain(*args, **options)
-        calls[0] += 1
-        if not here or calls[0] not in steps:
-            return sums
-        return type(sums)(sums.objective * float("nan"), sums.cross_entropy * float("nan"), sums.router_logits)
+    @contextmanager
+    def forward_sums(*args: Any, **options: Any) -> Iterator[Any]:
+        with plain(*args, **options) as sums:
+            calls[0] += 1
+            if not here or calls[0] not in steps:
+                yield sums
+            else:
+                nan = float("nan")
+                yield type(sums)(sums.objective * nan, sums.cross_entropy * nan, sums.router_logits)
 
     step.forward_sums = forward_sums
 

@@ -17,7 +17,7 @@ def _tell() -> list[Any]:
         mesh.decide("parts", mesh.rank, lambda parts: parts),
         mesh.decide("parts", mesh.rank + 10, lambda parts: sum(parts)),
     ]
-    for name in ("DataError", "CheckpointError", "NotMetError", "RunError", "ConfigError"):
+    for name in ("DataError", "CheckpointError", "RendezvousError", "RunError", "ConfigError"):
         try:
             mesh.share(name, lambda name=name: _fail(name))  # type: ignore[misc]
         except ThreefoldError as error:
@@ -46,7 +46,7 @@ def test_values_and_the_class_of_an_error_reach_every_rank() -> None:
     assert second[3:-1] == [
         ["DataError", text, 2],
         ["CheckpointError", text, 2],
-        ["NotMetError", text, 1],
+        ["RendezvousError", text, 1],
         ["RunError", text, 1],
         ["ConfigError", text, 2],
     ]

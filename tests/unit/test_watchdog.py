@@ -7,7 +7,7 @@ import json
 import pytest
 
 from threefold.run.stall import Report, Seen, Stall, find
-from threefold.training.progress import OwnTime, Place, Progress, slowest
+from threefold.training.progress import OwnTime, Phase, Progress, slowest
 
 WAITING = "  File distributed_c10d.py, line 1, in all_reduce\n    work.wait()"
 WORKING = "  File loader.py, line 1, in read\n    file.read()"
@@ -95,10 +95,10 @@ def test_report_travels_as_text() -> None:
 
 def test_progress_counts_the_phases_it_has_entered() -> None:
     progress = Progress()
-    assert progress.place == Place(0, 0, "start")
+    assert progress.place == Phase(0, 0, "start")
     progress.enter("data", step=1)
     progress.enter("forward")
-    assert progress.place == Place(2, 1, "forward")
+    assert progress.place == Phase(2, 1, "forward")
 
 
 def test_slowest_rank_and_the_share_that_the_others_wait_for_it() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST
 
 _LEAVES_AFTER_S = 2.0
-_LEASH = "leash"
+_LAUNCHER_PIPE = "launcher"
 # What a restart would not change: the request, and that somebody asked to stop.
 _FINAL = (EXIT_WRONG_REQUEST, EXIT_STOPPED_WITH_CHECKPOINT)
 
@@ -58,8 +58,8 @@ def start_ranks(
             logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="threefold-") as folder:
         outcome = Path(folder) / "exit-code"
-        os.mkfifo(Path(folder) / _LEASH)
-        leash = os.open(Path(folder) / _LEASH, os.O_RDWR)  # closed by the kernel when this process dies
+        os.mkfifo(Path(folder) / _LAUNCHER_PIPE)
+        pipe = os.open(Path(folder) / _LAUNCHER_PIPE, os.O_RDWR)  # closed by the kernel when this process dies
         launch_config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -83,14 +83,14 @@ def start_ranks(
         except SignalException as error:
             return int(outcome.read_text()) if outcome.exists() else 128 + error.sigval
         finally:
-            os.close(leash)
+            os.close(pipe)
     return 0
 
 
 def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int, outcome: str) -> None:
     import torch
 
-    _die_with_launcher(Path(outcome).parent / _LEASH)
+    _die_with_launcher(Path(outcome).parent / _LAUNCHER_PIPE)
     final = Path(f"{outcome}-final")
     if final.exists():
         os._exit(int(final.read_text()))
@@ -119,13 +119,13 @@ def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int,
     leave.start()
 
 
-def _die_with_launcher(leash: Path) -> None:
-    """Kills this rank as soon as nobody holds the other end of `leash`.
+def _die_with_launcher(pipe: Path) -> None:
+    """Kills this rank as soon as nobody holds the other end of `pipe`.
 
     Its parent is the server that it was forked from, and that lives as long as a rank does.
     """
     try:
-        end = os.open(leash, os.O_RDONLY | os.O_NONBLOCK)
+        end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:  # the launcher has gone and taken its folder along
         os._exit(EXIT_FAILED)
     os.set_blocking(end, True)
@@ -134,7 +134,7 @@ def _die_with_launcher(leash: Path) -> None:
         os.read(end, 1)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=wait, name="launcher's leash", daemon=True).start()
+    threading.Thread(target=wait, name="launcher pipe", daemon=True).start()
 
 
 def die_with_parent() -> None:

@@ -189,7 +189,7 @@ def join_mesh(
         facts: what must be the same on every rank, beside the mesh and the versions; compared before anything is sent.
 
     Raises:
-        NotMetError: the ranks did not come together, within `timeout_s`.
+        RendezvousError: the ranks did not come together, within `timeout_s`.
     """
     global _active
     own_device = pick_device(device, 0 if info.own_device else info.local_rank)

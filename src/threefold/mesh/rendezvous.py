@@ -15,8 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -35,26 +34,18 @@ _ONE_CONNECTION_S = 2.0
 _PORT_FREE_WITHIN_S = 5.0
 _FAREWELL_S = 5.0
 
-# Process groups one after another in one process meet at the same store; all ranks count alike.
-_meetings = itertools.count()
-
-
-@dataclass(frozen=True)
-class Met:
-    """Where the ranks have met, and the host of each."""
-
-    store: Any
-    hosts: tuple[str, ...]
+# Process groups one after another in one process use the same store; all ranks count alike.
+_numbers = itertools.count()
 
 
 def join_group(info: LaunchInfo, device: torch.device, timeout_s: float, facts: Mapping[str, str]) -> tuple[str, ...]:
     """Makes the default process group of all ranks; returns the host of each.
 
     Raises:
-        NotMetError: the ranks did not come together, or cannot connect to one another.
+        RendezvousError: the ranks did not come together, or cannot connect to one another.
     """
     begun = time.monotonic()
-    met = meet(info, timeout_s=timeout_s, facts=facts)
+    store, hosts = rendezvous(info, timeout_s=timeout_s, facts=facts)
     left = max(1.0, timeout_s - (time.monotonic() - begun))
     failures: list[str] = []
 
@@ -64,58 +55,57 @@ def join_group(info: LaunchInfo, device: torch.device, timeout_s: float, facts: 
         try:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                store=dist.PrefixStore("group", met.store),
+                store=dist.PrefixStore("group", store),
                 rank=info.rank,
                 world_size=info.world_size,
                 timeout=timedelta(seconds=left),
                 device_id=device if device.type == "cuda" else None,
             )
-        except (dist.DistError, RuntimeError) as error:
+        except RuntimeError as error:
             failures.append(str(error))
 
     # gloo tries for five times its limit where a peer has given up; the first rank to give up tells the others.
     attempt = threading.Thread(target=make, name="connect", daemon=True)
     attempt.start()
-    verdicts, pause = met.store.clone(), _FIRST_LOOK_S
+    verdicts, pauses = store.clone(), _pauses()
     while attempt.is_alive() and time.monotonic() < begun + timeout_s and not _any_gave_up(verdicts):
-        attempt.join(pause)
-        pause = min(_LOOK_S, pause * 1.5)
+        attempt.join(next(pauses))
     if attempt.is_alive() or failures:
         reason = failures[0] if failures else f"no connection in {left:.0f} s"
-        raise _quietly(rendezvous_errors.unconnected(info, reason, met.hosts), speaks=_gives_up_first(verdicts, info))
+        raise _told(rendezvous_errors.unconnected(info, reason, hosts), first=_gives_up_first(verdicts, info))
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
-    return met.hosts
+    return hosts
 
 
 def _any_gave_up(store: Any) -> bool:
     try:
         return bool(store.check(["unconnected"]))
-    except (dist.DistError, RuntimeError):  # rank 0, who keeps it, has gone
+    except RuntimeError:  # rank 0, who keeps it, has gone
         return True
 
 
 def _gives_up_first(store: Any, info: LaunchInfo) -> bool:
     try:
         return bool(store.compare_set("unconnected", "", str(info.rank)).decode() == str(info.rank))
-    except (dist.DistError, RuntimeError):
+    except RuntimeError:
         return False
 
 
-def meet(info: LaunchInfo, *, timeout_s: float, facts: Mapping[str, str]) -> Met:
-    """Joins the other ranks of `info`; returns when all are there and agree.
+def rendezvous(info: LaunchInfo, *, timeout_s: float, facts: Mapping[str, str]) -> tuple[Any, tuple[str, ...]]:
+    """Joins the other ranks of `info`; when all are there and agree: their store, and the host of each.
 
     Args:
         facts: what must be the same on every rank, by the name that a person would use: `torch`, `the mesh`.
 
     Raises:
-        NotMetError: within `timeout_s`: the port is taken, nobody answers, ranks are missing, two have one number,
+        RendezvousError: within `timeout_s`: the port is taken, nobody answers, ranks are missing, two have one number,
             or facts differ.
     """
     deadline = time.monotonic() + timeout_s
     serving = info.rank == 0 and info.generation is None
     store = _serve(info, deadline) if serving else _reach(info, deadline, timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
-    store = dist.PrefixStore(f"threefold/{info.generation or 'meeting'}/{next(_meetings)}", store)
+    store = dist.PrefixStore(f"threefold/{info.generation or 'rendezvous'}/{next(_numbers)}", store)
     said = {
         "host": info.host,
         "process": os.getpid(),
@@ -123,25 +113,33 @@ def meet(info: LaunchInfo, *, timeout_s: float, facts: Mapping[str, str]) -> Met
     }
     try:
         verdict, mine = _verdict(store, info, said, deadline, timeout_s)
-    except (dist.DistError, RuntimeError) as error:
-        raise _quietly(rendezvous_errors.store_lost(info, str(error)), speaks=info.local_rank == 0) from error
+    except RuntimeError as error:
+        raise _told(rendezvous_errors.store_lost(info, str(error)), first=info.local_rank == 0) from error
     if not verdict["problems"] and len(verdict["hosts"]) != info.world_size:
-        raise _quietly(rendezvous_errors.other_count(info, len(verdict["hosts"])), speaks=True)
+        raise _told(rendezvous_errors.other_count(info, len(verdict["hosts"])), first=True)
     if verdict["problems"]:
         if serving:
-            _linger(store, info.world_size, verdict["present"])
+            _keep_until_read(store, info.world_size, verdict["present"])
         elif info.rank:
             with contextlib.suppress(RuntimeError):
                 store.add("read", 1)
-        raise _quietly(
-            rendezvous_errors.NotMetError.of(Problem(*problem) for problem in verdict["problems"]), speaks=mine
+        raise _told(
+            rendezvous_errors.RendezvousError.of(Problem(*problem) for problem in verdict["problems"]), first=mine
         )
-    return Met(store, tuple(verdict["hosts"]))
+    return store, tuple(verdict["hosts"])
 
 
-def _quietly(error: Any, *, speaks: bool) -> Any:
-    error.first = speaks
+def _told(error: Any, *, first: bool) -> Any:
+    error.first = first
     return error
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between two looks at the store, more and more of them."""
+    pause = _FIRST_LOOK_S
+    while True:
+        yield pause
+        pause = min(_LOOK_S, pause * 1.5)
 
 
 def _serve(info: LaunchInfo, deadline: float) -> Any:
@@ -160,7 +158,7 @@ def _serve(info: LaunchInfo, deadline: float) -> Any:
                 wait_for_workers=False,
                 multi_tenant=True,
             )
-        except (dist.DistError, RuntimeError) as error:
+        except RuntimeError as error:
             if time.monotonic() > until or "EADDRINUSE" not in str(error):
                 raise rendezvous_errors.port_taken(info, str(error)) from error
         time.sleep(_LOOK_S)
@@ -173,12 +171,12 @@ def _reach(info: LaunchInfo, deadline: float, timeout_s: float) -> Any:
     speaks = info.local_rank == 0 or info.rank == 1
     while (reason := _refusal(address, deadline)) is not None:
         if time.monotonic() > deadline - _LOOK_S:
-            raise _quietly(rendezvous_errors.unreached(info, reason, timeout_s), speaks=speaks)
+            raise _told(rendezvous_errors.unreached(info, reason, timeout_s), first=speaks)
         time.sleep(_LOOK_S)
     found: list[Any] = []
 
     def connect() -> None:
-        with contextlib.suppress(dist.DistError, RuntimeError):
+        with contextlib.suppress(RuntimeError):
             left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
             found.append(dist.TCPStore(*address, info.world_size, False, left, wait_for_workers=False))
 
@@ -187,7 +185,7 @@ def _reach(info: LaunchInfo, deadline: float, timeout_s: float) -> Any:
     attempt.start()
     attempt.join(max(_LOOK_S, deadline - time.monotonic() - _LOOK_S))
     if not found:
-        raise _quietly(rendezvous_errors.no_store(info), speaks=speaks)
+        raise _told(rendezvous_errors.no_store(info), first=speaks)
     return found[0]
 
 
@@ -223,15 +221,14 @@ def _verdict(
     until = deadline - _LOOK_S
     if info.rank == 0:
         until = time.monotonic() + (until - time.monotonic()) * _PATIENCE_OF_RANK_0
-    pause = _FIRST_LOOK_S
+    pauses = _pauses()
     # Asking again costs a message; torch's wait would warn of each time that it asked in vain.
     while not store.check(["verdict"]):
         if info.rank == 0 and store.check(keys):
             return publish(_compared(_said(store, keys)))
         if time.monotonic() > until:
             return publish(_given_up(store, info, keys, timeout_s))
-        time.sleep(pause)
-        pause = min(_LOOK_S, pause * 1.5)
+        time.sleep(next(pauses))
     return json.loads(store.get("verdict")), False
 
 
@@ -248,11 +245,8 @@ def _given_up(store: Any, info: LaunchInfo, keys: Sequence[str], timeout_s: floa
 
 def _said(store: Any, keys: Sequence[str]) -> list[dict[str, Any]]:
     """What the ranks of these keys have said, in rank order."""
-    found = [
-        {"rank": int(key.rpartition("/")[2]), **json.loads(text)}
-        for key, text in zip(keys, store.multi_get(list(keys)), strict=True)
-    ]
-    return found
+    texts = store.multi_get(list(keys))
+    return [{"rank": int(key.rpartition("/")[2]), **json.loads(text)} for key, text in zip(keys, texts, strict=True)]
 
 
 def _self_refusal(info: LaunchInfo) -> str | None:
@@ -278,7 +272,7 @@ def _compared(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"problems": [], "present": len(said), "hosts": [each["host"] for each in said]}
 
 
-def _linger(store: Any, world_size: int, present: int) -> None:
+def _keep_until_read(store: Any, world_size: int, present: int) -> None:
     """Keeps the store until the ranks that are there have read the verdict."""
     until = time.monotonic() + _FAREWELL_S
     while time.monotonic() < until and store.add("read", 0) < min(present, world_size) - 1:

@@ -21,7 +21,7 @@ class NoDeviceError(ConfigError):
     first = True
 
 
-class NotMetError(RunError):
+class RendezvousError(RunError):
     """The ranks did not come together.
 
     Attributes:
@@ -67,23 +67,23 @@ def no_device(local_rank: int, *, visible: int, named: str | None) -> NoDeviceEr
     return error
 
 
-def port_taken(info: LaunchInfo, said: str) -> NotMetError:
+def port_taken(info: LaunchInfo, said: str) -> RendezvousError:
     if "EADDRINUSE" in said:
-        return NotMetError(
+        return RendezvousError(
             f"port {info.master_port} of host {info.host} is taken by another program, or another rank 0",
             expected="a free port on rank 0's host, where the ranks meet",
             fix="export MASTER_PORT=ANOTHER (torchrun --master-port, accelerate --main_process_port), or end what "
             f"holds it: ss -ltnp 'sport = :{info.master_port}'",
         )
-    return NotMetError(
+    return RendezvousError(
         f"rank 0 cannot listen on port {info.master_port} of {info.host}: {said.splitlines()[0]}",
         expected="a free port above 1023",
         fix="export MASTER_PORT=29500",
     )
 
 
-def unreached(info: LaunchInfo, reason: str, timeout_s: float) -> NotMetError:
-    return NotMetError(
+def unreached(info: LaunchInfo, reason: str, timeout_s: float) -> RendezvousError:
+    return RendezvousError(
         f"rank {info.rank} of host {info.host} has not reached rank 0 at {_place(info)} within mesh.timeout_s = "
         f"{timeout_s:g} s: {reason}",
         expected="rank 0 at that address, started, and reachable from every host",
@@ -92,16 +92,16 @@ def unreached(info: LaunchInfo, reason: str, timeout_s: float) -> NotMetError:
     )
 
 
-def no_store(info: LaunchInfo) -> NotMetError:
-    return NotMetError(
+def no_store(info: LaunchInfo) -> RendezvousError:
+    return RendezvousError(
         f"rank {info.rank} of host {info.host}: what listens at {_place(info)} is not this run's rank 0, or has ended",
         expected="the store of this run's rank 0 at that address",
         fix="export MASTER_PORT=ANOTHER: another program has that port; MASTER_ADDR must be rank 0's host",
     )
 
 
-def store_lost(info: LaunchInfo, said: str) -> NotMetError:
-    return NotMetError(
+def store_lost(info: LaunchInfo, said: str) -> RendezvousError:
+    return RendezvousError(
         f"rank {info.rank} of host {info.host} lost rank 0 at {_place(info)} while ranks were still coming: "
         f"{said.splitlines()[0]}",
         expected="rank 0 (or the launcher's agent) to stay",
@@ -109,8 +109,8 @@ def store_lost(info: LaunchInfo, said: str) -> NotMetError:
     )
 
 
-def other_count(info: LaunchInfo, others: int) -> NotMetError:
-    return NotMetError(
+def other_count(info: LaunchInfo, others: int) -> RendezvousError:
+    return RendezvousError(
         f"rank {info.rank} of host {info.host} was started as one of {info.world_size} ranks, "
         f"rank 0 as one of {others}",
         expected="the same number of ranks on every host",
@@ -145,10 +145,10 @@ def missing(info: LaunchInfo, absent: Sequence[int], *, timeout_s: float, unreac
     )
 
 
-def unconnected(info: LaunchInfo, said: str, hosts: Sequence[str]) -> NotMetError:
+def unconnected(info: LaunchInfo, said: str, hosts: Sequence[str]) -> RendezvousError:
     """They have met at the store, and the backend does not get through."""
     names = " and ".join(dict.fromkeys(hosts))
-    return NotMetError(
+    return RendezvousError(
         f"the ranks have met, but rank {info.rank} of host {info.host} cannot connect to the others: "
         f"{said.strip().splitlines()[0]}",
         expected=f"a network between the hosts ({names}) on the interface that the backend takes",

@@ -17,17 +17,16 @@ from transformers import PreTrainedModel
 from threefold.errors import Problem
 
 
-class Additions(Protocol):
-    """What a loss adds to the cross entropy, and the label that it leaves out."""
-
-    @property
-    def label_smoothing(self) -> float: ...
+class Loss(Protocol):
+    """(logits [tokens, part of the vocabulary], labels [tokens]) -> (objective, cross entropy), both sums."""
 
     @property
     def z_loss(self) -> float: ...
 
     @property
     def ignored(self) -> int: ...
+
+    def __call__(self, logits: Tensor, labels: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
 
 def problems(asked: str, *, device: str, tp: int, label_smoothing: float) -> list[Problem]:
@@ -75,9 +74,7 @@ def _possible(*, device: str, tp: int, label_smoothing: float) -> tuple[bool, st
     return True, "liger-kernel is installed"
 
 
-def fused_sums(
-    model: PreTrainedModel, hidden: Tensor, labels: Tensor, loss: Additions, kind: str
-) -> tuple[Tensor, Tensor]:
+def fused_sums(model: PreTrainedModel, hidden: Tensor, labels: Tensor, loss: Loss, kind: str) -> tuple[Tensor, Tensor]:
     """(what is minimised, the cross entropy alone): scalar sums over the labels that are not -100.
 
     Args:

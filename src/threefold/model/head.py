@@ -9,14 +9,14 @@ model whose class is not in the table here keeps its own forward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from threefold.model.fused_loss import Additions, fused_sums
+from threefold.model.fused_loss import Loss, fused_sums
 
 _CHUNK_BYTES = 256 * 1024**2
 # transformers' classes whose logits are the head's product and nothing else; `Llama` is LlamaForCausalLM.
@@ -47,12 +47,6 @@ HEADS = {
     **{f"{name}ForCausalLM": "divided" for name in _DIVIDED.split()},
     **{f"{name}ForCausalLM": "capped" for name in _CAPPED.split()},
 }
-
-
-class TokenLoss(Additions, Protocol):
-    """(logits [tokens, part of the vocabulary], labels [tokens]) -> (objective, cross entropy), both sums."""
-
-    def __call__(self, logits: Tensor, labels: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
 
 class Sums(NamedTuple):
@@ -98,7 +92,7 @@ def install(
     kind, _ = kind_of(model)
     own_forward = model.forward
 
-    def forward(*, labels: Tensor, token_loss: TokenLoss, output_router_logits: bool = False, **inputs: Any) -> Sums:
+    def forward(*, labels: Tensor, token_loss: Loss, output_router_logits: bool = False, **inputs: Any) -> Sums:
         extra = {"output_router_logits": True} if output_router_logits else {}
         if kind is None:
             outputs = own_forward(**inputs, **extra)
@@ -117,7 +111,7 @@ def install(
 
 
 def _by_chunks(
-    model: PreTrainedModel, hidden: Tensor, labels: Tensor, token_loss: TokenLoss, asked: int | str, kind: str
+    model: PreTrainedModel, hidden: Tensor, labels: Tensor, token_loss: Loss, asked: int | str, kind: str
 ) -> tuple[Tensor, Tensor]:
     flat, targets = hidden.flatten(0, 1), labels.flatten()
 

@@ -202,7 +202,7 @@ def peft_config(asked: LoraConfig, model: PreTrainedModel) -> Any:
 
     targets = asked.target_modules
     if targets == "all-linear":
-        # By their full names: peft's own expansion takes in experts, which are no linear layers.
+        # By their full names: peft's own expansion includes experts, which are not linear layers.
         targets = tuple(_linear_layers(model))
     return PeftConfig(
         r=asked.r,

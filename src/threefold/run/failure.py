@@ -9,7 +9,7 @@ import traceback
 from threefold.errors import EXIT_FAILED, Problem, ThreefoldError
 from threefold.mesh import environment
 from threefold.mesh.mesh import FAILURES, Mesh
-from threefold.mesh.rendezvous_errors import NoDeviceError, NotMetError
+from threefold.mesh.rendezvous_errors import NoDeviceError, RendezvousError
 
 log = logging.getLogger("threefold")
 
@@ -42,7 +42,7 @@ def report_failure(error: BaseException, *, first: bool) -> int:
 
 def is_first_failure(mesh: Mesh | None, rank: int, error: BaseException | None = None) -> bool:
     """Returns whether this rank is the first of the run to fail, and so the one to report why."""
-    if isinstance(error, NotMetError | NoDeviceError):
+    if isinstance(error, RendezvousError | NoDeviceError):
         return error.first
     if mesh is None or mesh.store is None:
         return rank == 0

@@ -41,7 +41,7 @@ class Run:
         keep: given (step, evaluation loss, due), saves the state where it is due or the best so far; called by every
             rank, which need not wait until it is on the disk.
         notice: called after every step; raises, on all ranks after the same step, where saving failed meanwhile.
-        eval_batches: makes the held-out batches anew, or None where there is no evaluation.
+        eval_batches: makes the held-out batches again, or None where there is no evaluation.
         flops_per_token, peak_flops: for MFU; None where the device's peak is not known.
         audit: compares what the ranks have read, before anything is saved.
         finite: looks for numbers that are not finite, before anything is built on them.

@@ -27,7 +27,7 @@ class TokenLoss:
         vocabulary: entries of the whole vocabulary; needed for label smoothing on parts.
         label_smoothing: share of the target's probability that is spread over the vocabulary (arXiv:1512.00567).
         z_loss: weight of the squared logarithm of the softmax' sum (PaLM, arXiv:2204.02311, section 5).
-        ignored: label of what is no target.
+        ignored: the label of a token that is not a target.
     """
 
     group: dist.ProcessGroup | None = None

@@ -1,8 +1,4 @@
-"""What a run measures of itself: the metrics file, rates, and the protocol by which others listen.
-
-`metrics.jsonl` holds one object a logged step; a resumed run appends, and the last line of a step stands. Floats are
-written so that they read back to the same value.
-"""
+"""What a run measures of itself: time, memory, and the share of the device's peak that it uses."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Policy:
     """What to do with a step whose loss or gradient is not finite.
 
     Attributes:
-        skip: go on without its update, up to `limit` times in a row; else the run ends.
+        skip: continue without its update, up to `limit` times in a row; else the run ends.
         run: the folder of the run, for messages.
     """
 
@@ -39,7 +39,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _Unread:
     number: int
     norm: Tensor
     copied: Any
@@ -57,7 +57,7 @@ class Finite:
     def __init__(self, mesh: Mesh, policy: Policy) -> None:
         self._mesh = mesh
         self._policy = policy
-        self._unread: list[_Step] = []
+        self._unread: list[_Unread] = []
         self._in_a_row = 0
         self.skipped = 0
 
@@ -73,14 +73,14 @@ class Finite:
         on_cpu = self._mesh.device.type == "cpu"
         rows = [batch["indices"].tolist() if "indices" in batch else [] for batch in batches]
         norm, copied = (result.grad_norm, None) if on_cpu else _copy_to_host(result.grad_norm)
-        self._unread.append(_Step(step, norm, copied, result.micro_losses, rows))
+        self._unread.append(_Unread(step, norm, copied, result.micro_losses, rows))
         found = []
         while len(self._unread) > (0 if now or on_cpu else 1):
             if (skipped := self._read(self._unread.pop(0))) is not None:
                 found.append(skipped)
         return found
 
-    def _read(self, step: _Step) -> dict[str, Any] | None:
+    def _read(self, step: _Unread) -> dict[str, Any] | None:
         if step.copied is not None:
             step.copied.synchronize()
         norm = step.norm.item()

@@ -17,24 +17,24 @@ from threefold.mesh.mesh import Mesh
 _KEY = "threefold/own-time"
 
 
-class Place(NamedTuple):
+class Phase(NamedTuple):
     """A phase of a step; `number` counts the phases that this process has entered."""
 
     number: int
     step: int
-    phase: str
+    name: str
 
 
 class Progress:
     """The place of this rank, as its training loop has told it."""
 
     def __init__(self) -> None:
-        self.place = Place(0, 0, "start")
+        self.place = Phase(0, 0, "start")
 
     def enter(self, phase: str, *, step: int | None = None) -> None:
-        """Goes on to a phase (data, forward, backward, reduce, optimizer, log, audit, evaluation, save)."""
+        """Enters a phase (data, forward, backward, reduce, optimizer, log, audit, evaluation, save)."""
         place = self.place
-        self.place = Place(place.number + 1, place.step if step is None else step, phase)
+        self.place = Phase(place.number + 1, place.step if step is None else step, phase)
 
 
 class Watch(Protocol):

@@ -234,7 +234,7 @@ def micro_batches(batch: Batch, rows: int) -> list[Batch]:
 def warm_up_buckets(model: ParallelModel, mesh: Mesh, *, rows: int, seq_len: int) -> None:
     """One backward over [rows, seq_len] tokens, as a micro-batch has; nothing of it stays. Every rank calls it.
 
-    torch's DistributedDataParallel lays out its buckets anew after the first backward, in the order in which the
+    torch's DistributedDataParallel lays out its buckets again after the first backward, in the order in which the
     gradients came. Where a gradient lies in a bucket decides in which order the ranks' parts of it are added. Without
     this, a resumed run on more than two ranks would make its first step with other sums than one that never stopped.
     """

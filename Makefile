@@ -37,7 +37,8 @@ train: $(VENV)/.runtime
 	$(BIN)/threefold train $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m "not slow and not launchers and not examples" $(TESTS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 \
+	  -m "not slow and not launchers and not examples" $(TESTS)
 
 # Kills, stalls and lost hosts in their long forms (KILLS=10: a sample). Two hosts need root and iproute2.
 test-faults: $(VENV)/.dev

@@ -6,18 +6,15 @@ it takes to be found, not to import.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import queue
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ranks.runs import _command_here
-from ranks.spawn import PRELOAD
+from ranks import warm
+from ranks.runs import environment
 
 
 @dataclass(frozen=True)
@@ -47,58 +44,31 @@ def together(
     Raises:
         AssertionError: one has not ended in time; it is killed and named.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    answers = context.Queue()
-    processes = []
-    for number, environ in enumerate(environs):
-        given = (*arguments, *(extra or {}).get(number, ()))
-        plant = (plants or {}).get(number)
-        target = (answers, number, str(folder), dict(environ), given, plant)
-        processes.append(context.Process(target=_one, args=target))
-    for process in processes:
-        process.start()
-    try:
-        return _collect(answers, len(processes), timeout_s)
-    finally:
-        for process in processes:
-            process.join(2)
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-
-def _collect(answers: Any, count: int, timeout_s: float) -> list[Ended]:
-    found: dict[int, Ended] = {}
-    deadline = time.monotonic() + timeout_s
-    while len(found) < count:
-        try:
-            number, ended = answers.get(timeout=max(0.01, deadline - time.monotonic()))
-        except queue.Empty:
-            missing = sorted(set(range(count)) - set(found))
-            raise AssertionError(f"processes {missing} have not ended within {timeout_s} s") from None
-        found[number] = ended
-    return [found[number] for number in range(count)]
-
-
-def _one(
-    answers: Any,
-    number: int,
-    folder: str,
-    environ: dict[str, str],
-    arguments: tuple[str, ...],
-    plant: Callable[[], None] | None,
-) -> None:
-    os.environ.update(environ)
-    if plant is not None:
-        plant()
-    begun = time.monotonic()
-    code, out, err = _command_here(folder, arguments)
-    answers.put((number, Ended(code, out, err, time.monotonic() - begun)))
-    answers.close()
-    answers.join_thread()
-    # A thread that still waits for somebody else's program must not keep the process.
-    os._exit(0)
+    ended: dict[int, Ended] = {}
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                warm.Running(
+                    warm.threefold,
+                    folder,
+                    (*arguments, *(extra or {}).get(number, ())),
+                    {**environment(folder), **environ},
+                    first=(plants or {}).get(number),
+                )
+            )
+            for number, environ in enumerate(environs)
+        ]
+        begun = time.monotonic()  # the server has imported by now
+        while len(ended) < len(started):
+            for number, each in enumerate(started):
+                if number not in ended and not each.running():
+                    seconds = time.monotonic() - begun
+                    ended[number] = Ended(each.wait(0), each.out(), each.err(), seconds)
+            if time.monotonic() - begun > timeout_s:
+                missing = sorted(set(range(len(started))) - set(ended))
+                raise AssertionError(f"processes {missing} have not ended within {timeout_s} s")
+            time.sleep(0.01)
+    return [ended[number] for number in range(len(started))]
 
 
 def rank(number: int, world_size: int, port: int, **others: str) -> dict[str, str]:

@@ -17,37 +17,31 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ranks.runs import environment
+from ranks.runs import environment, run
 
 MESH = ("--mesh.dp", "2", "--mesh.tp", "2")
 
 
 def planted(folder: Path, plant: str, *arguments: str, sizes: tuple[int, int] = (2, 2)) -> subprocess.CompletedProcess:
     """A whole run of dp x tp ranks, in each of which a function of `ranks.plants` was called with the rank first."""
-    code = "import sys; from ranks.faults import train_planted; sys.exit(train_planted(*sys.argv[1:]))"
-    return subprocess.run(
-        [sys.executable, "-c", code, plant, str(sizes[0]), str(sizes[1]), *arguments],
-        cwd=folder,
-        env={**environment(folder), "PYTHONPATH": str(Path(__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    words = (plant, str(sizes[0]), str(sizes[1]), *arguments)
+    return run(_train_planted, folder, words, environment(folder), timeout_s=90)
 
 
-def train_planted(plant: str, dp: str, tp: str, *arguments: str) -> int:
+def _train_planted() -> None:
     """`threefold train config.yaml ...` as it starts its ranks, with something planted in them."""
     from threefold.commands.arguments import split
     from threefold.config import loading
     from threefold.mesh import local_ranks
     from threefold.run.start import PRELOAD, topology_here
 
+    plant, dp, tp, *arguments = sys.argv[1:]
     local_ranks.preload(PRELOAD)
     _, overrides = split(arguments)
     overrides += [("mesh.dp", dp), ("mesh.tp", tp), ("mesh.device", "cpu")]
     loaded = loading.load("config.yaml", overrides, environ={})
     topology, why = topology_here(loaded.config)
-    return local_ranks.start_ranks(_planted_rank, (plant, loaded, topology, why), num_ranks=topology.world_size)
+    sys.exit(local_ranks.start_ranks(_planted_rank, (plant, loaded, topology, why), num_ranks=topology.world_size))
 
 
 def _planted_rank(plant: str, loaded: Any, topology: Any, why: str) -> None:
@@ -59,7 +53,10 @@ def _planted_rank(plant: str, loaded: Any, topology: Any, why: str) -> None:
 
 
 class Command:
-    """`threefold ...` while it runs, in a process group of its own."""
+    """`threefold ...` while it runs, in a process group of its own.
+
+    Cold: what dies with a killed launcher, its server of ranks too, is what is tested.
+    """
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self._file = (folder / "output.txt").open("w+")

@@ -36,6 +36,7 @@ def test_mesh_is_started_here_and_every_axis_measured(tmp_path: Path) -> None:
 
 
 def test_under_torchrun_rank_0_speaks_for_all(tmp_path: Path) -> None:
+    # Cold, by torchrun's own script: what is found out of a machine may depend on what is imported, and by whom.
     torchrun = Path(sys.executable).with_name("torchrun")
     done = subprocess.run(
         [torchrun, "--standalone", "--nproc-per-node", "2", "-m", "threefold", "doctor"],

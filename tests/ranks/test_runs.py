@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ranks.runs import command, curve, environment, metrics, prepare, stop_after, torchrun
+from ranks.runs import cold_command, command, curve, environment, metrics, prepare, stop_after, torchrun
 
 MESH = ("--mesh.dp", "2", "--mesh.tp", "2")
 
@@ -74,6 +74,7 @@ def test_resume_on_another_mesh_follows_the_run(folder: Path, whole: Path) -> No
 
 
 def test_torchrun_trains_the_same(folder: Path, whole: Path) -> None:
+    # Cold, as users start it: every rank imports for itself, and dies with an agent that is its parent.
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", "-m", "threefold", "train"),
@@ -168,7 +169,8 @@ def test_export_loads_in_transformers(folder: Path, whole: Path) -> None:
 def test_training_goes_on_from_an_exported_folder(folder: Path, whole: Path) -> None:
     if not (folder / "exported").exists():
         assert command(folder, "export", "whole", "--to", "exported").returncode == 0
-    done = command(
+    # Cold: the command has to start a server of its own, which imports what ranks need, and to end it again.
+    done = cold_command(
         folder,
         *("train", "--model.name_or_path", "exported", "--data.source", "corpus", "--data.seq_len", "32"),
         *("--mesh.dp", "2", "--mesh.dp_shard", "2", "--train.steps", "2", "--train.global_batch", "8"),

@@ -130,6 +130,9 @@ class Running:
     def err(self) -> str:
         return self._err.read_text()
 
+    def running(self) -> bool:
+        return self._process.exitcode is None
+
     def wait(self, timeout_s: float) -> int:
         """The exit code.
 
@@ -144,7 +147,7 @@ class Running:
     def wait_for(self, what: Callable[[], bool], why: str, timeout_s: float) -> None:
         """Returns as soon as `what` is true or the program has ended; an AssertionError with `why` after the limit."""
         until = time.monotonic() + timeout_s
-        while not what() and self._process.exitcode is None:
+        while self.running() and not what():
             if time.monotonic() > until:
                 raise AssertionError(f"`{self._words}`: not within {timeout_s} s: {why}; it has printed:{self._tail()}")
             self._process.join(0.01)
@@ -156,7 +159,7 @@ class Running:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._process.exitcode is None:
+        if self.running():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()

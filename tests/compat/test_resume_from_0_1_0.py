@@ -1,0 +1,86 @@
+"""A run, a store and a Trainer's checkpoint that version 0.1.0 left behind are resumed as that version would have.
+
+`make.py` wrote them. 0.1.0 resumed them bit for bit, and on its machine so does this version; another CPU adds the same
+numbers in another order. The tolerances hold that much, and no more: what a wrong place in the data, a moment of the
+optimizer that is lost or a rate that is one step off change is 1e-3 and more.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compat import cases
+from ranks.runs import command, curve
+from ranks.spawn import run_ranks
+from threefold.commands.data import audit
+from threefold.data.store.store import TokenStore
+
+EXPECTED: dict[str, Any] = json.loads((cases.KEPT / "expected.json").read_text())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of what was kept."""
+    return Path(shutil.copytree(cases.KEPT, tmp_path / "kept"))
+
+
+def assert_resumed(found: list[Any], name: str) -> None:
+    wanted = EXPECTED[name]["curve"]
+    assert len(found) == cases.STEPS
+    for step, (values, kept) in enumerate(zip(found, wanted, strict=True), start=1):
+        assert values == pytest.approx(kept, rel=1e-6 if step <= cases.STOPPED_AT else 1e-5), f"step {step}"
+
+
+@pytest.mark.parametrize("name", list(cases.TRAINED))
+def test_run_is_resumed_and_proved(name: str, folder: Path) -> None:
+    before = command(folder, "data", "audit", name, "--contents")
+    assert before.stdout == EXPECTED[name]["audit"], before.stderr
+    done = command(folder, *cases.arguments(name))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_resumed(curve(folder / name), name)
+    proved = command(folder, "data", "audit", name, "--contents")
+    assert proved.returncode == 0, proved.stderr
+    assert f"{name}: steps 1 to 8, 2 starts\n" in proved.stdout
+    assert "proved: 64 reads, each by exactly one dp rank in exactly one step" in proved.stdout
+    shown = command(folder, "data", "order", name, "--step", "3", "--show")
+    assert shown.stdout == EXPECTED[name]["shown"], shown.stderr
+
+
+def test_store_opens_to_the_same_tokens_and_is_made_the_same(folder: Path) -> None:
+    kept = TokenStore(folder / "store" / "tokens")
+    texts = [path.read_bytes() for path in sorted((folder / "corpus").iterdir())]
+    ends = [0, *kept.document_ends.tolist()]
+    documents = [kept.tokens[first:end].tolist() for first, end in pairwise(ends)]
+    assert documents == [[*text, 256] for text in texts]
+    again = command(folder, *cases.PREPARE)
+    assert again.stdout == EXPECTED["prepared"].replace(" is made: ", " is there already: "), again.stderr
+    made = command(folder, *cases.PREPARE[:-1], "anew")
+    assert made.returncode == 0, made.stderr
+    new = TokenStore(folder / "anew" / "tokens")
+    assert new.fingerprint == kept.fingerprint
+    files = sorted(path.name for path in (folder / "store").iterdir())
+    assert files == sorted(path.name for path in (folder / "anew").iterdir())
+    assert (folder / "anew/tokens.bin").read_bytes() == (folder / "store/tokens.bin").read_bytes()
+
+
+@pytest.mark.parametrize("name", list(cases.TRAINER))
+def test_trainer_is_resumed_and_proved(name: str, folder: Path) -> None:
+    num_ranks, sizes = cases.TRAINER[name]
+    assert "\n".join(audit(folder / name)) == EXPECTED[name]["audit"].removesuffix("\n").replace(
+        f"{name}:", f"{folder / name}:"
+    )
+    for found in run_ranks(_resume, num_ranks, str(folder / name), sizes):
+        assert_resumed(found, name)
+    proved = "\n".join(audit(folder / name))
+    assert "steps 1 to 8, 2 starts" in proved
+    assert "proved: 64 reads, each by exactly one dp rank in exactly one step" in proved
+
+
+def _resume(folder: str, sizes: dict[str, int]) -> list[tuple[float, float]]:
+    return cases.train_with_trainer(folder, sizes, resume=True)

@@ -23,8 +23,7 @@ from threefold.config import loading
 from threefold.config.schema import Config
 from threefold.data.order import Order, Place
 from threefold.data.rows.concat import PADDING, Rows
-from threefold.data.store.prepare import Progress as Prepared
-from threefold.data.store.prepare import prepare
+from threefold.data.store.prepare import PrepareProgress, prepare
 from threefold.data.text.source import Source, open_text
 from threefold.data.tokens import Tokenizer, load_tokenizer
 from threefold.errors import ConfigError, RunError, ranks_text, rows_text
@@ -75,7 +74,7 @@ class _Bar:
     ) -> None:
         self._bar.stop()
 
-    def show(self, progress: Prepared) -> None:
+    def show(self, progress: PrepareProgress) -> None:
         """Moves to where the making has come."""
         self._bar.update(self._task, total=progress.total_bytes, completed=progress.done_bytes)
         tenth = 10 * progress.done_bytes // max(1, progress.total_bytes)

@@ -96,7 +96,7 @@ class Order:
         return Place(epoch - 1, (steps - 1) * self.global_batch) if epoch else None
 
     def stretches(self, place: Place, num_steps: int) -> Iterator[tuple[Place, int]]:
-        """(place, number of steps) of each run of steps inside one epoch, `num_steps` together from `place` on."""
+        """(place, number of steps) of each run of steps inside one epoch, `num_steps` together, from `place`."""
         while num_steps > 0:
             place = self.begin(place)
             count = min(num_steps, steps_left(place.position, **self._sizes()))
@@ -178,7 +178,7 @@ class Cursor:
         return cls(numbers["epoch"], numbers["position"], dict(fingerprint), numbers["order_version"])
 
     def check(self, fingerprint: Mapping[str, Plain]) -> None:
-        """Refuse to go on in an order that was made from something else.
+        """Refuse to resume in an order that was made from something else.
 
         Raises:
             DataError: one problem for each value that differs, naming it, what was saved and what is given now.

@@ -42,7 +42,7 @@ def rows_for_step(
 ) -> StepRows:
     """What one dp rank reads in the step that begins at `position` of its epoch.
 
-    A step is named by where it begins, not by its number, so that a run may go on with another global batch.
+    A step is named by where it begins, not by its number, so that a run may resume with another global batch.
 
     Raises:
         ConfigError: global_batch is not a multiple of dp_size.

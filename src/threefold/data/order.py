@@ -6,7 +6,8 @@ is the same on every rank and mesh and for every number of workers; an order mad
 size, data or algorithm) is refused by name instead of being read from a place that means nothing in it.
 
 The loader asks for the rows of its dp rank, which `partition` deals out (`Order.rows_of_rank`). The audit asks for the
-rows of whole steps (`Order.rows`) and deals them out itself, so that a wrong loader cannot agree with it.
+rows of whole steps (`Order.rows`) and deals them out itself, so that a wrong loader cannot agree with it. A sampler
+goes through an epoch in a `Pass`, which counts what the loop has had.
 
 `data.skip` leaves batches out, as people do after a spike of the loss. A range [first, last] stands for the batches
 that the steps first to last would have read. They are left out in one go when the run comes to step `first`, which then

@@ -95,11 +95,6 @@ def step_begin(epoch: int, position: int, *, num_rows: int, global_batch: int, t
     return epoch + 1, 0
 
 
-def after_step(epoch: int, position: int, *, num_rows: int, global_batch: int, tail: Tail) -> tuple[int, int]:
-    """(epoch, position) of the step that follows the one that begins at (epoch, position)."""
-    return step_begin(epoch, position + global_batch, num_rows=num_rows, global_batch=global_batch, tail=tail)
-
-
 def after_steps(
     epoch: int, position: int, steps: int, *, num_rows: int, global_batch: int, tail: Tail
 ) -> tuple[int, int]:

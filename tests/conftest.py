@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
 
 # Read by torch when it is imported: ranks and workers are as many as there are cores, or more.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A machine that does something else beside the tests is slow, not wrong.
+settings.register_profile("threefold", deadline=None)
+settings.load_profile("threefold")
 
 # Files of whole runs begin, so that none of them is left alone at the end; the order of a file's tests stays.
 FIRST = ("ranks", "compat", "errors", "gpu", "examples", "launchers", "unit")

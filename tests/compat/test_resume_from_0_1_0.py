@@ -18,7 +18,7 @@ import pytest
 from compat import cases
 from ranks.runs import command, curve
 from ranks.spawn import run_ranks
-from threefold.commands.data import audit
+from threefold.commands.data import audit_lines
 from threefold.data.store.store import TokenStore
 
 EXPECTED: dict[str, Any] = json.loads((cases.KEPT / "expected.json").read_text())
@@ -72,12 +72,12 @@ def test_store_opens_to_the_same_tokens_and_is_made_the_same(folder: Path) -> No
 @pytest.mark.parametrize("name", list(cases.TRAINER))
 def test_trainer_is_resumed_and_proved(name: str, folder: Path) -> None:
     num_ranks, sizes = cases.TRAINER[name]
-    assert "\n".join(audit(folder / name)) == EXPECTED[name]["audit"].removesuffix("\n").replace(
+    assert "\n".join(audit_lines(folder / name)) == EXPECTED[name]["audit"].removesuffix("\n").replace(
         f"{name}:", f"{folder / name}:"
     )
     for found in run_ranks(_resume, num_ranks, str(folder / name), sizes):
         assert_resumed(found, name)
-    proved = "\n".join(audit(folder / name))
+    proved = "\n".join(audit_lines(folder / name))
     assert "steps 1 to 8, 2 starts" in proved
     assert "proved: 64 reads, each by exactly one dp rank in exactly one step" in proved
 

@@ -108,7 +108,8 @@ def test_many_steps_at_once_end_where_single_steps_do(
         return
     walked = partition.step_begin(3, start, num_rows=num_rows, global_batch=batch, tail=tail)
     for _ in range(ahead):
-        walked = partition.after_step(*walked, num_rows=num_rows, global_batch=batch, tail=tail)
+        epoch, position = walked
+        walked = partition.step_begin(epoch, position + batch, num_rows=num_rows, global_batch=batch, tail=tail)
         assert partition.steps_left(walked[1], num_rows=num_rows, global_batch=batch, tail=tail) > 0
     assert walked == partition.after_steps(3, start, ahead, num_rows=num_rows, global_batch=batch, tail=tail)
 
@@ -117,9 +118,9 @@ def test_steps_across_epochs() -> None:
     assert partition.steps_per_epoch(10, global_batch=4, tail="drop") == 2
     assert partition.steps_per_epoch(10, global_batch=4, tail="pad") == 3
     assert partition.steps_per_epoch(10, global_batch=4, tail="exact") == 3
-    assert partition.after_step(0, 4, num_rows=10, global_batch=4, tail="drop") == (1, 0)
-    assert partition.after_step(0, 4, num_rows=10, global_batch=4, tail="exact") == (0, 8)
-    assert partition.after_step(0, 8, num_rows=10, global_batch=4, tail="exact") == (1, 0)
+    assert partition.after_steps(0, 4, 1, num_rows=10, global_batch=4, tail="drop") == (1, 0)
+    assert partition.after_steps(0, 4, 1, num_rows=10, global_batch=4, tail="exact") == (0, 8)
+    assert partition.after_steps(0, 8, 1, num_rows=10, global_batch=4, tail="exact") == (1, 0)
     assert partition.after_steps(0, 0, 10**12, num_rows=10, global_batch=4, tail="drop") == (5 * 10**11, 0)
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from threefold.data.store import parts, prepare
-from threefold.data.store.prepare import PreparedStore, Progress, request_of
+from threefold.data.store.prepare import PreparedStore, PrepareProgress, request_of
 from threefold.data.store.resolve import cached_store
 from threefold.data.store.store import TokenStore
 from threefold.data.text.source import Piece, ReadLog, Source, open_text
@@ -103,7 +103,7 @@ def test_batches_do_not_show_in_the_store(
     make(corpus, tmp_path / "whole")
     monkeypatch.setattr(parts, "PART_BYTES", 1 << 20)
     monkeypatch.setattr(parts, limit, 30)
-    seen: list[Progress] = []
+    seen: list[PrepareProgress] = []
     make(corpus, tmp_path / "batches", progress=seen.append)
     assert seen[-1].num_tokens == 480
     assert contents(tmp_path / "batches") == contents(tmp_path / "whole")
@@ -161,7 +161,7 @@ def test_bad_lines_are_counted_when_skipped(tmp_path: Path) -> None:
 
 
 def test_progress_counts_up_to_the_whole(corpus: Path, tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[PrepareProgress] = []
     make(corpus, tmp_path / "to", progress=seen.append)
     assert (seen[0].done_bytes, seen[-1].done_bytes, seen[-1].total_bytes) == (0, 440, 440)
     assert [p.num_documents for p in seen] == list(range(0, 41, 2))

@@ -1,6 +1,6 @@
 """The proof afterwards: from a run's record, that every sample was read exactly once an epoch, or which were not.
 
-In: the history that stands (`audit_record`) and, for contents, the source. Out: what was covered, or the first step
+In: the history that stands (`record`) and, for contents, the source. Out: what was covered, or the first step
 that offends. The order is computed again from the numbers that the run recorded. Proved is, step by step over all
 restarts and meshes: each step begins where the one before it ended, every dp rank's digest is that of its share of the
 step, and each share's tokens are the source's (where the source is read again). A position is then read by exactly one

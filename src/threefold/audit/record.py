@@ -5,8 +5,8 @@ recorded of steps from s on: a run that was killed and went on from an older che
 the last reading is the one that the weights have seen. A torn last line is no line.
 
     segment   a start: the mesh, what the order is made of, the first step and where it begins
-    steps     an audit: steps first to last, where the first begins, each dp rank's digests (see `audit`)
-    skip      batches left out before a step (see `skip`)
+    steps     an audit: steps first to last, where the first begins, each dp rank's digests (see `digest`)
+    skip      batches left out before a step (see `data.order`)
 """
 
 from __future__ import annotations

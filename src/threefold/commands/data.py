@@ -18,7 +18,7 @@ from threefold.errors import ConfigError, RunError, ranks_text
 if TYPE_CHECKING:
     from threefold.audit.record import Segment
     from threefold.data.rows.concat import Rows
-    from threefold.data.store.prepare import Progress
+    from threefold.data.store.prepare import PrepareProgress
     from threefold.data.tokens import Tokenizer
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Prepare data, and prove who read what and when.")
@@ -134,7 +134,7 @@ class _Bar:
     ) -> None:
         self._bar.stop()
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: PrepareProgress) -> None:
         """Moves to where the making has come."""
         self._bar.update(self._task, total=progress.total_bytes, completed=progress.done_bytes)
         tenth = 10 * progress.done_bytes // max(1, progress.total_bytes)

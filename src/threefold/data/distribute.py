@@ -3,7 +3,7 @@
 In: a map-style `torch.utils.data.DataLoader`. Out: a DataLoader with threefold's sampler in the place of its own and
 every other argument as it was; `batch_size` is rows per dp rank, as with torch's DistributedSampler. What stays true:
 all dp ranks make the same number of steps; the state is where the loop is, whatever the workers prefetched; the state
-is the same on every rank and goes on with another number of ranks, of workers, or another batch size.
+is the same on every rank and resumes with another number of ranks, of workers, or another batch size.
 
 The end of an epoch is the sampler's `drop` or `pad`, or `exact`: nothing dropped, nothing repeated. With `exact` a rank
 that has no sample in the last round repeats one as the last row of its last batch, and that row is marked as ignored:
@@ -125,7 +125,7 @@ class DistributedLoader(DataLoader[Any]):
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, with any number of ranks and workers and any batch size.
+        """Resume where `state_dict` was taken, with any number of ranks and workers and any batch size.
 
         Raises:
             DataError: no state of a loader, or one of another seed, data, size or order.

@@ -2,7 +2,7 @@
 
 What the loader hands out is the dp rank's part of one global batch. Workers are given whole steps, named by where they
 begin (epoch, position), and keep no state of their own; so the state counts what the loop consumed, whatever was
-prefetched, and a run may stop with four workers and go on with none.
+prefetched, and a run may stop with four workers and resume with none.
 """
 
 from __future__ import annotations

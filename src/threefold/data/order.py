@@ -6,7 +6,8 @@ is the same on every rank and mesh and for every number of workers; an order mad
 size, data or algorithm) is refused by name instead of being read from a place that means nothing in it.
 
 The loader asks for the rows of its dp rank, which `partition` deals out (`Order.rows_of_rank`). The audit asks for the
-rows of whole steps (`Order.rows`) and deals them out itself, so that a wrong loader cannot agree with it.
+rows of whole steps (`Order.rows`) and deals them out itself, so that a wrong loader cannot agree with it. A sampler
+goes through an epoch in a `Pass`, which counts what the loop has had.
 
 `data.skip` leaves batches out, as people do after a spike of the loss. A range [first, last] stands for the batches
 that the steps first to last would have read. They are left out in one go when the run comes to step `first`, which then
@@ -96,7 +97,7 @@ class Order:
         return Place(epoch - 1, (steps - 1) * self.global_batch) if epoch else None
 
     def stretches(self, place: Place, num_steps: int) -> Iterator[tuple[Place, int]]:
-        """(place, number of steps) of each run of steps inside one epoch, `num_steps` together from `place` on."""
+        """(place, number of steps) of each run of steps inside one epoch, `num_steps` together, from `place`."""
         while num_steps > 0:
             place = self.begin(place)
             count = min(num_steps, steps_left(place.position, **self._sizes()))
@@ -178,7 +179,7 @@ class Cursor:
         return cls(numbers["epoch"], numbers["position"], dict(fingerprint), numbers["order_version"])
 
     def check(self, fingerprint: Mapping[str, Plain]) -> None:
-        """Refuse to go on in an order that was made from something else.
+        """Refuse to resume in an order that was made from something else.
 
         Raises:
             DataError: one problem for each value that differs, naming it, what was saved and what is given now.

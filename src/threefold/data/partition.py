@@ -42,7 +42,7 @@ def rows_for_step(
 ) -> StepRows:
     """What one dp rank reads in the step that begins at `position` of its epoch.
 
-    A step is named by where it begins, not by its number, so that a run may go on with another global batch.
+    A step is named by where it begins, not by its number, so that a run may resume with another global batch.
 
     Raises:
         ConfigError: global_batch is not a multiple of dp_size.
@@ -93,11 +93,6 @@ def step_begin(epoch: int, position: int, *, num_rows: int, global_batch: int, t
         return epoch, position
     steps_per_epoch(num_rows, global_batch=global_batch, tail=tail)
     return epoch + 1, 0
-
-
-def after_step(epoch: int, position: int, *, num_rows: int, global_batch: int, tail: Tail) -> tuple[int, int]:
-    """(epoch, position) of the step that follows the one that begins at (epoch, position)."""
-    return step_begin(epoch, position + global_batch, num_rows=num_rows, global_batch=global_batch, tail=tail)
 
 
 def after_steps(

@@ -5,7 +5,7 @@ In: a `datasets.IterableDataset`. Out: a loader over this dp rank's part of it, 
 
 - Kept: every sample is read once per epoch, by one dp rank, with any number of shards and workers: whole shards go to
   ranks where the number of shards is a multiple of the dp ranks, else each rank reads everything and keeps its turn.
-- Kept: a resume with the same ranks, workers and batch size goes on at the next batch. `replay` reads again, and throws
+- Kept: a resume with the same ranks, workers and batch size begins at the next batch. `replay` reads again, and throws
   away, what the epoch has given so far: exact for every stream that is itself the same in each reading. `seek` (needs
   torchdata) asks the stream to begin there: at once, exact without a shuffle buffer; with one, the rows that were in
   the buffer are lost, some may come twice, and datasets 5.2 cannot do it with several workers.
@@ -34,7 +34,7 @@ Resume = Literal["replay", "seek"]
 
 
 class StreamingLoader:
-    """Batches of this dp rank's part of a stream. Iterating gives the rest of an epoch; `endless` goes on and on."""
+    """Batches of this dp rank's part of a stream. Iterating gives the rest of an epoch; `endless` never ends."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class StreamingLoader:
         return {**state, "stream": self._loader.state_dict() if self._done else self._seek_to}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Resume where `state_dict` was taken.
 
         Raises:
             DataError: no state of a stream, or one of another rank, number of ranks or workers, or batch size.

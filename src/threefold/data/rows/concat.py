@@ -4,7 +4,7 @@ In: a store and three ways to cut it. Out: an object that knows how many rows th
 
     concat     row i holds the tokens [i*S, i*S + S] of the stream: S inputs, and the labels one to the right
     best_fit   whole documents side by side, chosen so that little is padded (`best_fit`); longer ones are cut
-    none       a document a row, padded; a longer one goes on in the next row, or is truncated
+    none       a document a row, padded; a longer one continues in the next row, or is truncated
 
 What stays true: which row holds what depends on the store and the settings only, never on the mesh. Labels are shifted
 already and -100 where nothing is to be predicted. With `document_mask`, `document_ids` count the documents inside a row
@@ -26,7 +26,7 @@ from threefold.data.store.store import TokenStore
 from threefold.errors import DataError
 
 Int64 = npt.NDArray[np.int64]
-Batch = dict[str, Int64]
+RowArrays = dict[str, Int64]
 
 IGNORED = -100
 PADDING = -1
@@ -75,7 +75,7 @@ class Rows(Protocol):
 
     @property
     def report(self) -> PackingReport: ...
-    def rows(self, indices: npt.NDArray[np.integer[Any]]) -> Batch:
+    def rows(self, indices: npt.NDArray[np.integer[Any]]) -> RowArrays:
         """`input_ids`, `labels`, `position_ids` and `document_ids` of some rows, each [len(indices), seq_len] int64."""
         ...
 
@@ -111,7 +111,7 @@ class ConcatRows:
         dropped = (self.store.num_tokens - 1) % self.seq_len
         return PackingReport(self.num_rows, self.store.num_tokens, self.store.num_documents, dropped)
 
-    def rows(self, indices: npt.NDArray[np.integer[Any]]) -> Batch:
+    def rows(self, indices: npt.NDArray[np.integer[Any]]) -> RowArrays:
         starts = checked(indices, self.num_rows) * self.seq_len
         # windows: (rows, seq_len + 1)
         windows = np.empty((len(starts), self.seq_len + 1), np.int64)

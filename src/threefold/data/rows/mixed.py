@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from threefold.data.rows.concat import Batch, PackingReport, Rows, checked
+from threefold.data.rows.concat import PackingReport, RowArrays, Rows, checked
 
 
 class MixedRows:
@@ -58,11 +58,11 @@ class MixedRows:
         name = list(self.parts)[part]
         return name, row - (int(self._ends[part]) - self._rows[part].num_rows)
 
-    def rows(self, indices: npt.NDArray[np.integer[Any]]) -> Batch:
+    def rows(self, indices: npt.NDArray[np.integer[Any]]) -> RowArrays:
         """As `Rows.rows`; each source is asked once."""
         wanted = checked(indices, self.num_rows)
         part_of = np.searchsorted(self._ends, wanted, side="right")
-        batch: Batch = {}
+        batch: RowArrays = {}
         for number in np.unique(part_of):
             part = self._rows[number]
             mine = np.flatnonzero(part_of == number)

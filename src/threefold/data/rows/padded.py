@@ -22,9 +22,9 @@ from threefold.data.rows.best_fit import best_fit
 from threefold.data.rows.concat import (
     IGNORED,
     PADDING,
-    Batch,
     Int64,
     PackingReport,
+    RowArrays,
     checked,
     counted,
     fingerprint_of,
@@ -38,7 +38,7 @@ from threefold.errors import DataError
 class Pieces:
     """Stretches of the stream in its order, and what cutting the documents into them cost.
 
-    `starts` and `lengths` are [pieces]; `cut` is true where the document goes on behind the piece.
+    `starts` and `lengths` are [pieces]; `cut` is true where the document continues behind the piece.
     """
 
     starts: Int64
@@ -137,7 +137,7 @@ class PaddedRows:
             truncated_documents=self._pieces.truncated_documents,
         )
 
-    def rows(self, indices: npt.NDArray[np.integer[Any]]) -> Batch:
+    def rows(self, indices: npt.NDArray[np.integer[Any]]) -> RowArrays:
         indices = checked(indices, self.num_rows)
         shape = (len(indices), self.seq_len)
         input_ids = np.full(shape, self.store.end_id or 0, np.int64)

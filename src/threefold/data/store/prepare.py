@@ -36,7 +36,7 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Progress:
+class PrepareProgress:
     """How far the making of a store has come; bytes are those of the source."""
 
     done_bytes: int
@@ -64,7 +64,7 @@ def prepare(
     to: Path,
     skip_bad: bool = False,
     num_workers: int | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[PrepareProgress], None] | None = None,
 ) -> PreparedStore:
     """Makes the store of a source in the folder `to`, or finds it there.
 
@@ -146,7 +146,7 @@ def _make_parts(
     plan: Sequence[Part],
     *,
     num_workers: int | None,
-    progress: Callable[[Progress], None] | None,
+    progress: Callable[[PrepareProgress], None] | None,
 ) -> list[PartDone]:
     """All parts of `plan`, in order: those found from an earlier run and those made now."""
     total = sum(part.size_bytes for part in plan)
@@ -156,7 +156,7 @@ def _make_parts(
         if progress is not None:
             parts = done.values()
             progress(
-                Progress(
+                PrepareProgress(
                     sum(d.part.size_bytes for d in parts),
                     total,
                     sum(d.num_documents for d in parts),

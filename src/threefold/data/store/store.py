@@ -3,7 +3,7 @@
 The layout is Megatron-LM's, so that stores made elsewhere can be read and ours can be read elsewhere:
 
     PREFIX.bin   the tokens, nothing else (uint16 where the vocabulary allows, else int32), little-endian
-    PREFIX.idx   where documents begin and end (`store_index`)
+    PREFIX.idx   where documents begin and end (`index`)
     PREFIX.json  ours, written last: what the store was made of (`StoreInfo`); stores made elsewhere have none
 
 A store whose .json is present is whole: the writer renames .bin and .idx into place before it. What is read is always

@@ -1,6 +1,6 @@
 """Documents from files: a file, a folder, a glob, or the running Python's own standard library.
 
-.txt, .md and .py files are a document each; .jsonl and .parquet hold one a row (`text_rows`). Files are read in the
+.txt, .md and .py files are a document each; .jsonl and .parquet hold one a row (`rows`). Files are read in the
 order of their paths relative to the folder, with `/` between the parts, and named by these in the fingerprint, so
 that a folder that was moved or copied is the same source. Text is UTF-8, taken as it is: line ends stay what they
 are.

@@ -2,7 +2,7 @@
 
 A .jsonl is cut by bytes: a piece holds the lines that begin inside it, so that pieces can be made without reading the
 file. A .parquet is cut by row groups, of which only the text's column is read. A row without the text, with null or
-with something that is no text is as bad as a line that does not parse: it is refused by file and line, or counted.
+with something that is not text is as bad as a line that does not parse: it is refused by file and line, or counted.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def parquet_pieces(path: Path, *, file: int, text_field: str) -> list[Piece]:
     """The row groups of a .parquet file, one piece each.
 
     Raises:
-        DataError: it is no .parquet, or has no such field, or the field is no text.
+        DataError: it is not a .parquet, or has no such field, or the field is not text.
     """
     import pyarrow
     import pyarrow.parquet

@@ -19,7 +19,7 @@ def _tell() -> list[Any]:
     ]
     for name in ("DataError", "CheckpointError", "RendezvousError", "RunError", "ConfigError"):
         try:
-            mesh.share(name, lambda name=name: _fail(name))  # type: ignore[misc]
+            mesh.share(name, lambda name=name: _fail(name))
         except ThreefoldError as error:
             values.append([type(error).__name__, str(error), error.exit_code])
     try:

@@ -224,7 +224,7 @@ def test_damage_is_named_before_anything_is_loaded(source: str, tmp_path: Path) 
         f"{file}: No such file or directory",
         "the content of state/index.json has changed: its checksum is not the one it was written with",
     ]
-    fix = "resume from an older checkpoint: trainer.train(resume_from_checkpoint='.../checkpoint-...')"
+    fix = "go on from an older checkpoint: trainer.train(resume_from_checkpoint='.../checkpoint-...')"
     for text, folder, reason in zip(said, folders, reasons, strict=False):
         assert text == (
             f"{folder}/threefold-state is damaged: {reason}\n"

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from threefold.checkpoint.boxes import Box, Index, boxes_of
+from threefold.checkpoint.layout import Checkpoint
 from threefold.checkpoint.tensors import Part, dtype_name, in_file_order, read_box, read_whole
 from threefold.errors import CheckpointError
 from threefold.mesh.mesh import Mesh
@@ -100,8 +101,9 @@ class Holding:
 def holdings(state: Mapping[str, Tensor], mesh: Mesh) -> list[Holding]:
     """Returns every box that this rank holds of a state; the same for every state of this model on this mesh.
 
-    A tensor may live on any DeviceMesh with named axes; one that is no DTensor is whole on every rank. Ranks that hold
-    the same box take turns to write, so that each writes about as much; all reckon alike, without a message.
+    A DTensor may live on any DeviceMesh with named axes; a plain tensor is whole on every rank. Ranks that hold the
+    same box take turns to write, so that each writes about as much; every rank computes the same turns, without a
+    message.
     """
     loads: dict[tuple[int, ...], list[int]] = {}
     known: dict[Any, tuple[tuple[int, ...], list[tuple[Box, tuple[slice, ...]]]]] = {}
@@ -201,6 +203,13 @@ def _as_range(indices: Tensor) -> Sequence[int]:
         return range(0)
     first, last = int(indices[0]), int(indices[-1])
     return range(first, last + 1) if last - first + 1 == len(indices) else indices.tolist()
+
+
+def damage_found(checkpoint: Checkpoint, mesh: Mesh) -> str | None:
+    """What is wrong with a checkpoint, or None, on every rank; the ranks read its files between them."""
+    own = checkpoint.damage(share=(mesh.rank, mesh.world_size))
+    reason: str | None = mesh.decide("damage", own, lambda found: next(filter(None, found), None))
+    return reason
 
 
 def fit(

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from threefold import __version__
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.boxes import Index
-from threefold.checkpoint.layout import Checkpoint, newest_undamaged
+from threefold.checkpoint.layout import newest_undamaged
 from threefold.checkpoint.manifest import read_manifest, refuse_other, refuse_other_base
 from threefold.checkpoint.saver import Job, Saver
 from threefold.checkpoint.seal import Seal
@@ -183,12 +183,7 @@ def undamaged(folder: RunFolder, mesh: Mesh) -> RunFolder:
         CheckpointError: the requested checkpoint is damaged, or all are.
     """
 
-    def damage(checkpoint: Checkpoint) -> str | None:
-        own = checkpoint.damage(share=(mesh.rank, mesh.world_size))
-        reasons = mesh.decide("damage", own, lambda parts: parts)
-        return next((reason for reason in reasons if reason is not None), None)
-
-    chosen, passed = newest_undamaged(folder.candidates, damage)
+    chosen, passed = newest_undamaged(folder.candidates, lambda each: run_state.damage_found(each, mesh))
     resuming = folder.resuming(chosen, passed)
     if mesh.rank == 0:
         for checkpoint, reason in passed:

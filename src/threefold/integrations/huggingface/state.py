@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import TrainerCallback
 
-from threefold.checkpoint.boxes import Box, Chunk, Entry, Index
+from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import checkpoint_at, seal_folder
 from threefold.checkpoint.saver import Job, Saver
-from threefold.checkpoint.state import fit, holdings, own_parts, read_into
+from threefold.checkpoint.state import damage_found, fit, holdings, own_parts, read_into
 from threefold.checkpoint.tensors import index_of_dcp
 from threefold.errors import CheckpointError, DataError, RunError
 from threefold.integrations.huggingface.data import TrainLoader
@@ -41,7 +41,7 @@ from threefold.mesh.topology import Topology
 PLACE_FILE = "threefold.json"
 STATE_FOLDER = "threefold-state"
 _FORMAT = 1
-_OLDER = "resume from an older checkpoint: trainer.train(resume_from_checkpoint='.../checkpoint-...')"
+_OLDER = "go on from an older checkpoint: trainer.train(resume_from_checkpoint='.../checkpoint-...')"
 _SAME = "resume with the model and the optim that the run began with"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -171,21 +171,22 @@ def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
     if from_dcp:  # 0.1.0 wrote through torch.distributed.checkpoint
         files, index = folder, index_of_dcp(folder)
     else:
-        _refuse_damaged(folder, mesh)
+        if (reason := damage_found(checkpoint_at(folder), mesh)) is not None:
+            raise CheckpointError(
+                f"{folder} is damaged: {reason}", expected="the files as the Trainer has written them", fix=_OLDER
+            )
         files, index = folder / "state", Index.read(folder / "state")
     live = _tensors(model, optimizer)
-    for name in [name for name, tensor in live.items() if from_dcp and tensor.ndim == 0 and name in index.entries]:
-        # A tensor without dims was written as one of a single element.
-        entry = index.entries[name]
-        index.entries[name] = Entry(entry.dtype, (), [Chunk(c.file, c.start, Box((), ())) for c in entry.chunks])
+    # It had a tensor without dims as one of a single element.
+    wanted = {name: t.reshape(1) if from_dcp and t.ndim == 0 else t for name, t in live.items()}
     if missing := sorted(live.keys() - index.entries.keys()):
         raise CheckpointError(
             f"{folder} has no {missing[0]}" + (f", and {len(missing) - 1} more" if len(missing) > 1 else ""),
             expected="the tensors of the same model and optimizer",
             fix=_SAME,
         )
-    fit(live, index, fix=_SAME)
-    read_into(live, files, index, mesh)
+    fit(wanted, index, fix=_SAME)
+    read_into(wanted, files, index, mesh)
     if optimizer is not None:
         _set_optimizer(model, optimizer, live)
 
@@ -199,20 +200,6 @@ def _all_ranks() -> Mesh:
     number = store.add(f"threefold/states/{rank}", 1)
     topology = Topology(dp_replicate=dist.get_world_size())
     return Mesh(topology, rank, torch.device("cpu"), store=dist.PrefixStore(f"state-{number}", store))
-
-
-def _refuse_damaged(folder: Path, mesh: Mesh) -> None:
-    """CheckpointError on every rank where a file is not as it was written; the ranks share the files among them."""
-    own = checkpoint_at(folder).damage(share=(mesh.rank, mesh.world_size)) or ""
-    reason = mesh.decide("damage", own, lambda found: next(filter(None, found), ""))
-    if reason:
-        raise _damaged(folder, reason)
-
-
-def _damaged(folder: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{folder} is damaged: {reason}", expected="the files as the Trainer has written them", fix=_OLDER
-    )
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:

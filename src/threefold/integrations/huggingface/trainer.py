@@ -27,20 +27,10 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from threefold.data.distribute import require_distributed
-from threefold.integrations.huggingface import checks, context, loaders
+from threefold.integrations.huggingface import checks, context, loaders, state
 from threefold.integrations.huggingface.audit import AuditCallback
 from threefold.integrations.huggingface.data import Axis, TrainLoader
-from threefold.integrations.huggingface.loaders import EvaluationLoader
 from threefold.integrations.huggingface.loss import RunningMean, counting_for_nothing, part_of_mean, targets_in
-from threefold.integrations.huggingface.state import (
-    EpochByRows,
-    Resumed,
-    SavedPlace,
-    load_shards,
-    newest_complete,
-    read_place,
-    save_shards,
-)
 
 log = logging.get_logger(__name__)
 # Beside a model in shards; transformers' own scheduler.pt is a pickle.
@@ -58,13 +48,13 @@ class Trainer(transformers.Trainer):
         checks.check_model(given.get("model"))
         self._train_loader: Any = None
         self._checkpoint: Path | None = None
-        self._resumed: Resumed | None = None
+        self._resumed: state.Resumed | None = None
         # Of each micro-batch of the step that is not trained yet: its targets, and its true rows.
         self._weights: deque[tuple[int, int]] = deque()
         self._weight: int | None = None
         self._collects = False
         self._mean: RunningMean | None = None
-        self._eval_loader: EvaluationLoader | None = None
+        self._eval_loader: loaders.EvaluationLoader | None = None
         with _may_save_shards(given.get("model"), given.get("args")):
             super().__init__(*args, **kwargs)
         checks.check_request(self)
@@ -72,7 +62,7 @@ class Trainer(transformers.Trainer):
             context.cut_rows(self.model, mesh)
         if not any(isinstance(callback, AuditCallback) for callback in self.callback_handler.callbacks):
             self.add_callback(AuditCallback())
-        self.callback_handler.callbacks.insert(0, EpochByRows(self))
+        self.callback_handler.callbacks.insert(0, state.EpochByRows(self))
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built = super()._build_accelerator_args(**kwargs)
@@ -186,7 +176,7 @@ class Trainer(transformers.Trainer):
         metric_key_prefix: str = "eval",
     ) -> Any:
         """As transformers'; the loss is the sum over all targets / their number, rows are in the dataset's order."""
-        if not isinstance(dataloader, EvaluationLoader):
+        if not isinstance(dataloader, loaders.EvaluationLoader):
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
@@ -223,7 +213,7 @@ class Trainer(transformers.Trainer):
             DataError: the checkpoint's order is not this one: another seed, or data of another size.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = str(newest_complete(Path(self.args.output_dir)))
+            resume_from_checkpoint = str(state.newest_complete(Path(self.args.output_dir)))
         self._checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         return super().train(resume_from_checkpoint or None, *args, **kwargs)
 
@@ -238,7 +228,7 @@ class Trainer(transformers.Trainer):
             return values
         if self._checkpoint is None or args.ignore_data_skip:
             return values
-        self._resumed = Resumed(read_place(self._checkpoint))
+        self._resumed = state.Resumed(state.read_place(self._checkpoint))
         self._resumed.go_to_place(dataloader, accumulation=args.gradient_accumulation_steps)
         epochs, per_epoch, *rest, max_steps = values
         epochs, max_steps = self._resumed.plan(args, per_epoch=per_epoch, max_steps=max_steps)
@@ -281,13 +271,13 @@ class Trainer(transformers.Trainer):
         loader = self._train_loader
         if isinstance(loader, TrainLoader) and self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            SavedPlace(self.state.global_step, loader.state_dict(), loader.sampler.global_batch).write(folder)
+            state.SavedPlace(self.state.global_step, loader.state_dict(), loader.sampler.global_batch).write(folder)
         super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self._is_sharded:
             return super()._save_optimizer_and_scheduler(output_dir)
-        save_shards(Path(output_dir), self.model, _bare(self.optimizer), step=self.state.global_step)
+        state.save_shards(Path(output_dir), self.model, _bare(self.optimizer), step=self.state.global_step)
         if self.args.should_save:
             (Path(output_dir) / _SCHEDULER).write_text(json.dumps(self.lr_scheduler.state_dict()))
         return None
@@ -295,14 +285,14 @@ class Trainer(transformers.Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self._is_sharded:
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_shards(Path(resume_from_checkpoint), self.model, None)
+        state.load_shards(Path(resume_from_checkpoint), self.model, None)
         return None
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if not self._is_sharded or checkpoint is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
         optimizer = _bare(self.optimizer)
-        load_shards(Path(checkpoint), self.model, optimizer)
+        state.load_shards(Path(checkpoint), self.model, optimizer)
         self.lr_scheduler.load_state_dict(json.loads((Path(checkpoint) / _SCHEDULER).read_text()))
         for group, rate in zip(optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
@@ -311,7 +301,7 @@ class Trainer(transformers.Trainer):
     def _load_best_model(self) -> None:
         if not self._is_sharded:
             return super()._load_best_model()
-        load_shards(Path(str(self.state.best_model_checkpoint)), self.model, None)
+        state.load_shards(Path(str(self.state.best_model_checkpoint)), self.model, None)
         return None
 
 

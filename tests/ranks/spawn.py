@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import queue
 import tempfile
 import time
@@ -46,6 +47,14 @@ def server() -> Any:
     return context
 
 
+def fork_from_own_server() -> None:
+    """Lets what this process forks, a loader's workers say, come from the server that it was forked from itself.
+
+    The server's address and its life line are here; multiprocessing would start another server all the same.
+    """
+    forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+
+
 def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """Calls `function(*args)` on `num_ranks` gloo ranks and returns their results in rank order.
 
@@ -82,7 +91,7 @@ def _collect(results: Any, num_ranks: int, timeout_s: float) -> list[Any]:
             raise AssertionError(f"ranks {missing} did not answer within {timeout_s} s") from None
         if error is not None:
             raise AssertionError(f"rank {rank} failed:\n{error}")
-        answers[rank] = value
+        answers[rank] = pickle.loads(value)
     return [answers[rank] for rank in range(num_ranks)]
 
 
@@ -92,6 +101,7 @@ def _rank(
     import torch
     import torch.distributed as dist
 
+    fork_from_own_server()
     torch.set_num_threads(1)
     try:
         if num_ranks > 1:
@@ -99,7 +109,8 @@ def _rank(
                 "gloo", init_method=rendezvous, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
             )
         value = function(*args)
-        results.put((rank, value, None))
+        # By value: a queue of torch's shares tensors with a process that must still be there when they are read.
+        results.put((rank, pickle.dumps(value), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
     finally:

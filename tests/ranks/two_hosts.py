@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 _NETWORK = "10.78.0"
 
 
+@functools.cache
 def why_not() -> str | None:
     """Why there can be no such hosts here, or None."""
     if sys.platform != "linux":
@@ -23,7 +25,7 @@ def why_not() -> str | None:
     if missing:
         return f"no {' and no '.join(missing)} here (iproute2, util-linux)"
     # A host needs its links, a hostname and a file over /etc/hosts; containers may forbid any of them.
-    with contextlib.suppress(OSError, subprocess.CalledProcessError), hosts("tfprobe", 1) as (probe,):
+    with contextlib.suppress(OSError, subprocess.CalledProcessError), hosts(f"tf{os.getpid()}p", 1) as (probe,):
         probe.run(["true"])
         return None
     return "this container may not make network namespaces"

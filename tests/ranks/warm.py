@@ -17,11 +17,11 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver, popen_forkserver
+from multiprocessing import popen_forkserver
 from pathlib import Path
 from typing import Any
 
-from ranks.spawn import server
+from ranks.spawn import fork_from_own_server, server
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,7 @@ class _Place:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             os.dup2(file, number)
             os.close(file)
-        # The server that this process was forked from; multiprocessing would start another one for it.
-        forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None
+        fork_from_own_server()
         launch = popen_forkserver.Popen._launch
 
         def launch_here(popen: popen_forkserver.Popen, process: Any) -> None:

@@ -9,6 +9,7 @@ those modules in the order in which they were entered, with their lines, and bot
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -49,7 +50,7 @@ class Tracer:
         if self._over or not name.startswith(str(SOURCE)):
             return
         module, function = os.path.relpath(name, SOURCE), frame.f_code.co_name
-        if event == "call" and function != "<module>":
+        if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a function, no module or class body
             self.modules.setdefault(module)
         elif event == "return" and (module, function) == _LAST:
             self._over = True

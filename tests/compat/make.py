@@ -1,9 +1,9 @@
 """Writes the fixtures of `tests/compat/v0.1.0`: what version 0.1.0 of Threefold left behind.
 
-They were written by the code of version 0.1.0. To write them anew (only if a case is added: what is there stands for
-what users have), check that version out and let its code be the one that is imported:
+They were written by the code of version 0.1.0, commit 6264261. To write them anew (only if a case is added: what is
+there stands for what users have), check that commit out and let its code be the one that is imported:
 
-    git worktree add ../threefold-0.1.0 v0.1.0
+    git worktree add ../threefold-0.1.0 6264261
     PYTHONPATH=../threefold-0.1.0/src:tests .venv/bin/python tests/compat/make.py
 
 In the folder: the corpus and the configs; a store; one folder for each training, stopped after step 4 of 8; and
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from compat import cases
+
+ROOT = Path(__file__).parents[2]
 
 # Asks the run to stop so that step 4 is its last: two steps before where ranks have to agree on it.
 STOPPED = """
@@ -86,7 +88,8 @@ def _with_trainer(folder: str, sizes: dict[str, int], stop: bool) -> list[tuple[
 def main() -> None:
     import threefold as package
 
-    assert package.__version__ == cases.VERSION, f"{package.__file__} is {package.__version__}"
+    code = Path(str(package.__file__))
+    assert package.__version__ == cases.VERSION and not code.is_relative_to(ROOT), f"{code} is not that version"
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "made"
         folder.mkdir()

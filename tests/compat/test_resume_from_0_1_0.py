@@ -1,8 +1,7 @@
 """A run, a store and a Trainer's checkpoint that version 0.1.0 left behind are resumed as that version would have.
 
-`make.py` wrote them. 0.1.0 resumed them bit for bit, and on its machine so does this version; another CPU adds the same
-numbers in another order. The tolerances hold that much, and no more: what a wrong place in the data, a moment of the
-optimizer that is lost or a rate that is one step off change is 1e-3 and more.
+`make.py` wrote them. 0.1.0 resumed them bit for bit; another CPU adds the same numbers in another order, and that much
+the tolerance holds. A rate that is wrong by half a percent is ten times more.
 """
 
 from __future__ import annotations

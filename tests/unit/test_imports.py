@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
+
+from ranks.spawn import PRELOAD as SERVER_PRELOAD
+from threefold.run.start import PRELOAD as RANK_PRELOAD
 
 TORCH_FREE = [
     "threefold",
@@ -126,3 +130,9 @@ def test_public_names_are_there() -> None:
         assert getattr(threefold, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = threefold.nothing
+
+
+def test_preloaded_modules_are_there() -> None:
+    """A server passes over a module that it cannot import; each rank would import it for itself."""
+    ours = [name for name in (*SERVER_PRELOAD, *RANK_PRELOAD) if name.startswith("threefold.")]
+    assert ours and [name for name in ours if find_spec(name) is None] == []

@@ -42,8 +42,8 @@ def attend(
         kwargs.pop("softcap", None)
         kwargs.pop("s_aux", None)
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-    dropout = kwargs.pop("dropout", 0.0) if module.training else 0.0
-    return _written_out(query, key, value, mask, dropout=dropout, **kwargs), None
+    dropout = kwargs.pop("dropout", 0.0)
+    return _written_out(query, key, value, mask, dropout=dropout if module.training else 0.0, **kwargs), None
 
 
 def _written_out(

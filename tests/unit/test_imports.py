@@ -44,7 +44,6 @@ TORCH_FREE = [
     "threefold.data.store.store",
     "threefold.data.text.source",
     "threefold.data.tokens",
-    "threefold.doctor.all_ranks",
     "threefold.doctor.gpu",
     "threefold.doctor.machine",
     "threefold.doctor.network",

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -63,7 +63,7 @@ def doctor_command(loaded: Loaded, options: Options) -> int:
     Raises:
         ThreefoldError: the ranks cannot meet, or a mesh that does not fit.
     """
-    from threefold.doctor.all_ranks import look_at_machine
+    from threefold.doctor.ranks import look_at_machine
     from threefold.mesh import environment, local_ranks
     from threefold.mesh.topology import resolve
 
@@ -98,7 +98,7 @@ def _rank_entry(config: Config, topology: Topology, options: Options) -> None:
 
 def run_rank(config: Config, topology: Topology, options: Options) -> int:
     """Looks at this machine and, with the other ranks, at the mesh; rank 0 prints for all."""
-    from threefold.doctor.all_ranks import agree_on_code, look_at_machine, look_at_mesh
+    from threefold.doctor.ranks import agree_on_code, look_at_machine, look_at_mesh
     from threefold.mesh import environment
 
     info = environment.current()
@@ -129,13 +129,14 @@ def run_rank(config: Config, topology: Topology, options: Options) -> int:
 
 def _show(findings: Sequence[Finding], ranks: Sequence[str], facts: dict[str, Any], options: Options) -> int:
     """Prints a report; returns the exit code that it means."""
-    from threefold.doctor.findings import note, render, summary, would_stop
+    from threefold.doctor.findings import note, summary, would_stop
 
     code = EXIT_FAILED if would_stop(findings) else 0
     if options.as_json:
-        values = {"findings": [finding.to_dict() for finding in findings], "stop": would_stop(findings), **facts}
+        values = {"findings": [asdict(finding) for finding in findings], "stop": would_stop(findings), **facts}
         print(json.dumps(values, indent=2, default=str), flush=True)
         return code
     shown = [*findings, note("ranks", f"{len(ranks)} on the mesh")] if ranks else list(findings)
-    print("\n".join([*render(shown), *(f"          {line}" for line in ranks), summary(findings)]), flush=True)
+    lines = [line for finding in shown for line in finding.lines()]
+    print("\n".join([*lines, *(f"          {line}" for line in ranks), summary(findings)]), flush=True)
     return code

@@ -87,14 +87,14 @@ def loading_file(content: str) -> Callable[[], Any]:
 
 def test_missing_config_file() -> None:
     assert text(lambda: config_loading.load("c.yaml", environ={})) == problem(
-        "c.yaml: No such file or directory", "a YAML file that can be read", "check the path"
+        "c.yaml: No such file or directory", "a readable YAML file", "check the path"
     )
 
 
 def test_config_file_of_another_encoding() -> None:
     Path("c.yaml").write_bytes(b"log: {dir: caf\xe9}")
     assert text(lambda: config_loading.load("c.yaml", environ={})) == problem(
-        "c.yaml: it is not UTF-8 text", "a YAML file that can be read", "check the path"
+        "c.yaml: not UTF-8 text", "a readable YAML file", "check the path"
     )
 
 
@@ -108,15 +108,15 @@ def test_config_file_that_is_no_yaml() -> None:
 
 def test_config_file_that_is_a_list() -> None:
     assert text(loading_file("- steps: 5\n")) == problem(
-        "c.yaml is no mapping of sections",
+        "c.yaml must contain sections such as train:",
         "sections with keys: `train:` and below it `  steps: 100`",
-        f"sections are {SECTIONS}",
+        f"the sections are {SECTIONS}",
     )
 
 
 def test_section_that_is_a_value() -> None:
     assert text(loading_file("train: 5\n")) == problem(
-        "c.yaml: train = 5 is no section", "keys below the section's name", f"sections are {SECTIONS}"
+        "c.yaml: train = 5 is not a section", "keys below the section's name", f"the sections are {SECTIONS}"
     )
 
 
@@ -182,7 +182,7 @@ def test_unknown_section() -> None:
         ),
         ("mesh.tp", "two", "two", "a whole number greater than 0, or auto", "leave mesh.tp out"),
         ("model.config", "llama", "llama", "a mapping: {key: value}", "leave model.config out"),
-        ("model.revision", "1234567", "1234567", "text", """in quotes it is text: --model.revision '"1234567"'"""),
+        ("model.revision", "1234567", "1234567", "text", """quotes make it text: --model.revision '"1234567"'"""),
         ("data.source", "null", "null", "text", "--data.source stdlib   (the default)"),
         ("data.source", "[a, b]", "[a, b]", "text", "--data.source stdlib   (the default)"),
     ],

@@ -286,7 +286,7 @@ def test_launcher_of_words() -> None:
     environ = {"RANK": "zero", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
     assert text(lambda: environment.read(environ)) == problem(
         "RANK = 'zero' is not a number",
-        "the whole number that a launcher sets",
+        "a whole number, as a launcher sets it",
         "unset RANK, or start with torchrun",
     )
 

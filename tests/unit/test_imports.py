@@ -64,7 +64,6 @@ TORCH_FREE = [
     "threefold.mesh.launchers.info",
     "threefold.mesh.launchers.managed",
     "threefold.mesh.launchers.readers",
-    "threefold.mesh.launchers.refusals",
     "threefold.mesh.rendezvous_errors",
     "threefold.mesh.topology",
     "threefold.training.metrics",

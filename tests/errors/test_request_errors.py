@@ -69,7 +69,7 @@ def test_second_config_file() -> None:
     assert text(lambda: split(["a.yaml", "--optimizer.betas", "[0.9,", "0.95]"])) == problem(
         "a second config file: 0.95]",
         "one config file (a.yaml) and --section.key value pairs",
-        "a value belongs behind its key: --section.key 0.95]",
+        "a value comes after its key: --section.key 0.95]",
     )
 
 
@@ -276,8 +276,8 @@ def test_dp_shard_that_does_not_divide() -> None:
 
 def test_half_set_launcher() -> None:
     assert text(lambda: environment.read({"RANK": "0", "WORLD_SIZE": "2"})) == problem(
-        "RANK and WORLD_SIZE set, but MASTER_ADDR and MASTER_PORT not",
-        "all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (set by a launcher), or none of them",
+        "RANK and WORLD_SIZE set, but MASTER_ADDR and MASTER_PORT not set",
+        "all of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (set by torchrun), or none of them",
         "start with torchrun --nproc_per_node=N -m threefold ..., or: unset RANK WORLD_SIZE",
     )
 

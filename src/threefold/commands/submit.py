@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from threefold.commands.arguments import CONTEXT, split
 from threefold.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from threefold.jobs.kubernetes import KubernetesOptions
     from threefold.jobs.sagemaker import SageMakerOptions
     from threefold.jobs.slurm import SlurmOptions
-
-_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -40,7 +39,7 @@ _Gpus = Annotated[int | None, typer.Option(min=0, help="Default: one per rank, n
 _Env = Annotated[list[str] | None, typer.Option("--env", help="NAME=VALUE, or NAME to pass it on; repeatable.")]
 
 
-@app.command("slurm", context_settings=_CONTEXT)
+@app.command("slurm", context_settings=CONTEXT)
 def slurm(
     context: typer.Context,
     nodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 1,
@@ -74,7 +73,6 @@ def slurm(
 
     Secrets (HF_TOKEN, WANDB_API_KEY) reach the job through the environment, which sbatch passes on.
     """
-    from threefold.commands.arguments import split
     from threefold.jobs.job import ranks_of
     from threefold.jobs.slurm import SlurmOptions
 
@@ -84,7 +82,7 @@ def slurm(
     typer.echo(slurm_text(config, job, chosen, dry_run=dry_run))
 
 
-@app.command("sagemaker", context_settings=_CONTEXT)
+@app.command("sagemaker", context_settings=CONTEXT)
 def sagemaker(
     context: typer.Context,
     role: Annotated[str, typer.Option(help="ARN of the job's role.")],
@@ -126,7 +124,6 @@ def sagemaker(
     """
     from datetime import datetime
 
-    from threefold.commands.arguments import split
     from threefold.jobs.job import named_pairs, ranks_of, variables
     from threefold.jobs.sagemaker import SageMakerOptions
     from threefold.mesh import environment
@@ -147,7 +144,7 @@ def sagemaker(
         typer.echo(line)
 
 
-@app.command("kubernetes", context_settings=_CONTEXT)
+@app.command("kubernetes", context_settings=CONTEXT)
 def kubernetes(
     context: typer.Context,
     image: Annotated[str, typer.Option(help="Image with threefold and torch.")],
@@ -169,7 +166,6 @@ def kubernetes(
     dry_run: _DryRun = False,
 ) -> None:
     """Apply a Kubeflow PyTorchJob or TrainJob, or a JobSet, with the config as a ConfigMap; needs kubectl."""
-    from threefold.commands.arguments import split
     from threefold.jobs.job import named_pairs, ranks_of, variables
     from threefold.jobs.kubernetes import KubernetesOptions
     from threefold.mesh import environment

@@ -86,8 +86,8 @@ def test_key_without_a_value(folder: Path) -> None:
 
 def test_half_a_launcher(folder: Path) -> None:
     assert refused(folder, RANK="0", WORLD_SIZE="2") == (
-        "RANK and WORLD_SIZE set, but MASTER_ADDR and MASTER_PORT not\n"
-        "  expected: all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (set by a launcher), or none of them\n"
+        "RANK and WORLD_SIZE set, but MASTER_ADDR and MASTER_PORT not set\n"
+        "  expected: all of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (set by torchrun), or none of them\n"
         "  fix: start with torchrun --nproc_per_node=N -m threefold ..., or: unset RANK WORLD_SIZE\n"
     )
 

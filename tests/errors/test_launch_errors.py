@@ -47,10 +47,10 @@ def problem(what: str, expected: str, fix: str) -> str:
     return f"{what}\n  expected: {expected}\n  fix: {fix}"
 
 
-HALF_SET = "all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (set by a launcher), or none of them"
-ONE_ANSWER = "one answer: ranks that take one number twice wait for one another, or each trains alone"
+HALF_SET = "all of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (set by torchrun), or none of them"
+ONE_ANSWER = "the same numbers: two ranks with the same number wait for one another, or each trains alone"
 UNSET = "unset RANK WORLD_SIZE LOCAL_RANK   (a job script or an outer shell has exported them)"
-ALONE = "one torchrun for all of them: otherwise each trains the whole run by itself"
+ALONE = "one torchrun for all of them: otherwise each trains the complete run alone"
 ONE_TORCHRUN = (
     "torchrun --nnodes=N --node-rank=I --master-addr=HOST ... on each host, or no torchrun: "
     "srun (mpirun) python -m threefold ..."
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
     "half set": (
         {"RANK": "0"},
         problem(
-            "RANK set, but WORLD_SIZE and MASTER_ADDR and MASTER_PORT not",
+            "RANK set, but WORLD_SIZE and MASTER_ADDR and MASTER_PORT not set",
             HALF_SET,
             f"{TORCHRUN_FIX}, or: unset RANK",
         ),
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
         {**ELASTIC, "RANK": "one"},
         problem(
             "RANK = 'one' is not a number",
-            "the whole number that a launcher sets",
+            "a whole number, as a launcher sets it",
             "unset RANK, or start with torchrun",
         ),
     ),
@@ -88,21 +88,21 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
         {**ELASTIC, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "2"},
         problem(
             "local rank 2 of 2 ranks on this machine",
-            "0 <= local rank < ranks on the machine: it is the number of the device that the rank takes",
+            "0 <= local rank < ranks on the machine: it is the number of the device that the rank uses",
             TORCHRUN_FIX,
         ),
     ),
     "no port": (
         {**TORCHRUN, "MASTER_PORT": "70000"},
-        problem("MASTER_PORT = 70000 is no port", "a number from 1 to 65535", "export MASTER_PORT=29500"),
+        problem("MASTER_PORT = 70000 is not a port", "a number from 1 to 65535", "export MASTER_PORT=29500"),
     ),
     "exported for all tasks": (
         {**SLURM, **TORCHRUN, "RANK": "0"},
-        problem("RANK = 0 and WORLD_SIZE = 4, but slurm says 3 of 4", ONE_ANSWER, UNSET),
+        problem("RANK = 0 and WORLD_SIZE = 4, but slurm started rank 3 of 4", ONE_ANSWER, UNSET),
     ),
     "world size of another launcher": (
         {**SLURM, "WORLD_SIZE": "8"},
-        problem("RANK = 3 and WORLD_SIZE = 8, but slurm says 3 of 4", ONE_ANSWER, UNSET),
+        problem("RANK = 3 and WORLD_SIZE = 8, but slurm started rank 3 of 4", ONE_ANSWER, UNSET),
     ),
     "a torchrun for each task": (
         {**SLURM, **ELASTIC},
@@ -117,14 +117,14 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
         problem(
             "this is a Slurm job of 2 nodes, but srun has not started this process",
             "one process for each rank on all of the nodes",
-            "srun python -m threefold ...   in the job script, or: unset SLURM_JOB_ID   (to use this node only)",
+            "srun python -m threefold ...   in the job script, or: unset SLURM_JOB_ID   (to use only this node)",
         ),
     ),
     "SageMaker without a launcher": (
         {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"},
         problem(
             "SM_HOSTS has 2 hosts, but no launcher has started this process",
-            "torchrun on each host: otherwise each trains the whole run by itself",
+            "torchrun on each host: otherwise each trains the complete run alone",
             'distribution={"torch_distributed": {"enabled": True}} in the estimator, Torchrun() in ModelTrainer, '
             "or: threefold submit sagemaker",
         ),
@@ -132,7 +132,7 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
     "half of srun": (
         {key: value for key, value in SLURM.items() if key != "SLURM_LOCALID"},
         problem(
-            "SLURM_PROCID and SLURM_STEP_NUM_TASKS set, but SLURM_LOCALID not",
+            "SLURM_PROCID and SLURM_STEP_NUM_TASKS set, but SLURM_LOCALID not set",
             "all of SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID (set by srun), or none of them",
             "start with srun python -m threefold ... in the job, or: unset SLURM_STEP_ID",
         ),
@@ -141,7 +141,7 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
         problem(
             "OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_LOCAL_RANK set, "
-            "but OMPI_COMM_WORLD_LOCAL_SIZE not",
+            "but OMPI_COMM_WORLD_LOCAL_SIZE not set",
             f"all of {MPI_NAMES} (set by Open MPI's mpirun), or none of them",
             f"start with mpirun -n N python -m threefold ..., or: unset {MPI_NAMES.replace(',', '')}",
         ),
@@ -149,8 +149,8 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
     "mpirun on hosts without a master": (
         OPEN_MPI,
         problem(
-            "2 ranks on several hosts, and no MASTER_ADDR",
-            "the name or address of rank 0's host: open-mpi does not tell it",
+            "2 ranks on several hosts, but MASTER_ADDR is not set",
+            "the name or address of rank 0's host, which open-mpi does not provide",
             "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ...   (Open MPI), -genv MASTER_ADDR HOST (MPICH), "
             "with the first host's name",
         ),
@@ -159,14 +159,14 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
         {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "4"},
         problem(
             "PET_NPROC_PER_NODE = 4, but this process is the only one of its pod",
-            "torchrun as the pod's command, where a pod has several ranks",
+            "torchrun as the pod's command, if a pod has several ranks",
             "command: [torchrun, -m, threefold, train, ...]   (torchrun reads the PET_ variables)",
         ),
     ),
     "a pod without its number": (
         {"PET_NNODES": "2"},
         problem(
-            "PET_NNODES set, but PET_NODE_RANK not",
+            "PET_NNODES set, but PET_NODE_RANK not set",
             "all of PET_NODE_RANK, PET_NNODES (set by Kubeflow), or none of them",
             "let a PyTorchJob or a TrainJob start the pod: threefold submit kubernetes",
         ),
@@ -187,7 +187,7 @@ ACCELERATE = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_T
 
 def test_hyperparameters_that_are_none() -> None:
     assert text(lambda: managed({"SM_HPS": "[1]"})) == problem(
-        "SM_HPS = '[1]' is no JSON mapping",
+        "SM_HPS = '[1]' is not a JSON mapping",
         'the hyperparameters as SageMaker sets them: {"train.steps": 100}',
         "unset SM_HPS, or give it as JSON",
     )
@@ -203,18 +203,18 @@ def test_hyperparameter_that_is_no_key() -> None:
 def test_accelerates_sizes_that_contradict_or_have_no_axis() -> None:
     assert text(lambda: defaults({**ACCELERATE, "DP_SIZE": "4"})) == problem(
         "DP_SIZE = 4, but accelerate's PARALLELISM_CONFIG_ sizes give dp = 2",
-        "one answer",
-        "unset DP_SIZE, or --mesh.dp 4   (it overrules both, with the other axes)",
+        "the same size in both",
+        "unset DP_SIZE, or --mesh.dp 4   (overrides both; set the other axes too)",
     )
     assert text(lambda: defaults({"PARALLELISM_CONFIG_SP_SIZE": "2"})) == problem(
         "PARALLELISM_CONFIG_SP_SIZE = 2",
         "no such axis: Threefold splits sequences over mesh.cp, by Ulysses too",
-        "--parallelism_config_cp_size 2 in place of sp, and --mesh.cp_method ulysses",
+        "--parallelism_config_cp_size 2 instead of sp, and --mesh.cp_method ulysses",
     )
     assert text(lambda: defaults({"PARALLELISM_CONFIG_TP_SIZE": "0"})) == problem(
         "PARALLELISM_CONFIG_TP_SIZE = '0' is not accepted",
         "a whole number greater than 0, as accelerate launch sets it",
-        "unset PARALLELISM_CONFIG_TP_SIZE, and give the mesh by --mesh.dp, --mesh.cp and --mesh.tp",
+        "unset PARALLELISM_CONFIG_TP_SIZE, and set the mesh with --mesh.dp, --mesh.cp and --mesh.tp",
     )
 
 
@@ -222,9 +222,9 @@ def test_channel_that_is_not_there() -> None:
     from threefold.errors import DataError
 
     fix = "threefold submit sagemaker ... --channel words=s3://BUCKET/PREFIX, or a folder as --data.source"
-    what = "data.source = 'channel:words': there is no such channel here"
+    what = "data.source = 'channel:words', but this process has no such channel"
     assert text(lambda: data_path("channel:words", {}), DataError) == problem(
-        what, "a SageMaker job, which sets SM_HPS and for each channel SM_CHANNEL_NAME", fix
+        what, "a SageMaker job, which sets SM_HPS and SM_CHANNEL_NAME for each channel", fix
     )
     job = {"SM_HPS": "{}", "SM_CHANNEL_TRAIN": "/data/train", "SM_CHANNEL_TEST": "/data/test"}
     assert text(lambda: data_path("channel:words", job), DataError) == problem(
@@ -237,15 +237,15 @@ def test_local_rank_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.delenv(name, raising=False)
     assert text(lambda: environment.accept_local_rank(1)) == problem(
         "--local_rank 1, but no launcher has started this process: RANK is not set",
-        "an option that a launcher adds by itself",
+        "an option that only launchers add",
         "leave --local_rank out, or start with torchrun --nproc_per_node=N -m threefold ...",
     )
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert text(lambda: environment.accept_local_rank(1)) == problem(
         "--local_rank 1, but LOCAL_RANK = 0",
-        "the same number: it is the device that this rank takes",
-        "leave --local_rank out: LOCAL_RANK is what counts",
+        "the same number: it is the device that this rank uses",
+        "leave --local_rank out: LOCAL_RANK counts",
     )
 
 

@@ -69,7 +69,7 @@ def test_second_config_file() -> None:
     assert text(lambda: split(["a.yaml", "--optimizer.betas", "[0.9,", "0.95]"])) == problem(
         "a second config file: 0.95]",
         "one config file (a.yaml) and --section.key value pairs",
-        "a value belongs behind its key: --section.key 0.95]",
+        "a value comes after its key: --section.key 0.95]",
     )
 
 
@@ -87,14 +87,14 @@ def loading_file(content: str) -> Callable[[], Any]:
 
 def test_missing_config_file() -> None:
     assert text(lambda: config_loading.load("c.yaml", environ={})) == problem(
-        "c.yaml: No such file or directory", "a YAML file that can be read", "check the path"
+        "c.yaml: No such file or directory", "a readable YAML file", "check the path"
     )
 
 
 def test_config_file_of_another_encoding() -> None:
     Path("c.yaml").write_bytes(b"log: {dir: caf\xe9}")
     assert text(lambda: config_loading.load("c.yaml", environ={})) == problem(
-        "c.yaml: it is not UTF-8 text", "a YAML file that can be read", "check the path"
+        "c.yaml: not UTF-8 text", "a readable YAML file", "check the path"
     )
 
 
@@ -108,15 +108,15 @@ def test_config_file_that_is_no_yaml() -> None:
 
 def test_config_file_that_is_a_list() -> None:
     assert text(loading_file("- steps: 5\n")) == problem(
-        "c.yaml is no mapping of sections",
+        "c.yaml must contain sections such as train:",
         "sections with keys: `train:` and below it `  steps: 100`",
-        f"sections are {SECTIONS}",
+        f"the sections are {SECTIONS}",
     )
 
 
 def test_section_that_is_a_value() -> None:
     assert text(loading_file("train: 5\n")) == problem(
-        "c.yaml: train = 5 is no section", "keys below the section's name", f"sections are {SECTIONS}"
+        "c.yaml: train = 5 is not a section", "keys below the section's name", f"the sections are {SECTIONS}"
     )
 
 
@@ -182,7 +182,7 @@ def test_unknown_section() -> None:
         ),
         ("mesh.tp", "two", "two", "a whole number greater than 0, or auto", "leave mesh.tp out"),
         ("model.config", "llama", "llama", "a mapping: {key: value}", "leave model.config out"),
-        ("model.revision", "1234567", "1234567", "text", """in quotes it is text: --model.revision '"1234567"'"""),
+        ("model.revision", "1234567", "1234567", "text", """quotes make it text: --model.revision '"1234567"'"""),
         ("data.source", "null", "null", "text", "--data.source stdlib   (the default)"),
         ("data.source", "[a, b]", "[a, b]", "text", "--data.source stdlib   (the default)"),
     ],
@@ -276,8 +276,8 @@ def test_dp_shard_that_does_not_divide() -> None:
 
 def test_half_set_launcher() -> None:
     assert text(lambda: environment.read({"RANK": "0", "WORLD_SIZE": "2"})) == problem(
-        "RANK and WORLD_SIZE set, but MASTER_ADDR and MASTER_PORT not",
-        "all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (set by a launcher), or none of them",
+        "RANK and WORLD_SIZE set, but MASTER_ADDR and MASTER_PORT not set",
+        "all of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (set by torchrun), or none of them",
         "start with torchrun --nproc_per_node=N -m threefold ..., or: unset RANK WORLD_SIZE",
     )
 
@@ -286,7 +286,7 @@ def test_launcher_of_words() -> None:
     environ = {"RANK": "zero", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
     assert text(lambda: environment.read(environ)) == problem(
         "RANK = 'zero' is not a number",
-        "the whole number that a launcher sets",
+        "a whole number, as a launcher sets it",
         "unset RANK, or start with torchrun",
     )
 

@@ -22,6 +22,7 @@ from ranks.two_hosts import why_not as why_no_hosts
 from threefold.commands import submit
 from threefold.jobs import kubernetes
 from threefold.jobs import sagemaker as clusters_sagemaker
+from threefold.jobs.job import ranks_of
 from threefold.jobs.kubernetes import KubernetesOptions
 from threefold.jobs.sagemaker import SageMakerOptions
 
@@ -149,7 +150,7 @@ def _mpich(folder: Path, run: Path) -> tuple[int, str]:
 def _sagemaker_job(run: Path, num_hosts: int) -> tuple[dict, bytes]:
     keys = {**SHORT, **MESH, **({"log.dir": str(run)} if num_hosts > 1 else {})}
     config = submit.read_config(None, list(keys.items()))
-    job = submit.ranks(config, num_hosts=num_hosts, per_host=4 // num_hosts, option="--ranks-per-node")
+    job = ranks_of(config.mesh, num_hosts=num_hosts, per_host=4 // num_hosts)
     options = SageMakerOptions(
         name="test", image="image", role="role", instance_type=sagemaker.INSTANCE, output="s3://bucket/prefix"
     )
@@ -203,7 +204,7 @@ def _torchrun_elastic_on_hosts(folder: Path, run: Path) -> tuple[int, str]:
 def _pytorch_job(folder: Path, run: Path) -> tuple[int, str]:
     """The pods of our own manifest, with the variables that Kubeflow's operator sets in them."""
     config = submit.read_config(None, list({**SHORT, **MESH, "log.dir": str(run)}.items()))
-    job = submit.ranks(config, num_hosts=2, per_host=2, option="--ranks-per-node")
+    job = ranks_of(config.mesh, num_hosts=2, per_host=2)
     options = KubernetesOptions(name="test", image="image", volumes={"claim": str(run.parent)})
     config_map, manifest = kubernetes.manifests(config, job, options)
     (folder / "pods.yaml").write_text(config_map["data"]["config.yaml"])

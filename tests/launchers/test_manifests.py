@@ -46,7 +46,7 @@ for pod in pods:
 
 def made(kind: str, num_hosts: int) -> list[dict[str, Any]]:
     config = validate({"mesh": {"dp": 4}, "log": {"dir": "/runs/a"}})
-    job = ranks_of(config.mesh, num_hosts=num_hosts, per_host=None, option="--ranks-per-node")
+    job = ranks_of(config.mesh, num_hosts=num_hosts, per_host=None)
     options = KubernetesOptions(
         name="job",
         image="image",
@@ -59,7 +59,7 @@ def made(kind: str, num_hosts: int) -> list[dict[str, Any]]:
         secrets={"HF_TOKEN": "hf/token"},
         service_account="trainer",
     )
-    assert kubernetes.problems(config, job, options) == []
+    assert list(kubernetes.problems(config, job, options)) == []
     return kubernetes.manifests(config, job, options)
 
 

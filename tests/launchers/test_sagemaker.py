@@ -19,6 +19,7 @@ from ranks.runs import curve, environment, prepare
 from threefold.commands import submit
 from threefold.jobs import entry
 from threefold.jobs import sagemaker as clusters_sagemaker
+from threefold.jobs.job import ranks_of
 from threefold.jobs.sagemaker import SageMakerOptions
 
 pytestmark = [
@@ -39,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 def lay_out(folder: Path, base: Path, **hyperparameters: str) -> None:
     config = submit.read_config(str(folder / "config.yaml"), list(KEYS.items()))
-    job = submit.ranks(config, num_hosts=1, per_host=None, option="--ranks-per-node")
+    job = ranks_of(config.mesh, num_hosts=1, per_host=None)
     options = SageMakerOptions(
         name="test",
         image="image",

@@ -30,12 +30,15 @@ SLURM = {
 TORCH = rank(0, 2, 29500)
 
 ALONE = {
-    "RANK alone": ({"RANK": "0"}, "RANK set, but WORLD_SIZE and MASTER_ADDR and MASTER_PORT not"),
+    "RANK alone": ({"RANK": "0"}, "RANK set, but WORLD_SIZE and MASTER_ADDR and MASTER_PORT not set"),
     "no master": ({"RANK": "0", "WORLD_SIZE": "2"}, "but MASTER_ADDR and MASTER_PORT not"),
     "no number": ({**TORCH, "WORLD_SIZE": "two"}, "WORLD_SIZE = 'two' is not a number"),
     "rank beyond the world": ({**TORCH, "RANK": "2"}, "RANK = 2 with WORLD_SIZE = 2"),
     "local rank beyond the machine": ({**TORCH, "LOCAL_RANK": "5"}, "local rank 5 of 2 ranks on this machine"),
-    "one rank exported for all tasks": ({**SLURM, **TORCH}, "RANK = 0 and WORLD_SIZE = 2, but slurm says 1 of 2"),
+    "one rank exported for all tasks": (
+        {**SLURM, **TORCH},
+        "RANK = 0 and WORLD_SIZE = 2, but slurm started rank 1 of 2",
+    ),
     "a torchrun for each task": (
         {**SLURM, **TORCH, "TORCHELASTIC_RUN_ID": "x", "GROUP_WORLD_SIZE": "1"},
         "SLURM_STEP_NUM_TASKS = 2, but this torchrun has 2 ranks on one host",
@@ -52,7 +55,7 @@ ALONE = {
             "OMPI_COMM_WORLD_LOCAL_RANK": "0",
             "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
         },
-        "2 ranks on several hosts, and no MASTER_ADDR",
+        "2 ranks on several hosts, but MASTER_ADDR is not set",
     ),
     "a pod without torchrun": (
         {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "8"},

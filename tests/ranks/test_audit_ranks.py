@@ -177,7 +177,7 @@ def test_step_and_sample_name_one_another(folder: Path) -> None:
             ("--step", "99"),
             "--step 99 is not in the record of run\n  expected: a step from 1 to 12\n  fix: --step 12\n",
         ),
-        (("--sample", "774"), "--sample 774 is no row of the source\n  expected: a row from 0 to 773\n"),
+        (("--sample", "774"), "--sample 774 is not a row of the source\n  expected: a row from 0 to 773\n"),
         ((), "neither --sample nor --step is given"),
     ]:
         refused = command(folder, "data", "order", "run", *arguments)

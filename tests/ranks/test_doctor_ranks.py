@@ -78,9 +78,9 @@ def _measure_without(how: str) -> str | None:
 def test_rank_that_does_not_come_is_named_in_time(how: str) -> None:
     said, _ = run_ranks(_measure_without, 2, how)
     assert said == (
-        "STOP    collective: all-reduce over dp of ranks 0 and 1 did not end in 1 s: rank 1 did not come\n"
+        "STOP    collective: all-reduce over dp of ranks 0 and 1 did not end in 1 s: rank 1 did not join\n"
         "          expected: an answer from every rank\n"
-        "          fix: look at rank 1: is the process there, is its host reachable"
+        "          fix: look at rank 1: is the process running, is its host reachable"
     )
 
 
@@ -89,7 +89,7 @@ def _whole_doctor_without_a_rank(folder: str) -> None:
 
     from threefold.commands import doctor
     from threefold.config.schema import Config
-    from threefold.doctor import all_ranks
+    from threefold.doctor import ranks
     from threefold.mesh.topology import Topology
 
     os.chdir(folder)
@@ -97,7 +97,7 @@ def _whole_doctor_without_a_rank(folder: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="3")
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
     meshes = []
-    measured = all_ranks._measured
+    measured = ranks._measured
 
     def silent(mesh: Mesh, *rest: object, **limits: float) -> None:
         assert mesh.store is not None
@@ -105,9 +105,9 @@ def _whole_doctor_without_a_rank(folder: str) -> None:
         raise SystemExit(0)
 
     if rank == 2:
-        all_ranks.look_at_mesh = silent  # type: ignore[assignment]
+        ranks.look_at_mesh = silent  # type: ignore[assignment]
     else:
-        all_ranks._measured = lambda mesh, *rest, **limits: meshes.append(mesh) or measured(mesh, *rest, **limits)
+        ranks._measured = lambda mesh, *rest, **limits: meshes.append(mesh) or measured(mesh, *rest, **limits)
     with open(f"{folder}/rank-{rank}", "w") as file:
         os.dup2(file.fileno(), 1)
     os._exit = lambda code: (_ for _ in ()).throw(SystemExit(code))  # type: ignore[assignment]
@@ -124,7 +124,7 @@ def test_report_is_whole_where_a_rank_is_silent(tmp_path: Path) -> None:
     run_ranks(_whole_doctor_without_a_rank, 3, str(tmp_path))
     assert (tmp_path / "code-0").read_text() == (tmp_path / "code-1").read_text() == "1"
     report = (tmp_path / "rank-0").read_text()
-    assert "barrier of ranks 0 to 2 did not end in 0.5 s: rank 2 did not come" in report
+    assert "barrier of ranks 0 to 2 did not end in 0.5 s: rank 2 did not join" in report
     assert "no result came from rank 2" in report
     assert (tmp_path / "rank-1").read_text() == ""
 
@@ -163,9 +163,9 @@ def test_slow_pair_and_wrong_sums_are_named() -> None:
 def test_network_between_ranks_that_all_came() -> None:
     error = StuckError("all-reduce over cp", [0, 1], [], "Connection refused")
     assert error.finding(5).lines() == [
-        "STOP    collective: all-reduce over cp of ranks 0 and 1 did not end in 5 s: all had come, so it is the "
-        "network between them (Connection refused)",
+        "STOP    collective: all-reduce over cp of ranks 0 and 1 did not end in 5 s: all ranks joined, so the "
+        "network between them is at fault (Connection refused)",
         "          expected: an answer from every rank",
-        "          fix: open all ports between the machines; GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME on all; "
+        "          fix: open all ports between the machines; set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME on all; "
         "NCCL_DEBUG=INFO",
     ]

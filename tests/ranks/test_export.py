@@ -195,7 +195,7 @@ def test_command_says_what_it_wrote(run: Path) -> None:
     refused = command(run.parent, "export", "run", "--to", "out2", "--max-shard-size", "100 apples")
     assert refused.returncode == 2
     assert refused.stderr == (
-        "--max-shard-size = '100 apples' is no size\n"
+        "--max-shard-size = '100 apples' is not a size\n"
         "  expected: a whole number with KB, MB, GB, KiB, MiB or GiB\n"
         "  fix: --max-shard-size 5GB\n"
     )

@@ -42,7 +42,7 @@ PLANTED = {
         "masks = c.BatchMasks\n"
         "c.BatchMasks = lambda *, queries, **rest: masks(queries=queries.roll(-1), **rest)\n",
         ("--mesh.cp", "2"),
-        "the first layer whose output departs: layer 0",
+        "the first layer whose output differs: layer 0",
     ),
     # one rank's part of a sum is lost
     "sum": (
@@ -51,13 +51,13 @@ PLANTED = {
         "plain = s._scattered\n"
         "s._scattered = lambda x, group: plain(x * (0.5 + torch.distributed.get_rank(group)), group)\n",
         ("--mesh.tp", "2"),
-        "<- departs",
+        "<- differs",
     ),
     # the same data on both data ranks
     "data": (
         "from threefold.mesh import mesh\nmesh.Mesh.dp_rank = property(lambda self: 0)\n",
         ("--mesh.dp", "2"),
-        "<- departs",
+        "<- differs",
     ),
 }
 
@@ -71,7 +71,7 @@ def test_planted_fault_is_found(folder: Path, fault: str) -> None:
     )
     done = torchrun(folder, 2, f"{fault}.py")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "the mesh departs from the single process" in done.stdout
+    assert "the mesh differs from the single process" in done.stdout
     assert named in done.stdout
 
 
@@ -84,11 +84,11 @@ def test_diagnosis_tries_each_axis_alone() -> None:
 
     mesh = Topology(dp_shard=2, cp=2, tp=2)
     assert diagnose(mesh, compare) == (
-        "the mesh departs from the single process: context (dp=1 x cp=2 x tp=1); "
-        "alone it is right: data (dp=2 (sharded) x cp=1 x tp=1), tensor (dp=1 x cp=1 x tp=2)"
+        "the mesh differs from the single process: context (dp=1 x cp=2 x tp=1); "
+        "correct alone: data (dp=2 (sharded) x cp=1 x tp=1), tensor (dp=1 x cp=1 x tp=2)"
     )
     assert tried == [Topology(dp_shard=2), Topology(cp=2), Topology(tp=2)]
-    assert "only where axes meet" in diagnose(mesh, lambda topology: RIGHT)
+    assert "only if axes are combined" in diagnose(mesh, lambda topology: RIGHT)
     assert diagnose(Topology(tp=2), compare).endswith("the tensor axis, the only one it has")
 
 

@@ -21,7 +21,7 @@ from threefold.doctor import (
 from threefold.doctor import (
     packages as checks_packages,
 )
-from threefold.doctor.findings import Finding, note, ok, render, stop, summary, warning, would_stop
+from threefold.doctor.findings import Finding, note, ok, stop, summary, warning, would_stop
 from threefold.doctor.gpu import Gpu, Torch
 from threefold.doctor.machine import Machine
 from threefold.doctor.network import Interface, Network
@@ -71,30 +71,33 @@ def test_machine_that_lacks_things() -> None:
     found = machine.judge(poor)
     assert texts(found, "Python") == [
         "STOP    Python: 3.9.2\n          expected: 3.11 or newer\n"
-        "          fix: make a virtual environment with a newer Python"
+        "          fix: create a virtual environment with a newer Python"
     ]
     assert texts(found, "shared memory") == [
         "WARNING shared memory: 64 MiB free in /dev/shm\n"
-        "          expected: 1 GiB: loader workers and NCCL hand data over in it, and a full one is a bus error\n"
+        "          expected: 1 GiB: loader workers and NCCL pass data through it, and a process that finds it full "
+        "dies of a bus error\n"
         "          fix: docker run --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium: Memory at "
         "/dev/shm"
     ]
     assert texts(found, "open files") == [
-        "WARNING open files: 1024 a process\n"
+        "WARNING open files: 1024 per process\n"
         "          expected: 4096: connections and the tensors of loader workers each take one\n"
         "          fix: ulimit -n 65536; docker run --ulimit nofile=65536"
     ]
     assert texts(found, "disk") == [
         "STOP    disk: 300 MiB free for runs (/data)\n"
         "          expected: at least 1 GiB: nothing could be saved\n"
-        "          fix: free some, or another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches",
+        "          fix: free some space, or use another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for "
+        "caches",
         "WARNING disk: 5 GiB free for caches (/root)\n"
-        "          expected: 20 GiB: a checkpoint with AdamW's state takes 12 bytes a parameter\n"
-        "          fix: free some, or another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches",
+        "          expected: 20 GiB: a checkpoint with AdamW's state takes 12 bytes per parameter\n"
+        "          fix: free some space, or use another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for "
+        "caches",
     ]
     assert "not synchronised with a time server" in texts(found, "clock")[0]
     assert texts(found, "TPU") == [
-        "WARNING TPU: a TPU is here (/dev/accel*)\n"
+        "WARNING TPU: this machine has a TPU (/dev/accel*)\n"
         "          expected: GPUs or CPUs: TPUs are not supported yet\n"
         "          fix: --mesh.device cpu to try things out, or a machine with GPUs"
     ]
@@ -106,14 +109,16 @@ def test_tokens_are_found_and_never_shown(tmp_path: Path) -> None:
     environ = {"HOME": str(tmp_path), "HF_TOKEN": "hf_very_secret"}
     seen = machine.look(environ, folders={"runs": tmp_path / "not" / "there"})
     assert seen.tokens == {"Hugging Face": "set in HF_TOKEN", "Weights & Biases": f"in {tmp_path}/.netrc"}
-    shown = "\n".join(render(machine.judge(seen))) + json.dumps(dataclasses.asdict(seen))
+    shown = "\n".join(line for each in machine.judge(seen) for line in each.lines()) + json.dumps(
+        dataclasses.asdict(seen)
+    )
     assert "secret" not in shown
     assert machine.look({"HOME": str(tmp_path / "x")}, folders={}).tokens == {}
 
 
 def test_gloo_takes_what_the_hostname_stands_for() -> None:
     network = Network("node-1", (LO, ETH), "10.0.0.5")
-    assert checks_network.gloo_interface(network) == (ETH, "node-1 stands for 10.0.0.5")
+    assert checks_network.gloo_interface(network) == (ETH, "node-1 resolves to 10.0.0.5")
     assert levels(checks_network.judge(network, several_machines=True))["gloo"] == "ok"
 
 
@@ -122,7 +127,7 @@ def test_gloo_on_the_loopback_is_a_fault_between_machines_only() -> None:
     alone = checks_network.judge(network, several_machines=False)
     assert levels(alone)["gloo"] == "warning"
     assert texts(checks_network.judge(network, several_machines=True), "gloo") == [
-        "STOP    gloo: would offer 127.0.0.1 to the other machines: node-1 stands for 127.0.1.1\n"
+        "STOP    gloo: would offer 127.0.0.1 to the other machines: node-1 resolves to 127.0.1.1\n"
         "          expected: an address that they can reach\n"
         "          fix: GLOO_SOCKET_IFNAME=eth0, the one that the machines share, on all of them"
     ]
@@ -132,12 +137,12 @@ def test_interface_that_is_named_must_be_there() -> None:
     variables = {"GLOO_SOCKET_IFNAME": "eth9", "NCCL_SOCKET_IFNAME": "=eth9"}
     found = checks_network.judge(Network("node-1", (LO, ETH), "10.0.0.5", (), variables), several_machines=False)
     assert texts(found, "gloo") == [
-        "STOP    gloo: GLOO_SOCKET_IFNAME=eth9, and this machine has no such interface\n"
+        "STOP    gloo: GLOO_SOCKET_IFNAME=eth9, but this machine has no such interface\n"
         "          expected: one of lo, eth0\n"
         "          fix: GLOO_SOCKET_IFNAME=eth0, the one that the machines share, on all of them"
     ]
     assert texts(found, "NCCL") == [
-        "STOP    NCCL: NCCL_SOCKET_IFNAME==eth9, and this machine has no such interface with an address\n"
+        "STOP    NCCL: NCCL_SOCKET_IFNAME==eth9, but this machine has no such interface with an address\n"
         "          expected: one of lo, eth0\n"
         "          fix: NCCL_SOCKET_IFNAME=NAME, the one that the machines share, or unset it"
     ]
@@ -172,31 +177,31 @@ def test_gpus_that_fit() -> None:
             {"cuda": (11, 7)},
             "CUDA",
             "STOP    CUDA: 11.7 in torch 2.13.0+cu128\n          expected: 11.8 or newer\n"
-            "          fix: a newer build of torch, which brings it along: pytorch.org/get-started",
+            "          fix: a newer build of torch, which includes it: pytorch.org/get-started",
         ),
         (
             {"cudnn": (8, 5, 0)},
             "cuDNN",
             "STOP    cuDNN: 8.5.0 in torch 2.13.0+cu128\n          expected: 8.6 or newer\n"
-            "          fix: a newer build of torch, which brings it along: pytorch.org/get-started",
+            "          fix: a newer build of torch, which includes it: pytorch.org/get-started",
         ),
         (
             {"nccl": None},
             "NCCL",
             "STOP    NCCL: torch 2.13.0+cu128 has none\n          expected: 2.14 or newer\n"
-            "          fix: a newer build of torch, which brings it along: pytorch.org/get-started",
+            "          fix: a newer build of torch, which includes it: pytorch.org/get-started",
         ),
         (
             {"driver": "470.86", "driver_cuda": (11, 4)},
             "driver",
-            "STOP    driver: 470.86, takes CUDA up to 11.4; torch was built with 12.8\n"
+            "STOP    driver: 470.86, supports CUDA up to 11.4; torch was built with 12.8\n"
             "          expected: a driver for CUDA 12\n"
             "          fix: a newer driver, or torch for CUDA 11: pytorch.org/get-started",
         ),
         (
             {"cuda": None},
             "CUDA",
-            "STOP    CUDA: 2 GPUs are here, and torch 2.13.0+cu128 is a build for CPUs\n"
+            "STOP    CUDA: this machine has 2 GPUs, but torch 2.13.0+cu128 is a build for CPUs\n"
             "          expected: a build of torch for CUDA\n"
             "          fix: pip install torch from the index for your CUDA: pytorch.org/get-started; or --mesh.device "
             "cpu",
@@ -211,15 +216,15 @@ def test_gpus_that_fit() -> None:
             {"gpus": (dataclasses.replace(H100, free=20 * GIB),)},
             "GPU 0",
             "WARNING GPU 0: NVIDIA H100, 80 GiB, 20 GiB free, capability 9.0\n"
-            "          expected: a GPU of its own: other processes hold memory here\n"
-            "          fix: nvidia-smi shows them; CUDA_VISIBLE_DEVICES leaves this GPU out",
+            "          expected: a GPU for this run alone: other processes use its memory\n"
+            "          fix: nvidia-smi lists them; CUDA_VISIBLE_DEVICES can leave this GPU out",
         ),
         (
             {"gpus": (dataclasses.replace(H100, capability=(12, 0)),)},
             "GPU 0",
             "STOP    GPU 0: NVIDIA H100, 80 GiB, 79 GiB free, capability 12.0; torch has code for sm_80, sm_90\n"
             "          expected: a build of torch for this generation of GPUs\n"
-            "          fix: pytorch.org/get-started: an older or newer build, as the GPU is",
+            "          fix: an older or a newer build, to match the GPU: pytorch.org/get-started",
         ),
         (
             {"version": "2.4.0"},
@@ -231,7 +236,8 @@ def test_gpus_that_fit() -> None:
             {"version": None, "error": "libcudart.so.12: cannot open shared object file"},
             "torch",
             "STOP    torch: cannot be imported: libcudart.so.12: cannot open shared object file\n"
-            "          expected: torch 2.11 or newer\n          fix: install it as pytorch.org/get-started says",
+            "          expected: torch 2.11 or newer\n"
+            "          fix: install it as described on pytorch.org/get-started",
         ),
     ],
 )
@@ -275,13 +281,13 @@ def test_versions_that_do_not_fit() -> None:
         "torchvision": Package("torchvision", "0.20.1", ("numpy", "torch==2.5.1")),
     }
     assert ["\n".join(each.lines()) for each in checks_packages.judge(packages, gpus=True) if each.fix] == [
-        "STOP    versions: transformers 4.57.1 is installed, and threefold needs transformers <6,>=5.20\n"
-        "          expected: versions that fit: otherwise imports fail, or calls do in the middle of a run\n"
+        "STOP    versions: transformers 4.57.1 is installed, but threefold needs transformers <6,>=5.20\n"
+        "          expected: versions that fit one another: otherwise imports fail, or calls in the middle of a run\n"
         "          fix: pip install 'transformers<6,>=5.20'",
         "STOP    versions: xxhash is not installed\n          expected: xxhash >=3.4, which threefold needs\n"
         "          fix: pip install 'xxhash>=3.4'",
-        "WARNING versions: torch 2.13.0+cu128 is installed, and torchvision needs torch ==2.5.1\n"
-        "          expected: versions that fit: otherwise imports fail, or calls do in the middle of a run\n"
+        "WARNING versions: torch 2.13.0+cu128 is installed, but torchvision needs torch ==2.5.1\n"
+        "          expected: versions that fit one another: otherwise imports fail, or calls in the middle of a run\n"
         "          fix: pip install -U torchvision, or uninstall it if it is not used",
     ]
 
@@ -299,15 +305,15 @@ def test_ranks_that_differ() -> None:
     found = ranks.judge(reports, Topology(dp_replicate=2, tp=2))
     assert texts(found, "versions of the ranks") == [
         "WARNING versions of the ranks: driver: 1 on ranks 0 to 2; 2 on rank 3\n"
-        "          expected: the same everywhere, so that all ranks compute and say the same\n"
+        "          expected: the same everywhere, so that all ranks compute and send the same\n"
         "          fix: the same environment or image on every machine",
         "STOP    versions of the ranks: torch: 2.13.0 on ranks 0, 1 and 3; 2.12.0 on rank 2\n"
-        "          expected: the same everywhere, so that all ranks compute and say the same\n"
+        "          expected: the same everywhere, so that all ranks compute and send the same\n"
         "          fix: the same environment or image on every machine",
     ]
     assert texts(found, "clocks of the ranks") == [
         "WARNING clocks of the ranks: b is 3.5 s ahead of a\n"
-        "          expected: within 1 s: logs of several machines are read side by side\n"
+        "          expected: within 1 s: logs of several machines are compared\n"
         "          fix: start chrony or systemd-timesyncd on both"
     ]
 
@@ -331,7 +337,7 @@ def test_rank_map() -> None:
 
 def test_summary() -> None:
     fine, odd = [ok("a", "b"), note("c", "d")], warning("e", "f", expected="g", fix="h")
-    assert summary(fine) == "2 checks, nothing in the way of a run"
+    assert summary(fine) == "2 checks: nothing would stop a run"
     assert summary([*fine, odd]) == "3 checks: 1 warning"
     assert (
         summary([*fine, odd, odd, stop("i", "j", expected="k", fix="l")]) == "5 checks: 1 would stop a run, 2 warnings"
@@ -353,5 +359,5 @@ def test_command_fails_where_something_would_stop_a_run(tmp_path: Path, monkeypa
     monkeypatch.setitem(os.environ, "GLOO_SOCKET_IFNAME", "nosuch0")
     done = command(tmp_path, "doctor")
     assert done.returncode == 1
-    assert "STOP    gloo: GLOO_SOCKET_IFNAME=nosuch0, and this machine has no such interface" in done.stdout
+    assert "STOP    gloo: GLOO_SOCKET_IFNAME=nosuch0, but this machine has no such interface" in done.stdout
     assert ": 1 would stop a run" in done.stdout.splitlines()[-1]

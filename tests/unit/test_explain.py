@@ -68,9 +68,7 @@ def test_message_of_threefold_is_shown_whole() -> None:
 
 def test_rank_that_was_done_before_the_others_is_no_failure() -> None:
     found = explained("produced", "uneven-epoch")
-    assert found.facts[-1] == (
-        "no other rank has failed: the one that is gone was done before the others (uneven numbers of batches?)"
-    )
+    assert found.facts[-1] == ("no other rank has failed: the missing one finished before the others (uneven batches?)")
 
 
 def test_every_error_is_found_by_its_own_example() -> None:
@@ -117,11 +115,11 @@ def test_process_that_was_killed_explains_lost_connections() -> None:
 
 def test_gpu_memory_says_by_how_much_it_was_short() -> None:
     assert list(explained("public", "out-of-memory").facts) == [
-        "22 MiB were asked for and 11.06 MiB are free: at least 10.94 MiB short",
-        "194.9 MiB are reserved but unallocated, which would be enough: begin with step 1",
+        "22 MiB were requested and 11.06 MiB are free: at least 10.94 MiB short",
+        "194.9 MiB are reserved but unallocated, which would be enough: start with step 1",
     ]
     assert list(explained("public", "out-of-memory-large").facts) == [
-        "30.29 GiB were asked for and 3.69 GiB are free: at least 26.6 GiB short",
+        "30.29 GiB were requested and 3.69 GiB are free: at least 26.6 GiB short",
         "only 396.6 MiB are reserved but unallocated, so step 1 will not be enough",
     ]
 
@@ -133,14 +131,14 @@ def test_memory_of_other_processes_is_named() -> None:
     )
     found = explain(text)
     assert found is not None
-    assert "40 GiB of this GPU belong to other processes: nvidia-smi shows them" in found.facts
+    assert "40 GiB of this GPU belong to other processes: nvidia-smi lists them" in found.facts
 
 
 def test_nccl_timeout_says_who_did_not_come() -> None:
     assert "ranks 1 and 2 did not report this timeout: look there first" in explained("public", "nccl-timeout").facts
-    went = "the ranks went different ways: rank 3 in ALLREDUCE; rank 7 in BROADCAST: uneven batches, or an "
+    went = "the ranks took different paths: rank 3 in ALLREDUCE; rank 7 in BROADCAST: uneven batches, or an "
     assert any(fact.startswith(went) for fact in explained("public", "nccl-timeout-epoch-end").facts)
-    behind = "rank 7 stood further back than the others (operation 64088 of 96117): look there"
+    behind = "rank 7 lagged behind the others (operation 64088 of 96117): look there"
     assert behind in explained("public", "nccl-timeout-progress-bar").facts
 
 
@@ -182,10 +180,10 @@ def test_text_of_an_explanation() -> None:
     text, code = explain_command(LOGS / "public/device-mismatch.log")
     assert code == 0
     assert text.splitlines()[:5] == [
-        "tensors on different devices met  [device-mismatch]",
+        "an operation got tensors on different devices  [device-mismatch]",
         "  line 1: RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu "
         "and cuda:0! (when checking argument for argument mat2 in method wrapper_mm)",
-        "  cpu and cuda:0 met in one operation",
+        "  cpu and cuda:0 were combined in one operation",
         "",
         "cause: A batch or a buffer stayed on the CPU or on another GPU while the model is on this rank's GPU.",
     ]
@@ -196,9 +194,9 @@ def test_unknown_names_the_last_error() -> None:
     text, code = explain_command(LOGS / "unrelated/shapes-of-ones-own.log")
     assert code == 1
     assert text.splitlines() == [
-        "unknown: no error in this log is one that threefold knows",
+        "unknown: threefold does not know any error in this log",
         "  the last error in it: line 12: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x5 and 4x4)",
-        f"  the errors that it knows: {PAGES}",
+        f"  the errors that it does know: {PAGES}",
     ]
 
 
@@ -228,7 +226,7 @@ def test_missing_log_is_refused(tmp_path: Path) -> None:
         "  expected: a log, or a folder with .log, .err or .out files\n"
         "  fix: threefold explain train.log, or a pipe: ... 2>&1 | threefold explain"
     )
-    with pytest.raises(ConfigError, match="holds no log"):
+    with pytest.raises(ConfigError, match="contains no log"):
         explain_command(tmp_path)
 
 
@@ -242,7 +240,7 @@ def test_command_reads_a_pipe_without_torch() -> None:
     log = (LOGS / "produced/mixed-dtensor.log").read_bytes()
     done = subprocess.run([sys.executable, "-c", code], input=log, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.startswith(b"a plain tensor met a distributed one")
+    assert done.stdout.startswith(b"an operation got a plain and a distributed tensor")
 
 
 def test_index_names_every_page() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from threefold.config.loading import load
+from threefold.mesh import environment
 from threefold.mesh.launchers.managed import data_path, defaults, managed
 
 JOB = {
@@ -81,7 +82,7 @@ def test_channel_is_a_folder(source: str) -> None:
 
 @pytest.mark.parametrize("source", ["stdlib", "hf:channel/x", "corpus/*.txt"])
 def test_other_sources_stay(source: str) -> None:
-    assert data_path(source, {}) == source
+    assert environment.data_path(source) == source
 
 
 def test_accelerates_sizes_are_defaults_of_the_mesh(tmp_path: Path) -> None:

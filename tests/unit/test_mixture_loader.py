@@ -217,7 +217,7 @@ def test_mixture_in_the_config_reads_back(tmp_path: Path) -> None:
 
 FIX = "--data.mixture '{code: {source: FOLDER, weight: 0.7}, prose: {source: hf:ID, weight: 0.3}}'   (any names)"
 SHAPE = "{name: {source: ..., weight: ...}, ...}"
-ONE_SOURCE = "one of them: a mixture names all of its sources itself, each with a weight"
+ONE_SOURCE = "one of them: a mixture names all of its sources, each with a weight"
 
 
 @pytest.mark.parametrize(
@@ -259,10 +259,10 @@ def test_mixture_contradicts_one_source_and_a_number_of_epochs() -> None:
     source, epochs = caught.value.problems
     assert source.what == "data.source = corpus and data.mixture are both set"
     assert source.expected == ONE_SOURCE
-    assert source.fix == "leave data.source out, or make it one of the mixture: {source: corpus, weight: 1}"
+    assert source.fix == "leave data.source out, or add it to the mixture: {source: corpus, weight: 1}"
     assert epochs.what == "train.epochs = 2 with data.mixture"
     assert epochs.expected == (
-        "train.steps: a mixture has no end of its own, each of its sources begins again when it is through"
+        "train.steps: a mixture has no end, because each of its sources starts over when it is exhausted"
     )
     assert epochs.fix == "--train.steps N, and leave train.epochs out"
 

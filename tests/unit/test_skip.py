@@ -118,7 +118,7 @@ def test_setting_is_read_and_checked() -> None:
         "  expected: [first, last], both steps included\n"
         "  fix: --data.skip '[[10, 20]]'\n\n"
         "data.skip has ranges that begin with steps 20, 20, 5: they do not ascend\n"
-        "  expected: the ranges in the order in which the run comes to them, each beginning with another step\n"
+        "  expected: ranges in the order in which the run reaches them, each beginning with a different step\n"
         "  fix: --data.skip '[[5, 6], [20, 30]]'"
     )
 

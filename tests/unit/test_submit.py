@@ -39,7 +39,7 @@ def config(**sections: Any) -> Config:
 
 
 def ranks(num_hosts: int = 2, **sections: Any) -> clusters.Ranks:
-    return clusters.ranks_of(config(**sections).mesh, num_hosts=num_hosts, per_host=None, option="--ranks-per-node")
+    return clusters.ranks_of(config(**sections).mesh, num_hosts=num_hosts, per_host=None)
 
 
 def said(error: pytest.ExceptionInfo[ConfigError]) -> str:
@@ -52,14 +52,14 @@ def said(error: pytest.ExceptionInfo[ConfigError]) -> str:
 def test_ranks_follow_from_the_mesh_or_fill_it() -> None:
     found = ranks()
     assert (found.num_hosts, found.per_host, found.topology.world_size) == (2, 4, 8)
-    filled = clusters.ranks_of(MeshConfig.model_validate({"dp": "auto", "tp": 4}), num_hosts=2, per_host=8, option="-x")
+    filled = clusters.ranks_of(MeshConfig.model_validate({"dp": "auto", "tp": 4}), num_hosts=2, per_host=8)
     assert filled.topology.dp == 4
 
 
 @pytest.mark.parametrize(
     ("mesh", "num_hosts", "per_host", "what"),
     [
-        ({}, 1, None, "the mesh leaves the number of ranks open, and a job must ask for its hosts' devices"),
+        ({}, 1, None, "the mesh leaves the number of ranks open, but a job must ask for its hosts' devices"),
         ({"dp": "auto", "tp": 2}, 1, None, "the mesh leaves the number of ranks open"),
         ({"dp": 4}, 3, None, "4 ranks (dp=4 x cp=1 x tp=1) cannot be divided equally among 3 hosts"),
         ({"dp": 4}, 2, 4, "mesh.dp x mesh.cp x mesh.tp = 4 x 1 x 1 = 4, but 8 ranks were started"),
@@ -68,13 +68,13 @@ def test_ranks_follow_from_the_mesh_or_fill_it() -> None:
 def test_ranks_that_do_not_fit(mesh: dict, num_hosts: int, per_host: int | None, what: str) -> None:
     with pytest.raises(ConfigError) as caught:
         asked = MeshConfig.model_validate(mesh)
-        clusters.ranks_of(asked, num_hosts=num_hosts, per_host=per_host, option="--ranks-per-node")
+        clusters.ranks_of(asked, num_hosts=num_hosts, per_host=per_host)
     assert said(caught).startswith(what)
 
 
 @pytest.mark.parametrize("name", ["a job", "-x", "x" * 65, "", "näme", "a;rm", "$(x)"])
 def test_name_that_is_none(name: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"--name {name!r} is no name for this cluster's jobs")):
+    with pytest.raises(ConfigError, match=re.escape(f"--name {name!r} is not a valid name for this cluster's jobs")):
         clusters.checked_name(name, longest=64)
 
 
@@ -93,7 +93,7 @@ def test_secrets_stay_out_of_variables() -> None:
         )
     with pytest.raises(ConfigError, match="--env NOWHERE, but NOWHERE is not set here"):
         clusters.variables(["NOWHERE"], environ, secret_fix=fix)
-    with pytest.raises(ConfigError, match="names no variable"):
+    with pytest.raises(ConfigError, match="does not name a variable"):
         clusters.variables(["a-b=c"], environ, secret_fix=fix)
 
 
@@ -148,7 +148,7 @@ def test_batch_script_on_cpus_asks_for_no_gpus() -> None:
 def test_values_stay_on_their_line() -> None:
     with pytest.raises(ConfigError, match=r"--partition 'a b' is not one word"):
         slurm.script(config(), ranks(), SlurmOptions(partition="a b"))
-    with pytest.raises(ConfigError, match="is no option of sbatch"):
+    with pytest.raises(ConfigError, match="is not an option of sbatch"):
         slurm.script(config(), ranks(), SlurmOptions(options=("exclusive",)))
 
 
@@ -171,7 +171,7 @@ def test_request_and_source_are_what_a_container_needs() -> None:
     asked = config(mesh={"dp": 8}, checkpoint={"every": 10})
     options = sagemaker_options(spot=True, channels={"train": "s3://b/d"}, hyperparameters={"train.steps": "9"})
     made = sagemaker.request(ranks(1, mesh={"dp": 8}), options, region="eu-west-1")
-    assert sagemaker.problems(asked, ranks(1, mesh={"dp": 8}), options) == []
+    assert list(sagemaker.problems(asked, ranks(1, mesh={"dp": 8}), options)) == []
     assert made["ResourceConfig"]["InstanceCount"] == 1
     assert made["EnableManagedSpotTraining"] is True
     assert made["StoppingCondition"] == {"MaxRuntimeInSeconds": 86_400, "MaxWaitTimeInSeconds": 90_000}
@@ -204,10 +204,10 @@ def test_jobs_that_would_lose_their_work_are_refused() -> None:
 
     assert whats(sagemaker_options(spot=True)) == ["--spot with checkpoint.every = 0"]
     assert whats(sagemaker_options(), log={"dir": "runs/a"}) == ["log.dir = runs/a is lost with the instance"]
-    assert whats(sagemaker_options(), num_hosts=2) == ["2 instances, and log.dir is on each one's own disk"]
+    assert whats(sagemaker_options(), num_hosts=2) == ["2 instances, but log.dir is on each one's own disk"]
     assert whats(sagemaker_options(), num_hosts=2, log={"dir": "/opt/ml/input/data/shared/run"}) == []
-    assert whats(sagemaker_options(output="bucket")) == ["--output 'bucket' is no place in S3"]
-    assert whats(sagemaker_options(channels={"a": "s3://"})) == ["--channel a 's3://' is no place in S3"]
+    assert whats(sagemaker_options(output="bucket")) == ["--output 'bucket' is not a place in S3"]
+    assert whats(sagemaker_options(channels={"a": "s3://"})) == ["--channel a 's3://' is not a place in S3"]
     assert whats(sagemaker_options(max_wait_s=100)) == ["--max-wait without --spot"]
     spot = sagemaker_options(spot=True, max_wait_s=100)
     assert whats(spot, checkpoint={"every": 1}) == ["--max-wait 100 is shorter than --max-run 86400"]
@@ -328,12 +328,12 @@ def test_pods_that_would_lose_their_work_are_refused() -> None:
         return [problem.what for problem in kubernetes.problems(config(**sections), ranks(), options)]
 
     assert whats(kubernetes_options(), **ON_VOLUME) == []
-    assert whats(kubernetes_options()) == ["log.dir is not set: what a pod writes is lost with it"]
-    lost = ["log.dir = /tmp/a is on no volume: what a pod writes is lost with it"]
+    assert whats(kubernetes_options()) == ["log.dir is not set: the files that a pod writes are lost with it"]
+    lost = ["log.dir = /tmp/a is not on a volume: the files that a pod writes are lost with it"]
     assert whats(kubernetes_options(), log={"dir": "/tmp/a"}) == lost
     assert whats(kubernetes_options(kind="job"), **ON_VOLUME) == ["--kind 'job'"]
     secret = kubernetes_options(secrets={"A": "nokey"})
-    assert whats(secret, **ON_VOLUME) == ["--secret A=nokey names no key of a Secret"]
+    assert whats(secret, **ON_VOLUME) == ["--secret A=nokey does not name a key of a Secret"]
 
 
 # --- the command --------------------------------------------------------------------------------------------------
@@ -341,10 +341,10 @@ def test_pods_that_would_lose_their_work_are_refused() -> None:
 
 def test_programs_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(ConfigError, match="there is no sbatch here"):
-        list(submit.slurm_lines(config(), ranks(), SlurmOptions(), dry_run=False))
-    with pytest.raises(ConfigError, match="there is no kubectl here"):
-        list(submit.kubernetes_lines(config(**ON_VOLUME), ranks(), kubernetes_options(), dry_run=False))
+    with pytest.raises(ConfigError, match="sbatch is not installed here"):
+        submit.slurm_text(config(), ranks(), SlurmOptions(), dry_run=False)
+    with pytest.raises(ConfigError, match="kubectl is not installed here"):
+        submit.kubernetes_text(config(**ON_VOLUME), ranks(), kubernetes_options(), dry_run=False)
 
 
 def test_dry_run_shows_no_value_of_a_variable() -> None:
@@ -376,18 +376,18 @@ def refusing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("refusing")
 def test_clusters_that_refuse() -> None:
     with pytest.raises(RunError) as caught:
-        list(submit.slurm_lines(config(), ranks(), SlurmOptions(), dry_run=False))
+        submit.slurm_text(config(), ranks(), SlurmOptions(), dry_run=False)
     assert str(caught.value) == (
-        "sbatch has not taken the job: not today\n"
+        "sbatch did not accept the job: not today\n"
         "  expected: options that this cluster accepts\n"
         "  fix: --dry-run shows the script; sinfo shows partitions, sacctmgr show assoc your accounts"
     )
     with pytest.raises(RunError) as caught:
-        list(submit.kubernetes_lines(config(**ON_VOLUME), ranks(), kubernetes_options(), dry_run=False))
+        submit.kubernetes_text(config(**ON_VOLUME), ranks(), kubernetes_options(), dry_run=False)
     assert str(caught.value) == (
-        "kubectl has not taken the job: not today\n"
+        "kubectl did not accept the job: not today\n"
         "  expected: a cluster with the operator of this --kind, and the right to create jobs in the namespace\n"
-        "  fix: kubectl auth can-i create pytorchjobs; --kind jobset or trainjob where the operator is another"
+        "  fix: kubectl auth can-i create pytorchjobs; --kind jobset or trainjob if the cluster has another operator"
     )
 
 
@@ -404,7 +404,7 @@ def test_sagemaker_without_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_option_that_names_no_pair() -> None:
     with pytest.raises(ConfigError) as caught:
-        clusters.named_pairs(["words"], option="--channel", what="NAME=s3://BUCKET/PREFIX", example="a=s3://b/c")
+        clusters.named_pairs(["words"], "--channel", "NAME=s3://BUCKET/PREFIX", example="a=s3://b/c")
     assert said(caught) == (
         "--channel 'words' is not NAME=s3://BUCKET/PREFIX\n"
         "  expected: NAME=s3://BUCKET/PREFIX\n"

@@ -148,8 +148,8 @@ def test_missing_package_is_refused_with_the_command(monkeypatch: pytest.MonkeyP
     [
         (
             {"trackers": ["tensorbord"]},
-            "log.trackers has tensorbord, which is none; near: tensorboard\n"
-            "  expected: of tensorboard, wandb, trackio; metrics.jsonl is always written\n"
+            "tensorbord in log.trackers is not a supported tracker; near: tensorboard\n"
+            "  expected: one of tensorboard, wandb, trackio; metrics.jsonl is always written\n"
             "  fix: --log.trackers '[tensorboard]'",
         ),
         (
@@ -160,7 +160,7 @@ def test_missing_package_is_refused_with_the_command(monkeypatch: pytest.MonkeyP
         ),
         (
             {"trackers": ["wandb", "wandb"]},
-            "log.trackers names wandb twice\n  expected: each once\n  fix: --log.trackers '[wandb]'",
+            "log.trackers names wandb twice\n  expected: each tracker once\n  fix: --log.trackers '[wandb]'",
         ),
         (
             {"trackers": ["tensorboard"], "project": "mine"},

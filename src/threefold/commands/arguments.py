@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from threefold.errors import ConfigError, Problem
 
+if TYPE_CHECKING:
+    from threefold.config.loading import Loaded
+
+# What typer needs to leave the config's part to `split`.
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def load_config(arguments: Sequence[str]) -> Loaded:
+    """The config of a command line, over what a launcher suggests and a managed job sets."""
+    from threefold.config import loading
+    from threefold.mesh import environment
+
+    return loading.load(
+        *split(arguments),
+        environ=environment.variables(),
+        defaults=environment.defaults(),
+        settings=environment.settings(),
+    )
+
 
 def split(arguments: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
-    """(config file or None, (section.key, value text) pairs) of the arguments that no option of the command took.
+    """(config file or None, (section.key, value text) pairs) from the arguments that are not the command's own options.
 
     Each `--key` takes exactly one value, as its next argument or after `=`.
 
@@ -32,21 +52,14 @@ def split(arguments: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
                 value = rest.pop(0)
             overrides.append((key, value))
         elif argument.startswith("-") and argument != "-":
-            problems.append(
-                Problem(
-                    f"unknown option {argument}", "--section.key value", "`threefold train --help` shows the options"
-                )
-            )
+            fix = "`threefold train --help` shows the options"
+            problems.append(Problem(f"unknown option {argument}", "--section.key value", fix))
         elif path is None:
             path = argument
         else:
-            problems.append(
-                Problem(
-                    f"a second config file: {argument}",
-                    f"one config file ({path}) and --section.key value pairs",
-                    f"a value belongs behind its key: --section.key {argument}",
-                )
-            )
+            expected = f"one config file ({path}) and --section.key value pairs"
+            fix = f"a value comes after its key: --section.key {argument}"
+            problems.append(Problem(f"a second config file: {argument}", expected, fix))
     if problems:
         raise ConfigError.of(problems)
     return path, overrides
@@ -56,12 +69,12 @@ _UNITS = {"": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1024, "MIB": 1
 
 
 def num_bytes(text: str, *, option: str) -> int:
-    """A size such as 500MB or 2GiB in bytes; ConfigError where it is none."""
+    """A size such as 500MB or 2GiB in bytes; ConfigError if it is not a size."""
     digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     factor = _UNITS.get(text[len(digits) :].strip().upper())
     if factor is None or not digits.isascii() or not digits.isdecimal() or int(digits) == 0:
         raise ConfigError(
-            f"{option} = {text!r} is no size",
+            f"{option} = {text!r} is not a size",
             expected="a whole number with KB, MB, GB, KiB, MiB or GiB",
             fix=f"{option} 5GB",
         )

@@ -1,14 +1,14 @@
-"""`threefold data ...`: prepare a store, prove what a run has read, say who read what and when.
+"""`threefold data ...`: prepare a store, prove what a run has read, find out which rank read what and when.
 
-The proof and the look-ups use the run's own record (audit.jsonl) and no torch. Texts and token contents are read from
-the source that the run's config.yaml names, opened as the run opens it.
+The proof and the look-ups use the run's own record (audit.jsonl) and no torch. Texts and token contents come from the
+source in the run's config.yaml, opened as the run opens it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from threefold.data.store.prepare import PrepareProgress
     from threefold.data.tokens import Tokenizer
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Prepare data, and prove who read what and when.")
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Prepare data, and prove which rank read what and when."
+)
 
 _Run = Annotated[Path, typer.Argument(help="A run's folder.")]
 
@@ -30,32 +32,27 @@ _Run = Annotated[Path, typer.Argument(help="A run's folder.")]
 def prepare(
     source: Annotated[str, typer.Option(help="stdlib, a file, folder or glob of .txt .md .py .jsonl .parquet, hf:ID.")],
     tokenizer: Annotated[str, typer.Option(help="`bytes`, a Hub id or a folder.")],
-    to: Annotated[Path, typer.Option(help="The folder to make; the same command goes on with an unfinished one.")],
+    to: Annotated[Path, typer.Option(help="The folder to make; the same command resumes an unfinished one.")],
     text_field: Annotated[str, typer.Option(help="Field with the text in .jsonl, .parquet and Hub rows.")] = "text",
     split: Annotated[str, typer.Option(help="Split of a Hub dataset.")] = "train",
     config_name: Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub dataset.")] = None,
     skip_bad_lines: Annotated[
-        bool, typer.Option("--skip-bad-lines", help="Count what cannot be read instead of refusing it.")
+        bool, typer.Option("--skip-bad-lines", help="Count unreadable input instead of refusing it.")
     ] = False,
     workers: Annotated[
-        int | None, typer.Option("--workers", "--num-workers", min=1, help="Processes; default: one a core.")
+        int | None, typer.Option("--workers", "--num-workers", min=1, help="Processes; default: one per core.")
     ] = None,
 ) -> None:
-    """Make a memory-mapped token store (Megatron-LM's .bin and .idx) of a text source."""
+    """Make a memory-mapped token store (Megatron-LM's .bin and .idx) from a text source."""
     from threefold.data.store import prepare as stores
     from threefold.data.text.source import Source, open_text
     from threefold.data.tokens import load_tokenizer
 
     text = open_text(Source(source, text_field=text_field, split=split, config_name=config_name, revision=revision))
-    with _Bar(text.name) as bar:
+    with _bar(text.name) as show:
         made = stores.prepare(
-            text,
-            load_tokenizer(tokenizer),
-            to=to,
-            skip_bad=skip_bad_lines,
-            num_workers=workers,
-            progress=bar.show,
+            text, load_tokenizer(tokenizer), to=to, skip_bad=skip_bad_lines, num_workers=workers, progress=show
         )
     info = made.info
     how = "is there already" if made.reused else "is made"
@@ -70,11 +67,11 @@ def prepare(
 @app.command("order")
 def order(
     run: _Run,
-    sample: Annotated[int | None, typer.Option(help="Who has read this row, and when.")] = None,
-    step: Annotated[int | None, typer.Option(help="What this step has read.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the rows' text too.")] = False,
+    sample: Annotated[int | None, typer.Option(help="Show which ranks have read this row, and when.")] = None,
+    step: Annotated[int | None, typer.Option(help="Show the rows that this step has read.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Also print the rows' text.")] = False,
 ) -> None:
-    """Say which steps and ranks have read a row, or which rows a step has read."""
+    """Show which steps and ranks have read a row, or which rows a step has read."""
     if sample is not None and step is None:
         lines = sample_lines(run, sample, show=show)
     elif step is not None and sample is None:
@@ -82,7 +79,7 @@ def order(
     else:
         raise ConfigError(
             "--sample and --step are both given" if step is not None else "neither --sample nor --step is given",
-            expected="one of them: a row, or a step",
+            expected="exactly one of them: a row or a step",
             fix=f"threefold data order {run} --step 1",
         )
     for line in lines:
@@ -93,65 +90,50 @@ def order(
 def audit(
     run: _Run,
     contents: Annotated[
-        bool, typer.Option("--contents", help="Read every token of the source again and compare it too.")
+        bool, typer.Option("--contents", help="Also read every token of the source again and compare it.")
     ] = False,
 ) -> None:
     """Prove that every sample was read exactly once an epoch, over all restarts and meshes of a run.
 
-    Exit codes: 0 proved; 1 not, with the first step that offends; 2 there is no such record.
+    Exit codes: 0 proved; 1 not, with the first wrong step; 2 there is no such record.
     """
     for line in audit_lines(run, contents=contents):
         typer.echo(line)
 
 
-class _Bar:
+@contextlib.contextmanager
+def _bar(name: str) -> Iterator[Callable[[PrepareProgress], None]]:
     """Progress over the bytes of a source: a live bar on a terminal, else a line at each tenth."""
+    from rich import progress
+    from rich.console import Console
 
-    def __init__(self, name: str) -> None:
-        from rich import progress
-        from rich.console import Console
+    console = Console(stderr=True, soft_wrap=True)
+    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TaskProgressColumn())
+    times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
+    bar = progress.Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal)
+    task, shown = bar.add_task(f"preparing {name}", total=None), 0
 
-        self._console = Console(stderr=True, soft_wrap=True)
-        columns = (progress.BarColumn(), progress.TaskProgressColumn())
-        times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
-        self._bar = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            *columns,
-            *times,
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._bar.add_task(f"preparing {name}", total=None)
-        self._tenth = 0
+    def show(made: PrepareProgress) -> None:
+        nonlocal shown
+        bar.update(task, total=made.total_bytes, completed=made.done_bytes)
+        tenth = 10 * made.done_bytes // max(1, made.total_bytes)
+        if not console.is_terminal and tenth > shown:
+            shown = tenth
+            line = f"{tenth * 10} %: {made.num_documents:,} documents, {made.num_tokens:,} tokens"
+            console.print(line, highlight=False, markup=False)
 
-    def __enter__(self) -> _Bar:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def show(self, progress: PrepareProgress) -> None:
-        """Moves to where the making has come."""
-        self._bar.update(self._task, total=progress.total_bytes, completed=progress.done_bytes)
-        tenth = 10 * progress.done_bytes // max(1, progress.total_bytes)
-        if not self._console.is_terminal and tenth > self._tenth:
-            self._tenth = tenth
-            line = f"{tenth * 10} %: {progress.num_documents:,} documents, {progress.num_tokens:,} tokens"
-            self._console.print(line, highlight=False, markup=False)
+    with bar:
+        yield show
 
 
 def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
-    """Proves what a run has read; yields what is proved.
+    """Proves what a run has read; yields the proof as lines.
 
     Args:
-        contents: read every token again and compare it with what the run has read.
+        contents: read every token again and compare it with the run's record.
 
     Raises:
-        RunError: the first step that offends.
+        RunError: the first wrong step.
     """
     from threefold.audit import record
     from threefold.audit.lookup import coverage_lines
@@ -200,7 +182,7 @@ def sample_lines(run: Path, sample: int, *, show: bool = False) -> Iterator[str]
     num_rows = segments[0].start.num_rows
     if not 0 <= sample < num_rows:
         raise ConfigError(
-            f"--sample {sample} is no row of the source",
+            f"--sample {sample} is not a row of the source",
             expected=f"a row from 0 to {num_rows - 1}",
             fix=f"--sample {num_rows - 1}",
         )
@@ -256,9 +238,9 @@ def _rows_of_run(run: Path, segments: Sequence[Segment]) -> tuple[Rows, Tokenize
     """The rows that a run reads and their tokenizer.
 
     Raises:
-        RunError: the source is not what the run has read.
+        RunError: the source has changed since the run.
     """
-    # Opening a run's data is the rank's; it brings torch.
+    # Opening a run's data imports torch.
     import torch
 
     from threefold.config import loading
@@ -272,8 +254,8 @@ def _rows_of_run(run: Path, segments: Sequence[Segment]) -> tuple[Rows, Tokenize
     recorded = segments[-1].start.data
     if rows.fingerprint != recorded:
         raise RunError(
-            f"the source of {run}/config.yaml has the fingerprint {rows.fingerprint}, the run has read {recorded}",
-            expected="the source as it was: its rows have other tokens now, or other numbers",
+            f"the source of {run}/config.yaml has the fingerprint {rows.fingerprint}, but the run has read {recorded}",
+            expected="the unchanged source: its rows now have other tokens or other numbers",
             fix="restore the source, or run this command in the folder in which the run was started",
         )
     return rows, tokenizer

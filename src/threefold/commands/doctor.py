@@ -1,4 +1,4 @@
-"""`threefold doctor`: this machine, and where ranks were started or a mesh is asked for, every rank and axis of it."""
+"""`threefold doctor`: checks this machine and, if a launcher or the config asks for ranks, every rank and axis."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _MESH_KEYS = ("mesh.dp", "mesh.dp_shard", "mesh.cp", "mesh.tp")
 _PRELOAD = ("torch", "torch.distributed.device_mesh", "transformers", "threefold.doctor.links")
-CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @dataclass(frozen=True)
@@ -34,36 +33,28 @@ class Options:
 
 def command(
     context: typer.Context,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="All findings and what they were found from, as JSON.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="All findings and the facts behind them, as JSON.")] = False,
     limit: Annotated[float, typer.Option(min=0.1, help="Longest time of one test between ranks, s.")] = 30.0,
 ) -> None:
-    """Look for what is in the way of a run: threefold doctor [CONFIG.yaml] [--section.key value ...].
+    """Find what would stop a run: threefold doctor [CONFIG.yaml] [--section.key value ...].
 
-    Alone it looks at this machine. With a mesh (--mesh.tp 2) it starts ranks here, and under a launcher each of its
-    ranks reports; every axis is then tried and measured, and pairs of ranks.
+    Alone it checks this machine. With a mesh (--mesh.tp 2) it starts ranks here; under a launcher, each of its ranks
+    reports. It then tests and measures every axis of the mesh, and pairs of ranks.
 
-    Exit codes: 0 nothing is in the way; 1 something would stop a run; 2 the request was wrong.
+    Exit codes: 0 nothing would stop a run; 1 something would; 2 the request was wrong.
     """
-    from threefold.commands.arguments import split
-    from threefold.config import loading
-    from threefold.mesh import environment
+    from threefold.commands.arguments import load_config
 
-    path, overrides = split(context.args)
-    loaded = loading.load(
-        path, overrides, environ=os.environ, defaults=environment.defaults(), settings=environment.settings()
-    )
-    sys.exit(doctor_command(loaded, Options(as_json, limit)))
+    sys.exit(doctor_command(load_config(context.args), Options(as_json, limit)))
 
 
 def doctor_command(loaded: Loaded, options: Options) -> int:
-    """Prints the report and returns the exit code: 0 nothing is in the way of a run, 1 something is.
+    """Prints the report and returns the exit code: 0 nothing would stop a run, 1 something would.
 
     Raises:
         ThreefoldError: the ranks cannot meet, or a mesh that does not fit.
     """
-    from threefold.doctor.all_ranks import look_at_machine
+    from threefold.doctor.ranks import look_at_machine
     from threefold.mesh import environment, local_ranks
     from threefold.mesh.topology import resolve
 
@@ -98,18 +89,17 @@ def _rank_entry(config: Config, topology: Topology, options: Options) -> None:
 
 def run_rank(config: Config, topology: Topology, options: Options) -> int:
     """Looks at this machine and, with the other ranks, at the mesh; rank 0 prints for all."""
-    from threefold.doctor.all_ranks import agree_on_code, look_at_machine, look_at_mesh
+    from threefold.doctor.ranks import agree_on_code, look_at_machine, look_at_mesh
     from threefold.mesh import environment
 
     info = environment.current()
-    several = info.world_size > info.local_world_size
-    report = look_at_machine(config, several_machines=several)
+    report = look_at_machine(config, several_machines=info.world_size > info.local_world_size)
     from threefold.mesh.mesh import join_mesh
 
     try:
         mesh = join_mesh(topology, info, device=config.mesh.device, timeout_s=options.limit_s)
     except ThreefoldError:
-        # The ranks cannot speak to one another: each machine says what it can about itself.
+        # The ranks cannot communicate, so each machine reports about itself.
         if info.local_rank == 0:
             _show(report.findings, [], {"machine": report.facts}, options)
         raise
@@ -119,7 +109,7 @@ def run_rank(config: Config, topology: Topology, options: Options) -> int:
     code = _show(found.findings, found.ranks, found.facts, options) if mesh.rank == 0 else None
     code = agree_on_code(mesh, code, found.stuck, limit_s=options.limit_s)
     if found.stuck is not None:
-        # An operation is under way that will not end, and closing would wait for it.
+        # An operation is running that will never end, and closing would wait for it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -128,14 +118,15 @@ def run_rank(config: Config, topology: Topology, options: Options) -> int:
 
 
 def _show(findings: Sequence[Finding], ranks: Sequence[str], facts: dict[str, Any], options: Options) -> int:
-    """Prints a report; returns the exit code that it means."""
-    from threefold.doctor.findings import note, render, summary, would_stop
+    """Prints a report; returns its exit code."""
+    from threefold.doctor.findings import note, summary, would_stop
 
     code = EXIT_FAILED if would_stop(findings) else 0
     if options.as_json:
-        values = {"findings": [finding.to_dict() for finding in findings], "stop": would_stop(findings), **facts}
+        values = {"findings": [asdict(finding) for finding in findings], "stop": would_stop(findings), **facts}
         print(json.dumps(values, indent=2, default=str), flush=True)
         return code
     shown = [*findings, note("ranks", f"{len(ranks)} on the mesh")] if ranks else list(findings)
-    print("\n".join([*render(shown), *(f"          {line}" for line in ranks), summary(findings)]), flush=True)
+    lines = [line for finding in shown for line in finding.lines()]
+    print("\n".join([*lines, *(f"          {line}" for line in ranks), summary(findings)]), flush=True)
     return code

@@ -18,14 +18,14 @@ _RANK_OF_FILE = re.compile(r"rank-(\d+)\.log$|/(\d+)/(?:std(?:out|err)|error)\.\
 
 def command(
     log: Annotated[
-        Path | None, typer.Argument(help="What a failed program has printed, or a folder of logs; default: a pipe.")
+        Path | None, typer.Argument(help="A failed program's output, or a folder of logs; default: a pipe.")
     ] = None,
 ) -> None:
-    """Say what has happened in a failed run's log, which line matters, and what to do.
+    """Explain a failed run's log: what happened, which line matters, and what to do.
 
     For any torch.distributed program: threefold explain train.log, or ... 2>&1 | threefold explain.
 
-    Exit codes: 0 explained; 1 no error in it is known; 2 there is no such log.
+    Exit codes: 0 explained; 1 no known error found; 2 there is no such log.
     """
     text, code = explain_command(log)
     typer.echo(text)
@@ -49,18 +49,18 @@ def explain_command(path: Path | None) -> tuple[str, int]:
     if found is not None:
         return found.text(), 0
     last = explain.last_error(text)
-    lines = ["unknown: no error in this log is one that threefold knows"]
+    lines = ["unknown: threefold does not know any error in this log"]
     if last is not None:
         lines.append(f"  the last error in it: {last.where()}: {last.text.strip()}")
-    lines.append(f"  the errors that it knows: {PAGES}")
+    lines.append(f"  the errors that it does know: {PAGES}")
     return "\n".join(lines), EXIT_FAILED
 
 
 def _read_input() -> str:
     if sys.stdin.isatty():
         raise ConfigError(
-            "no log is given, and nothing is piped in",
-            expected="the output of a program that has failed",
+            "no log given, and nothing piped in",
+            expected="the output of a failed program",
             fix="threefold explain train.log, or: torchrun ... 2>&1 | tee train.log | threefold explain",
         )
     return sys.stdin.buffer.read().decode(errors="replace")
@@ -73,7 +73,7 @@ def _read(path: Path) -> str:
         files = [path] if path.exists() else []
     if not files:
         raise ConfigError(
-            f"{path} holds no log" if path.is_dir() else f"{path} does not exist",
+            f"{path} contains no log" if path.is_dir() else f"{path} does not exist",
             expected="a log, or a folder with .log, .err or .out files",
             fix="threefold explain train.log, or a pipe: ... 2>&1 | threefold explain",
         )
@@ -91,7 +91,7 @@ def _of_file(path: Path, *, named: bool) -> str:
     if rank is None:
         return text
     number = rank[1] or rank[2]
-    # A resumed run appends: what counts is its last start.
+    # A resumed run appends; only its last start counts.
     lines = text.splitlines()
     begin = max((place for place, line in enumerate(lines) if _BEGIN in line), default=0)
     return "".join(f"[rank{int(number)}]: {line}\n" for line in lines[begin:])

@@ -1,4 +1,4 @@
-"""`threefold export`: parse, call, exit code."""
+"""`threefold export`: a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ def command(
     verify: Annotated[
         bool | None,
         typer.Option(
-            "--verify/--no-verify", help="Reload the folder and compare logits. Default: where the model fits."
+            "--verify/--no-verify", help="Reload the folder and compare logits. Default: if the model fits into memory."
         ),
     ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let code from the model's repository run.")
+        bool, typer.Option("--trust-remote-code", help="Allow code from the model's repository to run.")
     ] = False,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Write the adapters of a LoRA run alone, as peft loads them.")
+        bool, typer.Option("--adapter", help="Write only the adapters of a LoRA run, as peft loads them.")
     ] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, which AutoModelForCausalLM.from_pretrained loads.
 
-    One process, from a run on any mesh; memory holds one file of weights and one layer. Of a run that trained adapters
-    (model.lora.r) the whole model is written with the adapters merged, which takes the model's memory.
+    It takes one process, for a run on any mesh, and memory for one file of weights and one layer. If the run trained
+    adapters (model.lora.r), it merges them into the complete model, which takes memory for the model.
     """
     from threefold.commands.arguments import num_bytes
 

@@ -1,6 +1,6 @@
 """The command's root: its subcommands, `--version`, and how errors leave the process.
 
-Only what `--help` needs is imported here; each command imports what it uses.
+This imports only what `--help` needs; each command imports what it uses.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import typer
 
 from threefold import __version__
 from threefold.commands import data, doctor, explain, export, submit, train, verify
+from threefold.commands.arguments import CONTEXT
 from threefold.errors import ThreefoldError
 
 app = typer.Typer(
@@ -22,10 +23,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("train", context_settings=train.CONTEXT)(train.command)
-app.command("verify", context_settings=verify.CONTEXT)(verify.command)
+app.command("train", context_settings=CONTEXT)(train.command)
+app.command("verify", context_settings=CONTEXT)(verify.command)
 app.command("export")(export.command)
-app.command("doctor", context_settings=doctor.CONTEXT)(doctor.command)
+app.command("doctor", context_settings=CONTEXT)(doctor.command)
 app.command("explain")(explain.command)
 app.add_typer(data.app, name="data")
 app.add_typer(submit.app, name="submit")
@@ -40,14 +41,14 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
 def _speaks_for_all() -> bool:
-    # The ranks of a host find the same, hosts may differ; a launcher set up wrongly has no rank that could speak.
+    # All ranks of a host find the same error, but hosts may differ. A wrongly set up launcher has no rank to choose.
     from threefold.mesh import environment
 
     try:
@@ -57,7 +58,7 @@ def _speaks_for_all() -> bool:
 
 
 def run() -> None:
-    """Runs the command line; a user's error is printed in its three parts and decides the exit code."""
+    """Runs the command line; prints a user's error in its three parts and exits with its code."""
     try:
         app()
     except ThreefoldError as error:

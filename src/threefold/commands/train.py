@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
 import typer
 
-CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
-
 
 def command(
     context: typer.Context,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Show every key, its value and where that came from; do not train.")
+        bool, typer.Option("--print-config", help="Show every key, its value and the value's origin; do not train.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, help="Start the ranks again after a failure, this often.")
+        int, typer.Option("--max-restarts", min=0, help="How often to restart the ranks after a failure.")
     ] = 0,
     local_rank: Annotated[
-        int | None, typer.Option("--local_rank", "--local-rank", hidden=True, help="What older launchers add.")
+        int | None, typer.Option("--local_rank", "--local-rank", hidden=True, help="Added by older launchers.")
     ] = None,
 ) -> None:
     """Train a model: threefold train [CONFIG.yaml] [--section.key value ...].
@@ -32,21 +29,16 @@ def command(
 
     Exit codes: 0 done; 1 the run failed; 2 the request was wrong; 75 stopped by a signal with a checkpoint saved.
     """
-    from threefold.commands.arguments import split
-    from threefold.config import loading
-    from threefold.config import text as config_text
+    from threefold.commands.arguments import load_config
+    from threefold.config.text import as_yaml
     from threefold.mesh import environment
 
-    path, overrides = split(context.args)
     if local_rank is not None:
         environment.accept_local_rank(local_rank)
-    loaded = loading.load(
-        path, overrides, environ=os.environ, defaults=environment.defaults(), settings=environment.settings()
-    )
+    loaded = load_config(context.args)
     if print_config:
         for key, value, origin in loaded.describe():
-            text = config_text.as_yaml(value)
-            typer.echo(f"{key}: {text}" if origin == "default" else f"{key}: {text}  # {origin}")
+            typer.echo(f"{key}: {as_yaml(value)}" + ("" if origin == "default" else f"  # {origin}"))
         return
     from threefold.run.start import train_command
 

@@ -1,11 +1,10 @@
-"""`threefold verify`: the mesh against one process, on the user's own model.
+"""`threefold verify`: compares the mesh with one process, on the user's own model.
 
-Where the two depart, each axis of the mesh is tried alone to say which one is wrong.
+If the two differ, each axis of the mesh is tried alone, to find the wrong one.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,13 +19,11 @@ if TYPE_CHECKING:
     from threefold.mesh.topology import Topology
     from threefold.verify.comparison import Comparison, Options
 
-CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
-
 
 def command(
     context: typer.Context,
     steps: Annotated[int, typer.Option(min=1, help="Steps to compare.")] = 3,
-    layers: Annotated[int | None, typer.Option(min=1, help="Use the first N layers only.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Use only the first N layers.")] = None,
     random: Annotated[bool, typer.Option("--random", help="Random weights instead of the named ones.")] = False,
     against: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Compare the metrics of two finished runs instead.")
@@ -34,8 +31,8 @@ def command(
 ) -> None:
     """Compare the mesh with one process on your own model: threefold verify [CONFIG.yaml] [--section.key value ...].
 
-    Both train a few steps in float32 on the same rows. Shown are losses, gradient norms and the largest relative
-    difference of the gradients; where they depart, the first layer and the axis of the mesh that are wrong.
+    Both train a few steps in float32 on the same rows. The report shows losses, gradient norms and the largest relative
+    difference of the gradients; if they differ, also the first layer and the axis of the mesh that are wrong.
 
     Exit codes: 0 the mesh follows the single process; 1 it does not; 2 the request was wrong.
     """
@@ -44,19 +41,15 @@ def command(
 
         lines, holds = compare_runs(*against)
         typer.echo("\n".join(lines))
-        sys.exit(0 if holds else 1)
-    from threefold.commands.arguments import split
-    from threefold.config import loading
-    from threefold.mesh import environment
+        sys.exit(0 if holds else EXIT_FAILED)
+    from threefold.commands.arguments import load_config
     from threefold.verify.comparison import Options
 
-    path, overrides = split(context.args)
-    loaded = loading.load(path, overrides, environ=os.environ, defaults=environment.defaults())
-    sys.exit(verify_command(loaded, Options(steps, layers, random)))
+    sys.exit(verify_command(load_config(context.args), Options(steps, layers, random)))
 
 
 def verify_command(loaded: Loaded, options: Options) -> int:
-    """Verifies the mesh of the config and returns the exit code: 0 it holds, 1 it departs."""
+    """Verifies the mesh of the config and returns the exit code: 0 it follows the single process, 1 it does not."""
     from threefold.mesh import environment, local_ranks
     from threefold.mesh.topology import resolve
     from threefold.verify.verdict import diagnose, table
@@ -84,7 +77,7 @@ def verify_command(loaded: Loaded, options: Options) -> int:
 
 
 def on_ranks(config: Config, options: Options, topology: Topology) -> Comparison | int:
-    """The comparison made on local ranks, or the exit code of a failed attempt."""
+    """The comparison on local ranks, or the exit code of a failed attempt."""
     import tempfile
 
     from threefold.mesh import local_ranks
@@ -99,9 +92,7 @@ def on_ranks(config: Config, options: Options, topology: Topology) -> Comparison
         else:
             arguments = (config, options, topology, str(answer))
             code = local_ranks.start_ranks(_rank_entry, arguments, num_ranks=topology.world_size)
-        if not answer.exists():
-            return code or EXIT_FAILED
-        return read_comparison(answer)
+        return read_comparison(answer) if answer.exists() else code or EXIT_FAILED
 
 
 def _rank_entry(config: Config, options: Options, topology: Topology, answer: str) -> None:

@@ -1,7 +1,8 @@
 """Strict loading of the config.
 
 In: a YAML file, `--section.key value` overrides and the environment's mesh defaults. Out: a `Config` that was validated
-as a whole, and the origin of each value. Unknown keys are refused with the nearest name; all errors are raised at once.
+as a whole, and the origin of each value. Unknown keys are refused with the nearest name; all errors are reported at
+once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MESH_VARIABLES = {"DP_SIZE": "mesh.dp", "CP_SIZE": "mesh.cp", "TP_SIZE": "mesh.t
 
 @dataclass(frozen=True)
 class Loaded:
-    """A validated config, and for each `section.key` that is no default where its value came from."""
+    """A validated config, and the origin of each `section.key` that is not a default."""
 
     config: Config
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -42,27 +43,26 @@ def load(
     defaults: Iterable[tuple[str, str, str]] = (),
     settings: Iterable[tuple[str, str, str]] = (),
 ) -> Loaded:
-    """Reads a YAML file, then the environment's mesh defaults, then `section.key` overrides, each over the one before.
+    """Reads a YAML file, then the environment's mesh defaults, then `section.key` overrides; later ones win.
 
-    The environment gives defaults only: what a file or an override sets, stays.
+    The environment gives only defaults: a file or an override takes precedence over it.
 
     Args:
         path: YAML 1.2 file of sections, or None.
         overrides: (section.key, value as YAML 1.2 text).
         environ: read for DP_SIZE, CP_SIZE and TP_SIZE.
-        defaults: (section.key, value as text, origin) that a launcher suggests; the file overrules them.
-        settings: the same, of a job's owner; they overrule the file, and overrides overrule them.
+        defaults: (section.key, value as text, origin) that a launcher suggests; the file overrides them.
+        settings: the same, from a job's owner; they override the file, and `overrides` override them.
 
     Raises:
-        ConfigError: everything that is wrong, at once.
+        ConfigError: every problem, at once.
     """
     problems: list[Problem] = []
-    values: dict[str, dict[str, Any]] = {}  # and one level deeper where a section has one inside
+    values: dict[str, dict[str, Any]] = {}  # one level deeper for a section inside a section
     origins: dict[str, str] = {}
+    sizes = {name: key for name, key in MESH_VARIABLES.items() if name in environ}
     before = [(key, text, origin, origin) for key, text, origin in defaults]
-    before += [
-        (key, environ[name], name, f"environment {name}") for name, key in MESH_VARIABLES.items() if name in environ
-    ]
+    before += [(key, environ[name], name, f"environment {name}") for name, key in sizes.items()]
     after = [(key, text, origin, origin) for key, text, origin in settings]
     after += [(key, text, f"--{key}", "command line") for key, text in overrides]
     layers = _parsed(before, problems)
@@ -81,7 +81,7 @@ def load(
 
 
 def _parsed(texts: Iterable[tuple[str, str, str, str]], problems: list[Problem]) -> list[tuple[str, Any, str]]:
-    """(section.key, value, origin) of (section.key, text, name in an error, origin); what is not YAML is a problem."""
+    """(section.key, value, origin) of (section.key, text, name in an error, origin); not YAML: a problem."""
     found = []
     for key, text, name, origin in texts:
         try:
@@ -126,7 +126,7 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None
     """A Config of nested plain values.
 
     Raises:
-        ConfigError: everything that is wrong, at once.
+        ConfigError: every problem, at once.
     """
     try:
         config = Config.model_validate(values)
@@ -136,15 +136,11 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None
             for entry in error.errors()
             if entry["type"] != "extra_forbidden" or entry["loc"][:2] == ("data", "mixture")
         ]
-        raise ConfigError.of(_once(problems)) from None
-    if problems := contradictions(config):
+        # A value that may have several types is refused once for each type.
+        raise ConfigError.of({problem.what: problem for problem in problems}.values()) from None
+    if problems := list(contradictions(config)):
         raise ConfigError.of(problems)
     return config
-
-
-def _once(problems: Iterable[Problem]) -> list[Problem]:
-    # A value of several possible types is refused once for each type.
-    return list({problem.what: problem for problem in problems}.values())
 
 
 def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
@@ -152,8 +148,8 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        problems.append(Problem(f"{path}: {reason}", "a YAML file that can be read", "check the path"))
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        problems.append(Problem(f"{path}: {reason}", "a readable YAML file", "check the path"))
         return []
     try:
         content = parse(text, path)
@@ -162,14 +158,10 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
         return []
     if content is None:
         return []
+    fix = f"the sections are {', '.join(Config.model_fields)}"
     if not isinstance(content, Mapping):
-        problems.append(
-            Problem(
-                f"{path} is no mapping of sections",
-                "sections with keys: `train:` and below it `  steps: 100`",
-                f"sections are {', '.join(Config.model_fields)}",
-            )
-        )
+        expected = "sections with keys: `train:` and below it `  steps: 100`"
+        problems.append(Problem(f"{path} must contain sections such as train:", expected, fix))
         return []
     pairs: list[tuple[str, Any]] = []
     for section, keys in content.items():
@@ -178,13 +170,7 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
         elif isinstance(keys, Mapping):
             pairs += [(f"{section}.{key}", value) for key, value in keys.items()]
         elif keys is not None:
-            problems.append(
-                Problem(
-                    f"{path}: {section} = {keys!r} is no section",
-                    "keys below the section's name",
-                    f"sections are {', '.join(Config.model_fields)}",
-                )
-            )
+            problems.append(Problem(f"{path}: {section} = {keys!r} is not a section", _KEYS_BELOW, fix))
     return pairs
 
 
@@ -202,11 +188,9 @@ def _unknown(values: Mapping[str, Any]) -> list[Problem]:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             ends = [key for key in every if key.rpartition(".")[2] == name.rpartition(".")[2]]
             meant = next(iter(ends or nearest), None)
-            expected = (
-                f"one of {section}.{{{', '.join(keys_of(section))}}}"
-                if in_section
-                else f"a key of the sections {', '.join(Config.model_fields)}"
-            )
+            expected = f"a key of the sections {', '.join(Config.model_fields)}"
+            if in_section:
+                expected = f"one of {section}.{{{', '.join(keys_of(section))}}}"
             fix = f"did you mean {meant}?" if meant else "`threefold train --print-config` lists every key"
             found.append(Problem(f"unknown key {name}", expected, fix))
     return found
@@ -221,6 +205,7 @@ def _names(section: str, keys: Mapping[str, Any]) -> Iterator[str]:
             yield f"{section}.{key}" if key else section
 
 
+_KEYS_BELOW = "keys below the section's name"
 _EXPECTED = {
     "greater_than": "a number greater than {gt}",
     "greater_than_equal": "a number of at least {ge}",
@@ -232,7 +217,7 @@ _EXPECTED = {
     "string_type": "text",
     "literal_error": "one of {expected}",
     "missing": "another entry",
-    "model_type": "keys below the section's name",
+    "model_type": _KEYS_BELOW,
     "dict_type": "a mapping: {{key: value}}",
 }
 _AXIS_SIZE = "a whole number greater than 0, or auto"
@@ -245,7 +230,7 @@ _EXPECTED_OF_KEY = {
 
 
 def _problem_of(entry: Any, origins: Mapping[str, str]) -> Problem:
-    """What one of pydantic's errors means to the user."""
+    """One of pydantic's errors in the user's terms."""
     path = [str(part) for part in entry["loc"]]
     inside = len(path) > 2 and path[1] in inner_sections(path[0])
     key = ".".join(path[: 3 if inside else 2])
@@ -271,12 +256,12 @@ def _fix(entry: Any, key: str, origin: str) -> str:
     if origin.startswith("environment "):
         return f"unset {origin.removeprefix('environment ')}"
     if entry["type"] == "string_type" and not isinstance(entry["input"], list | Mapping | None):
-        return f"in quotes it is text: --{key} {pasted(str(entry['input']))}"
+        return f"quotes make it text: --{key} {pasted(str(entry['input']))}"
     return f"--{key} {pasted(default)}   (the default)" if default is not None else f"leave {key} out"
 
 
 def _mixture_problem(entry: Any, where: str) -> Problem:
-    """What is wrong inside data.mixture, which alone has keys below a key."""
+    """A problem inside data.mixture, the only key with keys below it."""
     path = ".".join(map(str, entry["loc"]))
     keys = ", ".join(MixtureSource.model_fields)
     if entry["type"] == "extra_forbidden":

@@ -1,12 +1,12 @@
-"""What does not go together in a config whose values are each right by themselves."""
+"""Contradictions between the values of a config, each of which is valid by itself."""
 
 from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from threefold.config.schema import TRACKERS, Config, DataConfig, LogConfig, LoraConfig, ModelConfig
+from threefold.config.schema import TRACKERS, Config, DataConfig, LogConfig, LoraConfig
 from threefold.config.text import as_yaml, pasted
 from threefold.errors import Problem
 
@@ -15,144 +15,98 @@ MIXTURE_FIX = (
 )
 
 
-def contradictions(config: Config) -> list[Problem]:
-    """Keys whose values, each right by itself, do not go together; empty where all do."""
-    found = _mixture_contradictions(config)
+def contradictions(config: Config) -> Iterator[Problem]:
+    """Keys whose values, each valid by itself, contradict one another."""
+    yield from _of_mixture(config)
     if config.model.name_or_path is not None and config.model.config is not None:
-        found.append(
-            Problem(
-                "model.name_or_path and model.config are both set",
-                "one of them: trained weights by name, or random ones by sizes",
-                "leave one of them out",
-            )
+        yield Problem(
+            "model.name_or_path and model.config are both set",
+            "one of them: trained weights by name, or random ones by sizes",
+            "leave one of them out",
         )
     if config.train.steps is not None and config.train.epochs is not None:
-        found.append(
-            Problem(
-                f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs} are both set",
-                "one measure of how long to train",
-                "leave one of them out",
-            )
+        yield Problem(
+            f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs} are both set",
+            "one measure of how long to train",
+            "leave one of them out",
         )
     if config.eval.source is None and config.eval.every:
-        found.append(
-            Problem(
-                f"eval.every = {config.eval.every} has no effect without eval.source",
-                "held-out data to evaluate on",
-                "--eval.source FILE_OR_FOLDER, or leave eval.every out",
-            )
+        yield Problem(
+            f"eval.every = {config.eval.every} has no effect without eval.source",
+            "held-out data to evaluate on",
+            "--eval.source FILE_OR_FOLDER, or leave eval.every out",
         )
-    found += _lora_problems(config.model)
-    found += _skip_problems(config.data.skip)
-    found += _tracker_problems(config.log)
+    lora = [name for name, value in config.model.lora if value != LoraConfig.model_fields[name].default]
+    if lora and not config.model.lora.r:
+        yield Problem(
+            f"model.lora.{lora[0]} has no effect without model.lora.r",
+            "the rank of the adapters to train",
+            f"--model.lora.r 16, or leave model.lora.{lora[0]} out",
+        )
+    yield from _of_skip(config.data.skip)
+    yield from _of_trackers(config.log)
     for number, beta in enumerate(config.optimizer.betas):
         if not 0 <= beta < 1:
-            found.append(
-                Problem(
-                    f"optimizer.betas[{number}] = {beta} is not a decay",
-                    "0 <= beta < 1",
-                    "--optimizer.betas '[0.9, 0.95]'",
-                )
-            )
+            what = f"optimizer.betas[{number}] = {beta} is not a decay"
+            yield Problem(what, "0 <= beta < 1", "--optimizer.betas '[0.9, 0.95]'")
     if config.optimizer.min_lr > config.optimizer.lr:
-        found.append(
-            Problem(
-                f"optimizer.min_lr = {config.optimizer.min_lr} is above optimizer.lr = {config.optimizer.lr}",
-                "a schedule that falls from lr to min_lr",
-                f"--optimizer.min_lr 0   (or raise optimizer.lr above {config.optimizer.min_lr})",
-            )
+        yield Problem(
+            f"optimizer.min_lr = {config.optimizer.min_lr} is above optimizer.lr = {config.optimizer.lr}",
+            "a schedule that falls from lr to min_lr",
+            f"--optimizer.min_lr 0   (or raise optimizer.lr above {config.optimizer.min_lr})",
         )
-    return found
 
 
-def _skip_problems(skip: Sequence[tuple[int, int]]) -> list[Problem]:
-    found = [
-        Problem(
-            f"data.skip has [{first}, {last}], which ends before it begins",
-            "[first, last], both steps included",
-            f"--data.skip '[[{last}, {first}]]'",
-        )
-        for first, last in skip
-        if last < first
-    ]
+def _of_skip(skip: Sequence[tuple[int, int]]) -> Iterator[Problem]:
+    for first, last in skip:
+        if last < first:
+            what = f"data.skip has [{first}, {last}], which ends before it begins"
+            yield Problem(what, "[first, last], both steps included", f"--data.skip '[[{last}, {first}]]'")
     firsts = [first for first, _ in skip]
     if any(later <= earlier for earlier, later in itertools.pairwise(firsts)):
         ascending = sorted({first: [first, last] for first, last in skip}.values())
-        found.append(
-            Problem(
-                f"data.skip has ranges that begin with steps {', '.join(map(str, firsts))}: they do not ascend",
-                "the ranges in the order in which the run comes to them, each beginning with another step",
-                f"--data.skip '{ascending}'",
-            )
+        yield Problem(
+            f"data.skip has ranges that begin with steps {', '.join(map(str, firsts))}: they do not ascend",
+            "ranges in the order in which the run reaches them, each beginning with a different step",
+            f"--data.skip '{ascending}'",
         )
-    return found
 
 
-def _tracker_problems(log: LogConfig) -> list[Problem]:
-    found = []
+def _of_trackers(log: LogConfig) -> Iterator[Problem]:
     for name in dict.fromkeys(log.trackers):
         if name not in TRACKERS:
             near = difflib.get_close_matches(name.lower(), TRACKERS, n=1, cutoff=0.4)
-            found.append(
-                Problem(
-                    f"log.trackers has {as_yaml(name)}, which is none" + (f"; near: {near[0]}" if near else ""),
-                    f"of {', '.join(TRACKERS)}; metrics.jsonl is always written",
-                    f"--log.trackers '[{near[0] if near else TRACKERS[0]}]'",
-                )
+            yield Problem(
+                f"{as_yaml(name)} in log.trackers is not a supported tracker" + (f"; near: {near[0]}" if near else ""),
+                f"one of {', '.join(TRACKERS)}; metrics.jsonl is always written",
+                f"--log.trackers '[{near[0] if near else TRACKERS[0]}]'",
             )
         elif log.trackers.count(name) > 1:
-            found.append(
-                Problem(
-                    f"log.trackers names {name} twice",
-                    "each once",
-                    f"--log.trackers {pasted([*dict.fromkeys(log.trackers)])}",
-                )
-            )
+            once = pasted([*dict.fromkeys(log.trackers)])
+            yield Problem(f"log.trackers names {name} twice", "each tracker once", f"--log.trackers {once}")
     if log.project != LogConfig().project and not {"wandb", "trackio"} & {*log.trackers}:
-        found.append(
-            Problem(
-                f"log.project = {as_yaml(log.project)} has no effect without a tracker that has projects",
-                "wandb or trackio among log.trackers",
-                "--log.trackers '[wandb]', or leave log.project out",
-            )
+        yield Problem(
+            f"log.project = {as_yaml(log.project)} has no effect without a tracker that has projects",
+            "wandb or trackio among log.trackers",
+            "--log.trackers '[wandb]', or leave log.project out",
         )
-    return found
 
 
-def _mixture_contradictions(config: Config) -> list[Problem]:
+def _of_mixture(config: Config) -> Iterator[Problem]:
     source, mixture = config.data.source, config.data.mixture
-    found: list[Problem] = []
     if mixture is None:
-        return found
+        return
     if not mixture:
-        found.append(Problem("data.mixture names no source", "at least one", MIXTURE_FIX))
+        yield Problem("data.mixture names no source", "at least one", MIXTURE_FIX)
     if source != DataConfig().source:
-        found.append(
-            Problem(
-                f"data.source = {source} and data.mixture are both set",
-                "one of them: a mixture names all of its sources itself, each with a weight",
-                f"leave data.source out, or make it one of the mixture: {{source: {as_yaml(source)}, weight: 1}}",
-            )
+        yield Problem(
+            f"data.source = {source} and data.mixture are both set",
+            "one of them: a mixture names all of its sources, each with a weight",
+            f"leave data.source out, or add it to the mixture: {{source: {as_yaml(source)}, weight: 1}}",
         )
     if config.train.epochs is not None:
-        found.append(
-            Problem(
-                f"train.epochs = {config.train.epochs} with data.mixture",
-                "train.steps: a mixture has no end of its own, each of its sources begins again when it is through",
-                "--train.steps N, and leave train.epochs out",
-            )
+        yield Problem(
+            f"train.epochs = {config.train.epochs} with data.mixture",
+            "train.steps: a mixture has no end, because each of its sources starts over when it is exhausted",
+            "--train.steps N, and leave train.epochs out",
         )
-    return found
-
-
-def _lora_problems(model: ModelConfig) -> list[Problem]:
-    given = [name for name, value in model.lora if value != LoraConfig.model_fields[name].default]
-    if model.lora.r or not given:
-        return []
-    return [
-        Problem(
-            f"model.lora.{given[0]} has no effect without model.lora.r",
-            "the rank of the adapters that are to be trained",
-            f"--model.lora.r 16, or leave model.lora.{given[0]} out",
-        )
-    ]

@@ -1,13 +1,13 @@
-"""What a check has found: one line where all is well, three parts where it is not. No torch.
+"""What a check has found: one line if all is well, three parts if it is not. No torch.
 
 `stop` would end a run or keep it from starting; `warning` may cost time or fail later; `note` is worth knowing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 Level = Literal["ok", "note", "warning", "stop"]
 _MARKS: dict[Level, str] = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "stop": "STOP   "}
@@ -19,8 +19,8 @@ class Finding:
 
     Attributes:
         check: its name, the same on every machine.
-        what: what there is, or what is wrong.
-        expected, fix: set where the level is `warning` or `stop`.
+        what: the value that was found, or the fault.
+        expected, fix: set if the level is `warning` or `stop`.
     """
 
     check: str
@@ -30,7 +30,7 @@ class Finding:
     fix: str = ""
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The finding as text."""
         found = [f"{_MARKS[self.level]} {self.check}: {self.what}"]
         if self.expected:
             found.append(f"          expected: {self.expected}")
@@ -38,18 +38,14 @@ class Finding:
             found.append(f"          fix: {self.fix}")
         return found
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
 
 def ok(check: str, what: str) -> Finding:
-    """All is well."""
+    """A value that a run can work with."""
     return Finding(check, "ok", what)
 
 
 def note(check: str, what: str) -> Finding:
-    """Worth knowing, and no fault."""
+    """Worth knowing, but not a fault."""
     return Finding(check, "note", what)
 
 
@@ -63,9 +59,9 @@ def stop(check: str, what: str, *, expected: str, fix: str) -> Finding:
     return Finding(check, "stop", what, expected, fix)
 
 
-def render(findings: Iterable[Finding]) -> list[str]:
-    """Lines for people, in the order of the checks."""
-    return [line for finding in findings for line in finding.lines()]
+def judged(check: str, what: str, fits: bool, *, expected: str, fix: str, otherwise: Level = "stop") -> Finding:
+    """`ok` if the value fits, otherwise a finding of the given level."""
+    return ok(check, what) if fits else Finding(check, otherwise, what, expected, fix)
 
 
 def would_stop(findings: Sequence[Finding]) -> bool:
@@ -75,10 +71,8 @@ def would_stop(findings: Sequence[Finding]) -> bool:
 
 def summary(findings: Sequence[Finding]) -> str:
     """The last line of a report."""
-    counts = {level: sum(finding.level == level for finding in findings) for level in ("stop", "warning")}
-    if not any(counts.values()):
-        return f"{len(findings)} checks, nothing in the way of a run"
-    parts = [f"{counts['stop']} would stop a run" if counts["stop"] else "", f"{counts['warning']} warnings"]
-    if counts["warning"] == 1:
-        parts[1] = "1 warning"
-    return f"{len(findings)} checks: " + ", ".join(part for part in parts if part and not part.startswith("0 "))
+    stops, warnings = (sum(finding.level == level for finding in findings) for level in ("stop", "warning"))
+    parts = [f"{stops} would stop a run"] if stops else []
+    if warnings:
+        parts.append("1 warning" if warnings == 1 else f"{warnings} warnings")
+    return f"{len(findings)} checks: {', '.join(parts) or 'nothing would stop a run'}"

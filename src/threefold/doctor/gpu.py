@@ -1,6 +1,6 @@
-"""torch, CUDA and the GPUs: builds against driver and device, memory, links.
+"""torch, CUDA and the GPUs: the build compared with driver and device, memory, links.
 
-`look` asks torch and nvidia-smi; `judge` is arithmetic on the answers. torch is imported where it is asked.
+`look` queries torch and nvidia-smi; `judge` only computes with the answers and needs no torch.
 """
 
 from __future__ import annotations
@@ -8,18 +8,16 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from threefold.doctor.findings import Finding, note, ok, stop, warning
+from threefold.doctor.findings import Finding, judged, note, ok, stop, warning
 from threefold.errors import size_text
 
 Version = tuple[int, ...]
-_LEAST_CUDA: Version = (11, 8)
-_LEAST_CUDNN: Version = (8, 6)
-_LEAST_NCCL: Version = (2, 14)
 _LEAST_TORCH: Version = (2, 11)
+_START = "pytorch.org/get-started"
 _FREE_SHARE = 0.9
 _ANSWER_WITHIN_S = 20
 _LINKS = {"PIX": "one PCIe switch", "PXB": "PCIe switches", "PHB": "PCIe and the CPU", "NODE": "PCIe, one CPU"}
@@ -37,14 +35,14 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Torch:
-    """torch's build, and what it sees.
+    """torch's build, and the hardware.
 
     Attributes:
-        version: None where torch cannot be imported; `error` says why.
-        cuda, cudnn, nccl: what it was built with; None in a build for CPUs.
-        architectures: `sm_90` and the like, for which it holds code.
-        driver, driver_cuda: the NVIDIA driver, and the newest CUDA that it takes.
-        installed_gpus: what nvidia-smi counts; None where there is none.
+        version: None if torch cannot be imported; `error` says why.
+        cuda, cudnn, nccl: the versions that it was built with; None in a build for CPUs.
+        architectures: `sm_90` and others that it has code for.
+        driver, driver_cuda: the NVIDIA driver, and the newest CUDA that it supports.
+        installed_gpus: as nvidia-smi counts them; None without nvidia-smi.
         links: (GPU, GPU) -> kind, as nvidia-smi calls it.
     """
 
@@ -64,7 +62,7 @@ class Torch:
 
 
 def look(environ: Mapping[str, str]) -> Torch:
-    """Asks torch and nvidia-smi."""
+    """Queries torch and nvidia-smi."""
     summary, listed, matrix = (_nvidia_smi(*arguments) for arguments in ((), ("-L",), ("topo", "-m")))
     driver, driver_cuda = read_summary(summary)
     hardware: dict[str, Any] = {
@@ -78,11 +76,11 @@ def look(environ: Mapping[str, str]) -> Torch:
         import torch
     except (ImportError, OSError) as error:
         return Torch(None, str(error), **hardware)
-    cudnn = torch.backends.cudnn.version()
-    has_nccl = torch.version.cuda is not None and torch.distributed.is_nccl_available()
+    cudnn, cuda = torch.backends.cudnn.version(), torch.version.cuda
+    has_nccl = cuda is not None and torch.distributed.is_nccl_available()
     return Torch(
         str(torch.__version__),
-        cuda=_version(torch.version.cuda) if torch.version.cuda else None,
+        cuda=_version(cuda) if cuda else None,
         cudnn=_cudnn_version(cudnn) if cudnn else None,
         nccl=tuple(torch.cuda.nccl.version()) if has_nccl else None,
         architectures=tuple(torch.cuda.get_arch_list()) if torch.cuda.is_available() else (),
@@ -93,30 +91,23 @@ def look(environ: Mapping[str, str]) -> Torch:
 
 
 def judge(seen: Torch) -> list[Finding]:
-    """What is in the way of a run."""
+    """What would keep a run from using torch or the GPUs."""
     if seen.version is None:
-        return [
-            stop(
-                "torch",
-                f"cannot be imported: {seen.error.strip()}",
-                expected="torch 2.11 or newer",
-                fix="install it as pytorch.org/get-started says",
-            )
-        ]
-    found = [_torch(seen.version)]
+        why, fix = f"cannot be imported: {seen.error.strip()}", f"install it as described on {_START}"
+        return [stop("torch", why, expected="torch 2.11 or newer", fix=fix)]
+    fits = _version(seen.version) >= _LEAST_TORCH
+    found = [judged("torch", seen.version, fits, expected="2.11 or newer", fix=f"pip install -U torch, see {_START}")]
     if not seen.gloo:
         found.append(stop("gloo", "torch was built without it", expected="gloo", fix="install torch's own wheels"))
-    found += _builds(seen)
-    found += _driver(seen)
-    for number, gpu in enumerate(seen.gpus):
-        found += _gpu(number, gpu, seen.architectures)
+    found += [*_builds(seen), *_driver(seen)]
+    found += [_gpu(number, gpu, seen.architectures) for number, gpu in enumerate(seen.gpus)]
     if seen.links and len(seen.gpus) > 1:
         found.append(_links(seen.links))
     return found
 
 
 def read_summary(text: str) -> tuple[str | None, Version | None]:
-    """Driver and the newest CUDA that it takes, from what nvidia-smi prints."""
+    """Driver and the newest CUDA that it supports, from the output of nvidia-smi."""
     driver, cuda = re.search(r"Driver Version: ([\d.]+)", text), re.search(r"CUDA Version: ([\d.]+)", text)
     return (driver[1] if driver else None), (_version(cuda[1]) if cuda else None)
 
@@ -134,109 +125,76 @@ def read_links(text: str) -> dict[tuple[int, int], str]:
     return found
 
 
-def _torch(version: str) -> Finding:
-    if _version(version) >= _LEAST_TORCH:
-        return ok("torch", version)
-    return stop("torch", version, expected="2.11 or newer", fix="pip install -U torch, see pytorch.org/get-started")
+def _builds(seen: Torch) -> Iterator[Finding]:
+    if seen.cuda is None and seen.installed_gpus:
+        yield stop(
+            "CUDA",
+            f"this machine has {seen.installed_gpus} GPUs, but torch {seen.version} is a build for CPUs",
+            expected="a build of torch for CUDA",
+            fix=f"pip install torch from the index for your CUDA: {_START}; or --mesh.device cpu",
+        )
+    elif seen.cuda is None:
+        yield note("CUDA", "none: torch is a build for CPUs, ranks communicate through gloo")
+    else:
+        for name, least in (("CUDA", (11, 8)), ("cuDNN", (8, 6)), ("NCCL", (2, 14))):
+            version: Version | None = getattr(seen, name.lower())
+            fits, what = version is not None and version >= least, f"torch {seen.version} has none"
+            if version is not None:
+                what = _dotted(version) if fits else f"{_dotted(version)} in torch {seen.version}"
+            fix = f"a newer build of torch, which includes it: {_START}"
+            yield judged(name, what, fits, expected=f"{_dotted(least)} or newer", fix=fix)
 
 
-def _builds(seen: Torch) -> list[Finding]:
+def _driver(seen: Torch) -> Iterator[Finding]:
     if seen.cuda is None:
-        if seen.installed_gpus:
-            return [
-                stop(
-                    "CUDA",
-                    f"{seen.installed_gpus} GPUs are here, and torch {seen.version} is a build for CPUs",
-                    expected="a build of torch for CUDA",
-                    fix="pip install torch from the index for your CUDA: pytorch.org/get-started; or --mesh.device cpu",
-                )
-            ]
-        return [note("CUDA", "none: torch is a build for CPUs, ranks talk through gloo")]
-    found = []
-    for name, version, least in (
-        ("CUDA", seen.cuda, _LEAST_CUDA),
-        ("cuDNN", seen.cudnn, _LEAST_CUDNN),
-        ("NCCL", seen.nccl, _LEAST_NCCL),
-    ):
-        if version is not None and version >= least:
-            found.append(ok(name, _dotted(version)))
-        else:
-            found.append(
-                stop(
-                    name,
-                    f"{_dotted(version)} in torch {seen.version}" if version else f"torch {seen.version} has none",
-                    expected=f"{_dotted(least)} or newer",
-                    fix="a newer build of torch, which brings it along: pytorch.org/get-started",
-                )
-            )
-    return found
-
-
-def _driver(seen: Torch) -> list[Finding]:
-    if seen.cuda is None:
-        return []
+        return
     if seen.driver is None:
-        return [
-            warning(
-                "driver",
-                "no NVIDIA driver is found (nvidia-smi)",
-                expected=f"a driver for CUDA {_dotted(seen.cuda)}, which torch was built with",
-                fix="install the driver; in a container: docker run --gpus all; without GPUs: --mesh.device cpu",
-            )
-        ]
-    found = []
-    newest = f", takes CUDA up to {_dotted(seen.driver_cuda)}" if seen.driver_cuda else ""
+        yield warning(
+            "driver",
+            "no NVIDIA driver was found (nvidia-smi)",
+            expected=f"a driver for CUDA {_dotted(seen.cuda)}, which torch was built with",
+            fix="install the driver; in a container: docker run --gpus all; without GPUs: --mesh.device cpu",
+        )
+        return
+    newest = f", supports CUDA up to {_dotted(seen.driver_cuda)}" if seen.driver_cuda else ""
     # Within one major version a newer CUDA runs on an older driver.
     if seen.driver_cuda is not None and seen.driver_cuda[0] < seen.cuda[0]:
-        found.append(
-            stop(
-                "driver",
-                f"{seen.driver}{newest}; torch was built with {_dotted(seen.cuda)}",
-                expected=f"a driver for CUDA {seen.cuda[0]}",
-                fix=f"a newer driver, or torch for CUDA {seen.driver_cuda[0]}: pytorch.org/get-started",
-            )
+        yield stop(
+            "driver",
+            f"{seen.driver}{newest}; torch was built with {_dotted(seen.cuda)}",
+            expected=f"a driver for CUDA {seen.cuda[0]}",
+            fix=f"a newer driver, or torch for CUDA {seen.driver_cuda[0]}: {_START}",
         )
     else:
-        found.append(ok("driver", f"{seen.driver}{newest}"))
+        yield ok("driver", f"{seen.driver}{newest}")
     if seen.installed_gpus and len(seen.gpus) < seen.installed_gpus:
         hides = f"CUDA_VISIBLE_DEVICES={seen.visible}" if seen.visible is not None else "torch"
-        found.append(
-            (note if seen.gpus else stop)(
-                "GPUs",
-                f"{len(seen.gpus)} of {seen.installed_gpus} are visible: {hides}",
-                **({} if seen.gpus else {"expected": "at least one", "fix": "unset CUDA_VISIBLE_DEVICES"}),
-            )
-        )
-    return found
+        what = f"{len(seen.gpus)} of {seen.installed_gpus} are visible: {hides}"
+        none = stop("GPUs", what, expected="at least one", fix="unset CUDA_VISIBLE_DEVICES")
+        yield note("GPUs", what) if seen.gpus else none
 
 
-def _gpu(number: int, gpu: Gpu, architectures: Sequence[str]) -> list[Finding]:
+def _gpu(number: int, gpu: Gpu, architectures: Sequence[str]) -> Finding:
     text = f"{gpu.name}, {size_text(gpu.memory)}, {size_text(gpu.free)} free, capability {_dotted(gpu.capability)}"
     own = "".join(map(str, gpu.capability))
-    # Code for a capability runs on later ones of the same major version.
-    fits = any(
-        re.fullmatch(r"sm_\d+[af]?", name) and name[3:].rstrip("af")[:-1] == own[:-1] and name[3:].rstrip("af") <= own
-        for name in architectures
-    ) or any(name.startswith("compute_") for name in architectures)
-    if not fits:
-        return [
-            stop(
-                f"GPU {number}",
-                f"{text}; torch has code for {', '.join(architectures) or 'none'}",
-                expected="a build of torch for this generation of GPUs",
-                fix="pytorch.org/get-started: an older or newer build, as the GPU is",
-            )
-        ]
-    if gpu.free < _FREE_SHARE * gpu.memory:
-        return [
-            warning(
-                f"GPU {number}",
-                text,
-                expected="a GPU of its own: other processes hold memory here",
-                fix="nvidia-smi shows them; CUDA_VISIBLE_DEVICES leaves this GPU out",
-            )
-        ]
-    return [ok(f"GPU {number}", text)]
+    # Code for a capability runs on later ones of the same major version; torch compiles `compute_` code for any.
+    codes = [name[3:].rstrip("af") for name in architectures if re.fullmatch(r"sm_\d+[af]?", name)]
+    runs = any(code[:-1] == own[:-1] and code <= own for code in codes)
+    if not runs and not any(name.startswith("compute_") for name in architectures):
+        return stop(
+            f"GPU {number}",
+            f"{text}; torch has code for {', '.join(architectures) or 'none'}",
+            expected="a build of torch for this generation of GPUs",
+            fix=f"an older or a newer build, to match the GPU: {_START}",
+        )
+    return judged(
+        f"GPU {number}",
+        text,
+        gpu.free >= _FREE_SHARE * gpu.memory,
+        otherwise="warning",
+        expected="a GPU for this run alone: other processes use its memory",
+        fix="nvidia-smi lists them; CUDA_VISIBLE_DEVICES can leave this GPU out",
+    )
 
 
 def _links(links: Mapping[tuple[int, int], str]) -> Finding:
@@ -280,10 +238,9 @@ def _version(text: str) -> Version:
 
 
 def _cudnn_version(number: int) -> Version:
-    """8902 is 8.9.2; from version 9 on 90100 is 9.1.0."""
-    if number >= 90000:
-        return (number // 10000, number // 100 % 100, number % 100)
-    return (number // 1000, number // 100 % 10, number % 100)
+    """8902 is 8.9.2; since version 9, 90100 is 9.1.0."""
+    base = 100 if number >= 90000 else 10
+    return (number // (100 * base), number // 100 % base, number % 100)
 
 
 def _dotted(version: Version) -> str:

@@ -1,7 +1,7 @@
 """The live network of a mesh: a barrier and an all-reduce on every axis, then pairs of ranks; each within a time limit.
 
-Every rank calls `measure`; nothing waits longer than the limit. A rank that waits in vain asks the store who has come:
-all ranks say there which test they begin. What is measured is returned as plain values; `judge` reads all ranks' own.
+Every rank calls `measure`; nothing waits longer than the limit. Each rank notes in the store which test it begins, so a
+rank that waits in vain finds there who is missing. The measurements are plain values; `judge` reads those of all ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from threefold.doctor.findings import Finding, ok, stop, warning
+from threefold.doctor.findings import Finding, judged, ok, stop
 from threefold.errors import ranks_text, size_text
 from threefold.mesh.mesh import Mesh
 
@@ -30,24 +30,22 @@ _FEWEST_JUDGED = 3
 
 
 class StuckError(Exception):
-    """A test did not end in time: its name, the ranks that took part, and those that have not begun it."""
+    """A test did not end in time: its name, the ranks that take part, and those that have not begun it."""
 
     def __init__(self, test: str, ranks: Sequence[int], missing: Sequence[int], said: str) -> None:
         super().__init__(test)
         self.test, self.ranks, self.missing, self.said = test, list(ranks), list(missing), said
 
     def finding(self, limit_s: float) -> Finding:
-        """In three parts."""
-        who = f"of {ranks_text(self.ranks)} did not end in {limit_s:g} s"
+        """The error as a finding."""
+        names = "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+        came = f"all ranks joined, so the network between them is at fault ({self.said})"
+        fix = f"open all ports between the machines; set {names} on all; NCCL_DEBUG=INFO"
         if self.missing:
-            came = f"{ranks_text(self.missing)} did not come"
-            fix = f"look at {ranks_text(self.missing)}: is the process there, is its host reachable"
-        else:
-            came = f"all had come, so it is the network between them ({self.said})"
-            fix = (
-                "open all ports between the machines; GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME on all; NCCL_DEBUG=INFO"
-            )
-        return stop("collective", f"{self.test} {who}: {came}", expected="an answer from every rank", fix=fix)
+            came = f"{ranks_text(self.missing)} did not join"
+            fix = f"look at {ranks_text(self.missing)}: is the process running, is its host reachable"
+        what = f"{self.test} of {ranks_text(self.ranks)} did not end in {limit_s:g} s: {came}"
+        return stop("collective", what, expected="an answer from every rank", fix=fix)
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank has measured: by axis, and with each partner that it led the exchange with."""
+    """One rank's measurements: by axis, and (s, bytes/s) with each partner that it led the exchange with."""
 
     axes: dict[str, Timing]
     pairs: dict[str, tuple[float, float]]
@@ -76,17 +74,17 @@ class Measured:
 
 
 def axes_of(mesh: Mesh) -> list[str]:
-    """The axes that have something to send, without those that hold the same ranks as one before."""
+    """The axes of more than one rank, without those that have the same ranks as an earlier one."""
     found: dict[tuple[int, ...], str] = {}
     for name in ("dp", "cp", "tp", "fsdp", "world"):
         if mesh.group(name) is not None:
             found.setdefault(tuple(dist.get_process_group_ranks(mesh.group(name))), name)
-    # Of two axes with the same ranks here, ranks elsewhere see the same two.
+    # If two axes have the same ranks here, they have the same ranks everywhere.
     return list(found.values())
 
 
 def meet(mesh: Mesh, *, limit_s: float) -> None:
-    """Returns when every rank has come; all call it.
+    """Returns when every rank has joined; all call it.
 
     Raises:
         StuckError: some rank did not, within `limit_s`.
@@ -99,15 +97,12 @@ def measure(mesh: Mesh, *, limit_s: float, hosts: Sequence[str]) -> Measured:
     """Runs every test with the other ranks; all call it.
 
     Args:
-        hosts: of every rank; where there are many ranks, one a host takes part in pairs.
+        hosts: of every rank; of many ranks, only one per host takes part in pairs.
 
     Raises:
         StuckError: a test did not end within `limit_s`.
     """
-    axes = {}
-    for name in axes_of(mesh):
-        ranks = dist.get_process_group_ranks(mesh.group(name))
-        axes[name] = _time_axis(mesh, name, ranks, limit_s)
+    axes = {name: _time_axis(mesh, name, limit_s) for name in axes_of(mesh)}
     pairs: dict[str, tuple[float, float]] = {}
     for number, round_ in enumerate(rounds(paired_ranks(hosts))):
         own = next((pair for pair in round_ if mesh.rank in pair), None)
@@ -119,7 +114,7 @@ def measure(mesh: Mesh, *, limit_s: float, hosts: Sequence[str]) -> Measured:
 
 
 def paired_ranks(hosts: Sequence[str]) -> list[int]:
-    """All ranks, or of many the first one on each host."""
+    """All ranks, or of many only the first one on each host."""
     if len(hosts) <= _MOST_PAIRED:
         return list(range(len(hosts)))
     first = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
@@ -127,7 +122,7 @@ def paired_ranks(hosts: Sequence[str]) -> list[int]:
 
 
 def rounds(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """Every pair once, in rounds in which each rank has one partner at most (the circle method)."""
+    """Every pair once, in rounds in which each rank has at most one partner (the circle method)."""
     circle: list[int | None] = [*ranks] if len(ranks) % 2 == 0 else [*ranks, None]
     for _ in range(len(circle) - 1):
         facing = zip(circle[: len(circle) // 2], reversed(circle[len(circle) // 2 :]), strict=True)
@@ -136,15 +131,16 @@ def rounds(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 def judge(measured: Mapping[int, Measured], *, own_links: bool) -> list[Finding]:
-    """What the numbers of all ranks say, by axis and for pairs.
+    """The findings from the numbers of all ranks, by axis and for pairs.
 
     Args:
-        own_links: pairs have links of their own; ranks on the CPU of one host share its cores, and differ by chance.
+        own_links: whether pairs have links of their own; ranks on the CPU of one host share its cores, so that their
+            pairs differ by chance.
     """
-    found = []
-    for name in next(iter(measured.values())).axes:
-        timings = [each.axes[name] for each in measured.values() if name in each.axes]
-        found.append(_axis_finding(name, timings))
+    names = next(iter(measured.values())).axes
+    found = [
+        _axis_finding(name, [each.axes[name] for each in measured.values() if name in each.axes]) for name in names
+    ]
     pairs = {(rank, int(partner)): timing for rank, each in measured.items() for partner, timing in each.pairs.items()}
     if pairs:
         found.append(_pairs_finding(pairs, own_links=own_links))
@@ -154,12 +150,9 @@ def judge(measured: Mapping[int, Measured], *, own_links: bool) -> list[Finding]
 def _axis_finding(name: str, timings: Sequence[Timing]) -> Finding:
     wrong = [timing.ranks for timing in timings if not timing.right]
     if wrong:
-        return stop(
-            f"axis {name}",
-            f"an all-reduce of {ranks_text(wrong[0])} gave a wrong sum",
-            expected="the sum of what the ranks sent",
-            fix="take the host or the network card out of the job: it changes data",
-        )
+        what, sent = f"an all-reduce of {ranks_text(wrong[0])} gave a wrong sum", "the sum of what the ranks sent"
+        fix = "take the host or the network card out of the job: it changes data"
+        return stop(f"axis {name}", what, expected=sent, fix=fix)
     # A group is as fast as its slowest rank saw it.
     slowest = min(timings, key=lambda timing: timing.bytes_per_s)
     text = (
@@ -180,26 +173,27 @@ def _pairs_finding(pairs: Mapping[tuple[int, int], tuple[float, float]], *, own_
         f"slowest of {len(pairs)}: ranks {slowest[0]} and {slowest[1]}, {_rate(rate)}, {_time(latency_s)} one way; "
         f"median {_rate(median)}"
     )
-    if own_links and len(pairs) >= _FEWEST_JUDGED and rate < _SLOW_SHARE * median:
-        return warning(
-            "pairs",
-            text,
-            expected="pairs of about the same speed: a step waits for the slowest",
-            fix="run it again; where it is the same pair, look at the cables, cards and load of its hosts, and place "
-            "tp and cp ranks on one host",
-        )
-    return ok("pairs", text)
+    return judged(
+        "pairs",
+        text,
+        not (own_links and len(pairs) >= _FEWEST_JUDGED and rate < _SLOW_SHARE * median),
+        otherwise="warning",
+        expected="pairs of about the same speed: a step waits for the slowest",
+        fix="run it again; if it is the same pair, look at the cables, cards and load of its hosts, and place "
+        "tp and cp ranks on one host",
+    )
 
 
-def _time_axis(mesh: Mesh, name: str, ranks: Sequence[int], limit_s: float) -> Timing:
-    group, test = mesh.group(name), f"all-reduce over {name}"
+def _time_axis(mesh: Mesh, name: str, limit_s: float) -> Timing:
+    group = mesh.group(name)
+    ranks = dist.get_process_group_ranks(group)
     one = torch.ones(1, device=mesh.device)
     large = torch.ones(_BYTES[mesh.device.type] // 4, device=mesh.device)
 
     def all_reduce(values: torch.Tensor) -> Any:
         return dist.all_reduce(values, group=group, async_op=True)
 
-    with _Test(mesh, test, ranks, limit_s) as run:
+    with _Test(mesh, f"all-reduce over {name}", ranks, limit_s) as run:
         run(lambda: all_reduce(one))
         right = bool(one.item() == len(ranks))
         one.fill_(0)
@@ -209,9 +203,9 @@ def _time_axis(mesh: Mesh, name: str, ranks: Sequence[int], limit_s: float) -> T
         )
         large.zero_()
         seconds = min(run(lambda: all_reduce(large)) for _ in range(_NUM_LARGE))
-    # Of a ring each rank sends and receives this much; so axes of different sizes compare.
+    # What each rank of a ring sends and receives, which makes axes of different sizes comparable.
     moved = 2 * (len(ranks) - 1) / len(ranks) * large.numel() * 4
-    return Timing(list(ranks), barrier_s, latency_s, moved / seconds, right)
+    return Timing(ranks, barrier_s, latency_s, moved / seconds, right)
 
 
 def _time_pair(mesh: Mesh, pair: tuple[int, int], test: str, limit_s: float) -> tuple[float, float]:
@@ -234,7 +228,7 @@ def _time_pair(mesh: Mesh, pair: tuple[int, int], test: str, limit_s: float) -> 
 
 
 class _Test:
-    """Runs the operations of one test within its time, and finds out who is missing when one does not end."""
+    """Runs the operations of one test within its time, and finds out which ranks are missing if one does not end."""
 
     def __init__(self, mesh: Mesh, test: str, ranks: Sequence[int], limit_s: float) -> None:
         self._mesh, self._test, self._ranks, self._limit_s = mesh, test, ranks, limit_s
@@ -249,7 +243,7 @@ class _Test:
         pass
 
     def _run(self, begin: Callable[[], Any]) -> float:
-        """Seconds that an operation has taken."""
+        """Seconds that an operation takes."""
         started = time.perf_counter()
         try:
             work = begin()

@@ -1,6 +1,6 @@
 """This machine without torch: Python, memory, shared memory, files, disks, clock, tokens, other accelerators.
 
-`look` reads the machine; `judge` is arithmetic on what was read, so that a test may read another machine.
+`look` reads the machine; `judge` only computes with the values, so that a test may judge another machine.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import platform
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from threefold.doctor.findings import Finding, note, ok, stop, warning
+from threefold.doctor.findings import Finding, judged, note, warning
 from threefold.errors import size_text
 
 _SHM = Path("/dev/shm")
@@ -29,7 +29,7 @@ _TOKENS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine says of itself; sizes in bytes, None where it does not say."""
+    """What this machine reports about itself; sizes in bytes, None for what it does not report."""
 
     host: str
     system: str
@@ -48,14 +48,13 @@ def look(environ: Mapping[str, str], *, folders: Mapping[str, Path]) -> Machine:
     """Reads this machine.
 
     Args:
-        folders: what for -> folder whose free space counts; the nearest that exists is taken.
+        folders: purpose -> folder whose free space counts; for a folder that does not exist, its nearest parent.
     """
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Machine(
         host=socket.gethostname(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
-        cores=affinity,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=_memory(),
         shared_memory=shutil.disk_usage(_SHM).free if _SHM.is_dir() else None,
         open_files=_open_files(),
@@ -67,104 +66,73 @@ def look(environ: Mapping[str, str], *, folders: Mapping[str, Path]) -> Machine:
 
 
 def judge(machine: Machine) -> list[Finding]:
-    """What is in the way of a run on this machine."""
-    found = [_python(machine), note("machine", _machine_text(machine))]
-    if machine.shared_memory is not None:
-        found.append(_shared_memory(machine.shared_memory))
-    if machine.open_files is not None:
-        found.append(_files(machine.open_files))
-    found += [_disk(name, free) for name, free in machine.disks.items()]
-    if machine.clock_synchronized is not None:
-        found.append(_clock(machine.clock_synchronized))
-    found += [
-        note("token", f"{name}: {place}" if (place := machine.tokens.get(name)) else f"{name}: none")
-        for name in _TOKENS
-    ]
-    if machine.tpu is not None:
-        found.append(
-            warning(
-                "TPU",
-                f"a TPU is here ({machine.tpu})",
-                expected="GPUs or CPUs: TPUs are not supported yet",
-                fix="--mesh.device cpu to try things out, or a machine with GPUs",
-            )
-        )
-    return found
+    """What would keep a run from working on this machine."""
+    return list(_judged(machine))
 
 
-def _python(machine: Machine) -> Finding:
+def _judged(machine: Machine) -> Iterator[Finding]:
     version = tuple(int(part) for part in machine.python.split(".")[:2])
-    if version >= (3, 11):
-        return ok("Python", machine.python)
-    return stop(
-        "Python", machine.python, expected="3.11 or newer", fix="make a virtual environment with a newer Python"
-    )
-
-
-def _machine_text(machine: Machine) -> str:
+    create = "create a virtual environment with a newer Python"
+    yield judged("Python", machine.python, version >= (3, 11), expected="3.11 or newer", fix=create)
     memory = f", {size_text(machine.memory)} of memory" if machine.memory is not None else ""
-    return f"{machine.host}: {machine.system}, {machine.cores} cores{memory}"
-
-
-def _shared_memory(free: int) -> Finding:
-    if free >= _LEAST_SHM:
-        return ok("shared memory", f"{size_text(free)} free in /dev/shm")
-    return warning(
-        "shared memory",
-        f"{size_text(free)} free in /dev/shm",
-        expected=f"{size_text(_LEAST_SHM)}: loader workers and NCCL hand data over in it, "
-        "and a full one is a bus error",
-        fix="docker run --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm",
-    )
-
-
-def _files(limit: int) -> Finding:
-    if limit >= _LEAST_FILES:
-        return ok("open files", f"{limit} a process")
-    return warning(
-        "open files",
-        f"{limit} a process",
-        expected=f"{_LEAST_FILES}: connections and the tensors of loader workers each take one",
-        fix="ulimit -n 65536; docker run --ulimit nofile=65536",
-    )
-
-
-def _disk(name: str, free: int) -> Finding:
-    if free >= _LITTLE_DISK:
-        return ok("disk", f"{size_text(free)} free for {name}")
-    if free >= _LEAST_DISK:
-        return warning(
+    yield note("machine", f"{machine.host}: {machine.system}, {machine.cores} cores{memory}")
+    if machine.shared_memory is not None:
+        yield judged(
+            "shared memory",
+            f"{size_text(machine.shared_memory)} free in /dev/shm",
+            machine.shared_memory >= _LEAST_SHM,
+            otherwise="warning",
+            expected=f"{size_text(_LEAST_SHM)}: loader workers and NCCL pass data through it, "
+            "and a process that finds it full dies of a bus error",
+            fix="docker run --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm",
+        )
+    if machine.open_files is not None:
+        yield judged(
+            "open files",
+            f"{machine.open_files} per process",
+            machine.open_files >= _LEAST_FILES,
+            otherwise="warning",
+            expected=f"{_LEAST_FILES}: connections and the tensors of loader workers each take one",
+            fix="ulimit -n 65536; docker run --ulimit nofile=65536",
+        )
+    for name, free in machine.disks.items():
+        nothing = f"at least {size_text(_LEAST_DISK)}: nothing could be saved"
+        little = f"{size_text(_LITTLE_DISK)}: a checkpoint with AdamW's state takes 12 bytes per parameter"
+        yield judged(
             "disk",
             f"{size_text(free)} free for {name}",
-            expected=f"{size_text(_LITTLE_DISK)}: a checkpoint with AdamW's state takes 12 bytes a parameter",
-            fix="free some, or another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches",
+            free >= _LITTLE_DISK,
+            otherwise="warning" if free >= _LEAST_DISK else "stop",
+            expected=little if free >= _LEAST_DISK else nothing,
+            fix="free some space, or use another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches",
         )
-    return stop(
-        "disk",
-        f"{size_text(free)} free for {name}",
-        expected=f"at least {size_text(_LEAST_DISK)}: nothing could be saved",
-        fix="free some, or another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches",
-    )
-
-
-def _clock(synchronized: bool) -> Finding:
-    if synchronized:
-        return ok("clock", "synchronised")
-    return warning(
-        "clock",
-        "not synchronised with a time server",
-        expected="a synchronised clock: logs of several machines are read side by side, and tokens have dates",
-        fix="start chrony or systemd-timesyncd; a container has its host's clock",
-    )
+    if machine.clock_synchronized is not None:
+        yield judged(
+            "clock",
+            "synchronised" if machine.clock_synchronized else "not synchronised with a time server",
+            machine.clock_synchronized,
+            otherwise="warning",
+            expected="a synchronised clock: logs of several machines are compared, and tokens have dates",
+            fix="start chrony or systemd-timesyncd; a container has its host's clock",
+        )
+    for name in _TOKENS:
+        yield note("token", f"{name}: {machine.tokens.get(name, 'none')}")
+    if machine.tpu is not None:
+        yield warning(
+            "TPU",
+            f"this machine has a TPU ({machine.tpu})",
+            expected="GPUs or CPUs: TPUs are not supported yet",
+            fix="--mesh.device cpu to try things out, or a machine with GPUs",
+        )
 
 
 def _memory() -> int | None:
-    """What this process may use: the machine's, or less where its container has a limit."""
+    """What this process may use: the machine's memory, or less if its container has a limit."""
     sizes = []
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = _text(Path(path))
+        text = text_of(Path(path))
         if text is not None and text.isdecimal():
             sizes.append(int(text))
     return min(sizes, default=None)
@@ -186,7 +154,7 @@ def _free(folder: Path) -> int:
 
 
 def _clock_synchronized() -> bool | None:
-    """What the kernel says of its clock; None where it cannot be asked."""
+    """The kernel's view of its clock; None if it cannot be queried."""
     if sys.platform != "linux":
         return None
     import ctypes
@@ -205,7 +173,7 @@ def _clock_synchronized() -> bool | None:
 
 
 def _tokens(environ: Mapping[str, str]) -> dict[str, str]:
-    """Where a token is, never the token."""
+    """Where each token is, never the token."""
     home = environ.get("HOME", str(Path.home()))
     places = {"HOME": home, "HF_HOME": environ.get("HF_HOME", f"{home}/.cache/huggingface")}
     found: dict[str, str] = {}
@@ -215,7 +183,7 @@ def _tokens(environ: Mapping[str, str]) -> dict[str, str]:
                 found.setdefault(name, f"set in {variable}")
         for file in files:
             path = Path(file.format(**places))
-            if path.is_file() and (path.name != ".netrc" or "wandb" in (_text(path) or "")):
+            if path.is_file() and (path.name != ".netrc" or "wandb" in (text_of(path) or "")):
                 found.setdefault(name, f"in {path}")
     return found
 
@@ -226,7 +194,8 @@ def _tpu(environ: Mapping[str, str]) -> str | None:
     return next((name for name in ("TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE") if environ.get(name)), None)
 
 
-def _text(path: Path) -> str | None:
+def text_of(path: Path) -> str | None:
+    """A small file's text; None if it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

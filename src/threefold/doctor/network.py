@@ -1,6 +1,6 @@
-"""The network of this machine: its interfaces, and which one gloo and NCCL would take. No torch.
+"""The network of this machine: its interfaces, and which one gloo and NCCL would use. No torch.
 
-gloo takes GLOO_SOCKET_IFNAME, else the interface that the hostname's address belongs to, else the loopback. NCCL takes
+gloo uses GLOO_SOCKET_IFNAME, else the interface with the hostname's address, else the loopback. NCCL uses
 NCCL_SOCKET_IFNAME, else InfiniBand's interfaces (`ib*`), else any but `docker*` and `lo`.
 """
 
@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from threefold.doctor.findings import Finding, note, ok, stop, warning
+from threefold.doctor.findings import Finding, judged, note, stop
+from threefold.doctor.machine import text_of
 
 _CLASS = Path("/sys/class/net")
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -22,7 +23,7 @@ _VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_SOCKET_IFNAME")
 
 @dataclass(frozen=True)
 class Interface:
-    """One network interface; speed in Mbit/s, where it is known."""
+    """One network interface; speed in Mbit/s, if it is known."""
 
     name: str
     address: str | None = None
@@ -40,7 +41,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Network:
-    """Interfaces, the address that the hostname stands for, InfiniBand ports, and the variables that choose."""
+    """Interfaces, the address that the hostname resolves to, InfiniBand ports, and the variables that choose."""
 
     host: str
     interfaces: Sequence[Interface] = ()
@@ -66,37 +67,35 @@ def look(environ: Mapping[str, str]) -> Network:
 
 
 def judge(network: Network, *, several_machines: bool) -> list[Finding]:
-    """What is in the way of ranks that meet over this network."""
+    """What would keep ranks from meeting over this network."""
     usable = [each for each in network.interfaces if each.up and each.address]
-    found = [note("interfaces", "; ".join(map(str, usable)) or "none with an IPv4 address")]
-    found.append(_gloo(network, usable, several_machines=several_machines))
-    found.append(_nccl(network, usable))
-    for ports in network.infiniband:
-        found.append(note("InfiniBand", ports))
-    if not network.infiniband:
-        found.append(note("InfiniBand", "none"))
+    found = [
+        note("interfaces", "; ".join(map(str, usable)) or "none with an IPv4 address"),
+        _gloo(network, usable, several_machines=several_machines),
+        _nccl(network, usable),
+        *(note("InfiniBand", ports) for ports in network.infiniband or ["none"]),
+    ]
     if network.variables:
         found.append(note("variables", ", ".join(f"{name}={value}" for name, value in network.variables.items())))
     return found
 
 
 def gloo_interface(network: Network) -> tuple[Interface | None, str]:
-    """The interface that gloo would take, and why."""
-    named = network.variables.get("GLOO_SOCKET_IFNAME")
-    by_name = {each.name: each for each in network.interfaces}
-    if named:
+    """The interface that gloo would use, and why."""
+    if named := network.variables.get("GLOO_SOCKET_IFNAME"):
+        by_name = {each.name: each for each in network.interfaces}
         return by_name.get(named.split(",")[0]), f"GLOO_SOCKET_IFNAME={named}"
-    for each in network.interfaces:
-        if each.address is not None and each.address == network.host_address:
-            return each, f"{network.host} stands for {network.host_address}"
-    loopback = next((each for each in network.interfaces if each.loopback), None)
-    if network.host_address is not None and network.host_address.startswith("127."):
-        return loopback, f"{network.host} stands for {network.host_address}"
-    return loopback, f"{network.host} stands for no address of this machine"
+    address = network.host_address
+    own = next((each for each in network.interfaces if address is not None and each.address == address), None)
+    if own is not None or (address or "").startswith("127."):
+        why = f"{network.host} resolves to {address}"
+    else:
+        why = f"{network.host} does not resolve to an address of this machine"
+    return own or next((each for each in network.interfaces if each.loopback), None), why
 
 
 def nccl_interface(network: Network) -> tuple[Interface | None, str]:
-    """The first interface that NCCL would take for its sockets, and why."""
+    """The first interface that NCCL would use for its sockets, and why."""
     usable = [each for each in network.interfaces if each.up and each.address]
     if named := network.variables.get("NCCL_SOCKET_IFNAME"):
         exact, excluded = named.startswith("="), named.startswith("^")
@@ -116,34 +115,27 @@ def _gloo(network: Network, usable: Sequence[Interface], *, several_machines: bo
     others = [each.name for each in usable if not each.loopback and not _is_bridge(each)]
     hint = f"GLOO_SOCKET_IFNAME={others[0] if others else 'NAME'}, the one that the machines share, on all of them"
     if chosen is None:
-        return stop("gloo", f"{why}, and this machine has no such interface", expected=_names(usable), fix=hint)
+        return stop("gloo", f"{why}, but this machine has no such interface", expected=_names(usable), fix=hint)
     if chosen.loopback and several_machines:
-        return stop(
-            "gloo",
-            f"would offer {chosen.address or '127.0.0.1'} to the other machines: {why}",
-            expected="an address that they can reach",
-            fix=hint,
-        )
-    if chosen.loopback and others:
-        return warning(
-            "gloo",
-            f"takes {chosen.name}: {why}",
-            expected="on one machine this is right; ranks of several machines could not connect to one another",
-            fix=f"for several machines: {hint}",
-        )
-    return ok("gloo", f"takes {chosen.name}: {why}")
+        what = f"would offer {chosen.address or '127.0.0.1'} to the other machines: {why}"
+        return stop("gloo", what, expected="an address that they can reach", fix=hint)
+    return judged(
+        "gloo",
+        f"uses {chosen.name}: {why}",
+        not (chosen.loopback and others),
+        otherwise="warning",
+        expected="on one machine this is right; ranks on several machines could not connect to one another",
+        fix=f"for several machines: {hint}",
+    )
 
 
 def _nccl(network: Network, usable: Sequence[Interface]) -> Finding:
     chosen, why = nccl_interface(network)
-    if chosen is None:
-        return stop(
-            "NCCL",
-            f"{why}, and this machine has no such interface with an address",
-            expected=_names(usable),
-            fix="NCCL_SOCKET_IFNAME=NAME, the one that the machines share, or unset it",
-        )
-    return note("NCCL", f"would take {chosen.name} for its sockets: {why}")
+    if chosen is not None:
+        return note("NCCL", f"would use {chosen.name} for its sockets: {why}")
+    what = f"{why}, but this machine has no such interface with an address"
+    fix = "NCCL_SOCKET_IFNAME=NAME, the one that the machines share, or unset it"
+    return stop("NCCL", what, expected=_names(usable), fix=fix)
 
 
 def _names(interfaces: Sequence[Interface]) -> str:
@@ -155,8 +147,8 @@ def _is_bridge(interface: Interface) -> bool:
 
 
 def _interface(name: str) -> Interface:
-    state = _text(_CLASS / name / "operstate")
-    speed = _text(_CLASS / name / "speed")
+    state = text_of(_CLASS / name / "operstate")
+    speed = text_of(_CLASS / name / "speed")
     return Interface(
         name,
         _address(name),
@@ -166,7 +158,7 @@ def _interface(name: str) -> Interface:
 
 
 def _address(name: str) -> str | None:
-    """The interface's IPv4 address, asked of the kernel."""
+    """The interface's IPv4 address, from the kernel."""
     if sys.platform != "linux":
         return None
     import fcntl
@@ -183,14 +175,6 @@ def _address(name: str) -> str | None:
 def _infiniband_ports() -> list[str]:
     found = []
     for port in sorted(_INFINIBAND.glob("*/ports/*")):
-        state, rate = _text(port / "state"), _text(port / "rate")
-        layer = _text(port / "link_layer")
+        state, rate, layer = (text_of(port / name) for name in ("state", "rate", "link_layer"))
         found.append(f"{port.parts[-3]} port {port.name}: {state or 'unknown'}, {rate or '?'}, {layer or '?'}")
     return found
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None

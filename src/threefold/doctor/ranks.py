@@ -1,19 +1,46 @@
-"""What ranks say of themselves, side by side: where each is, and in what they differ. No torch, no communication."""
+"""What the ranks of a mesh find together: each looks at its machine, all measure the mesh, rank 0 gathers.
+
+Every wait has a limit: ranks put their reports into the rendezvous store, and a rank that reports nothing in time is
+left out and named. `judge` compares the reports, without torch and communication.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from threefold.doctor.findings import Finding, note, ok, stop, warning
-from threefold.errors import ranks_text
-from threefold.mesh.topology import Topology
+from threefold.config.schema import Config
+from threefold.doctor import gpu, machine, network, packages
+from threefold.doctor.findings import Finding, judged, note, ok, stop, warning
+from threefold.errors import EXIT_FAILED, ranks_text
+from threefold.mesh import environment
+from threefold.mesh.launchers.info import LaunchInfo
+from threefold.mesh.topology import AXES, Topology
 
+if TYPE_CHECKING:
+    from threefold.mesh.mesh import Mesh
+
+_KEY = "threefold/doctor"
 _MOST_SKEW_S = 1.0
 _MOST_SHOWN = 16
-# Ranks with other versions of these do not compute or say the same.
+# Ranks with different versions of these do not compute or send the same.
 _MUST_AGREE = ("torch", "transformers", "threefold", "NCCL")
+
+
+@dataclass(frozen=True)
+class MachineReport:
+    """Everything found on one machine, and the facts behind it."""
+
+    findings: list[Finding]
+    facts: dict[str, Any]
+    versions: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -28,12 +55,175 @@ class RankReport:
     clock: float
     versions: dict[str, str] = field(default_factory=dict)
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> RankReport:
-        return cls(**json.loads(text))
+@dataclass(frozen=True)
+class MeshReport:
+    """Everything found on a mesh; complete on rank 0, elsewhere only `stuck`.
+
+    Attributes:
+        ranks: a line for each rank.
+        stuck: an operation of this rank that did not end within its limit, and never will.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    ranks: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    stuck: Finding | None = None
+
+
+def look_at_machine(config: Config, *, several_machines: bool) -> MachineReport:
+    """All checks that need no other rank."""
+    environ = environment.variables()
+    folders = {"runs": Path(config.log.dir or "runs"), "caches": environment.cache_folder()}
+    host = machine.look(environ, folders=folders)
+    nets = network.look(environ)
+    installed = packages.look()
+    seen = gpu.look(environ)
+    findings = [
+        *machine.judge(host),
+        *network.judge(nets, several_machines=several_machines),
+        *packages.judge(installed, gpus=bool(seen.gpus)),
+        *gpu.judge(seen),
+    ]
+    versions = {name: installed[name].version for name in (*packages.SHOWN, "threefold") if name in installed}
+    versions["Python"] = host.python
+    if seen.nccl is not None:
+        versions["NCCL"] = ".".join(map(str, seen.nccl))
+    if seen.driver is not None:
+        versions["driver"] = seen.driver
+    pairs = [[*pair, kind] for pair, kind in seen.links.items()]
+    facts = {**asdict(host), "network": asdict(nets), "torch": {**asdict(seen), "links": pairs}}
+    return MachineReport(findings, facts, versions)
+
+
+def look_at_mesh(mesh: Mesh, report: MachineReport, info: LaunchInfo, *, limit_s: float) -> MeshReport:
+    """Everything that this machine and the other ranks have found; every rank calls it.
+
+    Args:
+        limit_s: the longest time of one test.
+    """
+    reports, result, stuck = _measured(mesh, report, info, limit_s=limit_s)
+    # Rank 0 also reports the faults of the other machines.
+    bad = [asdict(finding) for finding in report.findings if finding.level in ("stop", "warning")]
+    part = json.dumps({"measured": result, "machine": bad, "stuck": asdict(stuck) if stuck else None})
+    results = _exchange(mesh, "result", part, 2 * limit_s)
+    if mesh.rank != 0:
+        return MeshReport(stuck=stuck)
+    heard = {rank: json.loads(text) for rank, text in results.items()}
+    findings = [*report.findings, *_of_others(reports, heard), *judge(reports, mesh.topology)]
+    findings += _of_links(heard, reports, mesh)
+    facts = {
+        "machine": report.facts,
+        "mesh": dict(zip(AXES, mesh.topology.sizes, strict=True)),
+        "ranks": [asdict(each) for each in reports],
+        "measured": {rank: each["measured"] for rank, each in heard.items()},
+    }
+    return MeshReport(findings, rank_map(reports, mesh.topology), facts, stuck)
+
+
+def agree_on_code(mesh: Mesh, code: int | None, stuck: Finding | None, *, limit_s: float) -> int:
+    """Rank 0's exit code, on every rank; the other ranks pass None. 1 if rank 0 is gone."""
+    store = mesh.store
+    assert store is not None
+    if code is not None:
+        store.set(f"{_KEY}/code", str(code))
+        _exchange(mesh, "done", "", limit_s)
+        return code
+    try:
+        store.wait([f"{_KEY}/code"], timedelta(seconds=3 * limit_s))
+        code = int(store.get(f"{_KEY}/code"))
+        store.set(f"{_KEY}/done/{mesh.rank}", "")
+    except RuntimeError:  # rank 0, which prints for all, is gone
+        if stuck is not None:
+            sys.stderr.write("\n".join([*stuck.lines(), ""]))
+        return EXIT_FAILED
+    return code
+
+
+def _measured(
+    mesh: Mesh, report: MachineReport, info: LaunchInfo, *, limit_s: float
+) -> tuple[list[RankReport], dict[str, Any] | None, Finding | None]:
+    """(the reports of the ranks that sent one, this rank's measurements, the operation that did not end)."""
+    from threefold.doctor import links
+
+    stuck = None
+    try:
+        links.meet(mesh, limit_s=limit_s)
+    except links.StuckError as error:
+        stuck = error.finding(limit_s)
+    own = RankReport(
+        mesh.rank,
+        info.host or report.facts["host"],
+        info.local_rank,
+        os.getpid(),
+        _device_name(mesh),
+        time.time(),
+        report.versions,
+    )
+    texts = _exchange(mesh, "report", json.dumps(asdict(own)), limit_s)
+    reports = [RankReport(**json.loads(text)) for text in texts.values()]
+    if stuck is not None or len(reports) < mesh.world_size:
+        return reports, None, stuck
+    try:
+        measured = links.measure(mesh, limit_s=limit_s, hosts=[each.host for each in reports])
+    except links.StuckError as error:
+        return reports, None, error.finding(limit_s)
+    return reports, asdict(measured), None
+
+
+def _exchange(mesh: Mesh, name: str, part: str, limit_s: float) -> dict[int, str]:
+    """The texts of the ranks that send one in time, by rank in order. Only rank 0 waits for results."""
+    keys = [f"{_KEY}/{name}/{rank}" for rank in range(mesh.world_size)]
+    store = mesh.store
+    assert store is not None
+    store.set(keys[mesh.rank], part)
+    if name != "report" and mesh.rank != 0:
+        return {}
+    ends = time.monotonic() + limit_s
+    found = {}
+    for rank, key in enumerate(keys):
+        try:
+            store.wait([key], timedelta(seconds=max(0.01, ends - time.monotonic())))
+            found[rank] = store.get(key).decode()
+        except RuntimeError:  # that rank is gone or late
+            continue
+    return found
+
+
+def _of_others(reports: Sequence[RankReport], heard: dict[int, dict[str, Any]]) -> list[Finding]:
+    """The faults of each other machine, as its first rank found them."""
+    found, seen = [], {reports[0].host}
+    for report in reports:
+        if report.host in seen or report.rank not in heard:
+            continue
+        seen.add(report.host)
+        faults = [Finding(**values) for values in heard[report.rank]["machine"]]
+        found += [replace(fault, what=f"on {report.host}: {fault.what}") for fault in faults]
+    return found
+
+
+def _of_links(heard: dict[int, dict[str, Any]], reports: Sequence[RankReport], mesh: Mesh) -> list[Finding]:
+    from threefold.doctor import links
+
+    stuck = [Finding(**each["stuck"]) for each in heard.values() if each["stuck"]]
+    found = list({finding.what: finding for finding in stuck}.values())
+    missing = sorted(set(range(mesh.world_size)) - set(heard))
+    if missing:
+        what, fix = f"no result came from {ranks_text(missing)}", "look at the output of that rank and of its host"
+        found.append(stop("ranks", what, expected="a result from every rank", fix=fix))
+    measured = {rank: links.Measured.of(each["measured"]) for rank, each in heard.items() if each["measured"]}
+    if found or not measured:  # if a test hung, the other ranks measured while they waited
+        return found
+    own_links = mesh.device.type == "cuda" or len({report.host for report in reports}) > 1
+    return links.judge(measured, own_links=own_links)
+
+
+def _device_name(mesh: Mesh) -> str:
+    if mesh.device.type != "cuda":
+        return str(mesh.device)
+    import torch
+
+    return f"{mesh.device} {torch.cuda.get_device_name(mesh.device)}"
 
 
 def rank_map(reports: Sequence[RankReport], topology: Topology) -> list[str]:
@@ -50,51 +240,38 @@ def rank_map(reports: Sequence[RankReport], topology: Topology) -> list[str]:
 
 
 def judge(reports: Sequence[RankReport], topology: Topology) -> list[Finding]:
-    """In what the ranks differ, and axes that a host's border cuts."""
-    found = [finding for name in _versions(reports) for finding in _differences(name, reports)]
+    """How the ranks differ, and the axes that span several hosts."""
+    found = []
+    for name in sorted({name for report in reports for name in report.versions}):
+        by_version: dict[str, list[int]] = {}
+        for report in reports:
+            by_version.setdefault(report.versions.get(name, "none"), []).append(report.rank)
+        if len(by_version) > 1:
+            versions = "; ".join(f"{version} on {ranks_text(ranks)}" for version, ranks in by_version.items())
+            finding = (stop if name in _MUST_AGREE else warning)(
+                "versions of the ranks",
+                f"{name}: {versions}",
+                expected="the same everywhere, so that all ranks compute and send the same",
+                fix="the same environment or image on every machine",
+            )
+            found.append(finding)
     found = found or [ok("versions of the ranks", "the same on all")]
-    found.append(_clocks(reports))
-    hosts = {report.rank: report.host for report in reports}
-    for axis in ("tp", "cp"):
-        for ranks in topology.groups(axis):
-            if len({hosts[rank] for rank in ranks if rank in hosts}) > 1:
-                found.append(
-                    note(f"axis {axis}", f"{ranks_text(ranks)} are on several hosts: every layer waits for the network")
-                )
-                break
-    return found
-
-
-def _versions(reports: Sequence[RankReport]) -> list[str]:
-    return sorted({name for report in reports for name in report.versions})
-
-
-def _differences(name: str, reports: Sequence[RankReport]) -> list[Finding]:
-    by_version: dict[str, list[int]] = {}
-    for report in reports:
-        by_version.setdefault(report.versions.get(name, "none"), []).append(report.rank)
-    if len(by_version) == 1:
-        return []
-    what = "; ".join(f"{version} on {ranks_text(ranks)}" for version, ranks in by_version.items())
-    say = stop if name in _MUST_AGREE else warning
-    return [
-        say(
-            "versions of the ranks",
-            f"{name}: {what}",
-            expected="the same everywhere, so that all ranks compute and say the same",
-            fix="the same environment or image on every machine",
-        )
-    ]
-
-
-def _clocks(reports: Sequence[RankReport]) -> Finding:
     first, last = (choose(reports, key=lambda report: report.clock) for choose in (min, max))
     skew_s = last.clock - first.clock
-    if skew_s <= _MOST_SKEW_S:
-        return ok("clocks of the ranks", f"within {max(skew_s, 0.001):.3f} s")
-    return warning(
+    close, far = f"within {max(skew_s, 0.001):.3f} s", f"{last.host} is {skew_s:.1f} s ahead of {first.host}"
+    clocks = judged(
         "clocks of the ranks",
-        f"{last.host} is {skew_s:.1f} s ahead of {first.host}",
-        expected=f"within {_MOST_SKEW_S:g} s: logs of several machines are read side by side",
+        close if skew_s <= _MOST_SKEW_S else far,
+        skew_s <= _MOST_SKEW_S,
+        otherwise="warning",
+        expected=f"within {_MOST_SKEW_S:g} s: logs of several machines are compared",
         fix="start chrony or systemd-timesyncd on both",
     )
+    found.append(clocks)
+    hosts = {report.rank: report.host for report in reports}
+    for axis in ("tp", "cp"):
+        cut = (ranks for ranks in topology.groups(axis) if len({hosts[rank] for rank in ranks if rank in hosts}) > 1)
+        if ranks := next(cut, None):
+            text = f"{ranks_text(ranks)} are on several hosts: every layer waits for the network"
+            found.append(note(f"axis {axis}", text))
+    return found

@@ -1,22 +1,22 @@
 """`threefold explain`: the log of any torch.distributed program -> what happened, the line that matters, what to do.
 
-Where a log shows several errors, the one nearest to the beginning of the failure explains it: a cause before a symptom,
-a symptom before a consequence (`Tier`). An error that has no page but ended a rank's traceback is the program's own;
-it comes before symptoms, because the other ranks' lost connections and timeouts follow from it. No torch.
+If a log shows several errors, the one nearest to the beginning of the failure explains it: a cause before a symptom, a
+symptom before a consequence (`Tier`). An error that has no page but ended a rank's traceback is the program's own; it
+comes before symptoms, because the other ranks' lost connections and timeouts follow from it. No torch.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from threefold.explain.known import PAGES, KnownError, Tier, known_errors
 from threefold.explain.log import Line, Log, Raised
 
 _SHOWN = 300
-# A full disk or a lost connection has the same words everywhere; this is about programs that train.
+# A full disk or a lost connection has the same words in every program; only logs of training programs are explained.
 _FIELD = re.compile(
     r"torch|c10d|\bgloo|NCCL|\[rank\d|transformers|huggingface|accelerate|deepspeed|threefold|flash_attn|CUDA|cuda:\d"
     r"|vllm|tensor parallel|mp_size|world[_ ]size"
@@ -36,23 +36,23 @@ class Hit:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What happened, from what it follows, and what else the log shows because of it.
+    """What happened, its evidence, and the other errors in the log.
 
     Attributes:
         line: the one that matters.
-        frame: place in the program, where a traceback names one.
-        facts: what the log says in numbers.
-        others: known errors that follow from this one, or stand beside it.
+        frame: place in the program, if a traceback names one.
+        facts: sentences with the log's numbers.
+        others: known errors that follow from this one, or occur next to it.
     """
 
     known: KnownError
     line: Line
     frame: str | None = None
     facts: Sequence[str] = ()
-    others: Sequence[Hit] = field(default=())
+    others: Sequence[Hit] = ()
 
     def text(self) -> str:
-        """For people."""
+        """The explanation as text."""
         lines = [f"{self.known.title}  [{self.known.name}]", f"  {self.line.where()}: {_shortened(self.line.text)}"]
         if self.frame:
             lines.append(f"  at {self.frame}")
@@ -66,22 +66,21 @@ class Explanation:
 
 
 def explain(text: str, *, pages: Path = PAGES) -> Explanation | None:
-    """What the log says has happened, or None where no error in it is known or it is of another kind of program."""
+    """What happened according to the log; None if it has no known error or is from another kind of program."""
     log = Log.of(text)
     if not _FIELD.search(log.text):
         return None
     raised, known = log.raised(), known_errors(pages)
     hits = sorted(_hits(log, raised, known.values()), key=_precedence)
     if not raised and all(_WARNING.match(line.text) for hit in hits for line in hit.lines):
-        hits = []  # torch warns of attempts that it then makes good
+        hits = []  # torch warns of attempts that succeed later
     if hits and hits[0].known.tier is Tier.CAUSE:
         return _explained(log, hits)
-    if (said := _THREE_PARTS.search(log.text)) is not None:
-        facts = [f"expected: {said['expected']}", f"fix: {said['fix']}"]
-        return Explanation(known["threefold"], log.line_at(said.start()), None, facts, hits)
-    own = _own_error(text, raised, hits)
-    if own is not None:
-        facts = ["it ended rank " + str(own.line.rank)] if own.line.rank is not None else []
+    if (ours := _THREE_PARTS.search(log.text)) is not None:
+        facts = [f"expected: {ours['expected']}", f"fix: {ours['fix']}"]
+        return Explanation(known["threefold"], log.line_at(ours.start()), None, facts, hits)
+    if (own := _own_error(text, raised, hits)) is not None:
+        facts = [f"it ended rank {own.line.rank}"] if own.line.rank is not None else []
         return Explanation(known["own-error"], own.line, own.frame, facts, hits)
     return _explained(log, hits) if hits else None
 
@@ -93,7 +92,7 @@ def _explained(log: Log, hits: Sequence[Hit]) -> Explanation:
 
 
 def last_error(text: str) -> Line | None:
-    """The line that ended the last traceback, for a log that cannot be explained."""
+    """The line that ended the last traceback; for a log that cannot be explained."""
     raised = Log.of(text).raised()
     return raised[-1].line if raised else None
 
@@ -104,11 +103,10 @@ def _hits(log: Log, raised: Sequence[Raised], errors: Iterable[KnownError]) -> l
     for known in errors:
         offsets = sorted({match.start() for sign in known.signs for match in sign.finditer(log.text)})
         lines = {line.number: line for line in map(log.line_at, offsets)}
-        if not lines:
-            continue
-        # A line that ended a traceback says more than a warning on the way to it.
+        # A line that ended a traceback says more than an earlier warning.
         ordered = sorted(lines.values(), key=lambda line: (line.number not in ended, line.number))
-        found.append(Hit(known, ordered, ended.get(ordered[0].number)))
+        if ordered:
+            found.append(Hit(known, ordered, ended.get(ordered[0].number)))
     return found
 
 
@@ -130,5 +128,4 @@ def _own_error(text: str, raised: Sequence[Raised], hits: Sequence[Hit]) -> Rais
 
 
 def _shortened(text: str) -> str:
-    text = text.strip()
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + " ..."
+    return text.strip()[:_SHOWN] + (" ..." if len(text.strip()) > _SHOWN else "")

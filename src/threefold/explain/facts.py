@@ -1,4 +1,4 @@
-"""What can be read from the lines of an error: by how much memory was short, which rank did not come, which port.
+"""Facts from the lines of an error: how much memory was missing, which rank was absent, which port.
 
 Each function gets the log and the lines that show the error, and returns sentences. No torch.
 """
@@ -22,33 +22,33 @@ _LAST_WORK = re.compile(r"last enqueued (?:NCCL )?work: (-?\d+), last completed 
 
 
 def none(log: Log, lines: Sequence[Line]) -> list[str]:
-    """Nothing: of most errors the line itself says all there is."""
+    """Nothing: for most errors, the line itself says everything."""
     return []
 
 
 def gpu_memory(log: Log, lines: Sequence[Line]) -> list[str]:
-    """By how much memory was short, and whether it is there in pieces."""
+    """How much memory was missing, and whether it is available in pieces."""
     text = lines[0].text
     asked = _bytes(rf"Tried to allocate {_SIZE}", text)
     free = _bytes(rf"of which {_SIZE} is free", text) or _bytes(rf"{_SIZE} free", text)
     if asked is None or free is None:
         return []
     short = size_text(max(0, asked - free))
-    found = [f"{size_text(asked)} were asked for and {size_text(free)} are free: at least {short} short"]
+    found = [f"{size_text(asked)} were requested and {size_text(free)} are free: at least {short} short"]
     pieces = _bytes(rf"{_SIZE} is reserved by PyTorch but unallocated", text)
     if pieces is not None and pieces + free >= asked:
-        found.append(f"{size_text(pieces)} are reserved but unallocated, which would be enough: begin with step 1")
+        found.append(f"{size_text(pieces)} are reserved but unallocated, which would be enough: start with step 1")
     elif pieces is not None:
         found.append(f"only {size_text(pieces)} are reserved but unallocated, so step 1 will not be enough")
     total = _bytes(rf"total capac\w+ of {_SIZE}", text)
     own = _bytes(rf"this process has {_SIZE} memory in use", text)
     if total is not None and own is not None and total - own - free > 2**30:
-        found.append(f"{size_text(total - own - free)} of this GPU belong to other processes: nvidia-smi shows them")
-    return found + _ranks(lines)
+        found.append(f"{size_text(total - own - free)} of this GPU belong to other processes: nvidia-smi lists them")
+    return found + ranks(log, lines)
 
 
 def nccl_timeout(log: Log, lines: Sequence[Line]) -> list[str]:
-    """Who waited for whom: ranks in different operations, ranks that stand further back, ranks that said nothing."""
+    """Which ranks the others waited for: those in other operations, those behind, those that reported nothing."""
     limit = _TIMEOUT_MS.search(lines[0].text)
     found = [f"the limit was {int(limit[1]) / 1000:g} s"] if limit else []
     return found + _where_ranks_stood(*_operations(log))
@@ -72,17 +72,17 @@ def _where_ranks_stood(first: dict[int, tuple[int, str]], enqueued: dict[int, in
     by_kind = _grouped({rank: kind for rank, (_, kind) in first.items()})
     by_number = _grouped({rank: number for rank, (number, _) in first.items()})
     if len(by_kind) > 1:
-        ways = "; ".join(f"{ranks_text(ranks)} in {kind}" for kind, ranks in by_kind)
-        return [f"the ranks went different ways: {ways}: uneven batches, or an `if rank == 0` around a collective"]
+        ways = "; ".join(f"{ranks_text(own)} in {kind}" for kind, own in by_kind)
+        return [f"the ranks took different paths: {ways}: uneven batches, or an `if rank == 0` around a collective"]
     if len(by_number) > 1:
-        (behind, ranks), (ahead, _) = by_number[0], by_number[-1]
-        return [f"{ranks_text(ranks)} stood further back than the others (operation {behind} of {ahead}): look there"]
+        (behind, late), (ahead, _) = by_number[0], by_number[-1]
+        return [f"{ranks_text(late)} lagged behind the others (operation {behind} of {ahead}): look there"]
     if silent := sorted(set(range(max([*first, *enqueued], default=0) + 1)) - {*first, *enqueued}):
         return [f"{ranks_text(silent)} did not report this timeout: look there first"]
     by_last = _grouped(enqueued)
     if len(by_last) > 1:
-        fewest, ranks = by_last[0]
-        return [f"{ranks_text(ranks)} had begun the fewest operations ({fewest}): look there first"]
+        fewest, late = by_last[0]
+        return [f"{ranks_text(late)} had started the fewest operations ({fewest}): look there first"]
     return []
 
 
@@ -105,38 +105,37 @@ def port(log: Log, lines: Sequence[Line]) -> list[str]:
 
 
 def lost_peer(log: Log, lines: Sequence[Line]) -> list[str]:
-    """Whether the rank that is gone has failed at all: then the launcher would have seen it."""
-    found = _ranks(lines)
+    """Whether the rank that is gone has failed at all: the launcher would have reported it."""
+    found = ranks(log, lines)
     losers = {line.rank for line in lines if line.rank is not None}
     failed = {int(rank) for rank in re.findall(r"^\s+rank +: (\d+)", log.text, re.MULTILINE)}
     if failed and failed == losers:
-        found.append(
-            "no other rank has failed: the one that is gone was done before the others (uneven numbers of batches?)"
-        )
+        found.append("no other rank has failed: the missing one finished before the others (uneven batches?)")
     return found
 
 
 def first_failure(log: Log, lines: Sequence[Line]) -> list[str]:
-    """The rank that the launcher saw fail first, and its exit code."""
+    """The rank that failed first according to the launcher, and its exit code."""
     _, found, text = log.text.partition("Root Cause (first observed failure)")
     rank, code = re.search(r"\brank +: (\d+)", text), re.search(r"exitcode +: (-?\d+)", text)
     if not found or rank is None or code is None:
-        return _ranks(lines)
+        return ranks(log, lines)
     host = re.search(r"\bhost +: (\S+)", text)
     where = f" on {host[1]}" if host else ""
     return [f"rank {rank[1]}{where} failed first, with exit code {code[1]}{_signal(int(code[1]))}"]
 
 
 def devices(log: Log, lines: Sequence[Line]) -> list[str]:
-    """The devices that met."""
+    """The devices of one operation."""
     found = re.findall(r"\b(?:cuda:\d+|cpu|meta|mps:\d+|xpu:\d+)\b", lines[0].text.partition("devices")[2])
     met = sorted(set(found))
-    return [f"{' and '.join(met)} met in one operation"] if len(met) > 1 else []
+    return [f"{' and '.join(met)} were combined in one operation"] if len(met) > 1 else []
 
 
 def ranks(log: Log, lines: Sequence[Line]) -> list[str]:
-    """The ranks that show it, where there are several."""
-    return _ranks(lines)
+    """The ranks that show it, if there are several."""
+    seen = {line.rank for line in lines if line.rank is not None}
+    return [f"on {ranks_text(seen)}"] if len(seen) > 1 else []
 
 
 def repository(log: Log, lines: Sequence[Line]) -> list[str]:
@@ -149,11 +148,6 @@ def repository(log: Log, lines: Sequence[Line]) -> list[str]:
         if found := re.search(r"(?:model|repo|repository|for) '?([\w-]+/[\w.-]+)'?", line.text):
             return [f"repository {found[1].rstrip('.')}"]
     return []
-
-
-def _ranks(lines: Sequence[Line]) -> list[str]:
-    seen = {line.rank for line in lines if line.rank is not None}
-    return [f"on {ranks_text(seen)}"] if len(seen) > 1 else []
 
 
 def _bytes(pattern: str, text: str) -> int | None:

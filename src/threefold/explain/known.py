@@ -1,6 +1,6 @@
-r"""What is known of an error is one Markdown page in `pages/`: the lines that show it, its cause, and what to do.
+r"""Each known error is one Markdown page in `pages/`: the lines that show it, its cause, and what to do.
 
-A page is all that an error needs: the command reads the pages and prints from them. Its file name is the error's name.
+An error needs only a page: the command reads the pages and prints from them. The file name is the error's name.
 
     ---
     tier: cause                                  (or symptom, or consequence: see `Tier`)
@@ -9,9 +9,9 @@ A page is all that an error needs: the command reads the pages and prints from t
       CUDA out of memory
     ---
 
-    # what has happened, in one line
+    # what happened, in one line
 
-        a line as it stands in a log
+        a line from a log
 
     Why it happens.
 
@@ -38,7 +38,7 @@ _PAGE = re.compile(
 
 
 class Tier(IntEnum):
-    """How near to the beginning of a failure an error stands: where a log has several, the nearest explains it."""
+    """How near to the beginning of a failure an error occurs: if a log has several, the nearest explains it."""
 
     CAUSE = 0
     SYMPTOM = 1
@@ -47,11 +47,11 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True)
 class KnownError:
-    """One error of the field, as its page describes it.
+    """One error, as its page describes it.
 
     Attributes:
-        signs: none where another rule finds the error: an error of the program's own, a message of threefold.
-        facts: returns what can be read from the lines that show the error: sizes, ranks, ports.
+        signs: empty if another rule finds the error: the program's own error, or a message from threefold.
+        facts: returns sentences about the lines that show the error: sizes, ranks, ports.
     """
 
     name: str
@@ -68,7 +68,7 @@ def read_page(path: Path) -> KnownError:
     """The error that a page describes.
 
     Raises:
-        ValueError: the page is not written as the docstring of this module says.
+        ValueError: the page does not have the form in this module's docstring.
     """
     page = _PAGE.fullmatch(path.read_text(encoding="utf-8"))
     if page is None:

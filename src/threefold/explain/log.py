@@ -1,6 +1,6 @@
-"""What a log of several ranks says, line by line: which rank wrote it, and which lines are the errors of tracebacks.
+"""A log of several ranks, line by line: which rank wrote it, and which lines are the errors of tracebacks.
 
-Launchers and torch put the rank before a line in their own ways; a log of one process has none. No torch.
+Launchers and torch each have their own way to put the rank before a line; a log of one process has no ranks. No torch.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-# torch's own handler and its C++ log, torchrun --tee, srun --label, Open MPI --tag-output, Megatron's habit.
+# torch's own handler and its C++ log, torchrun --tee, srun --label, Open MPI --tag-output, Megatron.
 _PREFIX = re.compile(
     r"^(?:\[rank(\d+)\]:? ?|\[\w*?(\d+)\]:|(\d+): |\[\d+,(\d+)\]<std(?:out|err)>: ?|\[Rank (\d+)\] ?|\(.*? pid=\d+\) ?)"
 )
-# What a container's runtime or a logger puts before every line.
+# The prefix of a container's runtime or a logger.
 _STAMP = re.compile(r"^\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}\S*\s(?:std(?:out|err) [FP] )?")
 _INSIDE = re.compile(r"\b[Rr]ank[ :=]*(\d+)\b")
 _ERROR = re.compile(
@@ -84,13 +84,13 @@ class Log:
             yield _parsed(number, text)
 
     def raised(self) -> list[Raised]:
-        """The errors of all tracebacks, in order; of errors raised while another was handled, the last one."""
+        """The errors of all tracebacks, in order; of chained errors only the last one."""
         found: list[Raised] = []
-        # Ranks write at the same time, so each has a traceback of its own under way.
+        # Ranks write at the same time, so each may have an open traceback.
         frames: dict[int | None, str | None] = {}
         chained: set[int | None] = set()
         for line in self.lines():
-            if _TRACEBACK in line.text:  # behind a progress bar, which ends no line
+            if _TRACEBACK in line.text:  # may follow a progress bar on the same line
                 frames[line.rank] = None
                 continue
             if line.text.startswith(_CHAINED):
@@ -112,9 +112,9 @@ class Log:
 
 def _parsed(number: int, text: str) -> Line:
     rank: int | None = None
-    text = text.rstrip("\r").rpartition("\r")[2]  # what a progress bar has left standing
+    text = text.rstrip("\r").rpartition("\r")[2]  # the rest of a progress bar's line
     text = _STAMP.sub("", text)
-    # Two may stand one behind the other: a launcher's and torch's.
+    # There may be two: a launcher's and torch's.
     for _ in range(2):
         prefix = _PREFIX.match(text)
         if prefix is None:

@@ -1,4 +1,4 @@
-"""What every cluster's job consists of: a name, numbers of hosts and ranks that fit the mesh, and no secrets.
+"""The common parts of every cluster's job: a name, numbers of hosts and ranks that fit the mesh, and no secrets.
 
 The jobs themselves are in `slurm`, `sagemaker` and `kubernetes`: pure functions from a config and options to a text or
 a request, so `--dry-run` prints exactly what would be sent.
@@ -7,12 +7,14 @@ a request, so `--dry-run` prints exactly what would be sent.
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from threefold.config.schema import MeshConfig
-from threefold.errors import ConfigError, Problem
+from threefold.config.schema import Config, MeshConfig
+from threefold.errors import ConfigError, Problem, RunError
 from threefold.mesh.topology import Topology, resolve
 
 _SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "PRIVATE_KEY", "CREDENTIAL")
@@ -28,11 +30,8 @@ class Ranks:
     per_host: int
 
 
-def ranks_of(mesh: MeshConfig, *, num_hosts: int, per_host: int | None, option: str) -> Ranks:
+def ranks_of(mesh: MeshConfig, *, num_hosts: int, per_host: int | None) -> Ranks:
     """Returns the ranks of a job: `per_host` as given, or as many as the mesh asks for.
-
-    Args:
-        option: the option by which a user sets `per_host`.
 
     Raises:
         ConfigError: the mesh leaves the number of ranks open, or does not fit it.
@@ -43,9 +42,9 @@ def ranks_of(mesh: MeshConfig, *, num_hosts: int, per_host: int | None, option: 
     sizes = (mesh.dp, mesh.dp_shard, mesh.cp, mesh.tp)
     if all(size is None for size in sizes) or "auto" in (mesh.dp, mesh.cp, mesh.tp):
         raise ConfigError(
-            "the mesh leaves the number of ranks open, and a job must ask for its hosts' devices",
+            "the mesh leaves the number of ranks open, but a job must ask for its hosts' devices",
             expected="mesh.dp, mesh.cp and mesh.tp as numbers, or the ranks on each host",
-            fix=f"{option} 8   (or --mesh.dp 8)",
+            fix="--ranks-per-node 8   (or --mesh.dp 8)",
         )
     topology, _ = resolve(mesh, launched_world_size=None, num_devices=None)
     if topology.world_size % num_hosts:
@@ -58,7 +57,7 @@ def ranks_of(mesh: MeshConfig, *, num_hosts: int, per_host: int | None, option: 
 
 
 def checked_name(name: str, *, longest: int, lower: bool = False) -> str:
-    """Returns a job's name if the cluster accepts it; it becomes part of host names and folders.
+    """Returns a job's name if the cluster accepts it; host names and folders contain it.
 
     Raises:
         ConfigError: the name has other characters, or is too long.
@@ -66,16 +65,16 @@ def checked_name(name: str, *, longest: int, lower: bool = False) -> str:
     characters = "a-z0-9" if lower else "A-Za-z0-9"
     if re.fullmatch(f"[{characters}]([{characters}-]{{0,{longest - 2}}}[{characters}])?", name):
         return name
-    kind = "small letters" if lower else "letters"
+    kind = "lower-case letters" if lower else "letters"
     proposed = re.sub(f"[^{characters}]+", "-", name.lower() if lower else name).strip("-")[:longest].strip("-")
     raise ConfigError(
-        f"--name {name!r} is no name for this cluster's jobs",
+        f"--name {name!r} is not a valid name for this cluster's jobs",
         expected=f"{kind}, digits and single dashes inside, at most {longest} characters",
         fix=f"--name {proposed or 'threefold'}",
     )
 
 
-def variables(given: Sequence[str], environ: Mapping[str, str], *, secret_fix: str) -> dict[str, str]:
+def variables(given: Sequence[str] | None, environ: Mapping[str, str], *, secret_fix: str) -> dict[str, str]:
     """Returns the job's variables from `NAME=VALUE`, or from `NAME` with its value in this environment.
 
     Raises:
@@ -83,26 +82,18 @@ def variables(given: Sequence[str], environ: Mapping[str, str], *, secret_fix: s
     """
     found: dict[str, str] = {}
     problems = []
-    for entry in given:
+    for entry in given or ():
         name, equals, value = entry.partition("=")
         if not _VARIABLE.fullmatch(name):
-            problems.append(
-                Problem(
-                    f"--env {entry!r} names no variable", "NAME=VALUE, or NAME to take it from here", "--env NAME=VALUE"
-                )
-            )
-        elif is_secret(name):
-            problems.append(
-                Problem(
-                    f"--env {name} looks like a secret: its value would be kept in the job's description",
-                    "secrets in the cluster's own store, and only their names in the job",
-                    secret_fix.format(name=name),
-                )
-            )
+            expected = "NAME=VALUE, or NAME to take its value from this environment"
+            problems.append(Problem(f"--env {entry!r} does not name a variable", expected, "--env NAME=VALUE"))
+        elif any(word in name.upper() for word in _SECRET_WORDS):
+            what = f"--env {name} looks like a secret: its value would be kept in the job's description"
+            expected = "secrets in the cluster's own store, and only their names in the job"
+            problems.append(Problem(what, expected, secret_fix.format(name=name)))
         elif not equals and name not in environ:
-            problems.append(
-                Problem(f"--env {name}, but {name} is not set here", "a value to pass on", f"--env {name}=VALUE")
-            )
+            what = f"--env {name}, but {name} is not set here"
+            problems.append(Problem(what, "a value to pass on", f"--env {name}=VALUE"))
         else:
             found[name] = value if equals else environ[name]
     if problems:
@@ -110,19 +101,14 @@ def variables(given: Sequence[str], environ: Mapping[str, str], *, secret_fix: s
     return found
 
 
-def is_secret(name: str) -> bool:
-    """Returns whether a variable's name suggests that its value is a secret."""
-    return any(word in name.upper() for word in _SECRET_WORDS)
-
-
-def named_pairs(given: Sequence[str], *, option: str, what: str, example: str) -> dict[str, str]:
+def named_pairs(given: Sequence[str] | None, option: str, what: str, *, example: str) -> dict[str, str]:
     """Returns {NAME: rest} of options written as NAME=REST.
 
     Raises:
         ConfigError: an option has another form.
     """
     found = {}
-    for entry in given:
+    for entry in given or ():
         name, equals, rest = entry.partition("=")
         if not (name and equals and rest):
             raise ConfigError(f"{option} {entry!r} is not {what}", expected=what, fix=f"{option} {example}")
@@ -130,15 +116,39 @@ def named_pairs(given: Sequence[str], *, option: str, what: str, example: str) -
     return found
 
 
+def handed_to(program: str, *arguments: str, text: str, missing: tuple[str, str], refused: tuple[str, str]) -> str:
+    """Returns the output of a cluster's own program, which gets the job as its input.
+
+    Args:
+        missing, refused: what is expected and how to fix it, if the program is not installed or refuses the job.
+
+    Raises:
+        ConfigError: the program is not installed. RunError: it refuses.
+    """
+    path = shutil.which(program)
+    if path is None:
+        raise ConfigError(f"{program} is not installed here", expected=missing[0], fix=missing[1])
+    done = subprocess.run([path, *arguments], input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        what = f"{program} did not accept the job: {done.stderr.strip()}"
+        raise RunError(what, expected=refused[0], fix=refused[1])
+    return done.stdout.strip()
+
+
+def config_document(config: Config) -> str:
+    """Returns a config as YAML."""
+    return as_document(config.model_dump(mode="json", exclude_none=True))
+
+
 def as_document(*documents: Mapping[str, Any]) -> str:
-    """Returns plain mappings as YAML documents."""
+    """Returns plain mappings as YAML documents, with multi-line text as lines."""
     import io
 
     from ruamel.yaml import YAML
     from ruamel.yaml.representer import SafeRepresenter
 
     class InLines(SafeRepresenter):
-        """Represents multi-line text as lines."""
+        pass
 
     def in_lines(representer: Any, text: str) -> Any:
         return representer.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)

@@ -7,19 +7,18 @@ and resumes from a volume that all pods share. Secrets are named; their values s
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
 from threefold.config.schema import Config
-from threefold.errors import ConfigError, Problem, RunError
-from threefold.jobs.job import Ranks, as_document, checked_name
+from threefold.errors import Problem
+from threefold.jobs.job import Ranks, as_document, checked_name, config_document, handed_to
 
 KINDS = ("pytorchjob", "trainjob", "jobset")
 _CONFIG_FOLDER = "/etc/threefold"
+_TRAIN = ("-m", "threefold", "train", f"{_CONFIG_FOLDER}/config.yaml")
 _PORT = 29500
 _LEAVE_S = 30
 _GPU = "nvidia.com/gpu"
@@ -27,7 +26,7 @@ _GPU = "nvidia.com/gpu"
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """Settings of a Kubernetes job that a config does not have.
+    """Settings of a Kubernetes job that are not in a config.
 
     Attributes:
         kind: one of KINDS.
@@ -41,7 +40,7 @@ class KubernetesOptions:
     image: str
     kind: str = "pytorchjob"
     namespace: str | None = None
-    gpus_per_pod: int | None = None
+    gpus_per_node: int | None = None
     cpu: str | None = None
     memory: str | None = None
     shm: str = "8Gi"
@@ -53,45 +52,34 @@ class KubernetesOptions:
     runtime: str = "torch-distributed"
 
 
-def problems(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[Problem]:
-    """Returns what would make the job fail or lose its work."""
-    found = []
+def problems(config: Config, ranks: Ranks, options: KubernetesOptions) -> Iterator[Problem]:
+    """Yields what would make the job fail or lose its work."""
     if options.kind not in KINDS:
-        found.append(Problem(f"--kind {options.kind!r}", f"one of {', '.join(KINDS)}", f"--kind {KINDS[0]}"))
+        yield Problem(f"--kind {options.kind!r}", f"one of {', '.join(KINDS)}", f"--kind {KINDS[0]}")
     for name, secret in options.secrets.items():
         if len(secret.split("/")) != 2 or not all(secret.split("/")):
-            found.append(
-                Problem(
-                    f"--secret {name}={secret} names no key of a Secret",
-                    "NAME=SECRET/KEY",
-                    f"--secret {name}=my-secret/{name}",
-                )
-            )
-    folders = [PurePosixPath(folder) for folder in options.volumes.values()]
+            what = f"--secret {name}={secret} does not name a key of a Secret"
+            yield Problem(what, "NAME=SECRET/KEY", f"--secret {name}=my-secret/{name}")
     run = PurePosixPath(config.log.dir) if config.log.dir is not None else None
-    if run is None or not any(run.is_relative_to(folder) for folder in folders):
-        where = "is not set" if run is None else f"= {run} is on no volume"
-        found.append(
-            Problem(
-                f"log.dir {where}: what a pod writes is lost with it",
-                f"a folder on a volume{' that all pods share' if ranks.num_hosts > 1 else ''}, so that a pod that is "
-                "started again goes on",
-                "--volume CLAIM=/runs --log.dir /runs/my-run",
-            )
+    if run is None or not any(run.is_relative_to(folder) for folder in options.volumes.values()):
+        where = "is not set" if run is None else f"= {run} is not on a volume"
+        shared = " that all pods share" if ranks.num_hosts > 1 else ""
+        yield Problem(
+            f"log.dir {where}: the files that a pod writes are lost with it",
+            f"a folder on a volume{shared}, so that a restarted pod can resume",
+            "--volume CLAIM=/runs --log.dir /runs/my-run",
         )
-    return found
 
 
 def manifests(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[dict[str, Any]]:
     """Returns the ConfigMap and the job."""
     checked_name(options.name, longest=50, lower=True)
     builders = {"pytorchjob": _pytorch_job, "trainjob": _train_job, "jobset": _job_set}
-    text = as_document(config.model_dump(mode="json", exclude_none=True))
     config_map = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _metadata(options, f"{options.name}-config"),
-        "data": {"config.yaml": text},
+        "data": {"config.yaml": config_document(config)},
     }
     return [config_map, builders[options.kind](config, ranks, options)]
 
@@ -100,34 +88,21 @@ def submit(documents: list[dict[str, Any]]) -> str:
     """Applies the manifests with kubectl; returns its output.
 
     Raises:
-        ConfigError: kubectl is not installed. RunError: kubectl refuses.
+        ConfigError: kubectl is not installed. RunError: it refuses.
     """
-    program = shutil.which("kubectl")
-    if program is None:
-        raise ConfigError(
-            "there is no kubectl here",
-            expected="kubectl, which knows the cluster and who you are",
-            fix="install kubectl, or: threefold submit kubernetes ... --dry-run > job.yaml, and apply that elsewhere",
-        )
-    done = subprocess.run(
-        [program, "apply", "-f", "-"], input=as_document(*documents), capture_output=True, text=True, check=False
+    elsewhere = "threefold submit kubernetes ... --dry-run > job.yaml, and apply that elsewhere"
+    fix = "kubectl auth can-i create pytorchjobs; --kind jobset or trainjob if the cluster has another operator"
+    return handed_to(
+        *("kubectl", "apply", "-f", "-"),
+        text=as_document(*documents),
+        missing=("kubectl, which knows the cluster and who you are", f"install kubectl, or: {elsewhere}"),
+        refused=("a cluster with the operator of this --kind, and the right to create jobs in the namespace", fix),
     )
-    if done.returncode:
-        raise RunError(
-            f"kubectl has not taken the job: {done.stderr.strip()}",
-            expected="a cluster with the operator of this --kind, and the right to create jobs in the namespace",
-            fix="kubectl auth can-i create pytorchjobs; --kind jobset or trainjob where the operator is another",
-        )
-    return done.stdout.strip()
 
 
 def _metadata(options: KubernetesOptions, name: str) -> dict[str, Any]:
     namespace = {"namespace": options.namespace} if options.namespace is not None else {}
     return {"name": name, **namespace, "labels": {"app.kubernetes.io/name": "threefold"}}
-
-
-def _command(ranks: Ranks, *, place: list[str]) -> list[str]:
-    return ["torchrun", *place, "-m", "threefold", "train", f"{_CONFIG_FOLDER}/config.yaml"]
 
 
 def _environment(config: Config, options: KubernetesOptions) -> list[dict[str, Any]]:
@@ -141,7 +116,7 @@ def _environment(config: Config, options: KubernetesOptions) -> list[dict[str, A
 
 
 def _resources(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict[str, Any]:
-    gpus = options.gpus_per_pod
+    gpus = options.gpus_per_node
     if gpus is None:
         gpus = 0 if config.mesh.device == "cpu" else ranks.per_host
     limits: dict[str, Any] = {_GPU: str(gpus)} if gpus else {}
@@ -166,33 +141,35 @@ def _volumes(options: KubernetesOptions) -> tuple[list[dict[str, Any]], list[dic
     return volumes, mounts
 
 
-def _pod(
-    config: Config, ranks: Ranks, options: KubernetesOptions, *, container: str, place: list[str]
-) -> dict[str, Any]:
+def _pod(config: Config, options: KubernetesOptions, container: dict[str, Any]) -> dict[str, Any]:
     volumes, mounts = _volumes(options)
     return {
         **({"serviceAccountName": options.service_account} if options.service_account is not None else {}),
         "terminationGracePeriodSeconds": config.checkpoint.grace_s + _LEAVE_S,
-        "containers": [
-            {
-                "name": container,
-                "image": options.image,
-                "command": _command(ranks, place=place),
-                "env": _environment(config, options),
-                "resources": _resources(config, ranks, options),
-                "volumeMounts": mounts,
-            }
-        ],
+        "containers": [{**container, "volumeMounts": mounts}],
         "volumes": volumes,
     }
 
 
+def _torchrun_pod(
+    config: Config, ranks: Ranks, options: KubernetesOptions, *, container: str, place: list[str]
+) -> dict[str, Any]:
+    """A pod that starts its ranks itself; `place` says which of several pods it is."""
+    sizes = [f"--nnodes={ranks.num_hosts}", f"--nproc-per-node={ranks.per_host}"]
+    values = {
+        "name": container,
+        "image": options.image,
+        "command": ["torchrun", *sizes, *(place if ranks.num_hosts > 1 else []), *_TRAIN],
+        "env": _environment(config, options),
+        "resources": _resources(config, ranks, options),
+    }
+    return _pod(config, options, values)
+
+
 def _pytorch_job(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict[str, Any]:
-    place = [f"--nnodes={ranks.num_hosts}", f"--nproc-per-node={ranks.per_host}"]
-    if ranks.num_hosts > 1:
-        # The operator sets these in every pod; there, RANK is the pod's number.
-        place += ["--node-rank=$(RANK)", "--master-addr=$(MASTER_ADDR)", "--master-port=$(MASTER_PORT)"]
-    pod = _pod(config, ranks, options, container="pytorch", place=place)
+    # The operator sets these in every pod; there, RANK is the pod's number.
+    place = ["--node-rank=$(RANK)", "--master-addr=$(MASTER_ADDR)", "--master-port=$(MASTER_PORT)"]
+    pod = _torchrun_pod(config, ranks, options, container="pytorch", place=place)
     replicas = {"Master": 1, **({"Worker": ranks.num_hosts - 1} if ranks.num_hosts > 1 else {})}
     return {
         "apiVersion": "kubeflow.org/v1",
@@ -211,18 +188,7 @@ def _pytorch_job(config: Config, ranks: Ranks, options: KubernetesOptions) -> di
 
 def _train_job(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict[str, Any]:
     """Kubeflow's runtime gives torchrun its rank and rendezvous through PET_ variables."""
-    volumes, mounts = _volumes(options)
-    account = {"serviceAccountName": options.service_account} if options.service_account is not None else {}
-    spec = {
-        **account,
-        "terminationGracePeriodSeconds": config.checkpoint.grace_s + _LEAVE_S,
-        "volumes": volumes,
-        "containers": [{"name": "node", "volumeMounts": mounts}],
-    }
-    patch = {
-        "name": "node",
-        "template": {"spec": {"template": {"spec": spec}}},
-    }
+    patch = {"name": "node", "template": {"spec": {"template": {"spec": _pod(config, options, {"name": "node"})}}}}
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -231,28 +197,23 @@ def _train_job(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict
             "runtimeRef": {"name": options.runtime},
             "trainer": {
                 "image": options.image,
-                "command": _command(ranks, place=[]),
+                "command": ["torchrun", *_TRAIN],
                 "numNodes": ranks.num_hosts,
                 "numProcPerNode": ranks.per_host,
                 "env": _environment(config, options),
                 "resourcesPerNode": _resources(config, ranks, options),
             },
             "runtimePatches": [
-                {
-                    "manager": "threefold",
-                    "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [patch]}}},
-                }
+                {"manager": "threefold", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [patch]}}}}
             ],
         },
     }
 
 
 def _job_set(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict[str, Any]:
-    place = [f"--nnodes={ranks.num_hosts}", f"--nproc-per-node={ranks.per_host}"]
-    if ranks.num_hosts > 1:
-        master = f"{options.name}-node-0-0.{options.name}"
-        place += ["--node-rank=$(JOB_COMPLETION_INDEX)", f"--master-addr={master}", f"--master-port={_PORT}"]
-    pod = {"restartPolicy": "Never", **_pod(config, ranks, options, container="node", place=place)}
+    master = f"{options.name}-node-0-0.{options.name}"
+    place = ["--node-rank=$(JOB_COMPLETION_INDEX)", f"--master-addr={master}", f"--master-port={_PORT}"]
+    pod = {"restartPolicy": "Never", **_torchrun_pod(config, ranks, options, container="node", place=place)}
     count = ranks.num_hosts
     job = {"parallelism": count, "completions": count, "completionMode": "Indexed", "backoffLimit": 0}
     return {

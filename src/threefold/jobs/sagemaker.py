@@ -11,14 +11,14 @@ import gzip
 import io
 import json
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from threefold.config.schema import Config
 from threefold.errors import ConfigError, Problem, RunError
-from threefold.jobs.job import Ranks, as_document, checked_name
+from threefold.jobs.job import Ranks, checked_name, config_document
 
 ENTRY = "threefold_entry.py"
 CHECKPOINTS = "/opt/ml/checkpoints"
@@ -72,61 +72,50 @@ class SageMakerOptions:
     security_groups: tuple[str, ...] = ()
 
 
-def problems(config: Config, ranks: Ranks, options: SageMakerOptions) -> list[Problem]:
-    """Returns what would make the job fail or lose its work."""
-    found = []
+def problems(config: Config, ranks: Ranks, options: SageMakerOptions) -> Iterator[Problem]:
+    """Yields what would make the job fail or lose its work."""
     paths = {"--output": options.output, **{f"--channel {name}": path for name, path in options.channels.items()}}
     for option, path in paths.items():
         if not path.startswith(_S3) or not path.removeprefix(_S3).partition("/")[0]:
-            found.append(
-                Problem(f"{option} {path!r} is no place in S3", "s3://BUCKET/PREFIX", f"{option} s3://BUCKET/PREFIX")
+            yield Problem(
+                f"{option} {path!r} is not a place in S3", "s3://BUCKET/PREFIX", f"{option} s3://BUCKET/PREFIX"
             )
     if options.spot and not config.checkpoint.every:
-        found.append(
-            Problem(
-                "--spot with checkpoint.every = 0",
-                "checkpoints while it runs: the training container is not told before an instance is taken away",
-                "--checkpoint.every 100",
-            )
+        yield Problem(
+            "--spot with checkpoint.every = 0",
+            "checkpoints during the run: the container gets no signal before an instance is taken away",
+            "--checkpoint.every 100",
         )
     if options.spot and options.max_wait_s is not None and options.max_wait_s < options.max_run_s:
-        found.append(
-            Problem(
-                f"--max-wait {options.max_wait_s} is shorter than --max-run {options.max_run_s}",
-                "the whole time, with what the job waits for instances",
-                f"--max-wait {options.max_run_s + 3600}",
-            )
+        yield Problem(
+            f"--max-wait {options.max_wait_s} is shorter than --max-run {options.max_run_s}",
+            "the total time, including the wait for instances",
+            f"--max-wait {options.max_run_s + 3600}",
         )
     if not options.spot and options.max_wait_s is not None:
-        found.append(Problem("--max-wait without --spot", "a time to wait for spot instances", "--spot"))
+        yield Problem("--max-wait without --spot", "a time to wait for spot instances", "--spot")
     if config.log.dir is not None and ranks.num_hosts == 1 and not config.log.dir.startswith("/opt/ml/"):
-        found.append(
-            Problem(
-                f"log.dir = {config.log.dir} is lost with the instance",
-                f"a folder that SageMaker keeps; without log.dir it is {CHECKPOINTS}",
-                "leave log.dir out of the config",
-            )
+        yield Problem(
+            f"log.dir = {config.log.dir} is lost with the instance",
+            f"a folder that SageMaker keeps; without log.dir it is {CHECKPOINTS}",
+            "leave log.dir out of the config",
         )
     if ranks.num_hosts > 1 and (config.log.dir is None or config.log.dir.startswith(CHECKPOINTS)):
-        found.append(
-            Problem(
-                f"{ranks.num_hosts} instances, and log.dir is on each one's own disk",
-                "a folder that all instances share: each rank writes its part of a checkpoint",
-                "an FSx for Lustre or EFS channel, and log.dir below it: --log.dir /opt/ml/input/data/shared/run",
-            )
+        yield Problem(
+            f"{ranks.num_hosts} instances, but log.dir is on each one's own disk",
+            "a folder that all instances share: each rank writes its part of a checkpoint",
+            "an FSx for Lustre or EFS channel, and log.dir below it: --log.dir /opt/ml/input/data/shared/run",
         )
-    return found
 
 
 def warnings(ranks: Ranks, options: SageMakerOptions) -> list[str]:
     """Returns warnings about settings that work, but not as well as they could."""
-    found = []
-    if ranks.num_hosts > 1 and not options.instance_type.startswith(_EFA):
-        found.append(
-            f"{ranks.num_hosts} instances of {options.instance_type}, which has no EFA: gradients go over plain TCP, "
-            "many times slower; take one larger instance, or a type with EFA (ml.p4d, ml.p5, ml.g5.12xlarge and up)"
-        )
-    return found
+    if ranks.num_hosts == 1 or options.instance_type.startswith(_EFA):
+        return []
+    return [
+        f"{ranks.num_hosts} instances of {options.instance_type}, which has no EFA: gradients go over plain TCP, many "
+        "times slower; use one larger instance, or a type with EFA (ml.p4d, ml.p5, ml.g5.12xlarge and larger)"
+    ]
 
 
 def source_files(config: Config, options: SageMakerOptions) -> dict[str, bytes]:
@@ -134,7 +123,7 @@ def source_files(config: Config, options: SageMakerOptions) -> dict[str, bytes]:
     from threefold.jobs import entry
 
     files = {
-        "config.yaml": as_document(config.model_dump(mode="json", exclude_none=True)).encode(),
+        "config.yaml": config_document(config).encode(),
         ENTRY: Path(entry.__file__).read_bytes(),
         **{path.name: path.read_bytes() for path in options.packages},
     }
@@ -164,6 +153,7 @@ def request(ranks: Ranks, options: SageMakerOptions, *, region: str | None) -> d
     """Returns the CreateTrainingJob request, which contains no values of secrets."""
     checked_name(options.name, longest=63)
     place = f"{options.output.rstrip('/')}/{options.name}"
+    channel = {"S3DataType": "S3Prefix", "S3DataDistributionType": "FullyReplicated"}
     # Every hyperparameter is a JSON document in a string, as in SageMaker's own SDK.
     toolkit = {
         "sagemaker_program": ENTRY,
@@ -202,15 +192,13 @@ def request(ranks: Ranks, options: SageMakerOptions, *, region: str | None) -> d
     if environment:
         made["Environment"] = environment
     if options.channels:
-        made["InputDataConfig"] = [_channel(name, path) for name, path in options.channels.items()]
+        made["InputDataConfig"] = [
+            {"ChannelName": name, "DataSource": {"S3DataSource": {**channel, "S3Uri": path}}, "InputMode": "File"}
+            for name, path in options.channels.items()
+        ]
     if options.subnets:
         made["VpcConfig"] = {"Subnets": list(options.subnets), "SecurityGroupIds": list(options.security_groups)}
     return made
-
-
-def _channel(name: str, path: str) -> dict[str, Any]:
-    source = {"S3DataType": "S3Prefix", "S3Uri": path, "S3DataDistributionType": "FullyReplicated"}
-    return {"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": "File"}
 
 
 def submit(made: Mapping[str, Any], source: bytes, *, to: str, region: str | None) -> str:
@@ -219,27 +207,20 @@ def submit(made: Mapping[str, Any], source: bytes, *, to: str, region: str | Non
     Raises:
         ConfigError: boto3 is not installed. RunError: AWS refuses, or no credentials are found.
     """
-    client = _clients(region)
-    from botocore.exceptions import BotoCoreError, ClientError
-
+    try:
+        import boto3
+        from botocore.exceptions import BotoCoreError, ClientError
+    except ImportError:
+        fix = "pip install 'threefold[sagemaker]'"
+        raise ConfigError("boto3 is not installed", expected="AWS' library, to send the job", fix=fix) from None
+    session = boto3.Session(region_name=region)
     bucket, _, key = to.removeprefix(_S3).partition("/")
     try:
-        client("s3").put_object(Bucket=bucket, Key=key, Body=source)
-        return str(client("sagemaker").create_training_job(**made)["TrainingJobArn"])
+        session.client("s3").put_object(Bucket=bucket, Key=key, Body=source)
+        return str(session.client("sagemaker").create_training_job(**made)["TrainingJobArn"])
     except (BotoCoreError, ClientError) as error:
         raise RunError(
-            f"AWS has not taken the job: {error}",
+            f"AWS did not accept the job: {error}",
             expected="credentials that may write to the bucket, pass the role and create training jobs, and a region",
             fix="aws sts get-caller-identity shows who you are; --region, AWS_PROFILE; or see the request: --dry-run",
         ) from error
-
-
-def _clients(region: str | None) -> Callable[[str], Any]:
-    try:
-        import boto3
-    except ImportError:
-        raise ConfigError(
-            "boto3 is not installed", expected="AWS' library, to send the job", fix="pip install 'threefold[sagemaker]'"
-        ) from None
-    session = boto3.Session(region_name=region)
-    return lambda service: session.client(service)

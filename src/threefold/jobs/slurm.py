@@ -9,13 +9,11 @@ changes nothing.
 from __future__ import annotations
 
 import shlex
-import shutil
-import subprocess
 from dataclasses import dataclass
 
 from threefold.config.schema import Config
-from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError, RunError
-from threefold.jobs.job import Ranks, as_document, checked_name
+from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError
+from threefold.jobs.job import Ranks, checked_name, config_document, handed_to
 
 # srun's limit for the other ranks after the first has ended: a dead rank must not leave the others waiting.
 _WAIT_S = 120
@@ -24,7 +22,7 @@ _SAVE_AND_LEAVE_S = 60
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Settings of a Slurm job that a config does not have; None leaves a setting to the cluster.
+    """Settings of a Slurm job that are not in a config; None leaves a setting to the cluster.
 
     Attributes:
         signal_ahead_s: time before the limit at which the ranks are told to save; None: checkpoint.grace_s + 60 s.
@@ -58,14 +56,15 @@ def script(config: Config, ranks: Ranks, options: SlurmOptions) -> str:
     name = checked_name(options.name, longest=64)
     for option in options.options:
         if not option.startswith("--") or "\n" in option:
-            raise ConfigError(
-                f"--option {option!r} is no option of sbatch", expected="one long option", fix="--option=--exclusive"
-            )
+            what = f"--option {option!r} is not an option of sbatch"
+            raise ConfigError(what, expected="one long option", fix="--option=--exclusive")
     folder = shlex.quote(config.log.dir) if config.log.dir is not None else f'"runs/{name}-$SLURM_JOB_ID"'
-    text = as_document(config.model_dump(mode="json", exclude_none=True))
+    text = config_document(config)
     end = "END_OF_CONFIG"
     while end in text:
         end += "_"
+    # Since Slurm 22.05, srun does not inherit --cpus-per-task from the batch job.
+    cpus = f" --cpus-per-task={options.cpus_per_task}" if options.cpus_per_task is not None else ""
     lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in _directives(config, ranks, options)), "", "set -u"]
     if options.setup is not None:
         lines.append(f"source {shlex.quote(options.setup)}")
@@ -76,7 +75,7 @@ def script(config: Config, ranks: Ranks, options: SlurmOptions) -> str:
         text.rstrip("\n"),
         end,
         "",
-        f"srun {_srun_options(options)} {shlex.quote(options.python)} -m threefold train "
+        f"srun --wait={_WAIT_S}{cpus} {shlex.quote(options.python)} -m threefold train "
         '"$run/submitted.yaml" --log.dir "$run"',
         "code=$?",
     ]
@@ -91,41 +90,26 @@ def script(config: Config, ranks: Ranks, options: SlurmOptions) -> str:
 
 
 def submit(text: str) -> str:
-    """Hands a batch script to sbatch; returns what it says.
+    """Hands a batch script to sbatch; returns its output.
 
     Raises:
-        ConfigError: there is no sbatch. RunError: it refuses.
+        ConfigError: sbatch is not installed. RunError: it refuses.
     """
-    program = shutil.which("sbatch")
-    if program is None:
-        raise ConfigError(
-            "there is no sbatch here",
-            expected="a host that submits to Slurm, usually a login node",
-            fix="threefold submit slurm ... --dry-run > job.sh, and there: sbatch job.sh",
-        )
-    done = subprocess.run([program], input=text, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RunError(
-            f"sbatch has not taken the job: {done.stderr.strip()}",
-            expected="options that this cluster accepts",
-            fix="--dry-run shows the script; sinfo shows partitions, sacctmgr show assoc your accounts",
-        )
-    return done.stdout.strip()
-
-
-def _srun_options(options: SlurmOptions) -> str:
-    # Since Slurm 22.05, srun does not inherit --cpus-per-task from the batch job.
-    cpus = f" --cpus-per-task={options.cpus_per_task}" if options.cpus_per_task is not None else ""
-    return f"--wait={_WAIT_S}{cpus}"
+    there = "threefold submit slurm ... --dry-run > job.sh, and there: sbatch job.sh"
+    fix = "--dry-run shows the script; sinfo shows partitions, sacctmgr show assoc your accounts"
+    return handed_to(
+        "sbatch",
+        text=text,
+        missing=("a host that submits to Slurm, usually a login node", there),
+        refused=("options that this cluster accepts", fix),
+    )
 
 
 def _directives(config: Config, ranks: Ranks, options: SlurmOptions) -> list[str]:
     gpus = options.gpus_per_node
     if gpus is None and config.mesh.device != "cpu":
         gpus = ranks.per_host
-    ahead = options.signal_ahead_s
-    if ahead is None:
-        ahead = config.checkpoint.grace_s + _SAVE_AND_LEAVE_S
+    ahead = options.signal_ahead_s or config.checkpoint.grace_s + _SAVE_AND_LEAVE_S
     lines = [
         f"--job-name={options.name}",
         f"--nodes={ranks.num_hosts}",
@@ -148,6 +132,5 @@ def _one_word(key: str, value: str) -> str:
     if value and value.isprintable() and not any(character.isspace() or character in "\"'#" for character in value):
         return value
     option = f"--{key.replace('_', '-')}"
-    raise ConfigError(
-        f"{option} {value!r} is not one word", expected="a value that stays on its #SBATCH line", fix=f"{option} VALUE"
-    )
+    what, expected = f"{option} {value!r} is not one word", "a value that stays on its #SBATCH line"
+    raise ConfigError(what, expected=expected, fix=f"{option} VALUE")

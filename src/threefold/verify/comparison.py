@@ -1,4 +1,4 @@
-"""The mesh beside one process: what is compared, within which tolerances, and two finished runs compared the same way.
+"""The mesh compared with one process: values and tolerances; and two finished runs compared the same way.
 
 A few steps run on the mesh and in one process, in float32, on the same rows; losses, gradient norms, the first step's
 gradients and the layers' outputs are compared.
@@ -14,7 +14,7 @@ from pathlib import Path
 from threefold.errors import ConfigError
 from threefold.jsonl import read_metrics
 
-# In float32, as the documentation promises them: nats, and relative to the single process.
+# In float32, as the documentation promises: in nats, and relative to the single process.
 LOSS_TOLERANCE = 1e-4
 NORM_TOLERANCE = 1e-3
 GRADIENT_TOLERANCE = 1e-3
@@ -23,7 +23,7 @@ OUTPUT_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Options:
-    """How much is compared: steps, layers (None: all), and random weights instead of the named ones."""
+    """What to compare: steps, layers (None: all), and random weights instead of the named ones."""
 
     steps: int = 3
     layers: int | None = None
@@ -37,7 +37,7 @@ class Comparison:
     Attributes:
         losses, norms: (mesh, alone) of each step.
         gradients: largest relative difference in each group of parameters (layers taken together).
-        departed_layer: number of the first layer whose output departs, from 0, or None.
+        departed_layer: number of the first layer whose output differs, from 0, or None.
     """
 
     losses: list[tuple[float, float]] = field(default_factory=list)
@@ -67,19 +67,13 @@ class Comparison:
 
 
 def group_of(parameter: str) -> str:
-    """The parameter's name with its layer number left out."""
+    """The parameter's name without its layer number."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", parameter)
 
 
 def read_comparison(path: Path) -> Comparison:
-    """What `write_comparison` wrote."""
-    values = json.loads(path.read_text())
-    return Comparison(
-        [tuple(pair) for pair in values["losses"]],
-        [tuple(pair) for pair in values["norms"]],
-        values["gradients"],
-        values["departed_layer"],
-    )
+    """Reads a comparison from `write_comparison`."""
+    return Comparison(**json.loads(path.read_text()))
 
 
 def write_comparison(found: Comparison, path: Path) -> None:
@@ -97,11 +91,8 @@ def compare_runs(first: Path, second: Path) -> tuple[list[str], bool]:
     for run in (first, second):
         path = run / "metrics.jsonl"
         if not path.exists():
-            raise ConfigError(
-                f"{run} has no metrics.jsonl",
-                expected="the folders of two runs",
-                fix="threefold verify --against RUN_A RUN_B",
-            )
+            fix = "threefold verify --against RUN_A RUN_B"
+            raise ConfigError(f"{run} has no metrics.jsonl", expected="the folders of two runs", fix=fix)
         curves.append({line["step"]: line for line in read_metrics(path) if "loss" in line})
     steps = sorted(curves[0].keys() & curves[1].keys())
     if not steps:
@@ -120,6 +111,6 @@ def compare_runs(first: Path, second: Path) -> tuple[list[str], bool]:
         f"{len(steps)} steps in common, {steps[0]} to {steps[-1]}",
         f"largest difference of the loss: {found.loss_difference:.1e} nats, at step {worst}",
         f"largest relative difference of the gradient norm: {found.norm_difference:.1e}",
-        "the runs follow one another" if found.holds else "the runs depart from one another",
+        "the runs follow one another" if found.holds else "the runs differ",
     ]
     return lines, found.holds

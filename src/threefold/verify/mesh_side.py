@@ -1,4 +1,4 @@
-"""One rank of a verification: the mesh's steps beside the single process, which rank 0 runs first."""
+"""One rank of a verification: the mesh's steps compared with the single process, which rank 0 runs first."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from threefold.verify.verdict import table
 
 
 def verify_rank(config: Config, options: Options, topology: Topology, answer: str | None) -> int:
-    """Compares as one rank; rank 0 writes the comparison to `answer`, or prints it where there is none."""
+    """Compares as one rank; rank 0 writes the comparison to `answer`, or prints it without one."""
     quieten_libraries()
     mesh: Mesh | None = None
     info = environment.current()
@@ -48,7 +48,7 @@ def verify_rank(config: Config, options: Options, topology: Topology, answer: st
             write_comparison(found, Path(answer))
         elif mesh.rank == 0:
             print("\n".join(table(found)))
-            print(f"the mesh {'follows' if found.holds else 'departs from'} the single process")
+            print(f"the mesh {'follows' if found.holds else 'differs from'} the single process")
             code = 0 if found.holds else EXIT_FAILED
         mesh.barrier()
         mesh.close()
@@ -58,7 +58,7 @@ def verify_rank(config: Config, options: Options, topology: Topology, answer: st
 
 
 def _as_compared(config: Config, topology: Topology) -> Config:
-    """In float32; and without what does not bear upon the numbers, which one axis alone may not have room for."""
+    """In float32, and without settings that do not change the numbers but may not fit a single axis."""
     values = config.model_dump()
     values["model"]["dtype"] = "float32"
     values["model"]["lora"]["dropout"] = 0.0
@@ -68,7 +68,7 @@ def _as_compared(config: Config, topology: Topology) -> Config:
 
 
 def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
-    """The comparison of a mesh that lives already with one process; whole on rank 0. Every rank calls it."""
+    """Compares an existing mesh with one process; the result is complete on rank 0. Every rank calls it."""
     config = _as_compared(config, mesh.topology)
     tokenizer = request.tokenizer_of(config)
     architecture = load.read_config(config.model, vocab_size=tokenizer.vocab_size)
@@ -80,7 +80,7 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
     def alone() -> list[list[float]]:
         order = Order(rows.num_rows, config.train.global_batch, config.data.seed, config.data.shuffle)
         loader = iter(TokenLoader(rows, order, dp_rank=0, dp_size=1, document_mask=config.data.document_mask))
-        # The rows of dp rank 0 come first, so that they are the ones whose outputs are kept.
+        # The rows of dp rank 0 come first, because the outputs of the first rows are kept.
         first = [place for dp in range(mesh.dp_size) for place in range(dp, config.train.global_batch, mesh.dp_size)]
         batches = [{name: values[first] for name, values in next(loader).items()} for _ in range(options.steps)]
         batches = [{name: values for name, values in batch.items() if name != "indices"} for batch in batches]
@@ -126,7 +126,7 @@ def _cut(config: Config, architecture: PretrainedConfig, options: Options) -> tu
 
 
 def _watch(model: Any) -> list[list[Tensor]]:
-    """Lists that fill with each layer's outputs, one a micro-batch."""
+    """For each layer a list that collects its outputs, one per micro-batch."""
     outputs: list[list[Tensor]] = []
     for layer in layers_of(model):
         kept: list[Tensor] = []
@@ -142,7 +142,7 @@ def _watch(model: Any) -> list[list[Tensor]]:
 def _compare_gradients(
     model: ParallelModel, expected: dict[str, Tensor], found: Comparison, mesh: Mesh
 ) -> Callable[[], None]:
-    """At the first call, compares each whole gradient with the single process' on rank 0; every rank calls it."""
+    """Compares each complete gradient with the single process' on rank 0, at the first call; every rank calls it."""
 
     def observe() -> None:
         if found.gradients:
@@ -166,7 +166,7 @@ def _compare_gradients(
 def _first_departure(
     outputs: list[list[Tensor]], expected: list[Tensor], model: ParallelModel, mesh: Mesh
 ) -> int | None:
-    """Number of the first layer whose output on dp rank 0 departs; known on rank 0. Every rank calls it."""
+    """Number of the first layer whose output on dp rank 0 differs; known on rank 0. Every rank calls it."""
     group = mesh.group("cp")
     departed = None
     for number, kept in enumerate(outputs):

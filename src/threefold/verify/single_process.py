@@ -1,6 +1,6 @@
 """The single process that a mesh is compared with: transformers' own model and attention, written without the mesh.
 
-Each document is run alone, so that no mask of ours is involved; a row without documents is one document.
+Each document runs alone, so that none of our masks are involved; a row without documents is one document.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Batch = dict[str, Tensor]
 
 @dataclass
 class Curve:
-    """What a few steps gave.
+    """The results of a few steps.
 
     Attributes:
         losses, norms: one for each step; norms before clipping.
         gradients: of the first step, before clipping, by parameter.
-        outputs: of each layer in the first step, [rows, sequence, hidden], for the rows that were asked for.
+        outputs: of each layer in the first step, [rows, sequence, hidden], for the first `observed_rows` rows.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -46,13 +46,13 @@ def run_alone(
     num_steps: int,
     observed_rows: int,
 ) -> Curve:
-    """Trains on whole global batches in this process, in float32.
+    """Trains on complete global batches in this process, in float32.
 
     Args:
-        architecture: of random weights, or of those that `config.model.name_or_path` names.
+        architecture: of the random weights, or of the weights in `config.model.name_or_path`.
         batches: one global batch [rows, seq_len] a step.
-        num_steps: of the whole run, which the schedule is made for.
-        observed_rows: the first rows of the first batch, whose layers' outputs are kept.
+        num_steps: length of the run that the schedule is for.
+        observed_rows: number of rows of the first batch for which the layers' outputs are kept.
     """
     model = _load(config, architecture)
     if config.model.lora.r:
@@ -117,7 +117,7 @@ def _row_loss(model: nn.Module, row: Batch, watched: _Outputs | None) -> Tensor:
 
 
 class _Outputs:
-    """Collects what each layer gives for the rows in flight."""
+    """Collects each layer's outputs for the current row and document."""
 
     def __init__(self, model: Any, num_rows: int) -> None:
         from threefold.model.data_parallel import layers_of

@@ -1,4 +1,4 @@
-"""What `threefold verify` says: the comparison as a table, and which axis of the mesh departs."""
+"""The report of `threefold verify`: the comparison as a table, and which axis of the mesh differs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from threefold.verify.comparison import GRADIENT_TOLERANCE, Comparison
 
 
 def table(found: Comparison) -> list[str]:
-    """The comparison as lines for people."""
+    """The comparison as lines to print."""
     lines = ["step   loss, mesh   loss, alone   difference   norm, mesh   norm, alone   relative difference"]
     for number, ((loss, alone), (norm, norm_alone)) in enumerate(zip(found.losses, found.norms, strict=True), 1):
         relative = abs(norm - norm_alone) / max(norm_alone, 1e-12)
@@ -20,15 +20,15 @@ def table(found: Comparison) -> list[str]:
         )
     lines.append("largest relative difference of the first step's gradients, by group of parameters:")
     for name, difference in sorted(found.gradients.items(), key=lambda item: -item[1])[:12]:
-        mark = "  <- departs" if difference > GRADIENT_TOLERANCE else ""
+        mark = "  <- differs" if difference > GRADIENT_TOLERANCE else ""
         lines.append(f"  {difference:.1e}  {name}{mark}")
     if found.departed_layer is not None:
-        lines.append(f"the first layer whose output departs: layer {found.departed_layer} (from 0)")
+        lines.append(f"the first layer whose output differs: layer {found.departed_layer} (from 0)")
     return lines
 
 
 def diagnose(topology: Topology, compare: Callable[[Topology], Comparison | int]) -> str:
-    """Which axis departs, found by trying each one of the mesh alone."""
+    """Finds which axis differs, by trying each one alone."""
     alone = {
         "data": replace(topology, cp=1, tp=1),
         "context": Topology(cp=topology.cp),
@@ -40,11 +40,10 @@ def diagnose(topology: Topology, compare: Callable[[Topology], Comparison | int]
         if smaller.world_size == 1:
             continue
         if smaller == topology:
-            return f"the mesh departs from the single process: the {axis} axis, the only one it has"
+            return f"the mesh differs from the single process: the {axis} axis, the only one it has"
         found = compare(smaller)
         (right if not isinstance(found, int) and found.holds else wrong).append(f"{axis} ({smaller})")
     if wrong:
-        return f"the mesh departs from the single process: {' and '.join(wrong)}" + (
-            f"; alone it is right: {', '.join(right)}" if right else ""
-        )
-    return f"the mesh departs from the single process only where axes meet; alone each is right: {', '.join(right)}"
+        also = f"; correct alone: {', '.join(right)}" if right else ""
+        return f"the mesh differs from the single process: {' and '.join(wrong)}{also}"
+    return f"the mesh differs from the single process only if axes are combined; correct alone: {', '.join(right)}"

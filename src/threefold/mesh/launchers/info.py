@@ -1,32 +1,32 @@
-"""What a launcher says about one process, and the checks that every launcher's answer must pass: arithmetic and text.
+"""One process as its launcher describes it, and the checks that every launcher's description must pass. Pure functions.
 
-`Variables` reads numbers out of an environment and says in three parts which one is missing or none. The readers of the
-single launchers are in `readers`.
+`Variables` reads numbers from an environment and refuses missing or invalid ones. `readers` has one reader per
+launcher.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from threefold.errors import ConfigError, Problem
+from threefold.errors import ConfigError
 
-# What torch's own examples use; below the ports that a kernel hands out by itself (from 32768).
+# As in torch's own examples; below the ports that a kernel assigns (from 32768).
 DEFAULT_PORT = 29500
 _FIRST_PORT, _NUM_PORTS = 15000, 14000
 
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """This process as its launcher describes it; one rank of one where there is no launcher.
+    """This process as its launcher describes it; without a launcher, the only rank.
 
     Attributes:
         master_addr, master_port: where rank 0 (or the launcher's agent) can be reached; None in a single process.
-        host: the launcher's name of this machine, or "" where it gives none.
-        restart: how often this job has been started again.
-        max_restarts: how often the launcher will do so; 0 where it does not say.
-        generation: where the launcher keeps one rendezvous store over its restarts: what tells this start's keys from
-            those before; else None.
+        host: the launcher's name for this machine, or "" if it gives none.
+        restart: how often this job has been restarted.
+        max_restarts: how often the launcher restarts it at most; 0 if it does not say.
+        generation: if the launcher keeps one rendezvous store over its restarts: distinguishes this start's keys from
+            earlier ones; else None.
         own_device: the launcher has given each rank a device of its own and hides the others.
     """
 
@@ -52,79 +52,82 @@ class Variables:
     launcher: str
 
     def number(self, name: str) -> int | None:
-        """A variable's whole number; None where it is not set.
+        """A variable's whole number; None if it is not set.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: it is not a number.
         """
         value = self.environ.get(name)
         if value is None:
             return None
-        if not (value.isascii() and value.isdecimal()):
+        if not is_number(value):
             raise ConfigError(
                 f"{name} = {value!r} is not a number",
-                expected="the whole number that a launcher sets",
+                expected="a whole number, as a launcher sets it",
                 fix=f"unset {name}, or start with {self.launcher}",
             )
         return int(value)
 
-    def needed(self, names: Iterable[str], *, fix: str) -> list[int]:
-        """The numbers of variables of which one is set, so that all must be.
+    def require(self, names: Sequence[str], *, fix: str) -> None:
+        """Refuses variables that are set only in part.
 
         Raises:
             ConfigError: some are not set.
         """
-        names = list(names)
         missing = [name for name in names if name not in self.environ]
         if missing:
             present = [name for name in names if name in self.environ]
             raise ConfigError(
-                f"{' and '.join(present)} set, but {' and '.join(missing)} not",
+                f"{' and '.join(present)} set, but {' and '.join(missing)} not set",
                 expected=f"all of {', '.join(names)} (set by {self.launcher}), or none of them",
                 fix=fix,
             )
+
+    def needed(self, names: Sequence[str], *, fix: str) -> list[int]:
+        """The numbers of variables that must all be set; raises as `require` and `number` do."""
+        self.require(names, fix=fix)
         return [self.number(name) or 0 for name in names]
+
+    def port(self) -> int | None:
+        """MASTER_PORT; None if it is not set.
+
+        Raises:
+            ConfigError: it is not a port.
+        """
+        port = self.number("MASTER_PORT")
+        if port is not None and not 0 < port < 2**16:
+            what, fix = f"MASTER_PORT = {port} is not a port", f"export MASTER_PORT={DEFAULT_PORT}"
+            raise ConfigError(what, expected="a number from 1 to 65535", fix=fix)
+        return port
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is a whole number in ASCII digits."""
+    return text.isascii() and text.isdecimal()
 
 
 def checked(info: LaunchInfo, *, rank_name: str, world_name: str) -> LaunchInfo:
-    """The same, when its numbers fit one another.
+    """Returns the info if its numbers fit one another.
 
     Raises:
-        ConfigError: a rank outside of its world, or local numbers that contradict the global ones.
+        ConfigError: a rank outside its world, or local numbers that contradict the global ones.
     """
-    fix = "start with torchrun --nproc_per_node=N -m threefold ..."
-    problems = []
     if info.rank >= info.world_size:
-        problems.append(
-            Problem(
-                f"{rank_name} = {info.rank} with {world_name} = {info.world_size}",
-                f"0 <= {rank_name} < {world_name}",
-                fix,
-            )
-        )
+        what = f"{rank_name} = {info.rank} with {world_name} = {info.world_size}"
+        expected = f"0 <= {rank_name} < {world_name}"
     elif info.local_world_size > info.world_size:
-        problems.append(
-            Problem(
-                f"{info.local_world_size} ranks on this machine, but {world_name} = {info.world_size}",
-                "no more ranks on a machine than in the world",
-                fix,
-            )
-        )
+        what = f"{info.local_world_size} ranks on this machine, but {world_name} = {info.world_size}"
+        expected = "no more ranks on a machine than in the world"
     elif info.local_rank >= info.local_world_size:
-        problems.append(
-            Problem(
-                f"local rank {info.local_rank} of {info.local_world_size} ranks on this machine",
-                "0 <= local rank < ranks on the machine: it is the number of the device that the rank takes",
-                fix,
-            )
-        )
-    if problems:
-        raise ConfigError.of(problems)
-    return info
+        what = f"local rank {info.local_rank} of {info.local_world_size} ranks on this machine"
+        expected = "0 <= local rank < ranks on the machine: it is the number of the device that the rank uses"
+    else:
+        return info
+    raise ConfigError(what, expected=expected, fix="start with torchrun --nproc_per_node=N -m threefold ...")
 
 
 def port_of_job(*numbers: int) -> int:
-    """A port that all ranks of a job derive alike, and another job on the same machine derives otherwise."""
+    """A port that is the same for all ranks of a job, and another one for other jobs on the same machine."""
     derived = 0
     for number in numbers:
         derived = derived * 31 + number
@@ -144,12 +147,12 @@ def first_host(hostlist: str) -> str:
 
 
 def tasks_of_node(tasks: str, node: int) -> int | None:
-    """Ranks on one node out of Slurm's `2(x3),1`; None where it does not say."""
+    """Ranks on one node, from Slurm's `2(x3),1`; None if it does not say."""
     counts: list[int] = []
     for part in tasks.split(","):
         count, _, times = part.partition("(x")
         repeated = times.removesuffix(")") or "1"
-        if not (count.isascii() and count.isdecimal() and repeated.isascii() and repeated.isdecimal()):
+        if not (is_number(count) and is_number(repeated)):
             return None
         counts += [int(count)] * min(int(repeated), node + 1)
     return counts[node] if node < len(counts) else None

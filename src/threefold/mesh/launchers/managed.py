@@ -1,7 +1,7 @@
 """Settings and folders that come with a launcher: a managed job's (SageMaker) and accelerate's mesh.
 
-They stand between the config's layers: what a job's hyperparameters say is as good as the command line's, sizes and
-folders that a launcher suggests are defaults, which a config file overrules.
+They are layers of the config: a job's hyperparameters count as much as the command line; sizes and folders that a
+launcher suggests are defaults, which a config file overrides.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from threefold.config.text import as_yaml
 from threefold.errors import ConfigError, DataError
+from threefold.mesh.launchers.info import is_number
 
 CHANNEL = "channel:"
 _FAILURE_CHARACTERS = 1024
@@ -22,7 +23,7 @@ _ACCELERATE = {axis: f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("DP_REPLICAT
 
 
 class Setting(NamedTuple):
-    """One key of the config with its value as YAML text, and who says so."""
+    """One key of the config, its value as YAML text, and where that came from."""
 
     key: str
     text: str
@@ -31,14 +32,14 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Managed:
-    """What a managed job has laid out for its program.
+    """The settings and folders that a managed job gives its program.
 
     Attributes:
-        settings: its hyperparameters that are keys of the config.
+        settings: its hyperparameters, which are keys of the config.
         channels: folders of its data, by the channels' names in lower case.
-        checkpoints: folder that is kept while the job is stopped and started again.
+        checkpoints: folder that survives a restart of the job.
         model: folder of the finished model.
-        failure: file whose first 1,024 characters the job's owner is shown.
+        failure: file whose first 1,024 characters the job's owner sees.
     """
 
     settings: tuple[Setting, ...]
@@ -48,7 +49,7 @@ class Managed:
     failure: Path | None = None
 
     def tell_failure(self, text: str) -> None:
-        """Leaves the reason where the job's owner is shown it; the first one stands."""
+        """Writes the reason to the file that the job's owner sees; the first one counts."""
         if self.failure is None or self.failure.exists():
             return
         with contextlib.suppress(OSError):
@@ -57,13 +58,13 @@ class Managed:
 
 
 def managed(environ: Mapping[str, str]) -> Managed | None:
-    """The managed job that this process is a part of; None where there is none.
+    """The managed job that this process is a part of; None if there is none.
 
-    SageMaker's toolkit and its SDK's own drivers set SM_HPS, SM_CHANNEL_*, SM_MODEL_DIR and SM_OUTPUT_DIR alike; their
-    command lines differ. SAGEMAKER_BASE_DIR moves /opt/ml, where the checkpoint folder has no variable.
+    SageMaker's toolkit and its SDK's own drivers all set SM_HPS, SM_CHANNEL_*, SM_MODEL_DIR and SM_OUTPUT_DIR; their
+    command lines differ. SAGEMAKER_BASE_DIR moves /opt/ml; the checkpoint folder there has no variable of its own.
 
     Raises:
-        ConfigError: SM_HPS is no JSON mapping.
+        ConfigError: SM_HPS is not a JSON mapping.
     """
     if "SM_HPS" not in environ:
         return None
@@ -73,7 +74,7 @@ def managed(environ: Mapping[str, str]) -> Managed | None:
         hyperparameters = None
     if not isinstance(hyperparameters, dict):
         raise ConfigError(
-            f"SM_HPS = {environ['SM_HPS'][:60]!r} is no JSON mapping",
+            f"SM_HPS = {environ['SM_HPS'][:60]!r} is not a JSON mapping",
             expected='the hyperparameters as SageMaker sets them: {"train.steps": 100}',
             fix="unset SM_HPS, or give it as JSON",
         )
@@ -82,8 +83,8 @@ def managed(environ: Mapping[str, str]) -> Managed | None:
     prefix = "SM_CHANNEL_"
     return Managed(
         tuple(
-            # Text is what it would be on the command line: YAML. The SDK's drivers make shell variables of the names,
-            # which may hold no dot: train__steps is train.steps.
+            # Text is YAML, as on the command line. The SDK's drivers turn the names into shell variables, which cannot
+            # contain a dot: train__steps is train.steps.
             Setting(
                 str(key).replace("__", "."),
                 value if isinstance(value, str) else as_yaml(value),
@@ -104,10 +105,10 @@ def managed(environ: Mapping[str, str]) -> Managed | None:
 
 
 def defaults(environ: Mapping[str, str]) -> tuple[Setting, ...]:
-    """What the launcher suggests for keys that the config leaves open.
+    """The launcher's suggestions for keys that the config leaves open.
 
     Raises:
-        ConfigError: sizes that are no numbers or contradict DP_SIZE, CP_SIZE or TP_SIZE.
+        ConfigError: sizes that are not numbers or contradict DP_SIZE, CP_SIZE or TP_SIZE.
     """
     found = _accelerate_sizes(environ)
     job = managed(environ)
@@ -117,15 +118,15 @@ def defaults(environ: Mapping[str, str]) -> tuple[Setting, ...]:
 
 
 def _accelerate_sizes(environ: Mapping[str, str]) -> list[Setting]:
-    """accelerate's mesh: dp = dp_replicate x dp_shard. Its sizes are all 1 where none was given."""
+    """accelerate's mesh: dp = dp_replicate x dp_shard. Its sizes are all 1 if none was given."""
     sizes = {}
     for axis, name in _ACCELERATE.items():
         text = environ.get(name, "1")
-        if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        if not (is_number(text) and int(text) > 0):
             raise ConfigError(
                 f"{name} = {text!r} is not accepted",
                 expected="a whole number greater than 0, as accelerate launch sets it",
-                fix=f"unset {name}, and give the mesh by --mesh.dp, --mesh.cp and --mesh.tp",
+                fix=f"unset {name}, and set the mesh with --mesh.dp, --mesh.cp and --mesh.tp",
             )
         sizes[axis] = int(text)
     if all(size == 1 for size in sizes.values()):
@@ -134,7 +135,7 @@ def _accelerate_sizes(environ: Mapping[str, str]) -> list[Setting]:
         raise ConfigError(
             f"{_ACCELERATE['SP']} = {sizes['SP']}",
             expected="no such axis: Threefold splits sequences over mesh.cp, by Ulysses too",
-            fix=f"--parallelism_config_cp_size {sizes['SP']} in place of sp, and --mesh.cp_method ulysses",
+            fix=f"--parallelism_config_cp_size {sizes['SP']} instead of sp, and --mesh.cp_method ulysses",
         )
     sizes["DP"] = sizes["DP_REPLICATE"] * sizes["DP_SHARD"]
     for axis in ("DP", "CP", "TP"):
@@ -142,31 +143,28 @@ def _accelerate_sizes(environ: Mapping[str, str]) -> list[Setting]:
         if own is not None and own != str(sizes[axis]):
             raise ConfigError(
                 f"{axis}_SIZE = {own}, but accelerate's PARALLELISM_CONFIG_ sizes give {axis.lower()} = {sizes[axis]}",
-                expected="one answer",
-                fix=f"unset {axis}_SIZE, or --mesh.{axis.lower()} {own}   (it overrules both, with the other axes)",
+                expected="the same size in both",
+                fix=f"unset {axis}_SIZE, or --mesh.{axis.lower()} {own}   (overrides both; set the other axes too)",
             )
     keys = {"mesh.dp": "DP", "mesh.dp_shard": "DP_SHARD", "mesh.cp": "CP", "mesh.tp": "TP"}
     return [Setting(key, str(sizes[axis]), "accelerate launch") for key, axis in keys.items()]
 
 
 def data_path(source: str, environ: Mapping[str, str]) -> str:
-    """The folder of `channel:NAME`; any other source as it is.
+    """The folder of `channel:NAME`.
 
     Raises:
-        DataError: there is no such channel.
+        DataError: the job has no such channel.
     """
-    if not source.startswith(CHANNEL):
-        return source
     name = source.removeprefix(CHANNEL)
     job = managed(environ)
     channels = job.channels if job is not None else {}
     # SageMaker's variables have the names in upper case.
     if (folder := channels.get(name.lower())) is not None:
         return str(folder)
+    expected = f"one of {', '.join(CHANNEL + each for each in sorted(channels))}"
     raise DataError(
-        f"data.source = {source!r}: there is no such channel here",
-        expected=f"one of {', '.join(CHANNEL + each for each in sorted(channels))}"
-        if channels
-        else "a SageMaker job, which sets SM_HPS and for each channel SM_CHANNEL_NAME",
+        f"data.source = {source!r}, but this process has no such channel",
+        expected=expected if channels else "a SageMaker job, which sets SM_HPS and SM_CHANNEL_NAME for each channel",
         fix=f"threefold submit sagemaker ... --channel {name}=s3://BUCKET/PREFIX, or a folder as --data.source",
     )

@@ -1,68 +1,54 @@
-"""From an environment to a `LaunchInfo`: one reader for each launcher, and who speaks where several have set variables.
+"""From an environment to a `LaunchInfo`: one reader per launcher, and which one decides if several have set variables.
 
 torchrun inside another launcher decides alone: the outer one has started an agent on each host. Plain RANK and
-WORLD_SIZE decide too, but must then agree with what the outer launcher says. Otherwise Open MPI, MPICH, Slurm and
-Kubernetes speak, in this order: mpirun starts its own processes through srun where there is a Slurm.
+WORLD_SIZE decide too, but must agree with the outer launcher. Otherwise the first of Open MPI, MPICH, Slurm and
+Kubernetes decides; in this order, because mpirun starts its processes through srun in a Slurm job. Launchers that
+contradict one another or were left out are refused: ranks would wait forever or train alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
 
 from threefold.errors import ConfigError
-from threefold.mesh.launchers.info import (
-    DEFAULT_PORT,
-    LaunchInfo,
-    Variables,
-    checked,
-    first_host,
-    port_of_job,
-    tasks_of_node,
-)
-from threefold.mesh.launchers.refusals import refuse_contradiction, refuse_forgotten_launcher, refuse_lonely_agent
+from threefold.mesh.launchers import info as info_of
+from threefold.mesh.launchers.info import LaunchInfo, Variables, checked, is_number
 
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_ALONE = "otherwise each trains the complete run alone"
 _TORCHRUN = "torchrun --nproc_per_node=N -m threefold ..."
 
 
 def read(environ: Mapping[str, str]) -> LaunchInfo:
-    """What the launcher's variables say; `LaunchInfo()` where there are none.
+    """This process according to the launcher's variables; `LaunchInfo()` if there are none.
 
     Raises:
-        ConfigError: variables that are half set, contradict one another or are no numbers; or a launcher that has
-            started this process once for each host, where it would train alone.
+        ConfigError: variables that are set in part, contradict one another or are not numbers; or a launcher that has
+            started this process once per host, where it would train alone.
     """
     if "TORCHELASTIC_RUN_ID" in environ and ("RANK" in environ or "WORLD_SIZE" in environ):
         info = _read_torchrun(environ)
-        refuse_lonely_agent(environ, info)
+        _refuse_lonely_agent(environ, info)
         return info
-    outer = _outer(environ)
+    readers = (_read_open_mpi, _read_mpich, _read_slurm, _read_kubernetes)
+    outer = next((found for reader in readers if (found := reader(environ)) is not None), None)
     plain = [name for name in _TORCH[:2] if name in environ]
     if plain and (outer is None or len(plain) == 2):
         info = _read_plain(environ, outer)
         if outer is not None:
-            refuse_contradiction(info.rank, info.world_size, outer)
+            _refuse_contradiction(info.rank, info.world_size, outer)
         return info
     if outer is None:
-        refuse_forgotten_launcher(environ)
+        _refuse_forgotten_launcher(environ)
         return LaunchInfo()
     variables = Variables(environ, outer.launcher or "")
     rank, world_size = variables.number("RANK"), variables.number("WORLD_SIZE")
-    refuse_contradiction(
+    _refuse_contradiction(
         outer.rank if rank is None else rank, outer.world_size if world_size is None else world_size, outer
     )
     return _with_rendezvous(environ, outer)
-
-
-def _outer(environ: Mapping[str, str]) -> LaunchInfo | None:
-    readers: tuple[Callable[[Mapping[str, str]], LaunchInfo | None], ...] = (
-        _read_open_mpi,
-        _read_mpich,
-        _read_slurm,
-        _read_kubernetes,
-    )
-    return next((info for reader in readers if (info := reader(environ)) is not None), None)
 
 
 def _read_torchrun(environ: Mapping[str, str]) -> LaunchInfo:
@@ -92,82 +78,59 @@ def _read_plain(environ: Mapping[str, str], outer: LaunchInfo | None) -> LaunchI
     variables = Variables(environ, "torchrun")
     rank, world_size, port = _torch_numbers(variables)
     given, local_rank = variables.number("LOCAL_WORLD_SIZE"), variables.number("LOCAL_RANK")
-    if given is not None:
-        local_world_size = given
-    elif outer is not None:
-        local_world_size = outer.local_world_size
+    if outer is None:
+        # A PyTorchJob's RANK is the pod's; elsewhere nothing indicates other machines.
+        one_per_pod = "KUBERNETES_SERVICE_HOST" in environ and local_rank is None
+        local_world_size = given if given is not None else 1 if one_per_pod else world_size
+        host, own = environ.get("SM_CURRENT_HOST", ""), rank % max(1, local_world_size)
+        outer = LaunchInfo(local_rank=own, launcher="environment", host=host)
     else:
-        # A PyTorchJob's RANK is the pod's; elsewhere nothing says that there are other machines.
-        local_world_size = 1 if "KUBERNETES_SERVICE_HOST" in environ and local_rank is None else world_size
-    if local_rank is None:
-        local_rank = outer.local_rank if outer is not None else rank % max(1, local_world_size)
-    info = LaunchInfo(
+        local_world_size = given if given is not None else outer.local_world_size
+    info = dataclasses.replace(
+        outer,
         rank=rank,
         world_size=world_size,
-        local_rank=local_rank,
+        local_rank=outer.local_rank if local_rank is None else local_rank,
         local_world_size=local_world_size,
         master_addr=environ["MASTER_ADDR"],
         master_port=port,
-        launcher=outer.launcher if outer is not None else "environment",
-        host=outer.host if outer is not None else environ.get("SM_CURRENT_HOST", ""),
-        restart=outer.restart if outer is not None else 0,
-        own_device=outer.own_device if outer is not None else False,
     )
     return checked(info, rank_name="RANK", world_name="WORLD_SIZE")
 
 
 def _torch_numbers(variables: Variables) -> tuple[int, int, int]:
-    environ = variables.environ
-    present = [name for name in _TORCH[:2] if name in environ]
-    missing = [name for name in _TORCH if name not in environ]
-    if missing:
-        raise ConfigError(
-            f"{' and '.join(present)} set, but {' and '.join(missing)} not",
-            expected="all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (set by a launcher), or none of them",
-            fix=f"start with {_TORCHRUN}, or: unset {' '.join(present)}",
-        )
-    return variables.number("RANK") or 0, variables.number("WORLD_SIZE") or 0, _port(variables) or 0
+    present = [name for name in _TORCH[:2] if name in variables.environ]
+    variables.require(_TORCH, fix=f"start with {_TORCHRUN}, or: unset {' '.join(present)}")
+    return variables.number("RANK") or 0, variables.number("WORLD_SIZE") or 0, variables.port() or 0
 
 
-def _port(variables: Variables) -> int | None:
-    port = variables.number("MASTER_PORT")
-    if port is not None and not 0 < port < 2**16:
-        raise ConfigError(
-            f"MASTER_PORT = {port} is no port",
-            expected="a number from 1 to 65535",
-            fix=f"export MASTER_PORT={DEFAULT_PORT}",
-        )
-    return port
+def _read_mpi(environ: Mapping[str, str], kind: str, title: str, names: list[str]) -> LaunchInfo:
+    fix = f"start with mpirun -n N python -m threefold ..., or: unset {' '.join(names)}"
+    rank, world_size, local_rank, local_world_size = Variables(environ, title).needed(names, fix=fix)
+    info = LaunchInfo(rank, world_size, local_rank, local_world_size, launcher=kind)
+    return checked(info, rank_name=names[0], world_name=names[1])
 
 
 def _read_open_mpi(environ: Mapping[str, str]) -> LaunchInfo | None:
     names = [f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     if not any(name in environ for name in names[:2]):
         return None
-    rank, world_size, local_rank, local_world_size = Variables(environ, "Open MPI's mpirun").needed(
-        names, fix=f"start with mpirun -n N python -m threefold ..., or: unset {' '.join(names)}"
-    )
-    info = LaunchInfo(rank, world_size, local_rank, local_world_size, launcher="open-mpi")
-    return checked(info, rank_name=names[0], world_name=names[1])
+    return _read_mpi(environ, "open-mpi", "Open MPI's mpirun", names)
 
 
 def _read_mpich(environ: Mapping[str, str]) -> LaunchInfo | None:
     """MPICH's and Intel MPI's mpirun (Hydra)."""
     if "PMI_RANK" not in environ and "PMI_SIZE" not in environ:
         return None
-    # srun's own PMI sets PMI_RANK too; Slurm then says more.
+    # srun's own PMI sets PMI_RANK too; Slurm's variables then say more.
     if "SLURM_STEP_ID" in environ and "MPI_LOCALRANKID" not in environ:
         return None
     names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
-    rank, world_size, local_rank, local_world_size = Variables(environ, "MPICH's mpirun").needed(
-        names, fix=f"start with mpirun -n N python -m threefold ..., or: unset {' '.join(names[:2])}"
-    )
-    info = LaunchInfo(rank, world_size, local_rank, local_world_size, launcher="mpich")
-    return checked(info, rank_name=names[0], world_name=names[1])
+    return _read_mpi(environ, "mpich", "MPICH's mpirun", names)
 
 
 def _read_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
-    """A task of srun. A batch script and a shell in an allocation are none, nor is a step of one task."""
+    """A task of srun; not a batch script, a shell in an allocation, or a step of one task."""
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
     variables = Variables(environ, "srun")
@@ -177,7 +140,7 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
     if world_size == 1:
         return None
     node = variables.number("SLURM_NODEID") or 0
-    local_world_size = tasks_of_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), node)
+    local_world_size = info_of.tasks_of_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), node)
     if local_world_size is None:
         local_world_size = variables.number("SLURM_NTASKS_PER_NODE") or world_size
     devices = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND")
@@ -206,7 +169,7 @@ def _read_kubernetes(environ: Mapping[str, str]) -> LaunchInfo | None:
     if per_pod not in ("1", "auto", "cpu", "gpu"):
         raise ConfigError(
             f"PET_NPROC_PER_NODE = {per_pod}, but this process is the only one of its pod",
-            expected="torchrun as the pod's command, where a pod has several ranks",
+            expected="torchrun as the pod's command, if a pod has several ranks",
             fix="command: [torchrun, -m, threefold, train, ...]   (torchrun reads the PET_ variables)",
         )
     if world_size == 1:
@@ -216,31 +179,89 @@ def _read_kubernetes(environ: Mapping[str, str]) -> LaunchInfo | None:
 
 
 def _with_rendezvous(environ: Mapping[str, str], info: LaunchInfo) -> LaunchInfo:
-    """The info with where its ranks meet; several hosts of an mpirun need the user's word."""
+    """The info with the place where its ranks meet; for several hosts of an mpirun, the user must name it."""
     variables = Variables(environ, info.launcher or "")
-    own_port = _port(variables)
+    own_port = variables.port()
     address, port = _rendezvous_of(variables, info)
     address, port = environ.get("MASTER_ADDR") or address, own_port or port
     if address is None:
         raise ConfigError(
-            f"{info.world_size} ranks on several hosts, and no MASTER_ADDR",
-            expected=f"the name or address of rank 0's host: {info.launcher} does not tell it",
+            f"{info.world_size} ranks on several hosts, but MASTER_ADDR is not set",
+            expected=f"the name or address of rank 0's host, which {info.launcher} does not provide",
             fix="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ...   (Open MPI), -genv MASTER_ADDR HOST (MPICH), "
             "with the first host's name",
         )
-    return dataclasses.replace(info, master_addr=address, master_port=port or DEFAULT_PORT)
+    return dataclasses.replace(info, master_addr=address, master_port=port or info_of.DEFAULT_PORT)
 
 
 def _rendezvous_of(variables: Variables, info: LaunchInfo) -> tuple[str | None, int | None]:
-    """(rank 0's host, port), as far as the launcher's own variables say."""
+    """(rank 0's host, port), as far as the launcher's own variables provide them."""
     environ = variables.environ
     if info.launcher == "slurm":
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
         job, step = (variables.number(f"SLURM_{part}_ID") or 0 for part in ("JOB", "STEP"))
-        return first_host(nodes) or None, port_of_job(job, step)
+        return info_of.first_host(nodes) or None, info_of.port_of_job(job, step)
     if info.launcher == "kubernetes":
         return environ.get("PET_MASTER_ADDR") or None, variables.number("PET_MASTER_PORT")
     if info.local_world_size == info.world_size:
         namespace = "".join(character for character in environ.get("PMIX_NAMESPACE", "") if character.isdecimal())
-        return "127.0.0.1", port_of_job(int(namespace)) if namespace else None
+        return "127.0.0.1", info_of.port_of_job(int(namespace)) if namespace else None
     return None, None
+
+
+def _refuse_contradiction(rank: int, world_size: int, outer: LaunchInfo) -> None:
+    """Refuses RANK and WORLD_SIZE that differ from those of this process' launcher."""
+    if (rank, world_size) == (outer.rank, outer.world_size):
+        return
+    outers = f"{outer.launcher} started rank {outer.rank} of {outer.world_size}"
+    raise ConfigError(
+        f"RANK = {rank} and WORLD_SIZE = {world_size}, but {outers}",
+        expected="the same numbers: two ranks with the same number wait for one another, or each trains alone",
+        fix="unset RANK WORLD_SIZE LOCAL_RANK   (a job script or an outer shell has exported them)",
+    )
+
+
+def _sagemaker_hosts(environ: Mapping[str, str]) -> int:
+    try:
+        hosts = json.loads(environ.get("SM_HOSTS", "[]"))
+    except ValueError:
+        return 0
+    return len(hosts) if isinstance(hosts, list) else 0
+
+
+def _refuse_lonely_agent(environ: Mapping[str, str], info: LaunchInfo) -> None:
+    """Refuses torchruns that do not know of one another: each would train the complete run."""
+    if Variables(environ, "torchrun").number("GROUP_WORLD_SIZE") != 1:
+        return
+    names = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PET_NNODES")
+    # How many agents the outer launchers have started, and the variable that tells.
+    started = {f"{name} = {environ[name]}": int(environ[name]) for name in names if is_number(environ.get(name, ""))}
+    hosts = _sagemaker_hosts(environ)
+    for source, count in {**started, f"SM_HOSTS has {hosts} hosts": hosts}.items():
+        if count > 1:
+            raise ConfigError(
+                f"{source}, but this torchrun has {info.world_size} ranks on one host",
+                expected=f"one torchrun for all of them: {_ALONE}",
+                fix="torchrun --nnodes=N --node-rank=I --master-addr=HOST ... on each host, or no torchrun: "
+                "srun (mpirun) python -m threefold ...",
+            )
+
+
+def _refuse_forgotten_launcher(environ: Mapping[str, str]) -> None:
+    """Refuses to train on one of several reserved hosts."""
+    nodes = environ.get("SLURM_JOB_NUM_NODES", "")
+    in_job = "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
+    if in_job and is_number(nodes) and int(nodes) > 1:
+        raise ConfigError(
+            f"this is a Slurm job of {nodes} nodes, but srun has not started this process",
+            expected="one process for each rank on all of the nodes",
+            fix="srun python -m threefold ...   in the job script, or: unset SLURM_JOB_ID   (to use only this node)",
+        )
+    hosts = _sagemaker_hosts(environ)
+    if hosts > 1:
+        raise ConfigError(
+            f"SM_HOSTS has {hosts} hosts, but no launcher has started this process",
+            expected=f"torchrun on each host: {_ALONE}",
+            fix='distribution={"torch_distributed": {"enabled": True}} in the estimator, Torchrun() in ModelTrainer, '
+            "or: threefold submit sagemaker",
+        )

@@ -27,8 +27,8 @@ def _two_checkpoints(folder: str) -> None:
     run = Miniature((1, 2, 1, 1), folder)
     for step in (1, 2):
         run.advance(1)
-        run.keeper.keep(step, None, True)
-    run.keeper.finish()
+        run.checkpointer.save(step, None, True)
+    run.checkpointer.wait()
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +246,7 @@ def test_run_goes_back_to_the_checkpoint_before(run: Path, seed: int) -> None:
         assert done.returncode == 0, what + done.stderr
         assert "Traceback" not in done.stderr
         if "nothing to do" not in done.stdout:
-            assert f"passed over {Path('run') / 'checkpoints' / 'step-00000006'}: " in done.stderr, what
+            assert f"skipped {Path('run') / 'checkpoints' / 'step-00000006'}: " in done.stderr, what
             assert "resumed from run/checkpoints/step-00000004" in done.stdout, what
             assert "set aside: run/checkpoints/aside-1-step-00000006" in done.stdout, what
             assert CheckpointFolder(run).all()[-1].damage() is None

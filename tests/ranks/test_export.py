@@ -38,8 +38,8 @@ def _trained(sizes: Sizes, folder: str, model: dict[str, Any]) -> Any:
     """One step, saved; the weights by name, whole."""
     run = Miniature(sizes, folder, model={"config": model})
     run.advance(1)
-    run.keeper.keep(1, None, True)
-    run.keeper.finish()
+    run.checkpointer.save(1, None, True)
+    run.checkpointer.wait()
     named = dict(run.model.module.named_parameters())
     return {
         name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().numpy()

@@ -155,14 +155,14 @@ def _trackers(console: Console, run: Built) -> list[Tracker]:
 
 def _watched(run: Built, audit: Audit, trackers: list[Tracker]) -> Outcome:
     """Trains to the end or to a stop signal, watched, audited and heard by the trackers; returns when all is saved."""
-    config, keeper = run.config, run.keeper
-    warm_up_buckets(run.model, run.mesh, rows=run.micro_batch, seq_len=config.data.seq_len)
-    keeper.start()
+    checkpointer = run.checkpointer
+    warm_up_buckets(run.model, run.mesh, rows=run.micro_batch, seq_len=run.config.data.seq_len)
+    checkpointer.start()
     try:
         outcome = train_loop(_loop_of(run, audit, trackers), first_step=run.done + 1)
-        keeper.finish()
+        checkpointer.wait()
     except ThreefoldError:
-        keeper.linger()
+        checkpointer.linger()
         raise
     finally:
         for tracker in trackers:
@@ -201,8 +201,8 @@ def _loop_of(run: Built, audit: Audit, trackers: list[Tracker]) -> Run:
         run.loader,
         run.num_steps,
         run.micro_batch,
-        run.keeper.keep,
-        run.keeper.notice,
+        run.checkpointer.save,
+        run.checkpointer.check,
         eval_batches=assemble.held_out_of(run),
         trackers=trackers,
         flops_per_token=flops,

@@ -314,7 +314,7 @@ def test_folder_that_holds_a_run() -> None:
     assert text(opening("never")) == problem(
         "log.dir = run holds a run, and checkpoint.resume is never",
         "an empty folder, so that no earlier run is mixed into this one",
-        "--log.dir ANOTHER_FOLDER, or --checkpoint.resume auto to go on with it",
+        "--log.dir ANOTHER_FOLDER, or --checkpoint.resume auto to resume it",
     )
 
 

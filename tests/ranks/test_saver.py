@@ -67,8 +67,8 @@ def test_full_disk_ends_the_run_on_every_rank_after_the_same_step(tmp_path: Path
             f"the checkpoint of step 4 could not be saved: rank {failing}: No space left on device ("
         )
         assert error == ranks[0][1]
-        assert "\n  expected: room for it, and a folder that every rank can write; the checkpoints before" in error
-        assert "\n  fix: make room" in error
+        assert "\n  expected: enough space, and a folder that every rank can write; earlier checkpoints" in error
+        assert "\n  fix: free space" in error
         assert (printed, kept, whole, hidden) == ("", [2], [2], [])
 
 

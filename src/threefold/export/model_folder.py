@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ MAX_SHARD_BYTES = 5 * 1000**3
 # Config keys that can make transformers fetch code or kernels.
 _CODE = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config", "use_kernels")
 _PROBE_TOKENS = 32
+_NOT_RELOADED = "not reloaded"
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def export(
 ) -> Exported:
     """Writes the checkpoint of a run (or a checkpoint itself) to a new folder, and removes the folder on failure.
 
-    A run that trained adapters is written whole, with the adapters merged.
+    For a run that trained adapters, writes the complete model, with the adapters merged.
 
     Args:
         adapter: write only the adapters, in peft's form.
@@ -85,16 +87,13 @@ def export(
         raise ConfigError(
             f"{run} has no adapters",
             expected="a run with model.lora.r above 0",
-            fix="leave --adapter out: the whole model is written",
+            fix="omit --adapter to write the complete model",
         )
     made = not to.exists()
     to.mkdir(parents=True, exist_ok=True)
+    work = _Export(checkpoint, to, config, architecture, max_shard_bytes, verify)
     try:
-        if adapter:
-            return _export_adapter(checkpoint, to, config, architecture, verify)
-        if config.model.lora.r:
-            return _export_merged(checkpoint, to, config, architecture, max_shard_bytes, verify)
-        return _export_weights(checkpoint, to, config, architecture, max_shard_bytes, verify, trust_remote_code)
+        return work.adapter() if adapter else work.merged() if config.model.lora.r else work.weights()
     except BaseException:
         shutil.rmtree(to, ignore_errors=True)
         if not made:
@@ -102,79 +101,71 @@ def export(
         raise
 
 
-def _export_weights(
-    checkpoint: Checkpoint,
-    to: Path,
-    config: Config,
-    architecture: PretrainedConfig,
-    max_shard_bytes: int,
-    verify: bool | None,
-    trust_remote_code: bool,
-) -> Exported:
-    index = Index.read(checkpoint.state)
-    model = build_without_storage(architecture, attention="eager", trust_remote_code=trust_remote_code)
-    tensors = run_state.model_state(model)
-    run_state.fit(tensors, index)
-    files = write_weights(
-        checkpoint.state,
-        index,
-        [name.removeprefix("model.") for name in tensors],
-        to,
-        max_shard_bytes=max_shard_bytes,
-        convert=lambda layer: revert_weight_conversion(model, layer),
-    )
-    save_descriptions(model, config, to)
-    num_bytes = sum(index.entries[name].num_bytes for name in tensors)
-    verified = _verified(checkpoint, to, num_bytes, verify, trust_remote_code)
-    return Exported(checkpoint.step, sum(p.numel() for p in model.parameters()), tuple(files), verified)
+@dataclass(frozen=True)
+class _Export:
+    """One export: of all weights, of the adapters alone, or of the adapters merged into their base."""
 
+    checkpoint: Checkpoint
+    to: Path
+    config: Config
+    architecture: PretrainedConfig
+    max_shard_bytes: int
+    verify: bool | None
 
-def _export_adapter(
-    checkpoint: Checkpoint, to: Path, config: Config, architecture: PretrainedConfig, verify: bool | None
-) -> Exported:
-    model = model_with_adapters(checkpoint, config, architecture)
-    files, verified = write_adapter(model, config, to), "not reloaded"
-    save_tokenizer(config, to)
-    if verify is not False:
-        _compare(model, load_with_peft(config, architecture, to), to, trained="the run's")
-        verified = "reloaded by peft: equal logits"
-    num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Exported(checkpoint.step, num_parameters, tuple(files), verified)
+    def weights(self) -> Exported:
+        state, index = self.checkpoint.state, Index.read(self.checkpoint.state)
+        trusted = self.config.model.trust_remote_code
+        model = build_without_storage(self.architecture, attention="eager", trust_remote_code=trusted)
+        tensors = run_state.model_state(model)
+        run_state.fit(tensors, index)
+        files = write_weights(
+            state,
+            index,
+            [name.removeprefix("model.") for name in tensors],
+            self.to,
+            max_shard_bytes=self.max_shard_bytes,
+            convert=lambda layer: revert_weight_conversion(model, layer),
+        )
+        save_descriptions(model, self.config, self.to)
+        num_bytes = sum(index.entries[name].num_bytes for name in tensors)
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if self.verify is None and num_bytes * 1.5 > free:
+            verified = "not reloaded: the model does not fit into the free memory"
+        else:
+            verified = self._reloaded(lambda: load_whole(self.checkpoint, trust_remote_code=trusted)[0])
+        return self._exported(model.parameters(), files, verified)
 
+    def adapter(self) -> Exported:
+        model = model_with_adapters(self.checkpoint, self.config, self.architecture)
+        files, verified = write_adapter(model, self.config, self.to), _NOT_RELOADED
+        save_tokenizer(self.config, self.to)
+        if self.verify is not False:
+            _compare(model, load_with_peft(self.config, self.architecture, self.to), self.to, trained="the run's")
+            verified = "reloaded by peft: equal logits"
+        return self._exported((p for p in model.parameters() if p.requires_grad), files, verified)
 
-def _export_merged(
-    checkpoint: Checkpoint,
-    to: Path,
-    config: Config,
-    architecture: PretrainedConfig,
-    max_shard_bytes: int,
-    verify: bool | None,
-) -> Exported:
-    model = model_with_adapters(checkpoint, config, architecture)
-    lora.merge(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # transformers' own warning, about an internal name
-        model.save_pretrained(to, max_shard_size=max_shard_bytes)
-    save_descriptions(model, config, to)
-    verified = "not reloaded" if verify is False else _reloaded(model, checkpoint, to, config.model.trust_remote_code)
-    files = sorted(path.name for path in to.glob("*.safetensors"))
-    return Exported(checkpoint.step, sum(p.numel() for p in model.parameters()), tuple(files), verified)
+    def merged(self) -> Exported:
+        model = model_with_adapters(self.checkpoint, self.config, self.architecture)
+        lora.merge(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # transformers' own warning, about an internal name
+            model.save_pretrained(self.to, max_shard_size=self.max_shard_bytes)
+        save_descriptions(model, self.config, self.to)
+        files = sorted(path.name for path in self.to.glob("*.safetensors"))
+        return self._exported(model.parameters(), files, self._reloaded(lambda: model))
 
+    def _exported(self, parameters: Iterable[Tensor], files: list[str], verified: str) -> Exported:
+        return Exported(self.checkpoint.step, sum(p.numel() for p in parameters), tuple(files), verified)
 
-def _verified(checkpoint: Checkpoint, to: Path, num_bytes: int, verify: bool | None, trust_remote_code: bool) -> str:
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if verify is False or (verify is None and num_bytes * 1.5 > free):
-        return "not reloaded" if verify is False else "not reloaded: the model does not fit into the free memory"
-    model, _ = load_whole(checkpoint, trust_remote_code=trust_remote_code)
-    return _reloaded(model, checkpoint, to, trust_remote_code)
-
-
-def _reloaded(model: Any, checkpoint: Checkpoint, to: Path, trust_remote_code: bool) -> str:
-    reloaded: Any = AutoModelForCausalLM.from_pretrained(
-        to, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
-    )
-    _compare(model, reloaded, to, trained=str(checkpoint.path))
-    return "reloaded: equal logits"
+    def _reloaded(self, trained: Callable[[], Any]) -> str:
+        if self.verify is False:
+            return _NOT_RELOADED
+        model, trusted = trained(), self.config.model.trust_remote_code
+        reloaded: Any = AutoModelForCausalLM.from_pretrained(
+            self.to, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trusted
+        )
+        _compare(model, reloaded, self.to, trained=str(self.checkpoint.path))
+        return "reloaded: equal logits"
 
 
 def _compare(model: Any, reloaded: Any, to: Path, *, trained: str) -> None:
@@ -184,7 +175,7 @@ def _compare(model: Any, reloaded: Any, to: Path, *, trained: str) -> None:
             f"{to} reloads to other logits than {trained}: they differ by up to "
             f"{(found - expected).abs().max().item():.3g}",
             expected="equal logits; the folder has been removed",
-            fix="report it with the model's config; --no-verify writes the folder all the same",
+            fix="report it with the model's config; --no-verify keeps the folder",
         )
 
 
@@ -197,7 +188,7 @@ def _probe(model: Any) -> Tensor:
 
 
 def load_whole(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> tuple[Any, Config]:
-    """Returns the checkpoint's whole model on the CPU, and the config it was trained with."""
+    """Returns the checkpoint's complete model on the CPU, and the config it was trained with."""
     config, architecture = _described(checkpoint, trust_remote_code)
     if config.model.lora.r:
         return model_with_adapters(checkpoint, config, architecture).eval(), config
@@ -224,7 +215,7 @@ def _described(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[Config,
     except Exception as error:  # transformers validates with exceptions of several families
         raise CheckpointError(
             f"transformers has no model for {checkpoint.path}: {' '.join(str(error).split())}",
-            expected="an architecture that the installed transformers knows",
+            expected="an architecture that the installed transformers supports",
             fix="install the transformers release that trained it; or, if you trust the code of its model's "
             "repository, --trust-remote-code",
         ) from error

@@ -1,4 +1,4 @@
-"""How a failed rank says why: once for all ranks, in the error's three parts, with the exit code that it means."""
+"""Reports why a rank failed: once for all ranks, in the error's three parts, with the exit code."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ log = logging.getLogger("threefold")
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 
 
-def _peer_gone(said: str) -> Problem:
+def _peer_gone(reason: str) -> Problem:
     return Problem(
-        f"rank {environment.current().rank} lost its connection to another rank: {said}",
+        f"rank {environment.current().rank} lost its connection to another rank: {reason}",
         "every rank to stay until the run is over",
-        "where no rank has said why, one was killed: look for `Out of memory` in the kernel's log (dmesg) of its host; "
-        "the same command goes on from the newest checkpoint, and --max-restarts N does so by itself",
+        "if no rank has reported an error, one was killed: look for `Out of memory` in the kernel's log (dmesg) of its "
+        "host; the same command resumes from the newest checkpoint, and --max-restarts N does so automatically",
     )
 
 

@@ -23,14 +23,13 @@ from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config.loading import Loaded
 from threefold.config.schema import Config
 from threefold.errors import ThreefoldError
-from threefold.integrations.terminal import Terminal
 from threefold.jsonl import MetricsFile, Tracker
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
 from threefold.run import assemble
 from threefold.run.assemble import Built
-from threefold.run.console import conclude, introduce
+from threefold.run.console import Terminal, conclude, introduce
 from threefold.run.failure import is_first_failure, report_failure
 from threefold.run.folder import RunFolder, log_to_file, open_run, require_shared
 from threefold.run.lock import RunLock
@@ -136,7 +135,7 @@ def _accept(console: Console, run: Built, lock: RunLock) -> Audit:
     run.loader.leave_out(config.data.skip, first_step=run.done + 1)
     audit = assemble.open_audit(run)
     for path in mesh.share("accept", lambda: [str(moved) for moved in run.folder.accept(config)]):
-        console.print(f"  set aside: {path}, later than the step that the run goes on from", highlight=False)
+        console.print(f"  set aside: {path}, later than the step that the run resumes from", highlight=False)
     lock.keep()
     return audit
 

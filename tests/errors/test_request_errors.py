@@ -464,7 +464,7 @@ def test_tokenizer_larger_than_the_model() -> None:
 
 def test_rows_longer_than_the_model_knows() -> None:
     assert text(checking(Topology(), architecture(max_position_embeddings=16))) == problem(
-        "data.seq_len = 32, but the model knows 16 positions",
+        "data.seq_len = 32, but the model supports at most 16 positions",
         "rows that are no longer than the model's max_position_embeddings",
         "--data.seq_len 16",
     )

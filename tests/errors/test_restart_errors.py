@@ -38,6 +38,6 @@ def test_peer_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(_peer_gone("Connection closed by peer")) == (
         "rank 0 lost its connection to another rank: Connection closed by peer\n"
         "  expected: every rank to stay until the run is over\n"
-        "  fix: if no rank has reported an error, one was killed: look for `Out of memory` in the kernel's log (dmesg) of "
-        "its host; the same command resumes from the newest checkpoint, and --max-restarts N does so automatically"
+        "  fix: if no rank has reported an error, one was killed: look for `Out of memory` in the kernel's log (dmesg) "
+        "of its host; the same command resumes from the newest checkpoint, and --max-restarts N does so automatically"
     )

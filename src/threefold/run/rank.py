@@ -1,8 +1,7 @@
 """One rank of a run, from its place on the mesh to its exit code.
 
-In chapters: what is asked, where it lies, what is built, who watches, how it ends. All errors in the request
-are found before the first collective: each rank finds the same ones, and one rank prints them. Later failures are
-printed once, by the rank that failed first.
+All errors in the request are found before the first collective: each rank finds the same ones, and one rank prints
+them. Later failures are printed once, by the rank that failed first.
 """
 
 from __future__ import annotations
@@ -51,18 +50,16 @@ _REPORT_BEFORE = 0.9
 def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
     """Trains as one rank of `topology` and returns its exit code; failures are printed once for all ranks."""
     quieten_libraries()
-    config = loaded.config
-    info = environment.current()
+    config, info = loaded.config, environment.current()
     mesh: Mesh | None = None
     try:
-        mesh = join_mesh(
-            topology, info, device=config.mesh.device, timeout_s=config.mesh.timeout_s, facts=facts_of(config)
-        )
+        asked = config.mesh
+        mesh = join_mesh(topology, info, device=asked.device, timeout_s=asked.timeout_s, facts=facts_of(config))
         with RunLock() as lock:
             return _train(config, mesh, why, lock)
+    except (SystemExit, KeyboardInterrupt):
+        raise
     except BaseException as error:
-        if isinstance(error, SystemExit | KeyboardInterrupt):
-            raise
         code = report_failure(error, first=is_first_failure(mesh, info.rank, error))
         if isinstance(error, ThreefoldError) and mesh is not None:
             mesh.close()
@@ -73,12 +70,9 @@ def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
 
 def facts_of(config: Config) -> dict[str, str]:
     """Returns what must be the same on every rank besides the mesh: the version, and a digest per config section."""
-    return {"threefold": __version__} | {
-        f"the config's section {section!r}": xxhash.xxh3_64_hexdigest(
-            getattr(config, section).model_dump_json().encode()
-        )
-        for section in type(config).model_fields
-    }
+    sections = {name: getattr(config, name).model_dump_json().encode() for name in type(config).model_fields}
+    digests = {f"the config's section {name!r}": xxhash.xxh3_64_hexdigest(text) for name, text in sections.items()}
+    return {"threefold": __version__, **digests}
 
 
 def _as_restarted(config: Config) -> Config:
@@ -109,7 +103,7 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
     run = assemble.build_run(asked, mesh, _open_folder(asked, mesh, lock))
     introduce(console, run, why)
     if run.done >= run.num_steps:
-        more = f"nothing to do: step {run.done} of {run.num_steps} is done. More: --train.steps N"
+        more = f"nothing to do: step {run.done} of {run.num_steps} is done. To train more: --train.steps N"
         console.print(more, highlight=False)
         mesh.close()
         return 0
@@ -121,7 +115,7 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
 
 
 def _open_folder(asked: Asked, mesh: Mesh, lock: RunLock) -> RunFolder:
-    """The run's folder, opened by rank 0, seen by all hosts, with the newest undamaged checkpoint."""
+    """Returns the run's folder, opened by rank 0, seen by all hosts, with the newest undamaged checkpoint."""
     opened = mesh.share("run", lambda: open_run(_as_restarted(asked.config), lock).to_values())
     folder = RunFolder.from_values(opened)
     require_shared(folder.path, mesh)
@@ -130,7 +124,7 @@ def _open_folder(asked: Asked, mesh: Mesh, lock: RunLock) -> RunFolder:
 
 
 def _accept(console: Console, run: Built, lock: RunLock) -> Audit:
-    """Makes the folder this run's, now that nothing can refuse the request any more, and opens the run's audit."""
+    """Makes the folder this run's, because nothing can refuse the request any more, and opens the run's audit."""
     config, mesh = run.config, run.mesh
     run.loader.leave_out(config.data.skip, first_step=run.done + 1)
     audit = assemble.open_audit(run)
@@ -141,7 +135,7 @@ def _accept(console: Console, run: Built, lock: RunLock) -> Audit:
 
 
 def _trackers(console: Console, run: Built) -> list[Tracker]:
-    """Who hears what the run logs; nobody but on rank 0."""
+    """The trackers of the run, on rank 0; elsewhere none."""
     if run.mesh.rank != 0:
         return []
     say = functools.partial(console.print, highlight=False, markup=False)
@@ -153,7 +147,7 @@ def _trackers(console: Console, run: Built) -> list[Tracker]:
 
 
 def _watched(run: Built, audit: Audit, trackers: list[Tracker]) -> Outcome:
-    """Trains to the end or to a stop signal, watched, audited and heard by the trackers; returns when all is saved."""
+    """Trains to the end or to a stop signal, watched, audited and tracked; returns when everything is saved."""
     checkpointer = run.checkpointer
     warm_up_buckets(run.model, run.mesh, rows=run.micro_batch, seq_len=run.config.data.seq_len)
     checkpointer.start()
@@ -171,17 +165,14 @@ def _watched(run: Built, audit: Audit, trackers: list[Tracker]) -> Outcome:
 
 
 def _loop_of(run: Built, audit: Audit, trackers: list[Tracker]) -> Run:
-    """What the loop is given."""
-    config, mesh, text = run.config, run.mesh, run.architecture.get_text_config()
+    config, train, mesh, text = run.config, run.config.train, run.mesh, run.architecture.get_text_config()
     progress = Progress()
     step = TrainStep(
         run.model,
         run.optimizer,
         mesh,
-        grad_clip=config.train.grad_clip,
-        token_loss=token_loss_of(
-            run.model, mesh, label_smoothing=config.train.label_smoothing, z_loss=config.train.z_loss
-        ),
+        grad_clip=train.grad_clip,
+        token_loss=token_loss_of(run.model, mesh, label_smoothing=train.label_smoothing, z_loss=train.z_loss),
         progress=progress,
     )
     flops = flops_per_token(
@@ -190,8 +181,8 @@ def _loop_of(run: Built, audit: Audit, trackers: list[Tracker]) -> Run:
         hidden_size=text.hidden_size,
         seq_len=config.data.seq_len,
     )
-    skipping = config.train.nonfinite == "skip"
-    timeout_s = config.train.timeout_s or _REPORT_BEFORE * config.mesh.timeout_s
+    policy = Policy(skip=train.nonfinite == "skip", limit=train.nonfinite_limit, run=str(run.folder.path))
+    timeout_s = train.timeout_s or _REPORT_BEFORE * config.mesh.timeout_s
     return Run(
         config,
         mesh,
@@ -207,7 +198,7 @@ def _loop_of(run: Built, audit: Audit, trackers: list[Tracker]) -> Run:
         flops_per_token=flops,
         peak_flops=peak_flops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None,
         audit=audit,
-        finite=Finite(mesh, Policy(skip=skipping, limit=config.train.nonfinite_limit, run=str(run.folder.path))),
+        finite=Finite(mesh, policy),
         progress=progress,
         watch=Watchdog(mesh, progress, stall_s=config.log.stall_s, timeout_s=timeout_s),
     )

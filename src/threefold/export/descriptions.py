@@ -1,7 +1,8 @@
-"""What stands beside a model's weights in a Hugging Face folder: config, generation config, tokenizer."""
+"""Writes the files of a Hugging Face folder other than the weights: config, generation config, tokenizer."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -19,49 +20,33 @@ def save_descriptions(model: Any, config: Config, to: Path) -> None:
     if model.is_remote_code():
         transformers.dynamic_module_utils.custom_object_save(model, to, config=model.config)
     if model.can_generate():
-        _generation_config(model, config).save_pretrained(to)
+        generation, name = model.generation_config, config.model.name_or_path
+        if name is not None:
+            with contextlib.suppress(OSError):  # the model has none, or no longer exists
+                generation = GenerationConfig.from_pretrained(name, revision=config.model.revision)
+        generation.save_pretrained(to)
     save_tokenizer(config, to)
 
 
-def _generation_config(model: Any, config: Config) -> Any:
-    if config.model.name_or_path is not None:
-        try:
-            return GenerationConfig.from_pretrained(config.model.name_or_path, revision=config.model.revision)
-        except OSError:  # it has none, or is not there any more
-            pass
-    return model.generation_config
-
-
 def save_tokenizer(config: Config, to: Path) -> None:
-    """Writes the tokenizer that the run's data was read with."""
+    """Writes the tokenizer with which the run's data was read."""
     name = config.data.tokenizer or config.model.name_or_path or "bytes"
     if name == "bytes":
-        byte_tokenizer().save_pretrained(to)
+        _byte_tokenizer().save_pretrained(to)
         return
     revision = config.model.revision if name == config.model.name_or_path else None
     AutoTokenizer.from_pretrained(name, revision=revision).save_pretrained(to)
 
 
-def byte_tokenizer() -> Any:
-    """The tokenizer `bytes` as transformers knows tokenizers: the same ids, 256 as the end token."""
+def _byte_tokenizer() -> Any:
+    """Returns the tokenizer `bytes` in transformers' form: the same ids, with 256 as the end token."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    characters = _byte_characters()
-    backend = Backend(models.BPE(vocab={character: byte for byte, character in enumerate(characters)}, merges=[]))
+    backend = Backend(models.BPE(vocab={bytes_to_unicode()[byte]: byte for byte in range(256)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|end|>", special=True)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", clean_up_tokenization_spaces=False)
-
-
-def _byte_characters() -> list[str]:
-    # The printable character that stands for each byte in byte-level tokenizers (GPT-2): itself where it is printable
-    # in Latin-1, else the next free code point from 256 on.
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    characters, free = [], 256
-    for byte in range(256):
-        characters.append(chr(byte) if byte in printable else chr(free))
-        free += byte not in printable
-    return characters

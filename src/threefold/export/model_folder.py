@@ -28,9 +28,8 @@ from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.data.tokens import Tokenizer
 from threefold.errors import CheckpointError, ConfigError, RunError
-from threefold.export.adapters import load_with_peft, model_with_adapters, write_adapter
 from threefold.export.descriptions import save_descriptions, save_tokenizer
-from threefold.export.weights import write_weights
+from threefold.export.weights import load_with_peft, model_with_adapters, write_adapter, write_weights
 from threefold.model import lora
 from threefold.model.load import build_without_storage
 

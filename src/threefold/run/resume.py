@@ -142,7 +142,7 @@ class Checkpointer:
         run_state.fit(state, index)
         run_state.read_into(state, checkpoint.state, index, self.mesh)
         if tuple(manifest["mesh"]) == self.mesh.topology.sizes:
-            run_state.set_random_state(run_state.read_random_state(checkpoint.state, index, self.mesh), self.mesh)
+            run_state.restore_random_state(checkpoint.state, index, self.mesh)
         else:
             # The saved random states do not apply to another mesh, and those of step 1 must not repeat either.
             place = (self.config.train.seed, checkpoint.step, self.mesh.dp_rank, self.mesh.cp_rank)

@@ -51,10 +51,10 @@ class Box:
 
 
 def boxes_of(indices: Sequence[Sequence[int]]) -> Iterator[tuple[Box, Box]]:
-    """Splits what a rank holds of a tensor into boxes: (box in the whole tensor, box in the rank's part).
+    """Splits a rank's part of a tensor into boxes: (box in the complete tensor, box in the part).
 
     Args:
-        indices: for each dim, the whole tensor's indices that the rank holds, ascending.
+        indices: for each dim, the complete tensor's indices that the rank holds, ascending.
     """
     runs = [_runs(along) for along in indices]
     for combination in itertools.product(*runs):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from threefold.checkpoint.boxes import Box, Index, boxes_of
 from threefold.checkpoint.layout import Checkpoint
-from threefold.checkpoint.tensors import Part, dtype_name, in_file_order, read_box, read_whole
+from threefold.checkpoint.tensors import TYPE_NAMES, Part, in_file_order, read_box, read_whole
 from threefold.errors import CheckpointError
 from threefold.mesh.mesh import Mesh
 
@@ -81,8 +81,8 @@ class Holding:
     """A box of a tensor that this rank holds.
 
     Attributes:
-        shape: of the whole tensor.
-        box: the box in the whole tensor.
+        shape: of the complete tensor.
+        box: in the complete tensor.
         inside: where the box lies in the rank's part of the tensor.
         writer: of the ranks that hold the box, this one writes it.
     """
@@ -102,7 +102,7 @@ class Holding:
 def holdings(state: Mapping[str, Tensor], mesh: Mesh) -> list[Holding]:
     """Returns every box that this rank holds of a state; the same for every state of this model on this mesh.
 
-    A DTensor may live on any DeviceMesh with named axes; a plain tensor is whole on every rank. Ranks that hold the
+    A DTensor may live on any DeviceMesh with named axes; a plain tensor is complete on every rank. Ranks that hold the
     same box take turns to write, so that each writes about as much; every rank computes the same turns, without a
     message.
     """
@@ -163,7 +163,7 @@ def _holders(tensor: Tensor, mesh: Mesh) -> tuple[int, ...]:
 
 
 def _indices(tensor: Tensor) -> list[Sequence[int]]:
-    """Returns, for each dim, the whole tensor's indices that this rank holds, ascending."""
+    """Returns, for each dim, the complete tensor's indices that this rank holds, ascending."""
     if not isinstance(tensor, DTensor):
         return [range(size) for size in tensor.shape]
     held = [torch.arange(size) for size in tensor.shape]
@@ -220,7 +220,7 @@ def fit(
     Raises:
         CheckpointError: a tensor is missing, or has another shape or type.
     """
-    wanted = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items()}
+    wanted = {name: (TYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
     held = {name: (entry.dtype, entry.shape) for name, entry in index.entries.items()}
     if wrong := [name for name in wanted if held.get(name) != wanted[name]]:
         found = held.get(wrong[0])

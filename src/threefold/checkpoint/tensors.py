@@ -20,12 +20,13 @@ from threefold.checkpoint.boxes import ITEM_BYTES, Box, Chunk, Entry, Index
 from threefold.checkpoint.seal import Seal, SealedWriter
 from threefold.errors import CheckpointError
 
+# Types by safetensors' names.
 _TYPES: dict[str, torch.dtype] = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
     **{"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
-_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 _ALIGNMENT = 64
 _METADATA = "__metadata__"
 
@@ -41,7 +42,7 @@ class Part:
 
     @property
     def key(self) -> str:
-        """Name of the entry in the file: the tensor's, followed by the box unless it is the whole tensor."""
+        """Name of the entry in the file: the tensor's, followed by the box unless it is the complete tensor."""
         if self.box.sizes == self.shape:
             return self.name
         return f"{self.name}[{','.join(f'{o}:{o + n}' for o, n in zip(self.box.offsets, self.box.sizes, strict=True))}]"
@@ -59,7 +60,7 @@ def write_parts(path: Path, parts: Sequence[Part]) -> Seal:
         parts: in file order; those on a device are copied to the host one at a time.
     """
     boxes = {part.key: [part.name, part.box.offsets, part.shape] for part in parts}
-    described = [(part.key, dtype_name(part.values.dtype), part.box.sizes) for part in parts]
+    described = [(part.key, TYPE_NAMES[part.values.dtype], part.box.sizes) for part in parts]
     return write_tensors(path, described, (part.values.cpu() for part in parts), {"threefold": json.dumps(boxes)})
 
 
@@ -172,7 +173,7 @@ def read_box(state: Path, entry: Entry, wanted: Box, target: Tensor) -> None:
 
 
 def read_whole(state: Path, entry: Entry) -> Tensor:
-    """Reads a whole tensor to the CPU."""
+    """Reads a complete tensor to the CPU."""
     tensor = torch.empty(entry.shape, dtype=_TYPES[entry.dtype])
     read_box(state, entry, Box((0,) * len(entry.shape), entry.shape), tensor)
     return tensor
@@ -200,8 +201,3 @@ def _read(path: Path, start: int, into: memoryview) -> None:
 def bytes_of(tensor: Tensor) -> memoryview:
     """Returns the values of a CPU tensor as bytes, without a copy if they are contiguous."""
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Returns safetensors' name of a type."""
-    return _NAMES[dtype]

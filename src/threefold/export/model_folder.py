@@ -6,6 +6,7 @@ from elsewhere is loaded only if the caller allows it, whatever the run that sav
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import warnings
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from threefold.checkpoint import state as run_state
@@ -28,7 +29,6 @@ from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.data.tokens import Tokenizer
 from threefold.errors import CheckpointError, ConfigError, RunError
-from threefold.export.descriptions import save_descriptions, save_tokenizer
 from threefold.export.weights import load_with_peft, model_with_adapters, write_adapter, write_weights
 from threefold.model import lora
 from threefold.model.load import build_without_storage
@@ -42,7 +42,7 @@ _NOT_RELOADED = "not reloaded"
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote: step of the checkpoint, number of parameters, weight files, and the result of reloading."""
+    """The result: the checkpoint's step, the number of parameters, the weight files, and the result of reloading."""
 
     step: int
     num_parameters: int
@@ -125,7 +125,7 @@ class _Export:
             max_shard_bytes=self.max_shard_bytes,
             convert=lambda layer: revert_weight_conversion(model, layer),
         )
-        save_descriptions(model, self.config, self.to)
+        _save_descriptions(model, self.config, self.to)
         num_bytes = sum(index.entries[name].num_bytes for name in tensors)
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if self.verify is None and num_bytes * 1.5 > free:
@@ -137,7 +137,7 @@ class _Export:
     def adapter(self) -> Exported:
         model = model_with_adapters(self.checkpoint, self.config, self.architecture)
         files, verified = write_adapter(model, self.config, self.to), _NOT_RELOADED
-        save_tokenizer(self.config, self.to)
+        _save_tokenizer(self.config, self.to)
         if self.verify is not False:
             _compare(model, load_with_peft(self.config, self.architecture, self.to), self.to, trained="the run's")
             verified = "reloaded by peft: equal logits"
@@ -149,7 +149,7 @@ class _Export:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # transformers' own warning, about an internal name
             model.save_pretrained(self.to, max_shard_size=self.max_shard_bytes)
-        save_descriptions(model, self.config, self.to)
+        _save_descriptions(model, self.config, self.to)
         files = sorted(path.name for path in self.to.glob("*.safetensors"))
         return self._exported(model.parameters(), files, self._reloaded(lambda: model))
 
@@ -165,6 +165,46 @@ class _Export:
         )
         _compare(model, reloaded, self.to, trained=str(self.checkpoint.path))
         return "reloaded: equal logits"
+
+
+def _save_descriptions(model: Any, config: Config, to: Path) -> None:
+    """Writes the model's config and code, its generation config and the run's tokenizer to the folder `to`."""
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = "float32"
+    model.config.save_pretrained(to)
+    if model.is_remote_code():
+        transformers.dynamic_module_utils.custom_object_save(model, to, config=model.config)
+    if model.can_generate():
+        generation, name = model.generation_config, config.model.name_or_path
+        if name is not None:
+            with contextlib.suppress(OSError):  # the model has none, or no longer exists
+                generation = GenerationConfig.from_pretrained(name, revision=config.model.revision)
+        generation.save_pretrained(to)
+    _save_tokenizer(config, to)
+
+
+def _save_tokenizer(config: Config, to: Path) -> None:
+    """Writes the tokenizer with which the run's data was read."""
+    name = config.data.tokenizer or config.model.name_or_path or "bytes"
+    if name == "bytes":
+        _byte_tokenizer().save_pretrained(to)
+        return
+    revision = config.model.revision if name == config.model.name_or_path else None
+    AutoTokenizer.from_pretrained(name, revision=revision).save_pretrained(to)
+
+
+def _byte_tokenizer() -> Any:
+    """Returns the tokenizer `bytes` in transformers' form: the same ids, with 256 as the end token."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    backend = Backend(models.BPE(vocab={bytes_to_unicode()[byte]: byte for byte in range(256)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", clean_up_tokenization_spaces=False)
 
 
 def _compare(model: Any, reloaded: Any, to: Path, *, trained: str) -> None:
@@ -199,10 +239,9 @@ def load_whole(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> tu
 
 
 def _described(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[Config, PretrainedConfig]:
-    """Returns the run's config and the model's, as in the manifest."""
+    """Returns the run's config and the model's, as in the manifest; whether code is trusted is the caller's to say."""
     manifest = read_manifest(checkpoint)
     values = manifest["config"]
-    # The caller decides, whatever the run that saved it allowed.
     config = validate({**values, "model": {**values["model"], "trust_remote_code": trust_remote_code}})
     values = _without_code(manifest["architecture"])
     try:

@@ -23,7 +23,7 @@ from threefold.checkpoint.layout import Checkpoint
 from threefold.checkpoint.manifest import read_manifest, refuse_other_base
 from threefold.checkpoint.seal import sync_folder
 from threefold.checkpoint.state import read_weights
-from threefold.checkpoint.tensors import dtype_name, read_whole, write_tensors
+from threefold.checkpoint.tensors import TYPE_NAMES, read_whole, write_tensors
 from threefold.config.schema import Config
 from threefold.model import load, lora
 
@@ -71,7 +71,7 @@ def _tensors(state: Path, index: Index, names: list[str], convert: Convert) -> I
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    described = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in ordered]
+    described = [(name, TYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in ordered]
     write_tensors(path, described, (tensor for _, tensor in ordered), {"format": "pt"})
 
 

@@ -167,13 +167,6 @@ def _named(key: str, problem: Problem) -> Problem:
     return Problem(*(text.replace("data.source", key) for text in dataclasses.astuple(problem)))
 
 
-def data_name(config: Config) -> str:
-    """Returns the source, or the mixture's sources with their weights, for display."""
-    if config.data.mixture is None:
-        return config.data.source
-    return " + ".join(f"{source.weight:g} {name}" for name, source in config.data.mixture.items())
-
-
 def order_of(config: Config, rows: Rows) -> Order:
     """The order in which training reads the rows, on any mesh."""
     mixture = None

@@ -15,7 +15,6 @@ from threefold.export.model_folder import generate_sample
 from threefold.jsonl import Metrics
 from threefold.mesh import environment
 from threefold.model import load
-from threefold.run import assemble
 from threefold.run.assemble import Built
 from threefold.training.loop import Outcome
 
@@ -34,12 +33,14 @@ def introduce(console: Console, run: Built, why: str) -> None:
     ranks = f"{mesh.world_size} ranks" if mesh.world_size > 1 else "1 process"
     drawn = not config.model.name_or_path
     origin = (config.model.config or load.EMBEDDED_DEFAULT)["model_type"] + ", " if drawn else ""
-    seq_len = config.data.seq_len
+    seq_len, source = config.data.seq_len, config.data.source
+    if config.data.mixture is not None:
+        source = " + ".join(f"{each.weight:g} {name}" for name, each in config.data.mixture.items())
     lines = [
         f"threefold {__version__}  {run.folder.path}",
         f"  model  {origin}{run.num_parameters:,} parameters, {name}, {config.model.dtype}",
         f"  mesh   {mesh.topology} on {ranks} ({mesh.device.type}): {why}",
-        f"  data   {assemble.data_name(config)} ({run.tokenizer.name}): {run.rows.report}; {seq_len} tokens a row",
+        f"  data   {source} ({run.tokenizer.name}): {run.rows.report}; {seq_len} tokens a row",
     ]
     if run.done < run.num_steps:
         lines.append(f"  steps  {run.done + 1} to {run.num_steps}, {config.train.global_batch} rows each")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -21,15 +22,15 @@ from threefold.audit.compare import Audit
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config.loading import Loaded
 from threefold.config.schema import Config
-from threefold.errors import ThreefoldError
+from threefold.errors import EXIT_FAILED, Problem, ThreefoldError
 from threefold.jsonl import MetricsFile, Tracker
 from threefold.mesh import environment
-from threefold.mesh.mesh import Mesh, join_mesh
+from threefold.mesh.mesh import FAILURES, Mesh, join_mesh
+from threefold.mesh.rendezvous_errors import NoDeviceError, RendezvousError
 from threefold.mesh.topology import Topology
 from threefold.run import assemble
 from threefold.run.assemble import Built
 from threefold.run.console import Terminal, conclude, introduce
-from threefold.run.failure import is_first_failure, report_failure
 from threefold.run.folder import RunFolder, log_to_file, open_run, require_shared
 from threefold.run.lock import RunLock
 from threefold.run.request import Asked, asked_of
@@ -45,6 +46,8 @@ log = logging.getLogger("threefold")
 
 # The watchdog must report before the collectives' own limit, which would end the run with a bare timeout.
 _REPORT_BEFORE = 0.9
+# How gloo and NCCL report that a peer's process is gone; the traceback only shows where this rank waited for it.
+_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 
 
 def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
@@ -60,12 +63,45 @@ def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:
-        code = report_failure(error, first=is_first_failure(mesh, info.rank, error))
+        code = report_failure(error, mesh, info.rank)
         if isinstance(error, ThreefoldError) and mesh is not None:
             mesh.close()
         return code
     finally:
         sys.stdout.flush()
+
+
+def report_failure(error: BaseException, mesh: Mesh | None, rank: int) -> int:
+    """Prints a failed rank's reason if it is the first of the run, logs it in any case, and returns the exit code."""
+    expected = isinstance(error, ThreefoldError)
+    text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
+    log.error("%s", text)
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_GONE):
+        text = str(_peer_gone(str(error).strip().splitlines()[0]))
+    if _is_first_failure(error, mesh, rank):
+        environment.tell_failure(text)
+        print(text, file=sys.stderr, flush=True)
+    return error.exit_code if isinstance(error, ThreefoldError) else EXIT_FAILED
+
+
+def _is_first_failure(error: BaseException, mesh: Mesh | None, rank: int) -> bool:
+    if isinstance(error, RendezvousError | NoDeviceError):
+        return error.first
+    if mesh is None or mesh.store is None:
+        return rank == 0
+    try:
+        return mesh.store.add(FAILURES, 1) == 1
+    except Exception:  # the store is gone: rank 0 hosted it and failed before
+        return False
+
+
+def _peer_gone(reason: str) -> Problem:
+    return Problem(
+        f"rank {environment.current().rank} lost its connection to another rank: {reason}",
+        "every rank to stay until the run is over",
+        "if no rank has reported an error, one was killed: look for `Out of memory` in the kernel's log (dmesg) of its "
+        "host; the same command resumes from the newest checkpoint, and --max-restarts N does so automatically",
+    )
 
 
 def facts_of(config: Config) -> dict[str, str]:

@@ -52,15 +52,16 @@ class Checkpointer:
     def __post_init__(self) -> None:
         best = self.mesh.share("best", self.folder.checkpoints.best)
         self._best: float | None = best[1] if best else None
-        self._saver: Saver  # made by `start`
-        self._held: list[run_state.Holding] | None = None
+        self._saver: Saver  # made by `start`, as the next
+        self._held: list[run_state.Holding]
         # Adapters only work with the base weights they were trained on.
         adapted = bool(self.config.model.lora.r)
         self._base = self.mesh.once_per_host("base", lambda: load.fingerprint(self.config.model)) if adapted else None
 
     def start(self) -> None:
         """Prepares to save; call this when the state is the one that training begins with."""
-        asked = self.config.checkpoint
+        asked, state = self.config.checkpoint, run_state.state_of(self.model.module, self.optimizer)
+        self._held = run_state.holdings(state, self.mesh)
         # Only the last state is saved: no steps would run in parallel, so a copy would waste memory.
         once = not asked.every and not (self.config.eval.source and self.config.eval.every)
         self._saver = Saver(
@@ -107,8 +108,6 @@ class Checkpointer:
 
     def _parts(self) -> list[Part]:
         state = run_state.state_of(self.model.module, self.optimizer)
-        if self._held is None:
-            self._held = run_state.holdings(state, self.mesh)
         return run_state.parts(state, self._held, self.mesh)
 
     def _manifest(self) -> dict[str, Any]:

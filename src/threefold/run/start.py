@@ -123,23 +123,17 @@ def deliver(config: Config) -> int:
 
 
 def _refuse_unrestartable(config: Config, info: environment.LaunchInfo, max_restarts: int) -> None:
-    problems = []
-    if max_restarts:
-        problems.append(
-            Problem(
-                f"--max-restarts {max_restarts}, but a launcher started this rank",
-                "the launcher to restart the ranks that it started",
-                f"torchrun --max-restarts {max_restarts} ... -m threefold train ..., and no --max-restarts after train",
-            )
-        )
-    if info.max_restarts and config.log.dir is None:
-        problems.append(
-            Problem(
-                f"torchrun --max-restarts {info.max_restarts} without log.dir",
-                "a folder that restarted ranks can find; otherwise they would begin another run",
-                "--log.dir FOLDER",
-            )
-        )
+    ours = Problem(
+        f"--max-restarts {max_restarts}, but a launcher started this rank",
+        "the launcher to restart the ranks that it started",
+        f"torchrun --max-restarts {max_restarts} ... -m threefold train ..., and no --max-restarts after train",
+    )
+    unnamed = Problem(
+        f"torchrun --max-restarts {info.max_restarts} without log.dir",
+        "a folder that restarted ranks can find; otherwise they would begin another run",
+        "--log.dir FOLDER",
+    )
+    problems = [ours] * bool(max_restarts) + [unnamed] * bool(info.max_restarts and config.log.dir is None)
     if problems:
         raise ConfigError.of(problems)
 

@@ -177,5 +177,4 @@ class Watchdog:
 
 def _print(text: str) -> None:
     log.error("%s", text)
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    print(text, file=sys.stderr, flush=True)

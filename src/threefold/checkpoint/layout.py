@@ -167,10 +167,9 @@ class CheckpointFolder:
 
         Also removes the remains of interrupted saves.
         """
-        best = self.best()
+        best, _ = self.best() or (None, None)
         for checkpoint in self.complete()[:-keep]:
-            of_a_kept_step = bool(keep_every) and checkpoint.step % keep_every == 0
-            if not of_a_kept_step and (best is None or checkpoint.step != best[0]):
+            if checkpoint.step != best and (not keep_every or checkpoint.step % keep_every):
                 _remove(checkpoint.path)
         remnants = [checkpoint.path for checkpoint in self.all() if not checkpoint.complete]
         for path in [*remnants, *self.path.glob(".step-*.partial")]:

@@ -197,9 +197,7 @@ def _split_as_weights(indices: Tensor, axis: DeviceMesh, placement: Any, ndim: i
 
 
 def _as_range(indices: Tensor) -> Sequence[int]:
-    if not len(indices):
-        return range(0)
-    first, last = int(indices[0]), int(indices[-1])
+    first, last = (int(indices[0]), int(indices[-1])) if len(indices) else (0, -1)
     return range(first, last + 1) if last - first + 1 == len(indices) else indices.tolist()
 
 

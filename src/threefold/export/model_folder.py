@@ -139,7 +139,7 @@ class _Export:
         files, verified = write_adapter(model, self.config, self.to), _NOT_RELOADED
         _save_tokenizer(self.config, self.to)
         if self.verify is not False:
-            _compare(model, load_with_peft(self.config, self.architecture, self.to), self.to, trained="the run's")
+            _compare(model, load_with_peft(self.config, self.architecture, self.to), self.to, trained="the run")
             verified = "reloaded by peft: equal logits"
         return self._exported((p for p in model.parameters() if p.requires_grad), files, verified)
 
@@ -186,11 +186,9 @@ def _save_descriptions(model: Any, config: Config, to: Path) -> None:
 def _save_tokenizer(config: Config, to: Path) -> None:
     """Writes the tokenizer with which the run's data was read."""
     name = config.data.tokenizer or config.model.name_or_path or "bytes"
-    if name == "bytes":
-        _byte_tokenizer().save_pretrained(to)
-        return
     revision = config.model.revision if name == config.model.name_or_path else None
-    AutoTokenizer.from_pretrained(name, revision=revision).save_pretrained(to)
+    tokenizer = _byte_tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name, revision=revision)
+    tokenizer.save_pretrained(to)
 
 
 def _byte_tokenizer() -> Any:
@@ -211,7 +209,7 @@ def _compare(model: Any, reloaded: Any, to: Path, *, trained: str) -> None:
     expected, found = _probe(model.eval()), _probe(reloaded.eval())
     if not torch.equal(found, expected):
         raise RunError(
-            f"{to} reloads to other logits than {trained}: they differ by up to "
+            f"{to} reloads to logits that differ from those of {trained} by up to "
             f"{(found - expected).abs().max().item():.3g}",
             expected="equal logits; the folder has been removed",
             fix="report it with the model's config; --no-verify keeps the folder",

@@ -53,8 +53,7 @@ def introduce(console: Console, run: Built, why: str) -> None:
     if (info := environment.current()).restart:
         by = f" of {info.max_restarts}: a rank had failed" if info.max_restarts else f": by {info.launcher}"
         lines.append(f"  restart {info.restart}{by}")
-    for line in lines:
-        console.print(line, highlight=False, markup=False)
+    console.print("\n".join(lines))
 
 
 class Terminal:
@@ -76,27 +75,24 @@ class Terminal:
         """Prints one logged step or evaluation."""
         if "eval_loss" in metrics:
             loss = metrics["eval_loss"]
-            self._print(
+            line = (
                 f"evaluation after step {metrics['step']}: loss {loss:.4f} "
                 f"(perplexity {math.exp(min(loss, 700.0)):.2f}) over {metrics['eval_tokens']:,} tokens"
             )
-            return
-        if "skipped" in metrics:
-            self._print(f"{metrics['skipped']}: no update")
-            return
-        mfu = f"  mfu {metrics['mfu']:.1%}" if "mfu" in metrics else ""
-        self._print(
-            f"step {metrics['step']:>{len(str(self._num_steps))}}/{self._num_steps}  loss {metrics['loss']:.4f}  "
-            f"grad norm {metrics['grad_norm']:.3f}  lr {metrics['lr']:.2e}  {metrics['step_time_s']:.2f} s/step  "
-            f"{metrics['tokens_per_s']:,.0f} tokens/s{mfu}"
-        )
-        self._bar.update(self._task, completed=metrics["step"])
+        elif "skipped" in metrics:
+            line = f"{metrics['skipped']}: no update"
+        else:
+            mfu = f"  mfu {metrics['mfu']:.1%}" if "mfu" in metrics else ""
+            line = (
+                f"step {metrics['step']:>{len(str(self._num_steps))}}/{self._num_steps}  loss {metrics['loss']:.4f}  "
+                f"grad norm {metrics['grad_norm']:.3f}  lr {metrics['lr']:.2e}  {metrics['step_time_s']:.2f} s/step  "
+                f"{metrics['tokens_per_s']:,.0f} tokens/s{mfu}"
+            )
+            self._bar.update(self._task, completed=metrics["step"])
+        self._console.print(line)
 
     def close(self) -> None:
         self._bar.stop()
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def conclude(console: Console, run: Built, outcome: Outcome) -> int:
@@ -104,15 +100,15 @@ def conclude(console: Console, run: Built, outcome: Outcome) -> int:
     path = run.folder.path
     if outcome.stopped:
         console.print(f"stopped by a signal after step {outcome.step}; the checkpoint is saved in {path}")
-        console.print(f"resume: threefold train {path}/config.yaml --log.dir {path}", highlight=False)
+        console.print(f"resume: threefold train {path}/config.yaml --log.dir {path}")
         return EXIT_STOPPED_WITH_CHECKPOINT
     if console.quiet:
         return 0
     if run.config.log.sample_tokens:
         _show_sample(console, run)
     loss = f"loss {outcome.loss:.4f}" if outcome.loss is not None else ""
-    console.print(f"done: {outcome.step} steps, {loss}, in {path}", highlight=False)
-    console.print(f"export: threefold export {path} --to DIR", highlight=False)
+    console.print(f"done: {outcome.step} steps, {loss}, in {path}")
+    console.print(f"export: threefold export {path} --to DIR")
     return 0
 
 
@@ -124,6 +120,5 @@ def _show_sample(console: Console, run: Built) -> None:
     assert checkpoint is not None
     prompt = run.rows.rows(_FIRST_ROW)["input_ids"][0][: max(1, min(48, run.config.data.seq_len // 2))]
     text = generate_sample(checkpoint, run.tokenizer, prompt.tolist(), num_tokens=run.config.log.sample_tokens)
-    console.print("a sample (the prompt, then what the model wrote):", highlight=False)
-    for line in text.splitlines():
-        console.print(f"  | {line}", highlight=False, markup=False)
+    console.print("a sample (the prompt, then what the model wrote):")
+    console.print("\n".join(f"  | {line}" for line in text.splitlines()))

@@ -6,7 +6,6 @@ them. Later failures are printed once, by the rank that failed first.
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 import traceback
@@ -134,13 +133,13 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
     if config.train.deterministic:
         environment.make_products_deterministic()
         torch.use_deterministic_algorithms(True)
-    console = Console(quiet=mesh.rank != 0, soft_wrap=True)
+    console = Console(quiet=mesh.rank != 0, soft_wrap=True, markup=False, highlight=False)
     asked = asked_of(config, mesh)
     run = assemble.build_run(asked, mesh, _open_folder(asked, mesh, lock))
     introduce(console, run, why)
     if run.done >= run.num_steps:
         more = f"nothing to do: step {run.done} of {run.num_steps} is done. To train more: --train.steps N"
-        console.print(more, highlight=False)
+        console.print(more)
         mesh.close()
         return 0
     audit = _accept(console, run, lock)
@@ -165,7 +164,7 @@ def _accept(console: Console, run: Built, lock: RunLock) -> Audit:
     run.loader.leave_out(config.data.skip, first_step=run.done + 1)
     audit = assemble.open_audit(run)
     for path in mesh.share("accept", lambda: [str(moved) for moved in run.folder.accept(config)]):
-        console.print(f"  set aside: {path}, later than the step that the run resumes from", highlight=False)
+        console.print(f"  set aside: {path}, later than the step that the run resumes from")
     lock.keep()
     return audit
 
@@ -174,12 +173,8 @@ def _trackers(console: Console, run: Built) -> list[Tracker]:
     """The trackers of the run, on rank 0; elsewhere none."""
     if run.mesh.rank != 0:
         return []
-    say = functools.partial(console.print, highlight=False, markup=False)
-    return [
-        MetricsFile(run.folder.metrics),
-        Terminal(console, num_steps=run.num_steps, done=run.done),
-        *assemble.trackers_of(run, say=say),
-    ]
+    terminal = Terminal(console, num_steps=run.num_steps, done=run.done)
+    return [MetricsFile(run.folder.metrics), terminal, *assemble.trackers_of(run, say=console.print)]
 
 
 def _watched(run: Built, audit: Audit, trackers: list[Tracker]) -> Outcome:

@@ -77,12 +77,11 @@ class Checkpoint:
         """
         manifest = self.manifest()
         try:
-            names = list(manifest["files"])
-            seals = {name: Seal.from_json(manifest["files"][name]) for name in names}
-        except (ValueError, KeyError, TypeError) as error:
+            seals = {name: Seal.from_json(values) for name, values in manifest["files"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._unreadable(f"it has no list of files ({error!r})") from error
         # An untrusted manifest must not lead out of its folder.
-        if strange := [name for name in names if not _INSIDE.fullmatch(name) or ".." in name.split("/")]:
+        if strange := [name for name in seals if not _INSIDE.fullmatch(name) or ".." in name.split("/")]:
             raise self._unreadable(f"{strange[0]!r} is not a file of a checkpoint")
         return seals
 

@@ -97,8 +97,7 @@ class Stage:
             staged.append(dataclasses.replace(part, values=values))
             start = end
         if self._device.type == "cuda":
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied = torch.cuda.current_stream().record_event()
         return staged
 
     def wait(self) -> None:
@@ -107,24 +106,25 @@ class Stage:
             self._copied.synchronize()
 
 
+@dataclass
 class Saver:
     """Saves the state of one rank, step after step. Every rank has a Saver and calls it in the same way.
 
-    Args:
+    Attributes:
         parts: returns what this rank writes, as live views; called whenever a save begins.
         background: write while the next steps run, instead of at once.
         continue_on_error: a failed save is printed and the run continues, instead of ending.
     """
 
-    def __init__(
-        self, mesh: Mesh, parts: Callable[[], Sequence[Part]], *, background: bool, continue_on_error: bool
-    ) -> None:
-        self._mesh = mesh
-        self._parts = parts
-        self._continue_on_error = continue_on_error
-        self._stage = Stage(parts(), mesh.device) if background else None
-        self._store = mesh.store.clone() if mesh.store is not None else dist.HashStore()
-        self._key = f"threefold/saves/{mesh.share('saver', lambda: uuid.uuid4().hex)}"
+    mesh: Mesh
+    parts: Callable[[], Sequence[Part]]
+    background: bool
+    continue_on_error: bool
+
+    def __post_init__(self) -> None:
+        self._stage = Stage(self.parts(), self.mesh.device) if self.background else None
+        self._store = self.mesh.store.clone() if self.mesh.store is not None else dist.HashStore()
+        self._key = f"threefold/saves/{self.mesh.share('saver', lambda: uuid.uuid4().hex)}"
         self._number = 0
         self._running: threading.Thread | None = None
         self._failure: str | None = None
@@ -138,10 +138,10 @@ class Saver:
         self.wait()
         self._number += 1
         if self._stage is None:
-            self._run(job, self._parts())
+            self._run(job, self.parts())
             self._conclude()
             return
-        work, name = (job, self._stage.copy(self._parts())), f"threefold-save-{job.step}"
+        work, name = (job, self._stage.copy(self.parts())), f"threefold-save-{job.step}"
         self._running = threading.Thread(target=self._run, args=work, name=name, daemon=True)
         self._running.start()
 
@@ -154,11 +154,11 @@ class Saver:
         if self._running is None:
             return
         ended = not self._running.is_alive()
-        if self._continue_on_error or self._mesh.store is None:
+        if self.continue_on_error or self.mesh.store is None:
             if ended:
                 self.wait()
             return
-        store, end = self._mesh.store, f"{self._key}/{self._number}/end-after"
+        store, end = self.mesh.store, f"{self._key}/{self._number}/end-after"
         if ended and self._failure is not None:
             store.compare_set(end, "", str(step + 2))
         if store.check([end]):
@@ -188,24 +188,24 @@ class Saver:
         if failure is None:
             return
         error = _failed(failure)
-        if not self._continue_on_error:
+        if not self.continue_on_error:
             raise error
         log.error("%s", error)
-        if self._mesh.rank == 0:
-            sys.stderr.write(f"{error}\n")
+        if self.mesh.rank == 0:
+            print(error, file=sys.stderr)
 
     def _run(self, job: Job, parts: Sequence[Part]) -> None:
         """Saves. If it fails, `_failure` holds the reason, the same on every rank."""
         try:
-            outcome = self._together(job, parts, self._store)
+            outcome = self._together(job, parts)
         except Exception as error:  # the store is gone, and with it the run
             log.exception("the save of step %d", job.step)
             outcome = json.dumps({"step": job.step, "reason": str(error) or repr(error)})
         self._failure = outcome or None
 
-    def _together(self, job: Job, parts: Sequence[Part], store: dist.Store) -> str:
+    def _together(self, job: Job, parts: Sequence[Part]) -> str:
         """Returns rank 0's conclusion: empty, or the step and the reason as JSON."""
-        mesh, key = self._mesh, f"{self._key}/{self._number}"
+        mesh, store, key = self.mesh, self._store, f"{self._key}/{self._number}"
         if mesh.rank == 0:
             store.set(f"{key}/begun", _attempt(job.begin) or "")
         store.wait([f"{key}/begun"], _LONGEST_SAVE)
@@ -217,21 +217,21 @@ class Saver:
             store.set(f"{key}/written/{mesh.rank}", json.dumps(report))
         if mesh.rank == 0:
             if reason is None:
-                reason = self._collect(f"{key}/written", store, seals) or _attempt(lambda: _commit(job, seals))
+                reason = self._collect(f"{key}/written", seals) or _attempt(lambda: _commit(job, seals))
             if reason is not None:
                 _attempt(job.abandon)
             store.set(f"{key}/ended", json.dumps({"step": job.step, "reason": reason}) if reason else "")
         store.wait([f"{key}/ended"], _LONGEST_SAVE)
         return store.get(f"{key}/ended").decode()
 
-    def _collect(self, key: str, store: dist.Store, seals: dict[str, Seal]) -> str | None:
+    def _collect(self, key: str, seals: dict[str, Seal]) -> str | None:
         """Collects every rank's report; returns the first reason against a commit."""
-        reason = None
-        for rank in range(self._mesh.world_size):
+        reason, store = None, self._store
+        for rank in range(self.mesh.world_size):
             store.wait([f"{key}/{rank}"], _LONGEST_SAVE)
             report = json.loads(store.get(f"{key}/{rank}"))
             store.delete_key(f"{key}/{rank}")
-            named = f"rank {rank}: " if self._mesh.world_size > 1 else ""
+            named = f"rank {rank}: " if self.mesh.world_size > 1 else ""
             reason = reason or (report["reason"] and f"{named}{report['reason']}")
             seals.update({name: Seal.from_json(values) for name, values in report["seals"].items()})
         return reason
@@ -239,7 +239,7 @@ class Saver:
     def _write(self, state: Path, parts: Sequence[Part]) -> dict[str, Seal]:
         if self._stage is not None:
             self._stage.wait()
-        file = f"rank-{self._mesh.rank:05d}.safetensors"
+        file = f"rank-{self.mesh.rank:05d}.safetensors"
         return {file: write_parts(state / file, parts)}
 
 

@@ -172,5 +172,5 @@ def undamaged(folder: RunFolder, mesh: Mesh) -> RunFolder:
     resuming = folder.resuming(chosen, passed)
     if mesh.rank == 0:
         for checkpoint, reason in passed:
-            sys.stderr.write(f"skipped {checkpoint.path}: {reason}\n")
+            print(f"skipped {checkpoint.path}: {reason}", file=sys.stderr)
     return resuming

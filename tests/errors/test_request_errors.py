@@ -457,7 +457,7 @@ def test_model_without_a_plan(model_type: str) -> None:
 def test_tokenizer_larger_than_the_model() -> None:
     assert text(checking(Topology(), architecture(vocab_size=100))) == problem(
         "the tokenizer 'bytes' has 257 tokens, the model only 100",
-        "an embedding for every token that the tokenizer can give",
+        "an embedding for every token that the tokenizer can produce",
         "--model.config '{..., vocab_size: 257}', or the model's own tokenizer",
     )
 

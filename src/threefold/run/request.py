@@ -92,7 +92,7 @@ def check(
         problems.append(
             Problem(
                 f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, the model only {known}",
-                "an embedding for every token that the tokenizer can give",
+                "an embedding for every token that the tokenizer can produce",
                 f"--model.config '{{..., vocab_size: {tokenizer.vocab_size}}}', or the model's own tokenizer",
             )
         )

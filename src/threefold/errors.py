@@ -13,6 +13,7 @@ from typing import Any
 EXIT_FAILED = 1
 EXIT_WRONG_REQUEST = 2
 EXIT_STOPPED_WITH_CHECKPOINT = 75
+_NUM_NAMED = 6
 
 
 @dataclass(frozen=True)
@@ -39,21 +40,16 @@ class ThreefoldError(Exception):
     @classmethod
     def of(cls, problems: Iterable[Problem]) -> ThreefoldError:
         """One error that carries all `problems` (at least one)."""
-        problems = tuple(problems)
-        first = problems[0]
+        first, *others = problems
         error = cls(first.what, expected=first.expected, fix=first.fix)
-        error.problems = problems
+        error.problems = (first, *others)
         return error
 
     def __str__(self) -> str:
         return "\n\n".join(str(problem) for problem in self.problems)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.problems)
-
-
-def _rebuild(cls: type[ThreefoldError], problems: tuple[Problem, ...]) -> ThreefoldError:
-    return cls.of(problems)
+        return self.of, (self.problems,)
 
 
 class ConfigError(ThreefoldError):
@@ -63,7 +59,7 @@ class ConfigError(ThreefoldError):
 
 
 class DataError(ThreefoldError):
-    """The data cannot be read as asked: missing, empty, unparsable, or not what a run began with."""
+    """The data cannot be read as asked: missing, empty, unparsable, or not the data that a run began with."""
 
     exit_code = EXIT_WRONG_REQUEST
 
@@ -78,9 +74,6 @@ class RunError(ThreefoldError):
     """The run began and failed."""
 
 
-_NUM_NAMED = 6
-
-
 def ranks_text(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 0 to 3`, `ranks 0, 2 and 5`."""
     found = sorted(ranks)
@@ -92,7 +85,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def rows_text(rows: Iterable[int]) -> str:
-    """`row 7`, `rows 7, 12, 3`; of many the first, and how many more."""
+    """`row 7`, `rows 7, 12, 3`; if there are many, the first ones and how many more."""
     found = [int(row) for row in rows if row >= 0]
     if not found:
         return "no row"

@@ -1,7 +1,7 @@
-"""JSON lines that a run appends to, and the protocol by which others hear what it logs.
+"""JSON lines that a run appends to, and the protocol of its trackers.
 
-A resumed run appends; a torn last line, which a killed run left, is cut before the first append. Floats are written so
-that they read back to the same value.
+A resumed run appends; a torn last line, left by a killed run, is cut before the first append. Floats read back to the
+same value.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ Metrics = dict[str, Any]
 
 
 class Tracker(Protocol):
-    """Hears what a run logs, on rank 0 only."""
+    """Receives what a run logs, on rank 0 only."""
 
     def log(self, metrics: Metrics) -> None:
-        """One logged step or one evaluation."""
+        """Receives one logged step or one evaluation."""
 
     def close(self) -> None:
-        """The run is over, whole or not."""
+        """Ends the tracker: the run is over, complete or not."""
 
 
 class MetricsFile:
-    """Appends to a run's metrics.jsonl; a torn last line is cut before the first append."""
+    """Appends to a run's metrics.jsonl."""
 
     def __init__(self, path: Path) -> None:
         cut_torn_line(path)
@@ -42,16 +42,11 @@ class MetricsFile:
 
 def cut_torn_line(path: Path) -> None:
     """Removes what a killed run left after the last complete line."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        content = file.read()
-        end = content.rfind(b"\n") + 1
-        if end != len(content):
-            file.truncate(end)
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """The lines of a metrics file, without a torn last one."""
+    """Returns the lines of a metrics file, without a torn last one."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     return [json.loads(line) for line in lines]

@@ -54,7 +54,7 @@ def test_changed_manifest() -> None:
     checkpoint = saved()
     (checkpoint.path / "manifest.json").write_text("{}")
     assert text(checkpoint.manifest) == problem(
-        "run/checkpoints/step-00000005/manifest.json cannot be read: it is not the one that the marker was written for",
+        "run/checkpoints/step-00000005/manifest.json cannot be read: the marker was written for another manifest",
         "the manifest that was written with the checkpoint",
         "remove run/checkpoints/step-00000005, and resume from an older checkpoint",
     )
@@ -66,7 +66,7 @@ def test_manifest_of_another_release() -> None:
     assert text(checkpoint.manifest) == problem(
         "run/checkpoints/step-00000005 has the format 9, which this release does not read",
         "format 2",
-        "go on with the release of threefold that wrote it, or start a new run",
+        "resume with the release of threefold that wrote it, or start a new run",
     )
 
 
@@ -74,7 +74,7 @@ def test_manifest_that_leads_outside() -> None:
     checkpoint = saved()
     forge(checkpoint, files={"../x": [1, "0"]})
     assert text(checkpoint.seals) == problem(
-        "run/checkpoints/step-00000005/manifest.json cannot be read: '../x' is no file of a checkpoint",
+        "run/checkpoints/step-00000005/manifest.json cannot be read: '../x' is not a file of a checkpoint",
         "the manifest that was written with the checkpoint",
         "remove run/checkpoints/step-00000005, and resume from an older checkpoint",
     )
@@ -102,7 +102,7 @@ def test_no_undamaged_checkpoint(asked: bool) -> None:
         if asked
         else problem(
             "no checkpoint in run/checkpoints is undamaged: step-00000006: reason 6; step-00000005: reason 5",
-            "at least one that is as it was written; otherwise the run would begin at step 1 again",
+            "at least one checkpoint as it was written; otherwise the run would restart at step 1",
             "restore one from a copy, or --log.dir ANOTHER_FOLDER for a new run",
         )
     )
@@ -112,7 +112,7 @@ def test_no_undamaged_checkpoint(asked: bool) -> None:
 @pytest.mark.parametrize(
     ("file", "chunk", "why"),
     [
-        ("a/b", [0, 0, [0], [3]], "'a/b' is no file of this folder"),
+        ("a/b", [0, 0, [0], [3]], "'a/b' is not a file of this folder"),
         ("x", [0, 0, [0], [3]], "a chunk reaches beyond the end of x"),
         ("x", [0, 0, [0], [2]], "the chunks are not as large as the tensor"),
     ],
@@ -123,8 +123,8 @@ def test_index_that_is_none(file: str, chunk: list[Any], why: str) -> None:
     content = {"files": [file], "tensors": {"w": ["F32", [3], [chunk]]}}
     Path("run/state/index.json").write_text(json.dumps(content))
     assert text(lambda: Index.read(Path("run/state"))) == problem(
-        f"run/state/index.json is no index of a checkpoint: {why}",
-        "the list of tensors that was written with the checkpoint",
+        f"run/state/index.json is not an index of a checkpoint: {why}",
+        "the index that was written with the checkpoint",
         "use another checkpoint than run",
     )
 
@@ -146,7 +146,7 @@ def test_file_that_changes_while_it_is_read() -> None:
     Path("x").write_bytes(bytes(8))
     box = Box((0,), (4,))
     entry = Entry("F32", (4,), [Chunk("x", 0, box)])
-    fix = "look whether another program changes the folder, and resume again"
+    fix = "check whether another program changes the folder, and resume again"
     expected = "the file as it was when its checksum was compared"
     target = torch.zeros(4)
     assert text(lambda: read_box(Path(), entry, box, target)) == problem(
@@ -162,7 +162,7 @@ def test_save_that_failed() -> None:
     failure = json.dumps({"step": 7, "reason": "rank 3: No space left on device (while writing) on host"})
     assert str(saver._failed(failure)) == problem(
         "the checkpoint of step 7 could not be saved: rank 3: No space left on device (while writing) on host",
-        "room for it, and a folder that every rank can write; the checkpoints before it are whole",
-        "make room (`df -h RUN`) and start the run again, it goes on from the last one; or, to train on without "
-        "a checkpoint when one fails, --checkpoint.on_error continue",
+        "enough space, and a folder that every rank can write; earlier checkpoints are intact",
+        "free space (`df -h RUN`) and start the run again: it resumes from the last checkpoint; or, to continue "
+        "without a checkpoint if a save fails, --checkpoint.on_error continue",
     )

@@ -314,7 +314,7 @@ def test_folder_that_holds_a_run() -> None:
     assert text(opening("never")) == problem(
         "log.dir = run holds a run, and checkpoint.resume is never",
         "an empty folder, so that no earlier run is mixed into this one",
-        "--log.dir ANOTHER_FOLDER, or --checkpoint.resume auto to go on with it",
+        "--log.dir ANOTHER_FOLDER, or --checkpoint.resume auto to resume it",
     )
 
 
@@ -457,14 +457,14 @@ def test_model_without_a_plan(model_type: str) -> None:
 def test_tokenizer_larger_than_the_model() -> None:
     assert text(checking(Topology(), architecture(vocab_size=100))) == problem(
         "the tokenizer 'bytes' has 257 tokens, the model only 100",
-        "an embedding for every token that the tokenizer can give",
+        "an embedding for every token that the tokenizer can produce",
         "--model.config '{..., vocab_size: 257}', or the model's own tokenizer",
     )
 
 
 def test_rows_longer_than_the_model_knows() -> None:
     assert text(checking(Topology(), architecture(max_position_embeddings=16))) == problem(
-        "data.seq_len = 32, but the model knows 16 positions",
+        "data.seq_len = 32, but the model supports at most 16 positions",
         "rows that are no longer than the model's max_position_embeddings",
         "--data.seq_len 16",
     )

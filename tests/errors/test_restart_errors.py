@@ -7,7 +7,7 @@ import pytest
 from threefold.config.schema import Config
 from threefold.errors import ConfigError
 from threefold.mesh.environment import LaunchInfo
-from threefold.run.failure import _peer_gone
+from threefold.run.rank import _peer_gone
 from threefold.run.start import _refuse_unrestartable
 
 
@@ -15,9 +15,9 @@ def test_restarts_asked_of_a_rank_that_a_launcher_started() -> None:
     with pytest.raises(ConfigError) as caught:
         _refuse_unrestartable(Config(), LaunchInfo(launcher="torchrun"), 3)
     assert str(caught.value) == (
-        "--max-restarts 3, but a launcher has started this rank\n"
-        "  expected: restarts by whoever starts the ranks\n"
-        "  fix: torchrun --max-restarts 3 ... -m threefold train ..., without --max-restarts behind it"
+        "--max-restarts 3, but a launcher started this rank\n"
+        "  expected: the launcher to restart the ranks that it started\n"
+        "  fix: torchrun --max-restarts 3 ... -m threefold train ..., and no --max-restarts after train"
     )
 
 
@@ -26,7 +26,7 @@ def test_restarts_without_a_folder_to_find_again() -> None:
         _refuse_unrestartable(Config(), LaunchInfo(launcher="torchrun", max_restarts=2), 0)
     assert str(caught.value) == (
         "torchrun --max-restarts 2 without log.dir\n"
-        "  expected: a folder that is known when the ranks are started again: they would begin another run\n"
+        "  expected: a folder that restarted ranks can find; otherwise they would begin another run\n"
         "  fix: --log.dir FOLDER"
     )
     _refuse_unrestartable(Config.model_validate({"log": {"dir": "a"}}), LaunchInfo(max_restarts=2), 0)
@@ -38,6 +38,6 @@ def test_peer_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(_peer_gone("Connection closed by peer")) == (
         "rank 0 lost its connection to another rank: Connection closed by peer\n"
         "  expected: every rank to stay until the run is over\n"
-        "  fix: where no rank has said why, one was killed: look for `Out of memory` in the kernel's log (dmesg) of "
-        "its host; the same command goes on from the newest checkpoint, and --max-restarts N does so by itself"
+        "  fix: if no rank has reported an error, one was killed: look for `Out of memory` in the kernel's log (dmesg) "
+        "of its host; the same command resumes from the newest checkpoint, and --max-restarts N does so automatically"
     )

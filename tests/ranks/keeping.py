@@ -1,4 +1,4 @@
-"""A run in miniature inside test ranks: the real model, loader, step and keeper, without the command around them."""
+"""A run in miniature inside test ranks: the real model, loader, step and checkpoints, without the command."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Miniature:
         from threefold.model.build import build
         from threefold.run import assemble, request
         from threefold.run.folder import RunFolder, open_run
-        from threefold.run.resume import Keeper, undamaged
+        from threefold.run.resume import Checkpointer, undamaged
         from threefold.training.optimizer import adamw
         from threefold.training.step import TrainStep, warm_up_buckets
 
@@ -56,10 +56,13 @@ class Miniature:
         self.model = build(self.config, architecture, self.mesh)
         self.optimizer = adamw(self.model.module, self.config.optimizer)
         self.step = TrainStep(self.model, self.optimizer, self.mesh, grad_clip=1.0)
-        self.keeper = Keeper(self.config, self.folder, self.mesh, self.model, self.optimizer, self.loader, architecture)
-        self.done = self.keeper.resume()
+        self.checkpointer = Checkpointer(
+            self.config, self.folder, self.mesh, self.model, self.optimizer, self.loader, architecture
+        )
+        self.checkpointer.resume()
+        self.done = self.folder.resume.step if self.folder.resume is not None else 0
         warm_up_buckets(self.model, self.mesh, rows=micro_batch, seq_len=16)
-        self.keeper.start()
+        self.checkpointer.start()
         self._micro_batch = micro_batch
         self._batches: Iterator[Any] = iter(self.loader)
 

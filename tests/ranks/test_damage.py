@@ -27,8 +27,8 @@ def _two_checkpoints(folder: str) -> None:
     run = Miniature((1, 2, 1, 1), folder)
     for step in (1, 2):
         run.advance(1)
-        run.keeper.keep(step, None, True)
-    run.keeper.finish()
+        run.checkpointer.save(step, None, True)
+    run.checkpointer.wait()
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_pickle_in_the_place_of_a_file_is_not_run(forged: Path, tmp_path: Path, 
     if file == ".metadata":
         _content(checkpoint)
     else:
-        with pytest.raises(CheckpointError, match=r"index\.json is no index of a checkpoint"):
+        with pytest.raises(CheckpointError, match=r"index\.json is not an index of a checkpoint"):
             _content(checkpoint)
     assert not (tmp_path / "ran").exists()
 
@@ -203,7 +203,7 @@ def test_forged_index_is_refused(forged: Path, entry: Any) -> None:
     path = forged / "state" / "index.json"
     index = json.loads(path.read_text())
     path.write_text(json.dumps({**index, "tensors": {"model.x": entry}}))
-    with pytest.raises(CheckpointError, match="is no index of a checkpoint"):
+    with pytest.raises(CheckpointError, match="is not an index of a checkpoint"):
         Index.read(forged / "state")
 
 
@@ -212,7 +212,7 @@ def test_index_leads_to_no_file_outside(forged: Path) -> None:
 
     path = forged / "state" / "index.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "files": ["../../../../etc/passwd"] * 2}))
-    with pytest.raises(CheckpointError, match="is no file of this folder"):
+    with pytest.raises(CheckpointError, match="is not a file of this folder"):
         Index.read(forged / "state")
 
 
@@ -246,7 +246,7 @@ def test_run_goes_back_to_the_checkpoint_before(run: Path, seed: int) -> None:
         assert done.returncode == 0, what + done.stderr
         assert "Traceback" not in done.stderr
         if "nothing to do" not in done.stdout:
-            assert f"passed over {Path('run') / 'checkpoints' / 'step-00000006'}: " in done.stderr, what
+            assert f"skipped {Path('run') / 'checkpoints' / 'step-00000006'}: " in done.stderr, what
             assert "resumed from run/checkpoints/step-00000004" in done.stdout, what
             assert "set aside: run/checkpoints/aside-1-step-00000006" in done.stdout, what
             assert CheckpointFolder(run).all()[-1].damage() is None

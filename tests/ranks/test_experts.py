@@ -53,8 +53,8 @@ def _steps(sizes: Sizes, folder: str, ep: int, steps: int) -> Any:
     model = {key: value for key, value in MIXTRAL.items() if key != "vocab_size"}
     run = Miniature(sizes, folder, model={"config": model}, mesh={"ep": ep})
     curve = [(loss, norm) for loss, norm, _ in run.advance(steps)]
-    run.keeper.keep(run.done, None, True)
-    run.keeper.finish()
+    run.checkpointer.save(run.done, None, True)
+    run.checkpointer.wait()
     return curve, [name for name, _ in run.model.module.named_parameters() if "expert" in name]
 
 

@@ -38,8 +38,8 @@ def _trained(sizes: Sizes, folder: str, model: dict[str, Any]) -> Any:
     """One step, saved; the weights by name, whole."""
     run = Miniature(sizes, folder, model={"config": model})
     run.advance(1)
-    run.keeper.keep(1, None, True)
-    run.keeper.finish()
+    run.checkpointer.save(1, None, True)
+    run.checkpointer.wait()
     named = dict(run.model.module.named_parameters())
     return {
         name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().numpy()
@@ -171,7 +171,7 @@ def test_other_logits_are_told_and_nothing_stays(run: Path, tmp_path: Path, monk
         return {name: tensor + 1 if name == "lm_head.weight" else tensor for name, tensor in layer.items()}
 
     monkeypatch.setattr(model_folder, "revert_weight_conversion", wrong)
-    with pytest.raises(RunError, match=r"reloads to other logits than .* they differ by up to "):
+    with pytest.raises(RunError, match=r"reloads to logits that differ from those of .* by up to "):
         model_folder.export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert model_folder.export(run, tmp_path / "out", verify=False).verified == "not reloaded"

@@ -58,10 +58,10 @@ def test_stalled_rank_is_named_with_phase_and_stack(folder: Path, plant: str, ph
     assert f"in {function}\n" in stack and "time.sleep(1000)" in stack
     assert "loop.py" in stack.splitlines()[0]
     assert (
-        "  expected: progress within train.timeout_s = 4 s; the run ends here, and its checkpoints stay\n"
+        "  expected: progress within train.timeout_s = 4 s; the run ends here, and its checkpoints are kept\n"
         in done.stderr
     )
-    assert "  fix: see the stack above for what the late rank does; " in done.stderr
+    assert "  fix: see the stack above for what the late rank is doing; " in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted(metrics(folder / plant)) == list(range(1, STEP))
 

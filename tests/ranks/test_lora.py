@@ -132,8 +132,8 @@ def test_adapters_follow_peft_in_one_process(
 def _some_steps(sizes: Sizes, folder: str, steps: int, model: dict[str, Any]) -> Any:
     run = Miniature(sizes, folder, model=model)
     curve = run.advance(steps)
-    run.keeper.keep(run.done, None, True)
-    run.keeper.finish()
+    run.checkpointer.save(run.done, None, True)
+    run.checkpointer.wait()
     return [(loss, norm) for loss, norm, _ in curve]
 
 
@@ -194,9 +194,9 @@ def test_adapters_beside_other_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         export(tmp_path / "run", tmp_path / "merged")
     assert str(caught.value) == (
-        f"the adapters of {find(tmp_path / 'run').path} were trained beside other weights than {base} has\n"
+        f"the adapters of {find(tmp_path / 'run').path} were trained on other weights than {base} has\n"
         "  expected: the weights that the run began with, which its checkpoints do not hold\n"
-        "  fix: put them back, or name the revision: --model.revision COMMIT"
+        "  fix: restore them, or name the revision: --model.revision COMMIT"
     )
     assert not (tmp_path / "merged").exists()
 
@@ -204,5 +204,5 @@ def test_adapters_beside_other_weights_are_refused(tmp_path: Path) -> None:
 def _named_steps(sizes: Sizes, folder: str, values: dict[str, Any]) -> None:
     run = Miniature(sizes, folder, **values)
     run.advance(3)
-    run.keeper.keep(3, None, True)
-    run.keeper.finish()
+    run.checkpointer.save(3, None, True)
+    run.checkpointer.wait()

@@ -28,8 +28,8 @@ def _begin(sizes: Sizes, folder: str) -> Any:
     """Three steps, a save, and the three steps that an uninterrupted run makes then."""
     run = Miniature(sizes, folder, micro_batch=MESHES[sizes])
     before = run.advance(3)
-    run.keeper.keep(3, None, True)
-    return before + run.advance(3), run.keeper.finish()
+    run.checkpointer.save(3, None, True)
+    return before + run.advance(3), run.checkpointer.wait()
 
 
 def _go_on(sizes: Sizes, folders: list[str], num_workers: int) -> Any:
@@ -95,9 +95,9 @@ def _with_dropout(sizes: Sizes, folder: str) -> Any:
     run = Miniature(sizes, folder, model={"config": GPT2})
     curve = run.advance(2) if run.done == 0 else []
     if run.done == 2 and curve:
-        run.keeper.keep(2, None, True)
+        run.checkpointer.save(2, None, True)
     curve += run.advance(2)
-    run.keeper.finish()
+    run.checkpointer.wait()
     return curve
 
 
@@ -124,8 +124,8 @@ MOE = {
 def _experts(sizes: Sizes, folder: str, last: int) -> Any:
     run = Miniature(sizes, folder, model={"config": MOE})
     curve = run.advance(last - run.done)
-    run.keeper.keep(run.done, None, True)
-    run.keeper.finish()
+    run.checkpointer.save(run.done, None, True)
+    run.checkpointer.wait()
     return curve
 
 

@@ -44,9 +44,9 @@ def _steps_until_failure(folder: str, mode: str, on_error: str, failing: int) ->
         try:
             for step in range(1, 7):
                 run.advance(1)
-                run.keeper.notice(step)
-                run.keeper.keep(step, None, step % 2 == 0)
-            run.keeper.finish()
+                run.checkpointer.check(step)
+                run.checkpointer.save(step, None, step % 2 == 0)
+            run.checkpointer.wait()
         except RunError as raised:
             error = str(raised)
     kept = [checkpoint.step for checkpoint in run.folder.checkpoints.all()]
@@ -67,8 +67,8 @@ def test_full_disk_ends_the_run_on_every_rank_after_the_same_step(tmp_path: Path
             f"the checkpoint of step 4 could not be saved: rank {failing}: No space left on device ("
         )
         assert error == ranks[0][1]
-        assert "\n  expected: room for it, and a folder that every rank can write; the checkpoints before" in error
-        assert "\n  fix: make room" in error
+        assert "\n  expected: enough space, and a folder that every rank can write; earlier checkpoints" in error
+        assert "\n  fix: free space" in error
         assert (printed, kept, whole, hidden) == ("", [2], [2], [])
 
 
@@ -92,8 +92,8 @@ def _folder_gone(folder: str, mode: str) -> Any:
         run.folder.checkpoints.path.touch()  # the superuser may write everywhere, but not below a file
     run.mesh.barrier()
     try:
-        run.keeper.keep(1, None, True)
-        run.keeper.finish()
+        run.checkpointer.save(1, None, True)
+        run.checkpointer.wait()
     except RunError as error:
         return str(error)
 
@@ -120,10 +120,10 @@ def _save_and_go_on(folder: str, mode: str) -> Any:
     state = state_of(run.model.module, run.optimizer)
     expected = {name: tensor.clone() for name, tensor in state.items()}
     random = torch.get_rng_state()
-    run.keeper.keep(2, None, True)
+    run.checkpointer.save(2, None, True)
     torch.rand(3)
     run.advance(3)
-    run.keeper.finish()
+    run.checkpointer.wait()
     saved = find(Path(folder))
     index = Index.read(saved.state)
     assert saved.step == 2 and saved.damage() is None
@@ -145,8 +145,8 @@ def _keep_some(folder: str) -> Any:
     run = Miniature((1, 1, 1, 1), folder, checkpoint={"keep": 1, "keep_every": 3})
     for step, eval_loss in enumerate([5.0, 4.0, 4.5, 4.4, 4.3, 4.2, 4.1], start=1):
         run.advance(1)
-        run.keeper.keep(step, eval_loss, True)
-    run.keeper.finish()
+        run.checkpointer.save(step, eval_loss, True)
+    run.checkpointer.wait()
     return [checkpoint.step for checkpoint in run.folder.checkpoints.complete()], run.folder.checkpoints.best()
 
 

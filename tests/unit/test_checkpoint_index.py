@@ -83,4 +83,4 @@ def test_index_reads_back(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_a_problem() -> None:
     assert Entry("F32", (4,), [Chunk("x", 0, Box((0,), (3,)))]).problem() == "the chunks are not as large as the tensor"
-    assert Entry("F32", (4,), [Chunk("x", 0, Box((3,), (2,)))]).problem() == "a chunk lies outside of the tensor"
+    assert Entry("F32", (4,), [Chunk("x", 0, Box((3,), (2,)))]).problem() == "a chunk lies outside the tensor"

@@ -63,7 +63,6 @@ TORCH_FREE = [
     "threefold.jobs.kubernetes",
     "threefold.jobs.sagemaker",
     "threefold.jobs.slurm",
-    "threefold.integrations.terminal",
     "threefold.mesh.environment",
     "threefold.mesh.launchers.info",
     "threefold.mesh.launchers.managed",

@@ -213,7 +213,7 @@ def test_undamaged_is_the_newest_as_it_was_written(checkpoints: CheckpointFolder
     assert chosen == saved[0]
     assert [(checkpoint.step, reason.rpartition(": ")[2]) for checkpoint, reason in passed] == [
         (3, f"'{saved[2].path}/COMPLETE'"),
-        (2, "it is not the one that the marker was written for"),
+        (2, "the marker was written for another manifest"),
     ]
 
 

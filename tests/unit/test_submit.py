@@ -18,7 +18,6 @@ from threefold.commands import submit
 from threefold.config.loading import load, validate
 from threefold.config.schema import Config, MeshConfig
 from threefold.errors import ConfigError, RunError
-from threefold.integrations.terminal import Terminal
 from threefold.jobs import (
     job as clusters,
 )
@@ -32,6 +31,7 @@ from threefold.jobs.kubernetes import KubernetesOptions
 from threefold.jobs.sagemaker import SageMakerOptions
 from threefold.jobs.slurm import SlurmOptions
 from threefold.mesh.launchers.managed import managed
+from threefold.run.console import Terminal
 
 
 def config(**sections: Any) -> Config:
@@ -231,7 +231,7 @@ def test_several_instances_without_efa_are_warned_of(instance_type: str, num_hos
 
 def test_metric_definitions_read_our_own_lines() -> None:
     buffer = io.StringIO()
-    terminal = Terminal(Console(file=buffer, width=200), num_steps=120)
+    terminal = Terminal(Console(file=buffer, width=200), num_steps=120, done=0)
     step = {"step": 7, "loss": 2.5, "grad_norm": 0.4, "lr": 2e-4, "step_time_s": 0.52, "tokens_per_s": 4096.0}
     terminal.log({**step, "mfu": 0.41})
     terminal.log({**step, "step": 8, "loss": float("nan"), "grad_norm": float("inf")})

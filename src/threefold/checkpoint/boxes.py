@@ -1,4 +1,4 @@
-"""Which bytes of which file hold which part of a tensor: an index from which any mesh reads its own parts. No torch.
+"""An index of which bytes of which file hold which part of a tensor; any mesh reads its own parts by it. No torch.
 
 A box is a rectangle of a tensor: its offset and size along each dim. A checkpoint's files hold boxes, and a rank holds
 boxes of its own mesh; the rank reads where they overlap. The index is JSON: opening it runs no code, and all its values
@@ -51,29 +51,23 @@ class Box:
 
 
 def boxes_of(indices: Sequence[Sequence[int]]) -> Iterator[tuple[Box, Box]]:
-    """Splits what a rank holds of a tensor into boxes: (box in the whole tensor, box in the rank's part).
+    """Splits a rank's part of a tensor into boxes: (box in the complete tensor, box in the part).
 
     Args:
-        indices: for each dim, the whole tensor's indices that the rank holds, ascending.
+        indices: for each dim, the complete tensor's indices that the rank holds, ascending.
     """
     runs = [_runs(along) for along in indices]
     for combination in itertools.product(*runs):
-        sizes = tuple(size for _, _, size in combination)
-        yield (
-            Box(tuple(begin for begin, _, _ in combination), sizes),
-            Box(tuple(place for _, place, _ in combination), sizes),
-        )
+        begins, places, sizes = zip(*combination, strict=True) if combination else ((), (), ())
+        yield Box(begins, sizes), Box(places, sizes)
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int, int]]:
     """Returns (first index, its position, length) of each stretch without a gap."""
-    if not len(indices):
-        return []
-    if indices[-1] - indices[0] + 1 == len(indices):
+    if len(indices) and indices[-1] - indices[0] + 1 == len(indices):
         return [(indices[0], 0, len(indices))]
-    breaks = [place for place in range(1, len(indices)) if indices[place] != indices[place - 1] + 1]
-    starts = [0, *breaks]
-    return [(indices[a], a, b - a) for a, b in zip(starts, [*breaks, len(indices)], strict=True)]
+    starts = [place for place in range(len(indices)) if not place or indices[place] != indices[place - 1] + 1]
+    return [(indices[a], a, b - a) for a, b in itertools.pairwise([*starts, len(indices)])]
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ class Chunk:
 
 @dataclass
 class Entry:
-    """A whole tensor: its type by safetensors' name, its shape, and its chunks."""
+    """A complete tensor: its type by safetensors' name, its shape, and its chunks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -107,34 +101,30 @@ class Entry:
         """Returns why these chunks cannot make up the tensor, or None."""
         whole = Box((0,) * len(self.shape), self.shape)
         if self.dtype not in ITEM_BYTES or any(size < 0 for size in self.shape):
-            return f"{self.dtype} {list(self.shape)} is no tensor"
+            return f"{self.dtype} {list(self.shape)} is not a tensor"
         for chunk in self.chunks:
             if len(chunk.box.offsets) != len(self.shape) or len(chunk.box.sizes) != len(self.shape):
-                return "a chunk has another number of dims"
+                return "a chunk has a different number of dims"
             if chunk.start < 0 or chunk.box.overlap(whole) != chunk.box:
-                return "a chunk lies outside of the tensor"
+                return "a chunk lies outside the tensor"
         if sum(chunk.box.numel for chunk in self.chunks) != whole.numel:
             return "the chunks are not as large as the tensor"
         return None
 
 
+@dataclass(frozen=True)
 class Index:
     """All tensors of a checkpoint, by name."""
 
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
-        self.entries = dict(entries)
+    entries: Mapping[str, Entry]
 
     def to_json(self) -> str:
         files = sorted({chunk.file for entry in self.entries.values() for chunk in entry.chunks})
         number = {name: place for place, name in enumerate(files)}
-        tensors = {
-            name: [
-                entry.dtype,
-                entry.shape,
-                [[number[c.file], c.start, c.box.offsets, c.box.sizes] for c in entry.chunks],
-            ]
-            for name, entry in self.entries.items()
-        }
+        tensors = {}
+        for name, entry in self.entries.items():
+            chunks = [[number[c.file], c.start, c.box.offsets, c.box.sizes] for c in entry.chunks]
+            tensors[name] = [entry.dtype, entry.shape, chunks]
         return json.dumps({"files": files, "tensors": tensors})
 
     @classmethod
@@ -149,13 +139,13 @@ class Index:
             found = json.loads(path.read_text())
             files = [str(name) for name in found["files"]]
             if strange := [name for name in files if Path(name).name != name or name in (".", "..")]:
-                raise ValueError(f"{strange[0]!r} is no file of this folder")
+                raise ValueError(f"{strange[0]!r} is not a file of this folder")
             ends = [(state / name).stat().st_size for name in files]
             entries = {name: _entry(values, files, ends) for name, values in found["tensors"].items()}
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f"{path} is no index of a checkpoint: {error}",
-                expected="the list of tensors that was written with the checkpoint",
+                f"{path} is not an index of a checkpoint: {error}",
+                expected="the index that was written with the checkpoint",
                 fix=f"use another checkpoint than {state.parent}",
             ) from error
         return cls(entries)
@@ -177,5 +167,5 @@ def _entry(values: Any, files: Sequence[str], ends: Sequence[int]) -> Entry:
 
 def _ints(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"{values!r} are no sizes")
+        raise ValueError(f"{values!r} are not sizes")
     return tuple(values)

@@ -1,4 +1,4 @@
-"""Where checkpoints lie, and which are complete: names, manifest, commit, retention. No torch.
+"""Checkpoints on disk: their names, manifest, commit and retention, and whether they are complete. No torch.
 
 A checkpoint is written into a hidden folder, which is renamed when every rank is done. The marker inside is written
 last and holds the manifest's checksum. So a folder without a marker is incomplete, and a later change no longer matches
@@ -13,18 +13,11 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from threefold.checkpoint.seal import (
-    Seal,
-    checksum_of,
-    shares,
-    sync_folder,
-    write_sealed,
-    wrong_checksums,
-    wrong_sizes,
-)
+from threefold.checkpoint.seal import Seal, checksum_of, shares, sync_folder, write_sealed, wrong_checksums, wrong_sizes
 from threefold.errors import CheckpointError
 
 FORMAT = 2
@@ -36,7 +29,7 @@ _INSIDE = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk."""
+    """A checkpoint on disk."""
 
     path: Path
     step: int
@@ -45,6 +38,10 @@ class Checkpoint:
     def state(self) -> Path:
         """Folder with the tensors."""
         return self.path / "state"
+
+    @property
+    def complete(self) -> bool:
+        return (self.path / _MARKER).exists()
 
     def manifest(self) -> dict[str, Any]:
         """Returns what the checkpoint belongs to: config, mesh, versions, data and cursor, and the seals of its files.
@@ -58,17 +55,17 @@ class Checkpoint:
         except OSError as error:
             raise self._unreadable(str(error)) from error
         if marker != _marker(self.step, content):
-            raise self._unreadable("it is not the one that the marker was written for")
+            raise self._unreadable("the marker was written for another manifest")
         try:
             found = json.loads(content)
             written_as = found["format"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise self._unreadable(f"it is no manifest ({error!r})") from error
+            raise self._unreadable(f"it is not a manifest ({error!r})") from error
         if written_as != FORMAT:
             raise CheckpointError(
                 f"{self.path} has the format {written_as}, which this release does not read",
                 expected=f"format {FORMAT}",
-                fix="go on with the release of threefold that wrote it, or start a new run",
+                fix="resume with the release of threefold that wrote it, or start a new run",
             )
         return found
 
@@ -80,14 +77,12 @@ class Checkpoint:
         """
         manifest = self.manifest()
         try:
-            names = list(manifest["files"])
-            seals = {name: Seal.from_json(manifest["files"][name]) for name in names}
-        except (ValueError, KeyError, TypeError) as error:
+            seals = {name: Seal.from_json(values) for name, values in manifest["files"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._unreadable(f"it has no list of files ({error!r})") from error
         # An untrusted manifest must not lead out of its folder.
-        strange = [name for name in names if not _INSIDE.fullmatch(name) or ".." in name.split("/")]
-        if strange:
-            raise self._unreadable(f"{strange[0]!r} is no file of a checkpoint")
+        if strange := [name for name in seals if not _INSIDE.fullmatch(name) or ".." in name.split("/")]:
+            raise self._unreadable(f"{strange[0]!r} is not a file of a checkpoint")
         return seals
 
     def damage(self, *, share: tuple[int, int] = (0, 1)) -> str | None:
@@ -140,7 +135,7 @@ class CheckpointFolder:
 
     def complete(self) -> list[Checkpoint]:
         """Returns all complete checkpoints, oldest first; they may still be damaged."""
-        return [checkpoint for checkpoint in self.all() if (checkpoint.path / _MARKER).exists()]
+        return [checkpoint for checkpoint in self.all() if checkpoint.complete]
 
     def all(self) -> list[Checkpoint]:
         """Returns all folders with a checkpoint's name, oldest first, complete or not."""
@@ -150,8 +145,7 @@ class CheckpointFolder:
 
     def newest(self) -> Checkpoint | None:
         """Returns the newest complete checkpoint, or None."""
-        complete = self.complete()
-        return complete[-1] if complete else None
+        return next(reversed(self.complete()), None)
 
     def best(self) -> tuple[int, float] | None:
         """Returns step and evaluation loss of the best checkpoint so far, or None."""
@@ -172,30 +166,23 @@ class CheckpointFolder:
 
         Also removes the remains of interrupted saves.
         """
-        best = self.best()
+        best, _ = self.best() or (None, None)
         for checkpoint in self.complete()[:-keep]:
-            of_a_kept_step = bool(keep_every) and checkpoint.step % keep_every == 0
-            if not of_a_kept_step and (best is None or checkpoint.step != best[0]):
+            if checkpoint.step != best and (not keep_every or checkpoint.step % keep_every):
                 _remove(checkpoint.path)
-        remnants = [checkpoint.path for checkpoint in self.all() if not (checkpoint.path / _MARKER).exists()]
+        remnants = [checkpoint.path for checkpoint in self.all() if not checkpoint.complete]
         for path in [*remnants, *self.path.glob(".step-*.partial")]:
             _remove(path)
 
     def set_aside_after(self, step: int) -> list[Path]:
         """Renames checkpoints later than `step`, so that no later save or resume takes them for part of this run.
 
-        Returns:
-            The new paths. Their content is unchanged; the user may remove them.
+        Returns the new paths. Their content is unchanged; the user may remove them.
         """
         aside = []
-        for checkpoint in self.all():
-            if checkpoint.step <= step:
-                continue
-            number = 1
-            while (target := self.path / f"aside-{number}-{checkpoint.path.name}").exists():
-                number += 1
-            os.rename(checkpoint.path, target)
-            aside.append(target)
+        for checkpoint in [each for each in self.all() if each.step > step]:
+            targets = (self.path / f"aside-{number}-{checkpoint.path.name}" for number in count(1))
+            aside.append(checkpoint.path.rename(next(target for target in targets if not target.exists())))
         return aside
 
 
@@ -227,8 +214,7 @@ def newest_undamaged(
     """
     passed: list[tuple[Checkpoint, str]] = []
     for candidate in candidates:
-        reason = damage(candidate)
-        if reason is None:
+        if (reason := damage(candidate)) is None:
             return candidate, passed
         passed.append((candidate, reason))
     return None, passed
@@ -242,8 +228,7 @@ def find(path: Path) -> Checkpoint:
     """
     if (path / _MARKER).exists() and (step := _step(path)) is not None:
         return Checkpoint(path, step)
-    newest = CheckpointFolder(path).newest()
-    if newest is not None:
+    if (newest := CheckpointFolder(path).newest()) is not None:
         return newest
     raise CheckpointError(
         f"no complete checkpoint in {path}",
@@ -253,7 +238,7 @@ def find(path: Path) -> Checkpoint:
 
 
 def checkpoint_at(path: Path) -> Checkpoint:
-    """The checkpoint in a folder of any name, of the step that its marker says; `damage` tells where there is none."""
+    """The checkpoint in a folder of any name, of the step in its marker; without a marker, `damage` reports that."""
     try:
         return Checkpoint(path, int((path / _MARKER).read_bytes().split()[0]))
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""What a checkpoint says about the run that wrote it, and the refusal of one that belongs to another run."""
+"""Reads what a checkpoint records of its run, and refuses a checkpoint that belongs to another run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from threefold.config.text import pasted
 from threefold.errors import CheckpointError, Problem
 from threefold.model.load import architecture_of
 
-# The fields and types that a manifest must have. A damaged one fails its checksum; this check is for a foreign one.
+# Fields and types that a manifest must have. A damaged one fails its checksum; this check is for a foreign one.
 _FIELDS = {"step": int, "mesh": list, "data": dict, "seed": int, "architecture": dict, "config": dict}
 
 
@@ -27,9 +27,7 @@ def read_manifest(checkpoint: Checkpoint) -> dict[str, Any]:
     wrong = [name for name, kind in _FIELDS.items() if not isinstance(manifest.get(name), kind)]
     if wrong or manifest["step"] != checkpoint.step:
         raise CheckpointError(
-            f"the manifest of {checkpoint.path} has no {wrong[0]}"
-            if wrong
-            else f"{checkpoint.path} holds another step",
+            f"the manifest of {checkpoint.path} has no {wrong[0] if wrong else f'step {checkpoint.step}'}",
             expected="what `threefold train` writes",
             fix="use another checkpoint",
         )
@@ -40,38 +38,22 @@ def refuse_other(
     manifest: Mapping[str, Any], config: Config, architecture: PretrainedConfig, checkpoint: Checkpoint
 ) -> None:
     """Raises CheckpointError if the checkpoint belongs to another model or seed."""
-    problems = []
+    problems, at, seed = [], f"the checkpoint {checkpoint.path}", manifest["seed"]
     now, then = architecture_of(architecture), manifest["architecture"]
-    for key in sorted(now.keys() | then.keys()):
-        if now.get(key) != then.get(key):
-            problems.append(
-                Problem(
-                    f"the checkpoint {checkpoint.path} has a model with {key} = {then.get(key)}, "
-                    f"this run {now.get(key)}",
-                    "the same model: its tensors would not fit, or would mean something else",
-                    "use the model of the run, or --log.dir ANOTHER_FOLDER for a new one",
-                )
-            )
+    for key in sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key)):
+        what = f"{at} has a model with {key} = {then.get(key)}, this run {now.get(key)}"
+        expected = "the same model: its tensors would not fit, or would mean something else"
+        problems.append(Problem(what, expected, "use the model of the run, or --log.dir ANOTHER_FOLDER for a new one"))
     asked, trained = config.model.model_dump(mode="json")["lora"], manifest["config"]["model"].get("lora", {})
-    for key in sorted(asked.keys() & trained.keys()) if asked["r"] or trained.get("r") else ():
-        if asked[key] != trained[key] and key != "dropout":
-            problems.append(
-                Problem(
-                    f"the checkpoint {checkpoint.path} was made with model.lora.{key} = {trained[key]}, "
-                    f"not {asked[key]}",
-                    "the adapters of the run: others would not fit, or would mean something else",
-                    f"--model.lora.{key} {pasted(trained[key])}",
-                )
-            )
-    if manifest["seed"] != config.train.seed:
-        problems.append(
-            Problem(
-                f"the checkpoint {checkpoint.path} was made with train.seed = {manifest['seed']}, "
-                f"not {config.train.seed}",
-                "the seed of the run, so that it goes on as it would have without the stop",
-                f"--train.seed {manifest['seed']}",
-            )
-        )
+    for key in sorted((asked.keys() & trained.keys()) - {"dropout"}) if asked["r"] or trained.get("r") else ():
+        if asked[key] != trained[key]:
+            what = f"{at} was made with model.lora.{key} = {trained[key]}, not {asked[key]}"
+            expected = "the adapters of the run: others would not fit, or would mean something else"
+            problems.append(Problem(what, expected, f"--model.lora.{key} {pasted(trained[key])}"))
+    if seed != config.train.seed:
+        what = f"{at} was made with train.seed = {seed}, not {config.train.seed}"
+        expected = "the seed of the run, so that it continues as if it had not stopped"
+        problems.append(Problem(what, expected, f"--train.seed {seed}"))
     if problems:
         raise CheckpointError.of(problems)
 
@@ -80,7 +62,7 @@ def refuse_other_base(manifest: Mapping[str, Any], base: str | None, config: Con
     """Raises CheckpointError if adapters were trained on another base than `base`, the one in use now."""
     if manifest.get("base") != base:
         raise CheckpointError(
-            f"the adapters of {checkpoint.path} were trained beside other weights than {config.model.name_or_path} has",
+            f"the adapters of {checkpoint.path} were trained on other weights than {config.model.name_or_path} has",
             expected="the weights that the run began with, which its checkpoints do not hold",
-            fix="put them back, or name the revision: --model.revision COMMIT",
+            fix="restore them, or name the revision: --model.revision COMMIT",
         )

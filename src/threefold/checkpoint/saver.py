@@ -1,4 +1,4 @@
-"""A background save from the copy to the commit: who waits for whom, and how a failure reaches every rank.
+"""Background saves, from the copy to the commit: which rank waits for which, and how a failure reaches every rank.
 
 `save` copies this rank's part and returns; a thread writes it. When every rank has reported what it wrote, rank 0
 commits and informs every rank's thread. The threads communicate through their own store, never by a collective, so
@@ -59,12 +59,12 @@ class Job:
 class Stage:
     """The copy that the training thread makes, so that a save can run while the next steps change the state.
 
-    One buffer on the host, as large as what this rank writes, is kept from save to save: memory that was touched before
-    is copied into about eight times as fast. On a CUDA device it is pinned and the copies are queued behind the step,
+    One buffer on the host, as large as what this rank writes, is reused by every save: copying into memory that was
+    touched before is about eight times as fast. On a CUDA device it is pinned and the copies are queued after the step,
     so that the training thread waits for none of them.
 
     Args:
-        parts: as they will be given to every `copy`, in file order; their sizes make the buffer's.
+        parts: as in every later `copy`, in file order; the buffer is as large as all of them together.
     """
 
     def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
@@ -76,12 +76,12 @@ class Stage:
         self._made.start()
 
     def _make(self) -> None:
-        # The first touch of fresh memory is what costs: done here, while the first steps run.
+        # The first touch of new memory is slow, so it is done here, while the first steps run.
         buffer = torch.empty(self._size_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         self._buffer = buffer.zero_()
 
     def copy(self, parts: Sequence[Part]) -> list[Part]:
-        """The parts with their values in the buffer; read them after `wait`. The last copy must not be needed any more.
+        """Returns the parts with their values in the buffer, to read after `wait`. The last copy is overwritten.
 
         Raises:
             RuntimeError: there was no memory for the buffer.
@@ -97,39 +97,34 @@ class Stage:
             staged.append(dataclasses.replace(part, values=values))
             start = end
         if self._device.type == "cuda":
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied = torch.cuda.current_stream().record_event()
         return staged
 
     def wait(self) -> None:
-        """Returns when the last copy is whole; called by the thread that reads it."""
+        """Returns when the last copy is complete; the thread that reads it calls this."""
         if self._copied is not None:
             self._copied.synchronize()
 
 
+@dataclass
 class Saver:
     """Saves the state of one rank, step after step. Every rank has a Saver and calls it in the same way.
 
-    Args:
+    Attributes:
         parts: returns what this rank writes, as live views; called whenever a save begins.
         background: write while the next steps run, instead of at once.
         continue_on_error: a failed save is printed and the run continues, instead of ending.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        parts: Callable[[], Sequence[Part]],
-        *,
-        background: bool,
-        continue_on_error: bool,
-    ) -> None:
-        self._mesh = mesh
-        self._parts = parts
-        self._continue_on_error = continue_on_error
-        self._stage = Stage(parts(), mesh.device) if background else None
-        self._store = mesh.store.clone() if mesh.store is not None else dist.HashStore()
-        self._key = f"threefold/saves/{mesh.share('saver', lambda: uuid.uuid4().hex)}"
+    mesh: Mesh
+    parts: Callable[[], Sequence[Part]]
+    background: bool
+    continue_on_error: bool
+
+    def __post_init__(self) -> None:
+        self._stage = Stage(self.parts(), self.mesh.device) if self.background else None
+        self._store = self.mesh.store.clone() if self.mesh.store is not None else dist.HashStore()
+        self._key = f"threefold/saves/{self.mesh.share('saver', lambda: uuid.uuid4().hex)}"
         self._number = 0
         self._running: threading.Thread | None = None
         self._failure: str | None = None
@@ -143,13 +138,11 @@ class Saver:
         self.wait()
         self._number += 1
         if self._stage is None:
-            self._run(job, self._parts())
+            self._run(job, self.parts())
             self._conclude()
             return
-        staged = self._stage.copy(self._parts())
-        self._running = threading.Thread(
-            target=self._run, args=(job, staged), name=f"threefold-save-{job.step}", daemon=True
-        )
+        work, name = (job, self._stage.copy(self.parts())), f"threefold-save-{job.step}"
+        self._running = threading.Thread(target=self._run, args=work, name=name, daemon=True)
         self._running.start()
 
     def notice(self, step: int) -> None:
@@ -161,11 +154,11 @@ class Saver:
         if self._running is None:
             return
         ended = not self._running.is_alive()
-        if self._continue_on_error or self._mesh.store is None:
+        if self.continue_on_error or self.mesh.store is None:
             if ended:
                 self.wait()
             return
-        store, end = self._mesh.store, f"{self._key}/{self._number}/end-after"
+        store, end = self.mesh.store, f"{self._key}/{self._number}/end-after"
         if ended and self._failure is not None:
             store.compare_set(end, "", str(step + 2))
         if store.check([end]):
@@ -186,7 +179,7 @@ class Saver:
             self._conclude()
 
     def join(self, timeout_s: float) -> None:
-        """Waits for a save that is under way, for a run that ends otherwise; tells nothing of how it ended."""
+        """Waits for a running save, in a run that fails for another reason; does not report how the save ended."""
         if self._running is not None:
             self._running.join(timeout_s)
 
@@ -195,71 +188,71 @@ class Saver:
         if failure is None:
             return
         error = _failed(failure)
-        if not self._continue_on_error:
+        if not self.continue_on_error:
             raise error
         log.error("%s", error)
-        if self._mesh.rank == 0:
-            sys.stderr.write(f"{error}\n")
+        if self.mesh.rank == 0:
+            print(error, file=sys.stderr)
 
     def _run(self, job: Job, parts: Sequence[Part]) -> None:
         """Saves. If it fails, `_failure` holds the reason, the same on every rank."""
         try:
-            outcome = self._together(job, parts, self._store)
+            outcome = self._together(job, parts)
         except Exception as error:  # the store is gone, and with it the run
             log.exception("the save of step %d", job.step)
             outcome = json.dumps({"step": job.step, "reason": str(error) or repr(error)})
         self._failure = outcome or None
 
-    def _together(self, job: Job, parts: Sequence[Part], store: dist.Store) -> str:
+    def _together(self, job: Job, parts: Sequence[Part]) -> str:
         """Returns rank 0's conclusion: empty, or the step and the reason as JSON."""
-        mesh, key = self._mesh, f"{self._key}/{self._number}"
+        mesh, store, key = self.mesh, self._store, f"{self._key}/{self._number}"
         if mesh.rank == 0:
             store.set(f"{key}/begun", _attempt(job.begin) or "")
         store.wait([f"{key}/begun"], _LONGEST_SAVE)
         reason: str | None = store.get(f"{key}/begun").decode() or None
         seals: dict[str, Seal] = {}
         if reason is None:
-            file = _file_of(mesh.rank)
-            own = _attempt(lambda: seals.update({file: self._write(job.state / file, parts)}))
+            own = _attempt(lambda: seals.update(self._write(job.state, parts)))
             report = {"reason": own, "seals": {name: seal.to_json() for name, seal in seals.items()}}
             store.set(f"{key}/written/{mesh.rank}", json.dumps(report))
         if mesh.rank == 0:
             if reason is None:
-                reason = self._collect(f"{key}/written", store, seals) or _attempt(lambda: _commit(job, seals))
+                reason = self._collect(f"{key}/written", seals) or _attempt(lambda: _commit(job, seals))
             if reason is not None:
                 _attempt(job.abandon)
             store.set(f"{key}/ended", json.dumps({"step": job.step, "reason": reason}) if reason else "")
         store.wait([f"{key}/ended"], _LONGEST_SAVE)
         return store.get(f"{key}/ended").decode()
 
-    def _collect(self, key: str, store: dist.Store, seals: dict[str, Seal]) -> str | None:
+    def _collect(self, key: str, seals: dict[str, Seal]) -> str | None:
         """Collects every rank's report; returns the first reason against a commit."""
-        reason = None
-        for rank in range(self._mesh.world_size):
+        reason, store = None, self._store
+        for rank in range(self.mesh.world_size):
             store.wait([f"{key}/{rank}"], _LONGEST_SAVE)
             report = json.loads(store.get(f"{key}/{rank}"))
             store.delete_key(f"{key}/{rank}")
-            named = f"rank {rank}: " if self._mesh.world_size > 1 else ""
+            named = f"rank {rank}: " if self.mesh.world_size > 1 else ""
             reason = reason or (report["reason"] and f"{named}{report['reason']}")
             seals.update({name: Seal.from_json(values) for name, values in report["seals"].items()})
         return reason
 
-    def _write(self, path: Path, parts: Sequence[Part]) -> Seal:
+    def _write(self, state: Path, parts: Sequence[Part]) -> dict[str, Seal]:
         if self._stage is not None:
             self._stage.wait()
-        return write_parts(path, parts)
+        file = f"rank-{self.mesh.rank:05d}.safetensors"
+        return {file: write_parts(state / file, parts)}
 
 
 def _attempt(work: Callable[[], object]) -> str | None:
     """Returns why `work` failed, or None."""
     try:
         work()
-    except OSError as error:
-        log.exception("a save failed")
-        return f"{error.strerror or error} ({error.filename or 'while writing'}) on {socket.gethostname()}"
     except Exception as error:
         log.exception("a save failed")
-        return f"{error!r} on {socket.gethostname()}"
+        why = repr(error)
+        if isinstance(error, OSError):
+            why = f"{error.strerror or error} ({error.filename or 'while writing'})"
+        return f"{why} on {socket.gethostname()}"
     return None
 
 
@@ -275,15 +268,11 @@ def _commit(job: Job, seals: Mapping[str, Seal]) -> None:
     job.commit({**seals, index_of_tensors.FILE: index})
 
 
-def _file_of(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
 def _failed(failure: str) -> RunError:
     values = json.loads(failure)
     return RunError(
         f"the checkpoint of step {values['step']} could not be saved: {values['reason']}",
-        expected="room for it, and a folder that every rank can write; the checkpoints before it are whole",
-        fix="make room (`df -h RUN`) and start the run again, it goes on from the last one; or, to train on without "
-        "a checkpoint when one fails, --checkpoint.on_error continue",
+        expected="enough space, and a folder that every rank can write; earlier checkpoints are intact",
+        fix="free space (`df -h RUN`) and start the run again: it resumes from the last checkpoint; or, to continue "
+        "without a checkpoint if a save fails, --checkpoint.on_error continue",
     )

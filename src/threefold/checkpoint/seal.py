@@ -8,6 +8,7 @@ reading.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -32,12 +33,10 @@ class Seal:
     @classmethod
     def from_json(cls, values: Any) -> Seal:
         """The inverse of `to_json`; ValueError if `values` is not a seal."""
-        if not (isinstance(values, list) and len(values) == 2):
-            raise ValueError(f"{values!r} is not a size and a checksum")
-        size_bytes, checksum = values
-        if type(size_bytes) is not int or not isinstance(checksum, str):
-            raise ValueError(f"{values!r} is not a size and a checksum")
-        return cls(size_bytes, checksum)
+        match values:
+            case [int(size_bytes), str(checksum)] if isinstance(values, list) and type(size_bytes) is int:
+                return cls(size_bytes, checksum)
+        raise ValueError(f"{values!r} is not a size and a checksum")
 
 
 def checksum_of(content: bytes) -> str:
@@ -68,21 +67,19 @@ class SealedWriter:
         self._file.close()
         return Seal(self._size_bytes, self._sum.hexdigest())
 
-    def abandon(self) -> None:
-        """Closes a file that is no longer needed; never fails."""
-        with contextlib.suppress(OSError):
+    def __enter__(self) -> SealedWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with contextlib.suppress(OSError):  # a file that could not be written must not hide why
             self._file.close()
 
 
 def write_sealed(path: Path, content: bytes) -> Seal:
     """Writes a small file and flushes it to disk."""
-    writer = SealedWriter(path)
-    try:
+    with SealedWriter(path) as writer:
         writer.write(content)
         return writer.close()
-    except BaseException:
-        writer.abandon()
-        raise
 
 
 def sync_folder(path: Path) -> None:
@@ -119,13 +116,10 @@ def wrong_sizes(folder: Path, seals: Mapping[str, Seal]) -> str | None:
 
 def wrong_checksums(folder: Path, seals: Mapping[str, Seal], names: Iterable[str]) -> str | None:
     """Returns the first of `names` whose content differs from what was written, or None."""
-    buffer = bytearray(_BLOCK_BYTES)
     for name in names:
-        found = xxhash.xxh3_128()
         try:
             with (folder / name).open("rb", buffering=0) as file:
-                while count := file.readinto(buffer):
-                    found.update(memoryview(buffer)[:count])
+                found = hashlib.file_digest(file, xxhash.xxh3_128)
         except OSError as error:
             return f"{name}: {error.strerror}"
         if found.hexdigest() != seals[name].checksum:

@@ -2,7 +2,7 @@
 
 `model.` and a name: the weights. `optimizer.exp_avg.` (`exp_avg_sq.`, `step.`) and the same name: AdamW's moments.
 `random.cpu.3`: the random state of rank 3. Names and shapes do not depend on a mesh, so a state saved on one mesh can
-be read on another. Placements determine which rank holds what. Every rank knows them all, so no message is needed.
+be read on another. Placements determine what each rank holds; every rank knows them all, so no message is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from threefold.checkpoint.boxes import Box, Index, boxes_of
 from threefold.checkpoint.layout import Checkpoint
-from threefold.checkpoint.tensors import Part, dtype_name, in_file_order, read_box, read_whole
+from threefold.checkpoint.tensors import TYPE_NAMES, Part, in_file_order, read_box, read_whole
 from threefold.errors import CheckpointError
 from threefold.mesh.mesh import Mesh
 
@@ -49,13 +49,11 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        moments = optimizer.state[parameter]
-        if not moments:
+        if not (moments := optimizer.state[parameter]):
             moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             moments["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             moments["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        for moment in _MOMENTS:
-            state[f"optimizer.{moment}.{name}"] = moments[moment].detach()
+        state |= {f"optimizer.{moment}.{name}": moments[moment].detach() for moment in _MOMENTS}
     return state
 
 
@@ -67,12 +65,15 @@ def random_state(mesh: Mesh) -> dict[str, Tensor]:
     return state
 
 
-def set_random_state(state: Mapping[str, Tensor], mesh: Mesh) -> None:
-    """Restores the random states that `random_state` returned; states that were not saved stay as they are."""
-    if (saved := state.get(f"random.cpu.{mesh.rank}")) is not None:
-        torch.set_rng_state(saved)
-    if mesh.device.type == "cuda" and (saved := state.get(f"random.cuda.{mesh.rank}")) is not None:
-        torch.cuda.set_rng_state(saved, mesh.device)
+def restore_random_state(folder: Path, index: Index, mesh: Mesh) -> None:
+    """Restores this rank's random states; those that were not saved stay as they are."""
+    for name in random_state(mesh):
+        if (entry := index.entries.get(name)) is None:
+            continue
+        if name.startswith("random.cpu."):
+            torch.set_rng_state(read_whole(folder, entry))
+        else:
+            torch.cuda.set_rng_state(read_whole(folder, entry), mesh.device)
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ class Holding:
     """A box of a tensor that this rank holds.
 
     Attributes:
-        shape: of the whole tensor.
-        box: the box in the whole tensor.
+        shape: of the complete tensor.
+        box: in the complete tensor.
         inside: where the box lies in the rank's part of the tensor.
         writer: of the ranks that hold the box, this one writes it.
     """
@@ -101,7 +102,7 @@ class Holding:
 def holdings(state: Mapping[str, Tensor], mesh: Mesh) -> list[Holding]:
     """Returns every box that this rank holds of a state; the same for every state of this model on this mesh.
 
-    A DTensor may live on any DeviceMesh with named axes; a plain tensor is whole on every rank. Ranks that hold the
+    A DTensor may live on any DeviceMesh with named axes; a plain tensor is complete on every rank. Ranks that hold the
     same box take turns to write, so that each writes about as much; every rank computes the same turns, without a
     message.
     """
@@ -109,13 +110,11 @@ def holdings(state: Mapping[str, Tensor], mesh: Mesh) -> list[Holding]:
     known: dict[Any, tuple[tuple[int, ...], list[tuple[Box, tuple[slice, ...]]]]] = {}
     found = []
     for name, tensor in state.items():
-        # Layers are alike: their boxes are worked out once.
+        # Layers have the same boxes: compute them once.
         kind = (tensor.shape, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else tensor.shape
         if kind not in known:
-            known[kind] = (
-                _holders(tensor, mesh),
-                [(box, _slices(inside)) for box, inside in boxes_of(_indices(tensor))],
-            )
+            boxes = [(box, _slices(inside)) for box, inside in boxes_of(_indices(tensor))]
+            known[kind] = _holders(tensor, mesh), boxes
         holders, boxes = known[kind]
         written = loads.setdefault(holders, [0] * len(holders))
         turn = written.index(min(written))
@@ -126,14 +125,14 @@ def holdings(state: Mapping[str, Tensor], mesh: Mesh) -> list[Holding]:
 
 
 def parts(state: Mapping[str, Tensor], held: Sequence[Holding], mesh: Mesh) -> list[Part]:
-    """What this rank writes of a state, with its random states, in file order; views of what lives."""
+    """Returns what this rank writes of a state, with its random states, in file order, as live views."""
     random = random_state(mesh).items()
     alone = [Part(name, tuple(values.shape), Box((0,), tuple(values.shape)), values) for name, values in random]
     return in_file_order([*own_parts(state, held), *alone])
 
 
 def own_parts(state: Mapping[str, Tensor], held: Sequence[Holding]) -> list[Part]:
-    """What this rank writes of a state, in file order; views of what lives."""
+    """Returns what this rank writes of a state, in file order, as live views."""
     return in_file_order(Part(each.name, each.shape, each.box, each.values(state)) for each in held if each.writer)
 
 
@@ -142,10 +141,10 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def _holders(tensor: Tensor, mesh: Mesh) -> tuple[int, ...]:
-    """Ranks that hold the same box of the tensor as this one, in ascending order.
+    """Returns the ranks that hold the same box of the tensor as this one, in ascending order.
 
-    Along an axis of a DeviceMesh ranks are a stride apart, so the place on it is a digit of the rank's number: that
-    tells the place of every rank, of those outside of the tensor's own mesh too.
+    Along an axis of a DeviceMesh, ranks are a stride apart, so a rank's place on it is a digit of the rank's number.
+    That gives the place of every rank, even outside the tensor's own mesh.
     """
     digits: list[tuple[int, int]] = []
     if isinstance(tensor, DTensor):
@@ -160,19 +159,18 @@ def _holders(tensor: Tensor, mesh: Mesh) -> tuple[int, ...]:
     def place(rank: int) -> list[int]:
         return [rank // stride % size for stride, size in digits]
 
-    own = place(mesh.rank)
-    return tuple(rank for rank in range(mesh.world_size) if place(rank) == own)
+    return tuple(rank for rank in range(mesh.world_size) if place(rank) == place(mesh.rank))
 
 
 def _indices(tensor: Tensor) -> list[Sequence[int]]:
-    """Returns, for each dim, the whole tensor's indices that this rank holds, ascending."""
+    """Returns, for each dim, the complete tensor's indices that this rank holds, ascending."""
     if not isinstance(tensor, DTensor):
         return [range(size) for size in tensor.shape]
     held = [torch.arange(size) for size in tensor.shape]
     names, place = tensor.device_mesh.mesh_dim_names, tensor.device_mesh.get_coordinate()
     assert names is not None and place is not None
     splits: list[tuple[int, Any]] = [pair for pair in enumerate(tensor.placements) if not pair[1].is_replicate()]
-    # A strided shard before another split of the same dim is FSDP's: it cut what that split had left, in plain chunks.
+    # A strided shard before another split of the same dim is FSDP's: it cut the rest of that split into plain chunks.
     late = [
         (axis, p) for axis, p in splits if type(p) is not Shard and any(b > axis and q.dim == p.dim for b, q in splits)
     ]
@@ -199,17 +197,14 @@ def _split_as_weights(indices: Tensor, axis: DeviceMesh, placement: Any, ndim: i
 
 
 def _as_range(indices: Tensor) -> Sequence[int]:
-    if not len(indices):
-        return range(0)
-    first, last = int(indices[0]), int(indices[-1])
+    first, last = (int(indices[0]), int(indices[-1])) if len(indices) else (0, -1)
     return range(first, last + 1) if last - first + 1 == len(indices) else indices.tolist()
 
 
 def damage_found(checkpoint: Checkpoint, mesh: Mesh) -> str | None:
-    """What is wrong with a checkpoint, or None, on every rank; the ranks read its files between them."""
+    """Returns what is wrong with a checkpoint, or None, on every rank; the ranks share the reading of its files."""
     own = checkpoint.damage(share=(mesh.rank, mesh.world_size))
-    reason: str | None = mesh.decide("damage", own, lambda found: next(filter(None, found), None))
-    return reason
+    return mesh.decide("damage", own, lambda found: next(filter(None, found), None))
 
 
 def fit(
@@ -218,15 +213,14 @@ def fit(
     *,
     fix: str = "use the model of the run, or --log.dir ANOTHER_FOLDER for a new one",
 ) -> None:
-    """Checks that a checkpoint holds what `state` wants.
+    """Checks that a checkpoint holds the tensors of `state`.
 
     Raises:
         CheckpointError: a tensor is missing, or has another shape or type.
     """
-    wanted = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items()}
+    wanted = {name: (TYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
     held = {name: (entry.dtype, entry.shape) for name, entry in index.entries.items()}
-    wrong = [name for name in wanted if held.get(name) != wanted[name]]
-    if wrong:
+    if wrong := [name for name in wanted if held.get(name) != wanted[name]]:
         found = held.get(wrong[0])
         raise CheckpointError(
             f"the checkpoint has {_described(found) if found else 'nothing'} for {wrong[0]}, the model "
@@ -248,17 +242,8 @@ def read_into(state: Mapping[str, Tensor], folder: Path, index: Index, mesh: Mes
 
 
 def read_weights(model: nn.Module, folder: Path, index: Index) -> None:
-    """Fills a whole model in one process, in place; CheckpointError if the checkpoint is another model's."""
+    """Fills a complete model in one process, in place; CheckpointError if the checkpoint is another model's."""
     state = model_state(model)
     fit(state, index)
     for name, tensor in state.items():
         read_box(folder, index.entries[name], Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor)
-
-
-def read_random_state(folder: Path, index: Index, mesh: Mesh) -> dict[str, Tensor]:
-    """Returns this rank's random states as saved; omits those that were not saved."""
-    found = {}
-    for name in random_state(mesh):
-        if (entry := index.entries.get(name)) is not None:
-            found[name] = read_whole(folder, entry)
-    return found

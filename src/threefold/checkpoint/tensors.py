@@ -20,21 +20,13 @@ from threefold.checkpoint.boxes import ITEM_BYTES, Box, Chunk, Entry, Index
 from threefold.checkpoint.seal import Seal, SealedWriter
 from threefold.errors import CheckpointError
 
-_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
+# Types by safetensors' names.
+_TYPES: dict[str, torch.dtype] = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    **{"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
-_TYPES = {name: dtype for dtype, name in _NAMES.items()}
+TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 _ALIGNMENT = 64
 _METADATA = "__metadata__"
 
@@ -50,7 +42,7 @@ class Part:
 
     @property
     def key(self) -> str:
-        """Name of the entry in the file: the tensor's, followed by the box unless it is the whole tensor."""
+        """Name of the entry in the file: the tensor's, followed by the box unless it is the complete tensor."""
         if self.box.sizes == self.shape:
             return self.name
         return f"{self.name}[{','.join(f'{o}:{o + n}' for o, n in zip(self.box.offsets, self.box.sizes, strict=True))}]"
@@ -68,7 +60,7 @@ def write_parts(path: Path, parts: Sequence[Part]) -> Seal:
         parts: in file order; those on a device are copied to the host one at a time.
     """
     boxes = {part.key: [part.name, part.box.offsets, part.shape] for part in parts}
-    described = [(part.key, dtype_name(part.values.dtype), part.box.sizes) for part in parts]
+    described = [(part.key, TYPE_NAMES[part.values.dtype], part.box.sizes) for part in parts]
     return write_tensors(path, described, (part.values.cpu() for part in parts), {"threefold": json.dumps(boxes)})
 
 
@@ -84,15 +76,11 @@ def write_tensors(
         described: name, type and shape of each tensor, the widest types first.
         values: the tensors in the same order, on the CPU.
     """
-    writer = SealedWriter(path)
-    try:
+    with SealedWriter(path) as writer:
         writer.write(_header(described, metadata))
         for tensor in values:
             writer.write(bytes_of(tensor))
         return writer.close()
-    except BaseException:
-        writer.abandon()
-        raise
 
 
 def _header(described: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
@@ -107,7 +95,7 @@ def _header(described: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Map
 
 
 def entries_of(path: Path) -> Iterable[tuple[str, str, tuple[int, ...], Chunk]]:
-    """(tensor, type, whole shape, chunk) of each box in a file that `write_parts` wrote."""
+    """Yields (tensor, type, complete shape, chunk) of each box in a file that `write_parts` wrote."""
     metadata, chunks = _contents(path)
     boxes = json.loads(metadata["threefold"])
     for key, dtype, start, sizes in chunks:
@@ -116,12 +104,12 @@ def entries_of(path: Path) -> Iterable[tuple[str, str, tuple[int, ...], Chunk]]:
 
 
 def index_of_dcp(folder: Path) -> Index:
-    """The index of safetensors files that torch.distributed.checkpoint wrote, which have no checksums.
+    """Returns the index of safetensors files that torch.distributed.checkpoint wrote, which have no checksums.
 
     Their headers say where each box lies (DCP_SHARDING_INFO); a tensor is as large as its boxes reach.
 
     Raises:
-        CheckpointError: a file is damaged or missing, as far as that can be seen.
+        CheckpointError: a file is damaged or missing, as far as can be seen without checksums.
     """
     entries: dict[str, Entry] = {}
     try:
@@ -147,7 +135,7 @@ def index_of_dcp(folder: Path) -> Index:
 
 
 def _contents(path: Path) -> tuple[dict[str, str], list[tuple[str, str, int, tuple[int, ...]]]]:
-    """The metadata of a safetensors file, and of each entry name, type, first byte in the file, and shape."""
+    """Returns a safetensors file's metadata, and (name, type, first byte in the file, shape) of each entry."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -185,38 +173,31 @@ def read_box(state: Path, entry: Entry, wanted: Box, target: Tensor) -> None:
 
 
 def read_whole(state: Path, entry: Entry) -> Tensor:
-    """Reads a whole tensor to the CPU."""
+    """Reads a complete tensor to the CPU."""
     tensor = torch.empty(entry.shape, dtype=_TYPES[entry.dtype])
     read_box(state, entry, Box((0,) * len(entry.shape), entry.shape), tensor)
     return tensor
 
 
 def _read(path: Path, start: int, into: memoryview) -> None:
-    done = 0
+    done, reason = 0, None
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(start)
             while done < len(into) and (count := file.readinto(into[done:])):
                 done += count
+        if done < len(into):
+            reason = "it ends too early"
     except OSError as error:
-        raise _unreadable(path, error.strerror or str(error)) from error
-    if done < len(into):
-        raise _unreadable(path, "it ends too early")
-
-
-def _unreadable(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be read: {reason}",
-        expected="the file as it was when its checksum was compared",
-        fix="look whether another program changes the folder, and resume again",
-    )
+        reason = error.strerror or str(error)
+    if reason is not None:
+        raise CheckpointError(
+            f"{path} cannot be read: {reason}",
+            expected="the file as it was when its checksum was compared",
+            fix="check whether another program changes the folder, and resume again",
+        )
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Returns the values of a CPU tensor as bytes, without a copy if they are contiguous."""
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Returns safetensors' name of a type."""
-    return _NAMES[dtype]

@@ -6,9 +6,11 @@ from elsewhere is loaded only if the caller allows it, whatever the run that sav
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from threefold.checkpoint import state as run_state
@@ -27,9 +29,7 @@ from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.data.tokens import Tokenizer
 from threefold.errors import CheckpointError, ConfigError, RunError
-from threefold.export.adapters import load_with_peft, model_with_adapters, write_adapter
-from threefold.export.descriptions import save_descriptions, save_tokenizer
-from threefold.export.weights import write_weights
+from threefold.export.weights import load_with_peft, model_with_adapters, write_adapter, write_weights
 from threefold.model import lora
 from threefold.model.load import build_without_storage
 
@@ -37,11 +37,12 @@ MAX_SHARD_BYTES = 5 * 1000**3
 # Config keys that can make transformers fetch code or kernels.
 _CODE = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config", "use_kernels")
 _PROBE_TOKENS = 32
+_NOT_RELOADED = "not reloaded"
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote: step of the checkpoint, number of parameters, weight files, and the result of reloading."""
+    """The result: the checkpoint's step, the number of parameters, the weight files, and the result of reloading."""
 
     step: int
     num_parameters: int
@@ -60,7 +61,7 @@ def export(
 ) -> Exported:
     """Writes the checkpoint of a run (or a checkpoint itself) to a new folder, and removes the folder on failure.
 
-    A run that trained adapters is written whole, with the adapters merged.
+    For a run that trained adapters, writes the complete model, with the adapters merged.
 
     Args:
         adapter: write only the adapters, in peft's form.
@@ -85,16 +86,13 @@ def export(
         raise ConfigError(
             f"{run} has no adapters",
             expected="a run with model.lora.r above 0",
-            fix="leave --adapter out: the whole model is written",
+            fix="omit --adapter to write the complete model",
         )
     made = not to.exists()
     to.mkdir(parents=True, exist_ok=True)
+    work = _Export(checkpoint, to, config, architecture, max_shard_bytes, verify)
     try:
-        if adapter:
-            return _export_adapter(checkpoint, to, config, architecture, verify)
-        if config.model.lora.r:
-            return _export_merged(checkpoint, to, config, architecture, max_shard_bytes, verify)
-        return _export_weights(checkpoint, to, config, architecture, max_shard_bytes, verify, trust_remote_code)
+        return work.adapter() if adapter else work.merged() if config.model.lora.r else work.weights()
     except BaseException:
         shutil.rmtree(to, ignore_errors=True)
         if not made:
@@ -102,89 +100,119 @@ def export(
         raise
 
 
-def _export_weights(
-    checkpoint: Checkpoint,
-    to: Path,
-    config: Config,
-    architecture: PretrainedConfig,
-    max_shard_bytes: int,
-    verify: bool | None,
-    trust_remote_code: bool,
-) -> Exported:
-    index = Index.read(checkpoint.state)
-    model = build_without_storage(architecture, attention="eager", trust_remote_code=trust_remote_code)
-    tensors = run_state.model_state(model)
-    run_state.fit(tensors, index)
-    files = write_weights(
-        checkpoint.state,
-        index,
-        [name.removeprefix("model.") for name in tensors],
-        to,
-        max_shard_bytes=max_shard_bytes,
-        convert=lambda layer: revert_weight_conversion(model, layer),
-    )
-    save_descriptions(model, config, to)
-    num_bytes = sum(index.entries[name].num_bytes for name in tensors)
-    verified = _verified(checkpoint, to, num_bytes, verify, trust_remote_code)
-    return Exported(checkpoint.step, sum(p.numel() for p in model.parameters()), tuple(files), verified)
+@dataclass(frozen=True)
+class _Export:
+    """One export: of all weights, of the adapters alone, or of the adapters merged into their base."""
+
+    checkpoint: Checkpoint
+    to: Path
+    config: Config
+    architecture: PretrainedConfig
+    max_shard_bytes: int
+    verify: bool | None
+
+    def weights(self) -> Exported:
+        state, index = self.checkpoint.state, Index.read(self.checkpoint.state)
+        trusted = self.config.model.trust_remote_code
+        model = build_without_storage(self.architecture, attention="eager", trust_remote_code=trusted)
+        tensors = run_state.model_state(model)
+        run_state.fit(tensors, index)
+        files = write_weights(
+            state,
+            index,
+            [name.removeprefix("model.") for name in tensors],
+            self.to,
+            max_shard_bytes=self.max_shard_bytes,
+            convert=lambda layer: revert_weight_conversion(model, layer),
+        )
+        _save_descriptions(model, self.config, self.to)
+        num_bytes = sum(index.entries[name].num_bytes for name in tensors)
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if self.verify is None and num_bytes * 1.5 > free:
+            verified = "not reloaded: the model does not fit into the free memory"
+        else:
+            verified = self._reloaded(lambda: load_whole(self.checkpoint, trust_remote_code=trusted)[0])
+        return self._exported(model.parameters(), files, verified)
+
+    def adapter(self) -> Exported:
+        model = model_with_adapters(self.checkpoint, self.config, self.architecture)
+        files, verified = write_adapter(model, self.config, self.to), _NOT_RELOADED
+        _save_tokenizer(self.config, self.to)
+        if self.verify is not False:
+            _compare(model, load_with_peft(self.config, self.architecture, self.to), self.to, trained="the run")
+            verified = "reloaded by peft: equal logits"
+        return self._exported((p for p in model.parameters() if p.requires_grad), files, verified)
+
+    def merged(self) -> Exported:
+        model = model_with_adapters(self.checkpoint, self.config, self.architecture)
+        lora.merge(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # transformers' own warning, about an internal name
+            model.save_pretrained(self.to, max_shard_size=self.max_shard_bytes)
+        _save_descriptions(model, self.config, self.to)
+        files = sorted(path.name for path in self.to.glob("*.safetensors"))
+        return self._exported(model.parameters(), files, self._reloaded(lambda: model))
+
+    def _exported(self, parameters: Iterable[Tensor], files: list[str], verified: str) -> Exported:
+        return Exported(self.checkpoint.step, sum(p.numel() for p in parameters), tuple(files), verified)
+
+    def _reloaded(self, trained: Callable[[], Any]) -> str:
+        if self.verify is False:
+            return _NOT_RELOADED
+        model, trusted = trained(), self.config.model.trust_remote_code
+        reloaded: Any = AutoModelForCausalLM.from_pretrained(
+            self.to, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trusted
+        )
+        _compare(model, reloaded, self.to, trained=str(self.checkpoint.path))
+        return "reloaded: equal logits"
 
 
-def _export_adapter(
-    checkpoint: Checkpoint, to: Path, config: Config, architecture: PretrainedConfig, verify: bool | None
-) -> Exported:
-    model = model_with_adapters(checkpoint, config, architecture)
-    files, verified = write_adapter(model, config, to), "not reloaded"
-    save_tokenizer(config, to)
-    if verify is not False:
-        _compare(model, load_with_peft(config, architecture, to), to, trained="the run's")
-        verified = "reloaded by peft: equal logits"
-    num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Exported(checkpoint.step, num_parameters, tuple(files), verified)
+def _save_descriptions(model: Any, config: Config, to: Path) -> None:
+    """Writes the model's config and code, its generation config and the run's tokenizer to the folder `to`."""
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = "float32"
+    model.config.save_pretrained(to)
+    if model.is_remote_code():
+        transformers.dynamic_module_utils.custom_object_save(model, to, config=model.config)
+    if model.can_generate():
+        generation, name = model.generation_config, config.model.name_or_path
+        if name is not None:
+            with contextlib.suppress(OSError):  # the model has none, or no longer exists
+                generation = GenerationConfig.from_pretrained(name, revision=config.model.revision)
+        generation.save_pretrained(to)
+    _save_tokenizer(config, to)
 
 
-def _export_merged(
-    checkpoint: Checkpoint,
-    to: Path,
-    config: Config,
-    architecture: PretrainedConfig,
-    max_shard_bytes: int,
-    verify: bool | None,
-) -> Exported:
-    model = model_with_adapters(checkpoint, config, architecture)
-    lora.merge(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # transformers' own warning, about an internal name
-        model.save_pretrained(to, max_shard_size=max_shard_bytes)
-    save_descriptions(model, config, to)
-    verified = "not reloaded" if verify is False else _reloaded(model, checkpoint, to, config.model.trust_remote_code)
-    files = sorted(path.name for path in to.glob("*.safetensors"))
-    return Exported(checkpoint.step, sum(p.numel() for p in model.parameters()), tuple(files), verified)
+def _save_tokenizer(config: Config, to: Path) -> None:
+    """Writes the tokenizer with which the run's data was read."""
+    name = config.data.tokenizer or config.model.name_or_path or "bytes"
+    revision = config.model.revision if name == config.model.name_or_path else None
+    tokenizer = _byte_tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name, revision=revision)
+    tokenizer.save_pretrained(to)
 
 
-def _verified(checkpoint: Checkpoint, to: Path, num_bytes: int, verify: bool | None, trust_remote_code: bool) -> str:
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if verify is False or (verify is None and num_bytes * 1.5 > free):
-        return "not reloaded" if verify is False else "not reloaded: the model does not fit into the free memory"
-    model, _ = load_whole(checkpoint, trust_remote_code=trust_remote_code)
-    return _reloaded(model, checkpoint, to, trust_remote_code)
+def _byte_tokenizer() -> Any:
+    """Returns the tokenizer `bytes` in transformers' form: the same ids, with 256 as the end token."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-
-def _reloaded(model: Any, checkpoint: Checkpoint, to: Path, trust_remote_code: bool) -> str:
-    reloaded: Any = AutoModelForCausalLM.from_pretrained(
-        to, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
-    )
-    _compare(model, reloaded, to, trained=str(checkpoint.path))
-    return "reloaded: equal logits"
+    backend = Backend(models.BPE(vocab={bytes_to_unicode()[byte]: byte for byte in range(256)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", clean_up_tokenization_spaces=False)
 
 
 def _compare(model: Any, reloaded: Any, to: Path, *, trained: str) -> None:
     expected, found = _probe(model.eval()), _probe(reloaded.eval())
     if not torch.equal(found, expected):
         raise RunError(
-            f"{to} reloads to other logits than {trained}: they differ by up to "
+            f"{to} reloads to logits that differ from those of {trained} by up to "
             f"{(found - expected).abs().max().item():.3g}",
             expected="equal logits; the folder has been removed",
-            fix="report it with the model's config; --no-verify writes the folder all the same",
+            fix="report it with the model's config; --no-verify keeps the folder",
         )
 
 
@@ -197,7 +225,7 @@ def _probe(model: Any) -> Tensor:
 
 
 def load_whole(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> tuple[Any, Config]:
-    """Returns the checkpoint's whole model on the CPU, and the config it was trained with."""
+    """Returns the checkpoint's complete model on the CPU, and the config it was trained with."""
     config, architecture = _described(checkpoint, trust_remote_code)
     if config.model.lora.r:
         return model_with_adapters(checkpoint, config, architecture).eval(), config
@@ -209,10 +237,9 @@ def load_whole(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> tu
 
 
 def _described(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[Config, PretrainedConfig]:
-    """Returns the run's config and the model's, as in the manifest."""
+    """Returns the run's config and the model's, as in the manifest; whether code is trusted is the caller's to say."""
     manifest = read_manifest(checkpoint)
     values = manifest["config"]
-    # The caller decides, whatever the run that saved it allowed.
     config = validate({**values, "model": {**values["model"], "trust_remote_code": trust_remote_code}})
     values = _without_code(manifest["architecture"])
     try:
@@ -224,7 +251,7 @@ def _described(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[Config,
     except Exception as error:  # transformers validates with exceptions of several families
         raise CheckpointError(
             f"transformers has no model for {checkpoint.path}: {' '.join(str(error).split())}",
-            expected="an architecture that the installed transformers knows",
+            expected="an architecture that the installed transformers supports",
             fix="install the transformers release that trained it; or, if you trust the code of its model's "
             "repository, --trust-remote-code",
         ) from error

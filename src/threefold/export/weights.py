@@ -1,7 +1,7 @@
-"""Exports a checkpoint's weights as sharded safetensors with an index, in the Hugging Face Hub's form: one process.
+"""Exports weights in one process: all, as sharded safetensors in the Hugging Face Hub's form, or adapters in peft's.
 
 Tensors are read layer by layer, converted to the Hub's names and layouts for the architecture, and written as soon as a
-file is full. So memory holds one file and one layer, whatever the model's size and the mesh it was trained on.
+file is full. So memory holds one file and one layer, for any size of the model and any mesh it was trained on.
 """
 
 from __future__ import annotations
@@ -11,12 +11,21 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from threefold.checkpoint.boxes import Index
+from threefold.checkpoint.layout import Checkpoint
+from threefold.checkpoint.manifest import read_manifest, refuse_other_base
 from threefold.checkpoint.seal import sync_folder
-from threefold.checkpoint.tensors import dtype_name, read_whole, write_tensors
+from threefold.checkpoint.state import read_weights
+from threefold.checkpoint.tensors import TYPE_NAMES, read_whole, write_tensors
+from threefold.config.schema import Config
+from threefold.model import load, lora
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 _WEIGHTS = "model.safetensors"
@@ -62,7 +71,7 @@ def _tensors(state: Path, index: Index, names: list[str], convert: Convert) -> I
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    described = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in ordered]
+    described = [(name, TYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in ordered]
     write_tensors(path, described, (tensor for _, tensor in ordered), {"format": "pt"})
 
 
@@ -72,10 +81,9 @@ def _part(number: int) -> str:
 
 def _name_files(to: Path, shards: list[dict[str, int]]) -> list[str]:
     """Gives the files their final names, which contain their number, and writes the index if there are several."""
+    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
         files = [_WEIGHTS]
-    else:
-        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for number, file in enumerate(files):
         (to / _part(number)).rename(to / file)
     if len(shards) > 1:
@@ -85,3 +93,41 @@ def _name_files(to: Path, shards: list[dict[str, int]]) -> list[str]:
         (to / f"{_WEIGHTS}.index.json").write_text(json.dumps(content, indent=2) + "\n")
     sync_folder(to)
     return files
+
+
+def model_with_adapters(checkpoint: Checkpoint, config: Config, architecture: PretrainedConfig) -> Any:
+    """Returns the complete model that the run began with, in float32, with the checkpoint's adapters inserted.
+
+    Raises:
+        CheckpointError: the weights on which the adapters were trained are no longer available.
+    """
+    refuse_other_base(read_manifest(checkpoint), load.fingerprint(config.model), config, checkpoint)
+    model = load.whole(config.model, architecture, seed=config.train.seed, dtype=torch.float32)
+    lora.insert_whole(model, config.model.lora, seed=config.train.seed)
+    read_weights(model, checkpoint.state, Index.read(checkpoint.state))
+    return model
+
+
+def write_adapter(model: Any, config: Config, to: Path) -> list[str]:
+    """Writes the adapters to the folder in the form that peft loads; returns the weight files."""
+    weights = {
+        "base_model.model." + name.replace(f".{lora.ADAPTER}.", "."): parameter.detach().contiguous()
+        for name, parameter in model.named_parameters()
+        if lora.is_adapter(name)
+    }
+    described = lora.peft_config(config.model.lora, model)
+    described.base_model_name_or_path = config.model.name_or_path
+    described.revision = config.model.revision
+    described.target_modules = sorted(lora.target_names(model))
+    described.inference_mode = True
+    described.save_pretrained(to)
+    save_file(weights, to / "adapter_model.safetensors", metadata={"format": "pt"})
+    return ["adapter_model.safetensors"]
+
+
+def load_with_peft(config: Config, architecture: PretrainedConfig, to: Path) -> Any:
+    """Returns the model that the run began with, with the written adapters loaded by peft."""
+    from peft import PeftModel
+
+    base = load.whole(config.model, architecture, seed=config.train.seed, dtype=torch.float32)
+    return PeftModel.from_pretrained(base, str(to))

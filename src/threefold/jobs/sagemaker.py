@@ -32,7 +32,7 @@ _EFA = (
     *("ml.g4dn.8", "ml.g4dn.12", "ml.g4dn.16", "ml.c5n.18", "ml.c6i.32"),
 )
 _NUMBER = r"([0-9.]+(?:e[+-]?[0-9]+)?|nan|inf)"
-# The lines that integrations.terminal prints for each logged step and each evaluation.
+# The lines that run.console prints for each logged step and each evaluation.
 METRICS = {
     "train:loss": rf"step +[0-9]+/[0-9]+  loss {_NUMBER}",
     "train:grad_norm": rf"step +[0-9]+/[0-9]+ .*grad norm {_NUMBER}",

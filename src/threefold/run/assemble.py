@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from threefold import __version__
 from threefold.audit import compare, record
 from threefold.audit.compare import Audit
 from threefold.audit.offences import explain
@@ -35,7 +32,7 @@ from threefold.mesh.mesh import Mesh
 from threefold.model.build import ParallelModel, build
 from threefold.run.folder import RunFolder
 from threefold.run.request import Asked
-from threefold.run.resume import Keeper
+from threefold.run.resume import Checkpointer, versions
 from threefold.training.optimizer import adamw
 
 DEFAULT_STEPS = 120
@@ -43,11 +40,10 @@ DEFAULT_STEPS = 120
 
 @dataclass(frozen=True)
 class Built(Asked):
-    """What a rank trains with, in the state that training begins with.
+    """Everything that a rank trains with, in the state in which training begins.
 
     Attributes:
-        held_out: rows of the evaluation, None where there is none.
-        done: the last step that was done before (0: none).
+        held_out: rows of the evaluation, or None.
         num_steps: the last step's number.
     """
 
@@ -58,13 +54,17 @@ class Built(Asked):
     loader: TokenLoader
     model: ParallelModel
     optimizer: torch.optim.Optimizer
-    keeper: Keeper
-    done: int
+    checkpointer: Checkpointer
     num_steps: int
 
     @property
+    def done(self) -> int:
+        """The last step done before (0: none)."""
+        return self.folder.resume.step if self.folder.resume is not None else 0
+
+    @property
     def num_parameters(self) -> int:
-        """Of the whole model, however it is split."""
+        """Of the complete model, however it is split."""
         return sum(parameter.numel() for parameter in self.model.module.parameters())
 
     @property
@@ -75,7 +75,7 @@ class Built(Asked):
 
 
 def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
-    """Opens the data, builds model and optimizer, and resumes where the folder has a checkpoint; all ranks call it.
+    """Opens the data, builds model and optimizer, and resumes if the folder has a checkpoint; all ranks call it.
 
     Raises:
         DataError: the data cannot be read, or is not what the run began with.
@@ -86,47 +86,34 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
     held_out = rows_of(config, tokenizer, mesh, held_out=True) if config.eval.source else None
     loader = loader_of(config, rows, mesh)
     num_steps = config.train.steps or (config.train.epochs or 0) * loader.steps_per_epoch or DEFAULT_STEPS
-    model = build(config, architecture, mesh)
+    model = build(config, asked.architecture, mesh)
     optimizer = adamw(model.module, config.optimizer)
-    # Dropout differs between rows and places in a row, and agrees where tp ranks hold the same activations.
+    # Dropout differs between rows and places in a row, and agrees if tp ranks hold the same activations.
     torch.manual_seed(seed_of("a run", config.train.seed, mesh.dp_rank, mesh.cp_rank))
-    keeper = Keeper(config, folder, mesh, model, optimizer, loader, architecture)
-    done = keeper.resume()
+    checkpointer = Checkpointer(config, folder, mesh, model, optimizer, loader, architecture)
+    checkpointer.resume()
     if config.train.epochs is not None:
         num_steps = steps_without(num_steps, skip={*loader.left_out, *config.data.skip})
     return Built(
-        config,
-        tokenizer,
-        architecture,
-        mesh,
-        folder,
-        rows,
-        held_out,
-        loader,
-        model,
-        optimizer,
-        keeper,
-        done,
-        num_steps,
+        config, tokenizer, architecture, mesh, folder, rows, held_out, loader, model, optimizer, checkpointer, num_steps
     )
 
 
 def trackers_of(run: Built, *, say: Callable[[str], None]) -> list[Tracker]:
-    """Who hears the run's metrics beside the metrics file; rank 0 calls it.
+    """The trackers that log.trackers asks for, in addition to the metrics file; rank 0 calls it.
 
     Args:
         say: prints a line for the user if a tracker fails.
     """
     config, mesh = run.config, run.mesh
+    if not config.log.trackers:
+        return []
     facts = {
         "mesh": str(mesh.topology),
         "ranks": mesh.world_size,
         "device": mesh.device.type,
         "parameters": run.num_parameters,
-        "threefold": __version__,
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-        "python": platform.python_version(),
+        **versions(),
     }
     values = config.model_dump(mode="json")
     described = trackers.RunDescription(run.folder.path, config.log.project, values, facts, run.done + 1)
@@ -135,50 +122,29 @@ def trackers_of(run: Built, *, say: Callable[[str], None]) -> list[Tracker]:
 
 def rows_of(config: Config, tokenizer: Tokenizer, mesh: Mesh, *, held_out: bool = False) -> Rows:
     """Returns the rows of data.source, data.mixture or eval.source; one rank per machine prepares text."""
-    data = config.data
-    if held_out:
-        assert config.eval.source is not None
-        own = MixtureSource(source=config.eval.source, weight=1, split=config.eval.split)
-        return _open_on(mesh, "evaluation data", lambda: _rows_of_evaluation(data, own, tokenizer))
-    if data.mixture is None:
-        own = MixtureSource(source=data.source, weight=1)
-        return _open_on(mesh, "data", lambda: _rows_of_source(data, own, tokenizer))
-    mixture = data.mixture
-    return _open_on(
-        mesh,
-        "data",
-        lambda: MixedRows({name: _rows_of_named(data, name, mixture[name], tokenizer) for name in mixture}),
-    )
+    data, evaluation = config.data, config.eval
 
+    def open_here() -> Rows:
+        if held_out:
+            assert evaluation.source is not None
+            own = MixtureSource(source=evaluation.source, weight=1, split=evaluation.split)
+            return _rows_of_source(data, own, tokenizer, key="eval.source")
+        if data.mixture is None:
+            own = MixtureSource(source=data.source, weight=1)
+            return _rows_of_source(data, own, tokenizer, key="data.source")
+        return MixedRows(
+            {
+                name: _rows_of_source(data, source, tokenizer, key=f"data.mixture.{name}")
+                for name, source in data.mixture.items()
+            }
+        )
 
-def _open_on(mesh: Mesh, what: str, open_here: Callable[[], Rows]) -> Rows:
-    mesh.once_per_host(what, lambda: open_here().fingerprint)
+    mesh.once_per_host("evaluation data" if held_out else "data", lambda: open_here().fingerprint)
     return open_here()
 
 
-def _rows_of_named(data: DataConfig, name: str, source: MixtureSource, tokenizer: Tokenizer) -> Rows:
-    try:
-        return _rows_of_source(data, source, tokenizer)
-    except ThreefoldError as error:
-        # The reader of one source always names data.source.
-        named = [Problem(f"data.mixture.{name}: {each.what}", each.expected, each.fix) for each in error.problems]
-        raise type(error).of(named) from error
-
-
-def _rows_of_evaluation(data: DataConfig, source: MixtureSource, tokenizer: Tokenizer) -> Rows:
-    try:
-        return _rows_of_source(data, source, tokenizer)
-    except ThreefoldError as error:
-        # The reader of a source always names data.source.
-        named = [
-            Problem(*(text.replace("data.source", "eval.source") for text in (each.what, each.expected, each.fix)))
-            for each in error.problems
-        ]
-        raise type(error).of(named) from error
-
-
-def _rows_of_source(data: DataConfig, source: MixtureSource, tokenizer: Tokenizer) -> Rows:
-    """Returns the rows of one source; settings that it omits come from the data section."""
+def _rows_of_source(data: DataConfig, source: MixtureSource, tokenizer: Tokenizer, *, key: str) -> Rows:
+    """Returns the rows of one source; settings that it omits come from the data section. Errors name it by its key."""
     named = Source(
         data_path(source.source),
         text_field=source.text_field or data.text_field,
@@ -188,33 +154,32 @@ def _rows_of_source(data: DataConfig, source: MixtureSource, tokenizer: Tokenize
         skip_bad_lines=data.skip_bad_lines,
     )
     packing = Packing(data.seq_len, data.packing, data.document_mask, data.truncate, data.lookahead)
-    return open_rows(named, packing, tokenizer=tokenizer, cache=cache_folder())
+    try:
+        return open_rows(named, packing, tokenizer=tokenizer, cache=cache_folder())
+    except ThreefoldError as error:
+        raise type(error).of(_named(key, each) for each in error.problems) from error
 
 
-def data_name(config: Config) -> str:
-    """Returns the source, or the mixture's sources with their weights, for display."""
-    if config.data.mixture is None:
-        return config.data.source
-    return " + ".join(f"{source.weight:g} {name}" for name, source in config.data.mixture.items())
-
-
-def mixture_of(config: Config, rows: Rows) -> Mixture | None:
-    """Returns the order over the sources of data.mixture, or None if there is one source."""
-    if config.data.mixture is None:
-        return None
-    assert isinstance(rows, MixedRows)
-    weights = {name: source.weight for name, source in config.data.mixture.items()}
-    return Mixture(rows.sizes, weights, seed=config.data.seed)
+def _named(key: str, problem: Problem) -> Problem:
+    # The reader of a source always names data.source.
+    if key.startswith("data.mixture."):
+        return dataclasses.replace(problem, what=f"{key}: {problem.what}")
+    return Problem(*(text.replace("data.source", key) for text in dataclasses.astuple(problem)))
 
 
 def order_of(config: Config, rows: Rows) -> Order:
-    """The order in which training reads the rows; on any mesh."""
+    """The order in which training reads the rows, on any mesh."""
+    mixture = None
+    if config.data.mixture is not None:
+        assert isinstance(rows, MixedRows)
+        weights = {name: source.weight for name, source in config.data.mixture.items()}
+        mixture = Mixture(rows.sizes, weights, seed=config.data.seed)
     return Order(
         num_rows=rows.num_rows,
         global_batch=config.train.global_batch,
         seed=config.data.seed,
         shuffle=config.data.shuffle,
-        mixture=mixture_of(config, rows),
+        mixture=mixture,
     )
 
 
@@ -232,10 +197,10 @@ def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
 
 
 def open_audit(run: Built) -> Audit:
-    """The audit of the steps that follow, which adds to the run's audit.jsonl; every rank calls it.
+    """Opens the audit of the steps to come, which appends to the run's audit.jsonl; every rank calls it.
 
     Raises:
-        RunError: the loader does not resume where the record of the run ended; on every rank.
+        RunError: the loader does not resume where the run's record ended; on every rank.
     """
     config, mesh, loader = run.config, run.mesh, run.loader
     resume = f"threefold train {run.folder.path}/config.yaml --log.dir {run.folder.path}"
@@ -255,7 +220,7 @@ def open_audit(run: Built) -> Audit:
         assert file is not None
         before = record.read(path) if path.stat().st_size else []
         if (known := compare.departs(start, before)) is not None:
-            older = f"go on from an older checkpoint: {resume} --checkpoint.resume RUN/checkpoints/step-..."
+            older = f"resume from an older checkpoint: {resume} --checkpoint.resume RUN/checkpoints/step-..."
             raise compare.one_off(start, known, fix=older)
         line = compare.numbered(start, before)
         file.log(line.to_record())
@@ -273,7 +238,7 @@ def open_audit(run: Built) -> Audit:
 
 
 def held_out_of(run: Built) -> Callable[[], Iterable[Batch]] | None:
-    """Makes the evaluation batches of this rank anew at each call; None where there is no evaluation."""
+    """Returns a function that makes this rank's evaluation batches; None without an evaluation."""
     if run.held_out is None:
         return None
     return functools.partial(

@@ -1,17 +1,20 @@
-"""What a run says of itself on the screen: at its head what will be trained and why so, at its end what came of it."""
+"""The screen of rank 0: first what will be trained, then each logged step and a live bar, at last the result."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from threefold import __version__
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT
 from threefold.export.model_folder import generate_sample
+from threefold.jsonl import Metrics
 from threefold.mesh import environment
 from threefold.model import load
-from threefold.run import assemble
 from threefold.run.assemble import Built
 from threefold.training.loop import Outcome
 
@@ -23,19 +26,21 @@ def introduce(console: Console, run: Built, why: str) -> None:
     """Prints the head of a run.
 
     Args:
-        why: why the mesh is the one it is.
+        why: the reason for this mesh.
     """
     config, mesh = run.config, run.mesh
     name = config.model.name_or_path or f"random weights from seed {config.train.seed}"
     ranks = f"{mesh.world_size} ranks" if mesh.world_size > 1 else "1 process"
     drawn = not config.model.name_or_path
     origin = (config.model.config or load.EMBEDDED_DEFAULT)["model_type"] + ", " if drawn else ""
-    seq_len = config.data.seq_len
+    seq_len, source = config.data.seq_len, config.data.source
+    if config.data.mixture is not None:
+        source = " + ".join(f"{each.weight:g} {name}" for name, each in config.data.mixture.items())
     lines = [
         f"threefold {__version__}  {run.folder.path}",
         f"  model  {origin}{run.num_parameters:,} parameters, {name}, {config.model.dtype}",
         f"  mesh   {mesh.topology} on {ranks} ({mesh.device.type}): {why}",
-        f"  data   {assemble.data_name(config)} ({run.tokenizer.name}): {run.rows.report}; {seq_len} tokens a row",
+        f"  data   {source} ({run.tokenizer.name}): {run.rows.report}; {seq_len} tokens a row",
     ]
     if run.done < run.num_steps:
         lines.append(f"  steps  {run.done + 1} to {run.num_steps}, {config.train.global_batch} rows each")
@@ -46,29 +51,64 @@ def introduce(console: Console, run: Built, why: str) -> None:
     if run.folder.resume is not None:
         lines.append(f"  resumed from {run.folder.resume.path}")
     if (info := environment.current()).restart:
-        lines.append(f"  restart {info.restart}{_restarted_by(info)}")
-    for line in lines:
-        console.print(line, highlight=False, markup=False)
+        by = f" of {info.max_restarts}: a rank had failed" if info.max_restarts else f": by {info.launcher}"
+        lines.append(f"  restart {info.restart}{by}")
+    console.print("\n".join(lines))
 
 
-def _restarted_by(info: environment.LaunchInfo) -> str:
-    return f" of {info.max_restarts}: a rank had failed" if info.max_restarts else f": by {info.launcher}"
+class Terminal:
+    """A tracker that prints each logged step, with a live bar below if the output is a terminal."""
+
+    def __init__(self, console: Console, *, num_steps: int, done: int) -> None:
+        self._console = console
+        self._num_steps = num_steps
+        self._bar = Progress(
+            *(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("training", total=num_steps, completed=done)
+        self._bar.start()
+
+    def log(self, metrics: Metrics) -> None:
+        """Prints one logged step or evaluation."""
+        if "eval_loss" in metrics:
+            loss = metrics["eval_loss"]
+            line = (
+                f"evaluation after step {metrics['step']}: loss {loss:.4f} "
+                f"(perplexity {math.exp(min(loss, 700.0)):.2f}) over {metrics['eval_tokens']:,} tokens"
+            )
+        elif "skipped" in metrics:
+            line = f"{metrics['skipped']}: no update"
+        else:
+            mfu = f"  mfu {metrics['mfu']:.1%}" if "mfu" in metrics else ""
+            line = (
+                f"step {metrics['step']:>{len(str(self._num_steps))}}/{self._num_steps}  loss {metrics['loss']:.4f}  "
+                f"grad norm {metrics['grad_norm']:.3f}  lr {metrics['lr']:.2e}  {metrics['step_time_s']:.2f} s/step  "
+                f"{metrics['tokens_per_s']:,.0f} tokens/s{mfu}"
+            )
+            self._bar.update(self._task, completed=metrics["step"])
+        self._console.print(line)
+
+    def close(self) -> None:
+        self._bar.stop()
 
 
 def conclude(console: Console, run: Built, outcome: Outcome) -> int:
-    """Prints how the run ended, with a sample of what the model writes, and returns the exit code."""
+    """Prints how the run ended, with a sample of the model's text, and returns the exit code."""
     path = run.folder.path
     if outcome.stopped:
         console.print(f"stopped by a signal after step {outcome.step}; the checkpoint is saved in {path}")
-        console.print(f"go on: threefold train {path}/config.yaml --log.dir {path}", highlight=False)
+        console.print(f"resume: threefold train {path}/config.yaml --log.dir {path}")
         return EXIT_STOPPED_WITH_CHECKPOINT
     if console.quiet:
         return 0
     if run.config.log.sample_tokens:
         _show_sample(console, run)
     loss = f"loss {outcome.loss:.4f}" if outcome.loss is not None else ""
-    console.print(f"done: {outcome.step} steps, {loss}, in {path}", highlight=False)
-    console.print(f"export: threefold export {path} --to DIR", highlight=False)
+    console.print(f"done: {outcome.step} steps, {loss}, in {path}")
+    console.print(f"export: threefold export {path} --to DIR")
     return 0
 
 
@@ -80,6 +120,5 @@ def _show_sample(console: Console, run: Built) -> None:
     assert checkpoint is not None
     prompt = run.rows.rows(_FIRST_ROW)["input_ids"][0][: max(1, min(48, run.config.data.seq_len // 2))]
     text = generate_sample(checkpoint, run.tokenizer, prompt.tolist(), num_tokens=run.config.log.sample_tokens)
-    console.print("a sample (the prompt, then what the model wrote):", highlight=False)
-    for line in text.splitlines():
-        console.print(f"  | {line}", highlight=False, markup=False)
+    console.print("a sample (the prompt, then what the model wrote):")
+    console.print("\n".join(f"  | {line}" for line in text.splitlines()))

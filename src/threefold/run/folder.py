@@ -1,4 +1,4 @@
-"""A run's folder: what is in it, where a run resumes, and whether all hosts see the same one."""
+"""A run's folder: its files, where a run resumes, and whether all hosts see the same folder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ class RunFolder:
 
     Attributes:
         candidates: checkpoints to resume from, newest first; the first undamaged one becomes `resume`.
-        asked: there is one candidate, which the user named.
+        asked: the user named the only candidate.
     """
 
     path: Path
@@ -52,13 +53,12 @@ class RunFolder:
         return CheckpointFolder(self.path)
 
     def to_values(self) -> dict[str, Any]:
-        """What other ranks need to open the same."""
+        """Returns plain values from which other ranks open the same folder."""
         candidates = [[str(candidate.path), candidate.step] for candidate in self.candidates]
         return {"path": str(self.path), "candidates": candidates, "asked": self.asked}
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> RunFolder:
-        """The inverse of `to_values`."""
         candidates = tuple(Checkpoint(Path(path), step) for path, step in values["candidates"])
         return cls(Path(values["path"]), None, candidates, values["asked"])
 
@@ -77,7 +77,7 @@ class RunFolder:
             raise CheckpointError(
                 f"no checkpoint in {self.checkpoints.path} is undamaged: "
                 + "; ".join(f"{checkpoint.path.name}: {reason}" for checkpoint, reason in passed),
-                expected="at least one that is as it was written; otherwise the run would begin at step 1 again",
+                expected="at least one checkpoint as it was written; otherwise the run would restart at step 1",
                 fix="restore one from a copy, or --log.dir ANOTHER_FOLDER for a new run",
             )
         return dataclasses.replace(self, resume=chosen)
@@ -85,10 +85,8 @@ class RunFolder:
     def accept(self, config: Config) -> list[Path]:
         """Makes the folder this run's: writes its config and sets later checkpoints aside; one rank calls it.
 
-        Call this when nothing can refuse the request any more; until then, the folder is unchanged.
-
-        Returns:
-            Checkpoints later than the step that the run resumes from, by their new names.
+        Call this when nothing can refuse the request any more; until then, the folder is unchanged. Returns the new
+        paths of the checkpoints later than the step that the run resumes from.
         """
         aside = self.checkpoints.set_aside_after(self.resume.step) if self.resume is not None else []
         temporary = self.path / ".config.yaml"
@@ -134,7 +132,7 @@ def _candidates(config: Config, path: Path) -> tuple[tuple[Checkpoint, ...], boo
             raise ConfigError(
                 f"log.dir = {path} holds a run, and checkpoint.resume is never",
                 expected="an empty folder, so that no earlier run is mixed into this one",
-                fix="--log.dir ANOTHER_FOLDER, or --checkpoint.resume auto to go on with it",
+                fix="--log.dir ANOTHER_FOLDER, or --checkpoint.resume auto to resume it",
             )
         return (), False
     asked = Path(config.checkpoint.resume)
@@ -149,11 +147,9 @@ def _candidates(config: Config, path: Path) -> tuple[tuple[Checkpoint, ...], boo
 
 def new_path() -> Path:
     """Returns a new folder for a run without log.dir, named after the time."""
-    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    path, number = Path("runs") / stamp, 2
-    while path.exists():
-        path, number = Path("runs") / f"{stamp}-{number}", number + 1
-    return path
+    stamp = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    paths = (Path("runs") / name for name in chain([stamp], (f"{stamp}-{number}" for number in count(2))))
+    return next(path for path in paths if not path.exists())
 
 
 def log_to_file(path: Path, rank: int) -> None:
@@ -168,14 +164,8 @@ def log_to_file(path: Path, rank: int) -> None:
     logging.getLogger("threefold").info("process %d", os.getpid())
 
 
-# Network file systems show a new file to other hosts after a moment.
-_SEEN_WITHIN_S = 15.0
-
-_LOOK_S = 0.1
-
-
 def require_shared(folder: Path, mesh: Mesh) -> None:
-    """Refuses a run's folder that is another one on another host; all ranks call it.
+    """Checks that all hosts see one run folder; all ranks call it.
 
     Raises:
         ConfigError: a host does not see what rank 0 writes.
@@ -190,9 +180,8 @@ def require_shared(folder: Path, mesh: Mesh) -> None:
 
     mark = folder / mesh.share("mark", make)
     try:
-        mesh.decide(
-            "shared folder", "" if _seen(mark) else environment.current().host, lambda parts: _judge(folder, parts)
-        )
+        blind = "" if _seen(mark) else environment.current().host
+        mesh.decide("shared folder", blind, lambda parts: _judge(folder, parts))
     finally:
         if mesh.rank == 0:
             mark.unlink(missing_ok=True)

@@ -17,7 +17,6 @@ import socket
 import time
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from threefold.errors import EXIT_WRONG_REQUEST, ConfigError, ThreefoldError
@@ -47,17 +46,12 @@ class RunLock:
             ConfigError: another process holds the lock.
         """
         self._made = folder if fresh else None
-        file = (folder / _FILE).open("a+")
-        try:
-            if _locked(file):
-                file.truncate(0)
-                holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now():%Y-%m-%d %H:%M}"}
-                file.write(json.dumps(holder) + "\n")
-                file.flush()
-        except BaseException:
-            file.close()
-            raise
-        self._file = file
+        self._file = file = (folder / _FILE).open("a+")
+        if _locked(file):
+            file.truncate(0)
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now():%Y-%m-%d %H:%M}"}
+            file.write(json.dumps(holder) + "\n")
+            file.flush()
 
     def keep(self) -> None:
         """Keeps the folder, because the request was accepted."""
@@ -66,9 +60,7 @@ class RunLock:
     def __enter__(self) -> RunLock:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         refused = isinstance(error, ThreefoldError) and error.exit_code == EXIT_WRONG_REQUEST
         if self._made is not None and (error is None or refused):
             _discard(self._made)

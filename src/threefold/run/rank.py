@@ -1,15 +1,14 @@
 """One rank of a run, from its place on the mesh to its exit code.
 
-In chapters: what is asked, where it lies, what is built, who watches, how it ends. All errors in the request
-are found before the first collective: each rank finds the same ones, and one rank prints them. Later failures are
-printed once, by the rank that failed first.
+All errors in the request are found before the first collective: each rank finds the same ones, and one rank prints
+them. Later failures are printed once, by the rank that failed first.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -22,16 +21,15 @@ from threefold.audit.compare import Audit
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config.loading import Loaded
 from threefold.config.schema import Config
-from threefold.errors import ThreefoldError
-from threefold.integrations.terminal import Terminal
+from threefold.errors import EXIT_FAILED, Problem, ThreefoldError
 from threefold.jsonl import MetricsFile, Tracker
 from threefold.mesh import environment
-from threefold.mesh.mesh import Mesh, join_mesh
+from threefold.mesh.mesh import FAILURES, Mesh, join_mesh
+from threefold.mesh.rendezvous_errors import NoDeviceError, RendezvousError
 from threefold.mesh.topology import Topology
 from threefold.run import assemble
 from threefold.run.assemble import Built
-from threefold.run.console import conclude, introduce
-from threefold.run.failure import is_first_failure, report_failure
+from threefold.run.console import Terminal, conclude, introduce
 from threefold.run.folder import RunFolder, log_to_file, open_run, require_shared
 from threefold.run.lock import RunLock
 from threefold.run.request import Asked, asked_of
@@ -47,24 +45,24 @@ log = logging.getLogger("threefold")
 
 # The watchdog must report before the collectives' own limit, which would end the run with a bare timeout.
 _REPORT_BEFORE = 0.9
+# How gloo and NCCL report that a peer's process is gone; the traceback only shows where this rank waited for it.
+_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 
 
 def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
     """Trains as one rank of `topology` and returns its exit code; failures are printed once for all ranks."""
     quieten_libraries()
-    config = loaded.config
-    info = environment.current()
+    config, info = loaded.config, environment.current()
     mesh: Mesh | None = None
     try:
-        mesh = join_mesh(
-            topology, info, device=config.mesh.device, timeout_s=config.mesh.timeout_s, facts=facts_of(config)
-        )
+        asked = config.mesh
+        mesh = join_mesh(topology, info, device=asked.device, timeout_s=asked.timeout_s, facts=facts_of(config))
         with RunLock() as lock:
             return _train(config, mesh, why, lock)
+    except (SystemExit, KeyboardInterrupt):
+        raise
     except BaseException as error:
-        if isinstance(error, SystemExit | KeyboardInterrupt):
-            raise
-        code = report_failure(error, first=is_first_failure(mesh, info.rank, error))
+        code = report_failure(error, mesh, info.rank)
         if isinstance(error, ThreefoldError) and mesh is not None:
             mesh.close()
         return code
@@ -72,14 +70,44 @@ def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
         sys.stdout.flush()
 
 
+def report_failure(error: BaseException, mesh: Mesh | None, rank: int) -> int:
+    """Prints a failed rank's reason if it is the first of the run, logs it in any case, and returns the exit code."""
+    expected = isinstance(error, ThreefoldError)
+    text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
+    log.error("%s", text)
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_GONE):
+        text = str(_peer_gone(str(error).strip().splitlines()[0]))
+    if _is_first_failure(error, mesh, rank):
+        environment.tell_failure(text)
+        print(text, file=sys.stderr, flush=True)
+    return error.exit_code if isinstance(error, ThreefoldError) else EXIT_FAILED
+
+
+def _is_first_failure(error: BaseException, mesh: Mesh | None, rank: int) -> bool:
+    if isinstance(error, RendezvousError | NoDeviceError):
+        return error.first
+    if mesh is None or mesh.store is None:
+        return rank == 0
+    try:
+        return mesh.store.add(FAILURES, 1) == 1
+    except Exception:  # the store is gone: rank 0 hosted it and failed before
+        return False
+
+
+def _peer_gone(reason: str) -> Problem:
+    return Problem(
+        f"rank {environment.current().rank} lost its connection to another rank: {reason}",
+        "every rank to stay until the run is over",
+        "if no rank has reported an error, one was killed: look for `Out of memory` in the kernel's log (dmesg) of its "
+        "host; the same command resumes from the newest checkpoint, and --max-restarts N does so automatically",
+    )
+
+
 def facts_of(config: Config) -> dict[str, str]:
     """Returns what must be the same on every rank besides the mesh: the version, and a digest per config section."""
-    return {"threefold": __version__} | {
-        f"the config's section {section!r}": xxhash.xxh3_64_hexdigest(
-            getattr(config, section).model_dump_json().encode()
-        )
-        for section in type(config).model_fields
-    }
+    sections = {name: getattr(config, name).model_dump_json().encode() for name in type(config).model_fields}
+    digests = {f"the config's section {name!r}": xxhash.xxh3_64_hexdigest(text) for name, text in sections.items()}
+    return {"threefold": __version__, **digests}
 
 
 def _as_restarted(config: Config) -> Config:
@@ -105,13 +133,13 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
     if config.train.deterministic:
         environment.make_products_deterministic()
         torch.use_deterministic_algorithms(True)
-    console = Console(quiet=mesh.rank != 0, soft_wrap=True)
+    console = Console(quiet=mesh.rank != 0, soft_wrap=True, markup=False, highlight=False)
     asked = asked_of(config, mesh)
     run = assemble.build_run(asked, mesh, _open_folder(asked, mesh, lock))
     introduce(console, run, why)
     if run.done >= run.num_steps:
-        more = f"nothing to do: step {run.done} of {run.num_steps} is done. More: --train.steps N"
-        console.print(more, highlight=False)
+        more = f"nothing to do: step {run.done} of {run.num_steps} is done. To train more: --train.steps N"
+        console.print(more)
         mesh.close()
         return 0
     audit = _accept(console, run, lock)
@@ -122,7 +150,7 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
 
 
 def _open_folder(asked: Asked, mesh: Mesh, lock: RunLock) -> RunFolder:
-    """The run's folder, opened by rank 0, seen by all hosts, with the newest undamaged checkpoint."""
+    """Returns the run's folder, opened by rank 0, seen by all hosts, with the newest undamaged checkpoint."""
     opened = mesh.share("run", lambda: open_run(_as_restarted(asked.config), lock).to_values())
     folder = RunFolder.from_values(opened)
     require_shared(folder.path, mesh)
@@ -131,38 +159,34 @@ def _open_folder(asked: Asked, mesh: Mesh, lock: RunLock) -> RunFolder:
 
 
 def _accept(console: Console, run: Built, lock: RunLock) -> Audit:
-    """Makes the folder this run's, now that nothing can refuse the request any more, and opens the run's audit."""
+    """Makes the folder this run's, because nothing can refuse the request any more, and opens the run's audit."""
     config, mesh = run.config, run.mesh
     run.loader.leave_out(config.data.skip, first_step=run.done + 1)
     audit = assemble.open_audit(run)
     for path in mesh.share("accept", lambda: [str(moved) for moved in run.folder.accept(config)]):
-        console.print(f"  set aside: {path}, later than the step that the run goes on from", highlight=False)
+        console.print(f"  set aside: {path}, later than the step that the run resumes from")
     lock.keep()
     return audit
 
 
 def _trackers(console: Console, run: Built) -> list[Tracker]:
-    """Who hears what the run logs; nobody but on rank 0."""
+    """The trackers of the run, on rank 0; elsewhere none."""
     if run.mesh.rank != 0:
         return []
-    say = functools.partial(console.print, highlight=False, markup=False)
-    return [
-        MetricsFile(run.folder.metrics),
-        Terminal(console, num_steps=run.num_steps, done=run.done),
-        *assemble.trackers_of(run, say=say),
-    ]
+    terminal = Terminal(console, num_steps=run.num_steps, done=run.done)
+    return [MetricsFile(run.folder.metrics), terminal, *assemble.trackers_of(run, say=console.print)]
 
 
 def _watched(run: Built, audit: Audit, trackers: list[Tracker]) -> Outcome:
-    """Trains to the end or to a stop signal, watched, audited and heard by the trackers; returns when all is saved."""
-    config, keeper = run.config, run.keeper
-    warm_up_buckets(run.model, run.mesh, rows=run.micro_batch, seq_len=config.data.seq_len)
-    keeper.start()
+    """Trains to the end or to a stop signal, watched, audited and tracked; returns when everything is saved."""
+    checkpointer = run.checkpointer
+    warm_up_buckets(run.model, run.mesh, rows=run.micro_batch, seq_len=run.config.data.seq_len)
+    checkpointer.start()
     try:
         outcome = train_loop(_loop_of(run, audit, trackers), first_step=run.done + 1)
-        keeper.finish()
+        checkpointer.wait()
     except ThreefoldError:
-        keeper.linger()
+        checkpointer.linger()
         raise
     finally:
         for tracker in trackers:
@@ -172,17 +196,14 @@ def _watched(run: Built, audit: Audit, trackers: list[Tracker]) -> Outcome:
 
 
 def _loop_of(run: Built, audit: Audit, trackers: list[Tracker]) -> Run:
-    """What the loop is given."""
-    config, mesh, text = run.config, run.mesh, run.architecture.get_text_config()
+    config, train, mesh, text = run.config, run.config.train, run.mesh, run.architecture.get_text_config()
     progress = Progress()
     step = TrainStep(
         run.model,
         run.optimizer,
         mesh,
-        grad_clip=config.train.grad_clip,
-        token_loss=token_loss_of(
-            run.model, mesh, label_smoothing=config.train.label_smoothing, z_loss=config.train.z_loss
-        ),
+        grad_clip=train.grad_clip,
+        token_loss=token_loss_of(run.model, mesh, label_smoothing=train.label_smoothing, z_loss=train.z_loss),
         progress=progress,
     )
     flops = flops_per_token(
@@ -191,8 +212,8 @@ def _loop_of(run: Built, audit: Audit, trackers: list[Tracker]) -> Run:
         hidden_size=text.hidden_size,
         seq_len=config.data.seq_len,
     )
-    skipping = config.train.nonfinite == "skip"
-    timeout_s = config.train.timeout_s or _REPORT_BEFORE * config.mesh.timeout_s
+    policy = Policy(skip=train.nonfinite == "skip", limit=train.nonfinite_limit, run=str(run.folder.path))
+    timeout_s = train.timeout_s or _REPORT_BEFORE * config.mesh.timeout_s
     return Run(
         config,
         mesh,
@@ -201,14 +222,14 @@ def _loop_of(run: Built, audit: Audit, trackers: list[Tracker]) -> Run:
         run.loader,
         run.num_steps,
         run.micro_batch,
-        run.keeper.keep,
-        run.keeper.notice,
+        run.checkpointer.save,
+        run.checkpointer.check,
         eval_batches=assemble.held_out_of(run),
         trackers=trackers,
         flops_per_token=flops,
         peak_flops=peak_flops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None,
         audit=audit,
-        finite=Finite(mesh, Policy(skip=skipping, limit=config.train.nonfinite_limit, run=str(run.folder.path))),
+        finite=Finite(mesh, policy),
         progress=progress,
         watch=Watchdog(mesh, progress, stall_s=config.log.stall_s, timeout_s=timeout_s),
     )

@@ -1,4 +1,4 @@
-"""What a run is asked for, and whether it can be done: all that is known before anything is sent."""
+"""A request for a run, checked with everything that is known before the first collective."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from threefold.config.schema import Config
+from threefold.data.partition import check_global_batch
 from threefold.data.tokens import Tokenizer, load_tokenizer
 from threefold.errors import ConfigError, Problem
 from threefold.integrations import trackers
@@ -21,7 +22,7 @@ from threefold.model.tensor_parallel.plan import expert_problems, plan_problems
 
 
 def tokenizer_name(config: Config) -> tuple[str, str]:
-    """(name of the tokenizer, why)."""
+    """Returns the tokenizer's name, and the reason for it."""
     if config.data.tokenizer is not None:
         return config.data.tokenizer, "as given"
     if config.model.name_or_path is not None:
@@ -38,7 +39,7 @@ def tokenizer_of(config: Config) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that was looked at, and found to be one that can be met."""
+    """A request that was checked and can be met."""
 
     config: Config
     tokenizer: Tokenizer
@@ -46,7 +47,7 @@ class Asked:
 
 
 def asked_of(config: Config, mesh: Mesh) -> Asked:
-    """What the config asks for; every rank finds the same, before anything is sent.
+    """Returns what the config asks for; every rank finds the same, before the first collective.
 
     Raises:
         ConfigError: all that is wrong with the model, the batch and the mesh, at once.
@@ -60,46 +61,46 @@ def asked_of(config: Config, mesh: Mesh) -> Asked:
 def check(
     config: Config, architecture: PretrainedConfig, tokenizer: Tokenizer, topology: Topology, *, device: str
 ) -> None:
-    """Everything about the model, the batch and the mesh that can be known before anything is sent.
+    """Checks everything about the model, the batch and the mesh that is known before the first collective.
 
     Args:
-        device: `cpu` or `cuda`, what the ranks compute on.
+        device: `cpu` or `cuda`, the ranks' device.
 
     Raises:
         ConfigError: all that is wrong, at once.
     """
-    problems = _batch_problems(config, topology)
-    plan = load.plan_of(architecture, trust_remote_code=config.model.trust_remote_code)
-    problems += plan_problems(architecture, topology.tp, plan=plan)
-    problems += expert_problems(architecture, config.mesh.ep, topology.tp)
-    problems += split_problems(config.mesh.cp_method, architecture, topology)
-    problems += data_parallel.problems(config.mesh, topology, device=device)
-    problems += trackers.problems(config.log.trackers)
-    problems += flex.problems(config.model.attention, architecture, device=device)
-    problems += fused_loss.problems(
-        config.train.fused_loss, device=device, tp=topology.tp, label_smoothing=config.train.label_smoothing
-    )
-    problems += lora.problems(
-        config.model.lora,
-        lambda: load.build_without_storage(
-            copy.deepcopy(architecture), attention="eager", trust_remote_code=config.model.trust_remote_code
+    train, seq_len, trusted = config.train, config.data.seq_len, config.model.trust_remote_code
+    problems = [
+        *_batch_problems(config, topology),
+        *plan_problems(architecture, topology.tp, plan=load.plan_of(architecture, trust_remote_code=trusted)),
+        *expert_problems(architecture, config.mesh.ep, topology.tp),
+        *split_problems(config.mesh.cp_method, architecture, topology),
+        *data_parallel.problems(config.mesh, topology, device=device),
+        *trackers.problems(config.log.trackers),
+        *flex.problems(config.model.attention, architecture, device=device),
+        *fused_loss.problems(train.fused_loss, device=device, tp=topology.tp, label_smoothing=train.label_smoothing),
+        *lora.problems(
+            config.model.lora,
+            lambda: load.build_without_storage(
+                copy.deepcopy(architecture), attention="eager", trust_remote_code=trusted
+            ),
+            name=architecture.model_type,
         ),
-        name=architecture.model_type,
-    )
+    ]
     text = architecture.get_text_config()
     if (known := getattr(text, "vocab_size", None)) is not None and known < tokenizer.vocab_size:
         problems.append(
             Problem(
                 f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, the model only {known}",
-                "an embedding for every token that the tokenizer can give",
+                "an embedding for every token that the tokenizer can produce",
                 f"--model.config '{{..., vocab_size: {tokenizer.vocab_size}}}', or the model's own tokenizer",
             )
         )
     longest = getattr(text, "max_position_embeddings", None)
-    if isinstance(longest, int) and 0 < longest < config.data.seq_len:
+    if isinstance(longest, int) and 0 < longest < seq_len:
         problems.append(
             Problem(
-                f"data.seq_len = {config.data.seq_len}, but the model knows {longest} positions",
+                f"data.seq_len = {seq_len}, but the model supports at most {longest} positions",
                 "rows that are no longer than the model's max_position_embeddings",
                 f"--data.seq_len {longest}",
             )
@@ -109,45 +110,38 @@ def check(
 
 
 def _batch_problems(config: Config, topology: Topology) -> list[Problem]:
-    problems = []
-    rows, dp, cp = config.train.global_batch, topology.dp, topology.cp
-    if rows % dp:
-        below = rows // dp * dp
+    problems: list[Problem] = []
+    cp, tp, size = topology.cp, topology.tp, config.train.micro_batch
+    rows, left = divmod(config.train.global_batch, topology.dp)
+    try:
+        check_global_batch(config.train.global_batch, dp_size=topology.dp)
+    except ConfigError as error:
+        problems += error.problems
+    if not left and size != "auto" and rows % size:
+        divisor = max(each for each in range(1, rows + 1) if rows % each == 0 and each <= size)
         problems.append(
             Problem(
-                f"train.global_batch = {rows} cannot be divided equally among {dp} dp ranks",
-                f"a multiple of mesh.dp ({dp}), so that every dp rank makes the same number of steps",
-                f"--train.global_batch {-(-rows // dp) * dp}" + (f"   (or {below})" if below else ""),
-            )
-        )
-    elif config.train.micro_batch != "auto" and (rows // dp) % config.train.micro_batch:
-        problems.append(
-            Problem(
-                f"train.micro_batch = {config.train.micro_batch} does not divide the {rows // dp} rows of a dp rank",
+                f"train.micro_batch = {size} does not divide the {rows} rows of a dp rank",
                 "micro-batches of equal size",
-                f"--train.micro_batch {_divisor(rows // dp, config.train.micro_batch)}   (or auto)",
+                f"--train.micro_batch {divisor}   (or auto)",
             )
         )
-    if config.mesh.sequence_parallel is True and config.data.seq_len % (cp * topology.tp):
-        unit = math.lcm(cp * topology.tp, 2 * cp if cp > 1 else 1)
+    seq_len, unit, split = config.data.seq_len, 2 * cp if cp > 1 else 1, config.mesh.sequence_parallel is True
+    if split and seq_len % (cp * tp):
+        unit = math.lcm(cp * tp, unit)
         problems.append(
             Problem(
-                f"data.seq_len = {config.data.seq_len} cannot be shared by {cp} cp x {topology.tp} tp ranks",
+                f"data.seq_len = {seq_len} cannot be shared by {cp} cp x {tp} tp ranks",
                 f"a multiple of {unit}, so that each tp rank has an equal part between the layers",
-                f"--data.seq_len {-(-config.data.seq_len // unit) * unit}   (or --mesh.sequence_parallel false)",
+                f"--data.seq_len {-(-seq_len // unit) * unit}   (or --mesh.sequence_parallel false)",
             )
         )
-    elif cp > 1 and config.data.seq_len % (2 * cp):
-        unit = 2 * cp
+    elif seq_len % unit:
         problems.append(
             Problem(
-                f"data.seq_len = {config.data.seq_len} cannot be split over {cp} cp ranks",
+                f"data.seq_len = {seq_len} cannot be split over {cp} cp ranks",
                 f"a multiple of 2 x mesh.cp ({unit}): each rank takes a chunk of the head and one of the tail",
-                f"--data.seq_len {-(-config.data.seq_len // unit) * unit}",
+                f"--data.seq_len {-(-seq_len // unit) * unit}",
             )
         )
     return problems
-
-
-def _divisor(count: int, at_most: int) -> int:
-    return max(size for size in range(1, count + 1) if count % size == 0 and size <= at_most)

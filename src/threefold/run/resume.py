@@ -1,4 +1,4 @@
-"""What a run saves and when, and where it resumes: the checkpoints of one run, on the ranks' side.
+"""Saves and resumes a run: its checkpoints, on the side of the ranks.
 
 A checkpoint is loaded only after its sizes and checksums were compared (the ranks share the files) and after it is
 known to belong to this run. Until then, nothing in the run's folder changes.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,143 +37,127 @@ from threefold.run.folder import RunFolder
 _LINGER_S = 60.0
 
 
-class Keeper:
+@dataclass
+class Checkpointer:
     """Saves and resumes the state of a run. Every rank has one and calls it in the same way."""
 
-    def __init__(
-        self,
-        config: Config,
-        folder: RunFolder,
-        mesh: Mesh,
-        model: ParallelModel,
-        optimizer: torch.optim.Optimizer,
-        loader: TokenLoader,
-        architecture: PretrainedConfig,
-    ) -> None:
-        self._config = config
-        self._folder = folder
-        self._mesh = mesh
-        self._model = model
-        self._optimizer = optimizer
-        self._loader = loader
-        self._architecture = architecture
-        best = mesh.share("best", folder.checkpoints.best)
+    config: Config
+    folder: RunFolder
+    mesh: Mesh
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    loader: TokenLoader
+    architecture: PretrainedConfig
+
+    def __post_init__(self) -> None:
+        best = self.mesh.share("best", self.folder.checkpoints.best)
         self._best: float | None = best[1] if best else None
-        self._saver: Saver | None = None
-        self._held: list[run_state.Holding] | None = None
+        self._saver: Saver  # made by `start`, as the next
+        self._held: list[run_state.Holding]
         # Adapters only work with the base weights they were trained on.
-        adapted = bool(config.model.lora.r)
-        self._base = mesh.once_per_host("base", lambda: load.fingerprint(config.model)) if adapted else None
+        adapted = bool(self.config.model.lora.r)
+        self._base = self.mesh.once_per_host("base", lambda: load.fingerprint(self.config.model)) if adapted else None
 
     def start(self) -> None:
         """Prepares to save; call this when the state is the one that training begins with."""
-        asked = self._config.checkpoint
+        asked, state = self.config.checkpoint, run_state.state_of(self.model.module, self.optimizer)
+        self._held = run_state.holdings(state, self.mesh)
         # Only the last state is saved: no steps would run in parallel, so a copy would waste memory.
-        once = not asked.every and not (self._config.eval.source and self._config.eval.every)
+        once = not asked.every and not (self.config.eval.source and self.config.eval.every)
         self._saver = Saver(
-            self._mesh,
+            self.mesh,
             self._parts,
             background=asked.mode == "async" and not once,
             continue_on_error=asked.on_error == "continue",
         )
 
-    def keep(self, step: int, eval_loss: float | None, due: bool) -> None:
+    def save(self, step: int, eval_loss: float | None, due: bool) -> None:
         """Saves after `step` if a save is due or the evaluation loss is the best so far; every rank calls it.
 
         Raises:
             RunError: the previous save, or this one, failed.
         """
-        better = eval_loss is not None and (self._best is None or eval_loss < self._best)
-        if not (due or better):
+        best = eval_loss if eval_loss is not None and (self._best is None or eval_loss < self._best) else None
+        if not due and best is None:
             return
-        assert self._saver is not None
-        checkpoints = self._folder.checkpoints
-        manifest = self._manifest(step)
-        best = eval_loss if better else None
+        asked, checkpoints, manifest = self.config.checkpoint, self.folder.checkpoints, self._manifest()
 
         def commit(seals: Mapping[str, Seal]) -> None:
             checkpoints.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
             if best is not None:
                 checkpoints.mark_best(step, best)
-            checkpoints.prune(self._config.checkpoint.keep, keep_every=self._config.checkpoint.keep_every)
+            checkpoints.prune(asked.keep, keep_every=asked.keep_every)
 
-        self._saver.save(
-            Job(
-                step,
-                checkpoints.partial(step) / "state",
-                begin=lambda: checkpoints.begin(step),
-                commit=commit,
-                abandon=lambda: checkpoints.abandon(step),
-            )
-        )
-        if better:
-            self._best = eval_loss
+        state = checkpoints.partial(step) / "state"
+        begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
+        self._saver.save(Job(step, state, begin, commit, abandon))
+        if best is not None:
+            self._best = best
 
-    def notice(self, step: int) -> None:
+    def check(self, step: int) -> None:
         """Call this after every step; raises RunError on all ranks if a background save failed."""
-        if self._saver is not None:
-            self._saver.notice(step)
+        self._saver.notice(step)
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Waits until everything is saved; raises RunError on all ranks if a save failed."""
-        if self._saver is not None:
-            self._saver.wait()
+        self._saver.wait()
 
     def linger(self) -> None:
         """Gives a running save time to finish before a failed run ends."""
-        if self._saver is not None:
-            self._saver.join(_LINGER_S)
+        self._saver.join(_LINGER_S)
 
     def _parts(self) -> list[Part]:
-        state = run_state.state_of(self._model.module, self._optimizer)
-        if self._held is None:
-            self._held = run_state.holdings(state, self._mesh)
-        return run_state.parts(state, self._held, self._mesh)
+        state = run_state.state_of(self.model.module, self.optimizer)
+        return run_state.parts(state, self._held, self.mesh)
 
-    def _manifest(self, step: int) -> dict[str, Any]:
+    def _manifest(self) -> dict[str, Any]:
         return {
-            "mesh": list(self._mesh.topology.sizes),
-            "device": self._mesh.device.type,
-            "data": self._loader.state_dict(),
-            "seed": self._config.train.seed,
-            "architecture": architecture_of(self._architecture),
-            "config": self._config.model_dump(mode="json"),
+            "mesh": list(self.mesh.topology.sizes),
+            "device": self.mesh.device.type,
+            "data": self.loader.state_dict(),
+            "seed": self.config.train.seed,
+            "architecture": architecture_of(self.architecture),
+            "config": self.config.model_dump(mode="json"),
             "base": self._base,
-            "versions": {
-                "threefold": __version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": versions(),
         }
 
-    def resume(self) -> int:
-        """Reads the checkpoint that the run folder found; returns the last step done (0 if there is no checkpoint).
+    def resume(self) -> None:
+        """Reads the checkpoint that the run folder found, if there is one.
 
         Raises:
             CheckpointError: it belongs to another model or seed. DataError: it belongs to other data or another order.
         """
-        checkpoint = self._folder.resume
+        checkpoint = self.folder.resume
         if checkpoint is None:
-            return 0
+            return
         manifest = read_manifest(checkpoint)
-        refuse_other(manifest, self._config, self._architecture, checkpoint)
-        if self._config.model.lora.r:
-            refuse_other_base(manifest, self._base, self._config, checkpoint)
-        self._loader.load_state_dict(manifest["data"])
+        refuse_other(manifest, self.config, self.architecture, checkpoint)
+        if self.config.model.lora.r:
+            refuse_other_base(manifest, self._base, self.config, checkpoint)
+        self.loader.load_state_dict(manifest["data"])
         index = Index.read(checkpoint.state)
-        state = run_state.state_of(self._model.module, self._optimizer)
+        state = run_state.state_of(self.model.module, self.optimizer)
         run_state.fit(state, index)
-        run_state.read_into(state, checkpoint.state, index, self._mesh)
-        if tuple(manifest["mesh"]) == self._mesh.topology.sizes:
-            run_state.set_random_state(run_state.read_random_state(checkpoint.state, index, self._mesh), self._mesh)
+        run_state.read_into(state, checkpoint.state, index, self.mesh)
+        if tuple(manifest["mesh"]) == self.mesh.topology.sizes:
+            run_state.restore_random_state(checkpoint.state, index, self.mesh)
         else:
             # The saved random states do not apply to another mesh, and those of step 1 must not repeat either.
-            place = (self._config.train.seed, checkpoint.step, self._mesh.dp_rank, self._mesh.cp_rank)
+            place = (self.config.train.seed, checkpoint.step, self.mesh.dp_rank, self.mesh.cp_rank)
             torch.manual_seed(seed_of("a resume on another mesh", *place))
         # Until every rank has read the checkpoint, no rank may start anything that could remove it.
-        self._mesh.decide("resumed", "", lambda parts: "")
-        return checkpoint.step
+        self.mesh.decide("resumed", "", lambda parts: "")
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that a run's results depend on."""
+    return {
+        "threefold": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def undamaged(folder: RunFolder, mesh: Mesh) -> RunFolder:
@@ -182,10 +168,9 @@ def undamaged(folder: RunFolder, mesh: Mesh) -> RunFolder:
     Raises:
         CheckpointError: the requested checkpoint is damaged, or all are.
     """
-
     chosen, passed = newest_undamaged(folder.candidates, lambda each: run_state.damage_found(each, mesh))
     resuming = folder.resuming(chosen, passed)
     if mesh.rank == 0:
         for checkpoint, reason in passed:
-            sys.stderr.write(f"passed over {checkpoint.path}: {reason}\n")
+            print(f"skipped {checkpoint.path}: {reason}", file=sys.stderr)
     return resuming

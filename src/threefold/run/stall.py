@@ -1,4 +1,4 @@
-"""Which rank is late: from every rank's last report to the text for the user. No torch.
+"""Finds the late rank from every rank's last report, and describes it for the user. No torch.
 
 All ranks pass through the same phases in the same order. So if none progresses, the ranks that have entered the fewest
 phases are late, and the others wait for them. If several are equally far behind, their stacks decide: a rank inside a
@@ -8,7 +8,7 @@ collective waits; a rank outside is late. A rank that no longer reports is named
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from threefold.errors import ranks_text
@@ -68,7 +68,7 @@ class Stall:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal if the same stall is seen again."""
+        """Equal for the same stall."""
         return (*((seen.report.rank, seen.report.number) for seen in self.late), *self.missing, self.silent)
 
     @property
@@ -77,26 +77,21 @@ class Stall:
         return bool(self.waiting or self.missing or self.silent) or any(s.report.phase != "data" for s in self.late)
 
     def headline(self) -> str:
-        """Returns one line: who is late, where, and for how long."""
-        return f"no progress for {self.still_s:.0f} s: " + "; ".join(self._late_lines())
-
-    def _late_lines(self) -> list[str]:
+        """Returns one line: the late ranks, where they are, and for how long."""
         have = "has" if len(self.missing) == 1 else "have"
-        lines = [f"{ranks_text(self.missing)} {have} not begun"] if self.missing else []
+        late = [f"{ranks_text(self.missing)} {have} not begun"] if self.missing else []
         for seen in self.late:
-            report = seen.report
-            who = f"rank {report.rank} of host {report.host} (process {report.process})"
+            report, what = seen.report, f"is {seen.report.place()}"
             if report.rank in self.silent:
-                lines.append(
-                    f"{who} has given no sign of life for {seen.silent_s:.0f} s, last {report.place()}: its process "
+                what = (
+                    f"has given no sign of life for {seen.silent_s:.0f} s, last {report.place()}: its process "
                     "or its host is gone, frozen or cut off"
                 )
-            else:
-                lines.append(f"{who} is {report.place()}")
-        return lines
+            late.append(f"rank {report.rank} of host {report.host} (process {report.process}) {what}")
+        return f"no progress for {self.still_s:.0f} s: {'; '.join(late)}"
 
     def text(self) -> str:
-        """Returns the whole report: the late ranks with their stacks, and where the others wait."""
+        """Returns the complete report: the late ranks with their stacks, and where the others wait."""
         lines = [self.headline()]
         places: dict[str, list[int]] = {}
         for seen in self.waiting:
@@ -122,15 +117,11 @@ def find(ranks: Mapping[int, Seen], *, world_size: int, stall_s: float, silent_s
     if silent:
         late = [seen for seen in stalled if seen.report.rank in silent]
     else:
-        late = [] if missing else _behind(list(ranks.values()))
+        fewest = min((seen.report.number for seen in ranks.values()), default=0)
+        behind = [seen for seen in ranks.values() if seen.report.number == fewest and not missing]
+        late = [seen for seen in behind if not seen.report.waits] or behind
         # A rank that is behind but progresses is slow; that is not a stall.
         if not stalled or any(seen.still_s <= stall_s for seen in late):
             return None
     waiting = tuple(seen for seen in ranks.values() if seen not in late)
     return Stall(tuple(late), waiting, missing, silent, max(seen.still_s for seen in stalled))
-
-
-def _behind(ranks: Sequence[Seen]) -> list[Seen]:
-    fewest = min(seen.report.number for seen in ranks)
-    behind = [seen for seen in ranks if seen.report.number == fewest]
-    return [seen for seen in behind if not seen.report.waits] or behind

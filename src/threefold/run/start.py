@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,18 +11,10 @@ from typing import Any
 from threefold.config import loading
 from threefold.config.loading import Loaded
 from threefold.config.schema import Config
-from threefold.errors import (
-    EXIT_STOPPED_WITH_CHECKPOINT,
-    ConfigError,
-    Problem,
-    RunError,
-)
+from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError, Problem, RunError
 from threefold.mesh import environment, local_ranks
 from threefold.mesh.topology import Topology, resolve
 from threefold.run.folder import new_path
-
-log = logging.getLogger("threefold")
-
 
 # What every rank imports; the server that forks the ranks imports it in advance.
 PRELOAD = (
@@ -68,17 +59,14 @@ def train(config: Config | Mapping[str, Any] | str | Path | None = None) -> Resu
     elif isinstance(config, Mapping):
         loaded = Loaded(loading.validate(config))
     else:
-        loaded = loading.load(
-            str(config) if config is not None else None,
-            environ=environment.variables(),
-            defaults=environment.defaults(),
-        )
+        path = str(config) if config is not None else None
+        loaded = loading.load(path, environ=environment.variables(), defaults=environment.defaults())
     code = train_command(loaded)
     if code not in (0, EXIT_STOPPED_WITH_CHECKPOINT):
         raise RunError(
             f"training ended with exit code {code}",
             expected="exit code 0, or 75 after a stop signal",
-            fix="the reason is above, and in logs/ of the run's folder",
+            fix="see the reason above, or in logs/ of the run's folder",
         )
     folder = loaded.config.log.dir
     return Result(code, Path(folder) if folder is not None else None)
@@ -88,7 +76,7 @@ def train_command(loaded: Loaded, *, max_restarts: int = 0) -> int:
     """Trains and returns the exit code; errors that users can fix are raised or, on ranks, printed once.
 
     Args:
-        max_restarts: how often the ranks that this process started are restarted when one of them fails.
+        max_restarts: how often to restart the ranks that this process started, if one of them fails.
     """
     info = environment.current()
     if info.launcher is not None:
@@ -96,10 +84,7 @@ def train_command(loaded: Loaded, *, max_restarts: int = 0) -> int:
         if info.launcher == "torchrun":
             local_ranks.die_with_parent()
         environment.settle_rank(info)
-        placed = resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None)
-        from threefold.run.rank import run_rank
-
-        code = run_rank(loaded, *placed)
+        code = _run_rank(loaded, *resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None))
         return code if code or info.rank else deliver(loaded.config)
     mesh = loaded.config.mesh
     sizes = {mesh.dp, mesh.dp_shard, mesh.cp, mesh.tp} - {None}
@@ -107,12 +92,11 @@ def train_command(loaded: Loaded, *, max_restarts: int = 0) -> int:
         # While the ranks' server imports, this process inspects the machine.
         local_ranks.preload(PRELOAD)
     topology, why = topology_here(loaded.config)
-    if max_restarts:
-        loaded = _with_folder(loaded)
-    elif topology.world_size == 1:
-        from threefold.run.rank import run_rank
-
-        return run_rank(loaded, topology, why) or deliver(loaded.config)
+    if max_restarts and loaded.config.log.dir is None:  # restarted ranks must find the run
+        section = loaded.config.log.model_copy(update={"dir": str(new_path())})
+        loaded = Loaded(loaded.config.model_copy(update={"log": section}), loaded.origins)
+    if topology.world_size == 1 and not max_restarts:
+        return _run_rank(loaded, topology, why) or deliver(loaded.config)
     code = local_ranks.start_ranks(
         _rank_entry,
         (loaded, topology, why),
@@ -124,12 +108,12 @@ def train_command(loaded: Loaded, *, max_restarts: int = 0) -> int:
 
 
 def deliver(config: Config) -> int:
-    """Exports the trained model to where a managed job keeps it (SageMaker's SM_MODEL_DIR); elsewhere does nothing."""
+    """Exports the trained model to the folder that a managed job keeps (SageMaker's SM_MODEL_DIR), if there is one."""
     job = environment.managed_job()
     if job is None or job.model is None or config.log.dir is None:
         return 0
     if job.model.exists() and any(job.model.iterdir()):
-        print(f"{job.model} holds something already: the model stays in {config.log.dir}")
+        print(f"{job.model} is not empty: the model stays in {config.log.dir}")
         return 0
     from threefold.export.model_folder import export
 
@@ -138,32 +122,18 @@ def deliver(config: Config) -> int:
     return 0
 
 
-def _with_folder(loaded: Loaded) -> Loaded:
-    """Returns the config with a folder, so that restarted ranks find the run."""
-    if loaded.config.log.dir is not None:
-        return loaded
-    section = loaded.config.log.model_copy(update={"dir": str(new_path())})
-    return Loaded(loaded.config.model_copy(update={"log": section}), loaded.origins)
-
-
 def _refuse_unrestartable(config: Config, info: environment.LaunchInfo, max_restarts: int) -> None:
-    problems = []
-    if max_restarts:
-        problems.append(
-            Problem(
-                f"--max-restarts {max_restarts}, but a launcher has started this rank",
-                "restarts by whoever starts the ranks",
-                f"torchrun --max-restarts {max_restarts} ... -m threefold train ..., without --max-restarts behind it",
-            )
-        )
-    if info.max_restarts and config.log.dir is None:
-        problems.append(
-            Problem(
-                f"torchrun --max-restarts {info.max_restarts} without log.dir",
-                "a folder that is known when the ranks are started again: they would begin another run",
-                "--log.dir FOLDER",
-            )
-        )
+    ours = Problem(
+        f"--max-restarts {max_restarts}, but a launcher started this rank",
+        "the launcher to restart the ranks that it started",
+        f"torchrun --max-restarts {max_restarts} ... -m threefold train ..., and no --max-restarts after train",
+    )
+    unnamed = Problem(
+        f"torchrun --max-restarts {info.max_restarts} without log.dir",
+        "a folder that restarted ranks can find; otherwise they would begin another run",
+        "--log.dir FOLDER",
+    )
+    problems = [ours] * bool(max_restarts) + [unnamed] * bool(info.max_restarts and config.log.dir is None)
     if problems:
         raise ConfigError.of(problems)
 
@@ -191,7 +161,11 @@ def topology_here(config: Config) -> tuple[Topology, str]:
     return topology, why
 
 
-def _rank_entry(loaded: Loaded, topology: Topology, why: str) -> None:
+def _run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
     from threefold.run.rank import run_rank
 
-    sys.exit(run_rank(loaded, topology, why))
+    return run_rank(loaded, topology, why)
+
+
+def _rank_entry(loaded: Loaded, topology: Topology, why: str) -> None:
+    sys.exit(_run_rank(loaded, topology, why))

@@ -26,8 +26,7 @@ from threefold.model.context_parallel.split import gathered_positions
 from threefold.model.data_parallel import layers_of
 from threefold.model.tensor_parallel.sequence import gather
 from threefold.run import assemble, request
-from threefold.run.failure import is_first_failure, report_failure
-from threefold.run.rank import quieten_libraries
+from threefold.run.rank import quieten_libraries, report_failure
 from threefold.training.optimizer import adamw, learning_rate
 from threefold.training.step import TrainStep, mean_loss, micro_batches
 from threefold.verify.comparison import OUTPUT_TOLERANCE, Comparison, Options, group_of, write_comparison
@@ -54,7 +53,7 @@ def verify_rank(config: Config, options: Options, topology: Topology, answer: st
         mesh.close()
         return code
     except Exception as error:
-        return report_failure(error, first=is_first_failure(mesh, info.rank, error))
+        return report_failure(error, mesh, info.rank)
 
 
 def _as_compared(config: Config, topology: Topology) -> Config:

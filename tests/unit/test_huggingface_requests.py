@@ -79,7 +79,7 @@ def test_group_that_transformers_does_not_see_is_refused(tmp_path: Path) -> None
     for text in run_ranks(group_without_launcher, 2, str(tmp_path)):
         assert text == (
             "the process group has 2 ranks, TrainingArguments sees 1\n"
-            "  expected: the same: with this the ranks would train on the same rows, each for itself; transformers "
+            "  expected: the same number: otherwise every rank would train on the same rows by itself; transformers "
             "reads the launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK)\n"
             "  fix: delete the line   torch.distributed.init_process_group(...)   and start with torchrun "
             "--nproc_per_node 2 SCRIPT.py   (on CPUs with use_cpu=True)"
@@ -387,7 +387,7 @@ def test_transformers_with_another_loop_is_refused() -> None:
     assert refusal(lambda: checks.check_version(type("Trainer", (), {}), "9.9")) == [
         (
             "transformers 9.9 has no Trainer._build_accelerator_args",
-            "a version whose loop this Trainer knows: with another one its promises would not hold",
+            "a version whose loop this Trainer supports: with another one its promises would not hold",
             "pip install 'transformers==5.23.*'",
         )
     ]

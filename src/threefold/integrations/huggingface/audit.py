@@ -3,7 +3,7 @@
 With threefold's Trainer (which adds it by itself) it knows the order: every `every` steps, before anything is saved and
 at the end, each rank's digest of the samples it read is compared with what the order has for it, and `audit.jsonl` in
 the output folder proves it again afterwards (`threefold data audit OUTPUT_DIR`). With any other Trainer it knows no
-order and keeps count instead (`tally`): which samples an epoch has read, so that one read twice is found in
+order and keeps count instead (`counter`): which samples an epoch has read, so that one read twice is found in
 the step that does it, also across a resume.
 """
 
@@ -27,8 +27,8 @@ from threefold.audit.record import Segment, SegmentLine
 from threefold.data.order import Order, Place
 from threefold.data.sampler import DistributedSampler
 from threefold.errors import Problem, ranks_text
+from threefold.integrations.huggingface.counter import RowCounter, gather
 from threefold.integrations.huggingface.data import Taken, TrainLoader
-from threefold.integrations.huggingface.tally import Tally, gather
 from threefold.jsonl import MetricsFile
 
 log = logging.get_logger(__name__)
@@ -45,13 +45,13 @@ class AuditCallback(TrainerCallback):
 
     def __init__(self, every: int = 10) -> None:
         self.every = every
-        self._audit: OrderAudit | Tally | None = None
+        self._audit: OrderAudit | RowCounter | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._audit = self._audit_of(args, state, kwargs["train_dataloader"])
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if isinstance(self._audit, Tally):
+        if isinstance(self._audit, RowCounter):
             self._audit.epoch_begins(int(state.epoch or 0))
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -67,11 +67,11 @@ class AuditCallback(TrainerCallback):
             self._audit.check()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if isinstance(self._audit, Tally):
+        if isinstance(self._audit, RowCounter):
             self._audit.epoch_done(whole=not control.should_training_stop or state.epoch == int(state.epoch))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if isinstance(self._audit, Tally):
+        if isinstance(self._audit, RowCounter):
             self._audit.check()
             self._audit.save(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
@@ -85,9 +85,9 @@ class AuditCallback(TrainerCallback):
         if self._audit is not None:
             self._audit.check()
 
-    def _audit_of(self, args: Any, state: Any, loader: Any) -> OrderAudit | Tally | None:
+    def _audit_of(self, args: Any, state: Any, loader: Any) -> OrderAudit | RowCounter | None:
         if not isinstance(loader, TrainLoader):
-            return Tally.of(args, state, loader)
+            return RowCounter.of(args, state, loader)
         if loader.sampler.weighted:
             log.warning("The audit is off: samples that are drawn with weights come as often as they are drawn.")
             return None

@@ -30,7 +30,7 @@ log = logging.get_logger(__name__)
 FILE = "threefold-rows.npz"
 
 
-class Tally:
+class RowCounter:
     """The rows of an epoch that have been read, over all ranks, and what this rank read since the last exchange."""
 
     def __init__(self, given: deque[tuple[int, ...]], *, num_rows: int, skip: int, step: int, args: Any) -> None:
@@ -48,8 +48,8 @@ class Tally:
         self._largest_step = 0
 
     @classmethod
-    def of(cls, args: Any, state: Any, loader: Any) -> Tally | None:
-        """The tally of a loader that accelerate has prepared; None, with a word about it, for a stream."""
+    def of(cls, args: Any, state: Any, loader: Any) -> RowCounter | None:
+        """The counter of a loader that accelerate has prepared; None, with a warning, for a stream."""
         batches = getattr(loader, "batch_sampler", None)
         if batches is None or not hasattr(loader, "base_dataloader") or type(loader).__name__ == "DataLoaderDispatcher":
             log.warning(f"The audit is off: a {type(loader).__name__} without a sampler of batches has no row numbers.")
@@ -58,10 +58,10 @@ class Tally:
         per_epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
         # The batches that transformers will go through and throw away when it resumes inside an epoch.
         skip = 0 if args.ignore_data_skip else state.global_step % per_epoch * args.gradient_accumulation_steps
-        tally = cls(given, num_rows=len(loader.dataset), skip=skip, step=state.global_step, args=args)
+        counter = cls(given, num_rows=len(loader.dataset), skip=skip, step=state.global_step, args=args)
         if state.global_step:
-            tally._load(Path(args.output_dir) / f"checkpoint-{state.global_step}")
-        return tally
+            counter._load(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        return counter
 
     def epoch_begins(self, epoch: int) -> None:
         """A new epoch has read nothing; the one that a resume goes on in keeps what was saved."""

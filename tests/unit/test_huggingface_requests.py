@@ -210,7 +210,7 @@ def test_resume_refuses_what_it_cannot_go_on_from(tmp_path: Path) -> None:
     assert refusal(lambda: trainer.train(resume_from_checkpoint=True)) == [
         (
             f"resume_from_checkpoint = True, but {empty} has no complete checkpoint",
-            "a folder checkpoint-STEP with a whole trainer_state.json, which is written last",
+            "a folder checkpoint-STEP with a complete trainer_state.json, which is written last",
             "trainer.train() to begin, or resume_from_checkpoint=PATH",
         )
     ]
@@ -226,7 +226,7 @@ def test_resume_refuses_what_it_cannot_go_on_from(tmp_path: Path) -> None:
     (checkpoint / "threefold.json").unlink()
     ((what, _, fix),) = refusal(lambda: again.train(resume_from_checkpoint=str(checkpoint)))
     assert what == f"{checkpoint} has no threefold.json: another Trainer has saved it"
-    assert fix.startswith("TrainingArguments(ignore_data_skip=True) goes on with these weights and begins the epoch")
+    assert fix.startswith("TrainingArguments(ignore_data_skip=True) keeps these weights and begins the epoch")
     anew = Trainer(
         causal_model(), arguments(str(tmp_path), ignore_data_skip=True, max_steps=3), train_dataset=Sentences(16)
     )

@@ -60,7 +60,7 @@ TORCH_FREE = [
     "threefold.jobs.kubernetes",
     "threefold.jobs.sagemaker",
     "threefold.jobs.slurm",
-    "threefold.integrations.terminal",
+    "threefold.integrations.trackers",
     "threefold.mesh.environment",
     "threefold.mesh.launchers.info",
     "threefold.mesh.launchers.managed",

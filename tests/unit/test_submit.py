@@ -18,7 +18,7 @@ from threefold.commands import submit
 from threefold.config.loading import load, validate
 from threefold.config.schema import Config, MeshConfig
 from threefold.errors import ConfigError, RunError
-from threefold.integrations.terminal import Terminal
+from threefold.integrations.trackers import Terminal
 from threefold.jobs import (
     job as clusters,
 )

@@ -1,39 +1,39 @@
-"""The audit while a run goes: every rank's digests of what it read, side by side, in one small collective.
+"""The audit during a run: every rank's digests of what it read are compared in one small collective.
 
-`observe` takes what each step used and costs no communication; `check`, every `audit.every` steps and before anything
-is saved, lets each rank send seven integers. Where they do not agree a second, larger exchange says what was read, and
-every rank raises the same error. Rank 0 writes the digests down.
+`observe` takes what each step used and costs no communication; in `check`, every `audit.every` steps and before
+anything is saved, each rank sends five integers. If they do not agree, a second, larger exchange shows what was read,
+and every rank raises the same error. Rank 0 records the digests.
 
-The run and the Trainer share it: how integers are gathered from all ranks, and the words for what is wrong, are handed
-in. The place where a run resumes is known twice: the loader has it from the checkpoint, audit.jsonl from what was read.
-They are compared before the first step (`departs`), so that a resume that is a batch off trains on nothing.
+The run and the Trainer share it: both pass in how to gather integers from all ranks and how to explain what is wrong.
+The place where a run resumes is known twice: the loader has it from the checkpoint, audit.jsonl from what was read.
+They are compared before the first step (`begin`), so that a resume that is a batch off stops before it trains.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from threefold.audit.digest import Int64, Message, Window, agree, predicted_samples
 from threefold.audit.offences import Evidence
-from threefold.audit.record import Segment, SegmentLine, SkipLine, StepsLine, place_after
+from threefold.audit.record import SegmentLine, SkipLine, StepsLine, place_after, read
 from threefold.data.order import Place, StepRange, num_batches
 from threefold.data.rows.concat import Rows
 from threefold.errors import Problem, RunError, rows_text
-from threefold.jsonl import Tracker
+from threefold.jsonl import MetricsFile, Tracker
 
 
 class Audit:
     """Observes the steps of one rank and compares them with those of the others.
 
     Args:
-        start: what this start of the run goes by: the mesh, the order, the first step and where it begins; `every` 0
-            turns the audit off.
-        gather: gives what every rank passed to it, [n] int64 -> [world, n] int64.
+        start: the mesh, the order, the first step and its place; `every` 0 turns the audit off.
+        gather: returns what every rank passed to it, [n] int64 -> [world, n] int64.
         explain: names what is wrong in the evidence of all ranks, at least one problem.
-        rows: the source that every row is compared with; None: it is not known.
-        skips: ranges of steps that are left out, by the step before whose batch that happens.
-        record: hears the lines of audit.jsonl; on rank 0 only.
+        rows: the source that every row is compared with; None: there is none to compare with.
+        skips: ranges of steps that are left out, by the step that follows them.
+        record: gets the lines of audit.jsonl; on rank 0 only.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Audit:
         self._window.add(indices, *contents)
 
     def due(self, step: int) -> bool:
-        """Whether an audit follows `step`: it is time, or the order jumps behind it."""
+        """Whether an audit follows `step`: it is time, or the order jumps after it."""
         every = self._start.every
         return bool(every) and (step % every == 0 or step + 1 in self._skips)
 
@@ -94,7 +94,7 @@ class Audit:
         self._window = Window(self._rows, first_step=window.last_step + 1)
 
     def close(self) -> None:
-        """The run is over, whole or not."""
+        """The run is over, complete or not."""
         if self._record is not None:
             self._record.close()
 
@@ -123,28 +123,27 @@ class Audit:
         self._record.log(line.to_record())
 
 
-def departs(start: SegmentLine, before: Sequence[Segment]) -> Place | None:
-    """Where a start begins by the record of the starts `before` it, if that is not where it says it begins."""
-    done = start.first_step - 1
+def begin(start: SegmentLine, path: Path, file: MetricsFile | None, *, fix: str) -> dict[str, int]:
+    """Appends a start to the record at `path`, on rank 0; returns its number and place.
+
+    Raises:
+        RunError: the start does not begin where the record ends; `fix` says what to do.
+    """
+    assert file is not None
+    before = read(path) if path.stat().st_size else []
+    done, order, found = start.first_step - 1, start.order, start.place
     known = place_after(before, done) if done else Place(0, 0)
-    if known is None or start.order.begin(known) == start.place:
-        return None
-    return start.order.begin(known)
-
-
-def numbered(start: SegmentLine, before: Sequence[Segment]) -> SegmentLine:
-    """The start as the one after those `before` it."""
-    return dataclasses.replace(start, segment=before[-1].start.segment + 1 if before else 1)
-
-
-def one_off(start: SegmentLine, known: Place, *, fix: str) -> RunError:
-    """The error for a start that begins elsewhere than at `known`, where the record ends."""
-    begin = start.place
-    lost = rows_text(start.order.rows(min(begin, known), 1)[0])
-    return RunError(
-        f"step {start.first_step} would begin at position {begin.position} of epoch {begin.epoch}, but by audit.jsonl "
-        f"step {start.first_step - 1} ended at position {known.position} of epoch {known.epoch}: "
-        f"{lost} would be {'left out' if begin > known else 'read again'}",
-        expected="the checkpoint and the record of the run to agree on what was read",
-        fix=fix,
-    )
+    if known is not None and (known := order.begin(known)) != found:
+        lost = (
+            f"{rows_text(order.rows(min(found, known), 1)[0])} would be {'left out' if found > known else 'read again'}"
+        )
+        raise RunError(
+            f"step {done + 1} would begin at position {found.position} of epoch {found.epoch}, but by audit.jsonl "
+            f"step {done} ended at position {known.position} of epoch {known.epoch}: {lost} would be "
+            f"{'left out' if found > known else 'read again'}",
+            expected="a checkpoint and a record of the run that agree on what was read",
+            fix=fix,
+        )
+    segment = before[-1].start.segment + 1 if before else 1
+    file.log(dataclasses.replace(start, segment=segment).to_record())
+    return {"segment": segment, "epoch": found.epoch, "position": found.position}

@@ -23,7 +23,7 @@ from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config.loading import Loaded
 from threefold.config.schema import Config
 from threefold.errors import ThreefoldError
-from threefold.integrations.terminal import Terminal
+from threefold.integrations.trackers import Terminal
 from threefold.jsonl import MetricsFile, Tracker
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh, join_mesh

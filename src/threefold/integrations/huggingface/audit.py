@@ -17,22 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from transformers import TrainerCallback
 from transformers.utils import logging
 
 from threefold.audit import record
-from threefold.audit.compare import Audit, departs, numbered, one_off
+from threefold.audit.compare import Audit, begin
 from threefold.audit.digest import Int64
 from threefold.audit.offences import Evidence, explain
-from threefold.audit.record import Segment, SegmentLine
+from threefold.audit.record import SegmentLine
 from threefold.data.order import Order, Place
-from threefold.data.sampler import DistributedSampler
 from threefold.errors import Problem, ranks_text
-from threefold.integrations.huggingface.counter import RowCounter
+from threefold.integrations.huggingface.counter import RowCounter, from_all_ranks
 from threefold.integrations.huggingface.data import Taken, TrainLoader
-from threefold.integrations.huggingface.state import in_trainer_words
+from threefold.integrations.huggingface.state import all_ranks, in_trainer_words
 from threefold.jsonl import MetricsFile
 
 log = logging.get_logger(__name__)
@@ -110,28 +107,20 @@ class OrderAudit:
         if again:
             # With ignore_data_skip, transformers restarts the epoch that the number of steps falls into.
             place["epoch"] = done // math.ceil(len(loader) / args.gradient_accumulation_steps)
+        sampler = loader.sampler
+        sizes = (sampler.epoch_size, sampler.global_batch, sampler.seed, sampler.shuffle, sampler.tail)
         start = SegmentLine.of(
-            _order_of(loader.sampler),
+            Order(*sizes, version=place["order_version"]),
             Place(place["epoch"], place["position"]),
             first_step=done + 1,
             topology=loader.axis.topology,
             every=every,
         )
-        gather = partial(_gather, device=args.device)
-        file = None
-        numbers = np.array([start.segment, -1, -1])
-        if loader.axis.rank == 0:
-            file, before = _open_record(folder, again=again, first_step=start.first_step)
-            start = numbered(start, before)
-            known = departs(start, before)
-            numbers = np.array([start.segment, *(known or (-1, -1))])
-            if known is None:
-                file.log(start.to_record())
-        segment, *known_place = gather(numbers)[0].tolist()
-        if known_place[0] >= 0:
-            older = "resume from an older checkpoint, or begin in another output_dir"
-            raise one_off(start, Place(*known_place), fix=older)
-        self._audit = Audit(replace(start, segment=segment), gather=gather, explain=_explain, record=file)
+        path = folder / record.FILE
+        file = _open_record(path, again=again, first_step=start.first_step) if loader.axis.rank == 0 else None
+        older = "resume from an older checkpoint, or begin in another output_dir"
+        begun = all_ranks().share("audit", partial(begin, start, path, file, fix=older))
+        self._audit = Audit(replace(start, **begun), gather=_gather, explain=_explain, record=file)
 
     def micro_batch(self) -> None:
         """The next batch from the loader has been used."""
@@ -153,36 +142,16 @@ class OrderAudit:
         self._audit.close()
 
 
-def _order_of(sampler: DistributedSampler) -> Order:
-    return Order(
-        num_rows=sampler.epoch_size,
-        global_batch=sampler.global_batch,
-        seed=sampler.seed,
-        shuffle=sampler.shuffle,
-        tail=sampler.tail,
-        version=sampler.state_dict()["order_version"],
-    )
-
-
-def _open_record(folder: Path, *, again: bool, first_step: int) -> tuple[MetricsFile, list[Segment]]:
-    """(audit.jsonl, the starts of the run that it has so far)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / record.FILE
+def _open_record(path: Path, *, again: bool, first_step: int) -> MetricsFile:
+    path.parent.mkdir(parents=True, exist_ok=True)
     if again and path.exists():
         # Rows of that epoch will be read again, as requested: a new record begins.
-        path.replace(folder / f"audit-before-step-{first_step}.jsonl")
-    file = MetricsFile(path)
-    return file, record.read(path) if path.stat().st_size else []
+        path.replace(path.with_name(f"audit-before-step-{first_step}.jsonl"))
+    return MetricsFile(path)
 
 
-def _gather(values: Int64, device: torch.device) -> Int64:
-    """What every rank gave, [world, len(values)]."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return values[None]
-    own = torch.from_numpy(values).to(device)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
-    return torch.stack(gathered).cpu().numpy()
+def _gather(values: Int64) -> Int64:
+    return np.stack(from_all_ranks(values))
 
 
 def _explain(evidence: Evidence) -> list[Problem]:

@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from threefold.errors import RunError, rows_text
 log = logging.get_logger(__name__)
 
 FILE = "threefold-rows.npz"
+T = TypeVar("T")
 
 
 class RowCounter:
@@ -160,11 +161,16 @@ class RowCounter:
 
 def _of_all_ranks(steps: list[list[int]]) -> list[list[Int64]]:
     """What each rank has read in each step, [steps][ranks] of [rows]."""
-    everybody = [steps]
-    if dist.is_available() and dist.is_initialized():
-        everybody = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everybody, steps)
-    return [[np.array(rows, np.int64) for rows in of_ranks] for of_ranks in zip(*everybody, strict=True)]
+    return [[np.array(rows, np.int64) for rows in of_ranks] for of_ranks in zip(*from_all_ranks(steps), strict=True)]
+
+
+def from_all_ranks(value: T) -> list[T]:
+    """What every rank gave, in rank order."""
+    if not dist.is_initialized():
+        return [value]
+    found = [value] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def _queue_of(batches: Any) -> deque[tuple[int, ...]]:

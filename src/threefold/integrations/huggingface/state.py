@@ -134,7 +134,8 @@ def save_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
     Raises:
         RunError: a rank could not write, on every rank.
     """
-    state, mesh = _tensors(model, optimizer), _all_ranks()
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's has torch's inside
+    state, mesh = _tensors(model, optimizer), all_ranks()
     final, partial = checkpoint / STATE_FOLDER, checkpoint / f".{STATE_FOLDER}.partial"
 
     def begin() -> None:
@@ -166,7 +167,7 @@ def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
             expected="a checkpoint of a model that was loaded with DistributedConfig, as this one was",
             fix="from_pretrained(CHECKPOINT, distributed_config=...) begins with its weights, without its optimizer",
         )
-    mesh, from_dcp = _all_ranks(), any(folder.glob("shard-*.safetensors"))
+    mesh, from_dcp = all_ranks(), any(folder.glob("shard-*.safetensors"))
     if from_dcp:  # 0.1.0 wrote through torch.distributed.checkpoint
         files, index = folder, index_of_dcp(folder)
     else:
@@ -175,6 +176,7 @@ def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
                 f"{folder} is damaged: {reason}", expected="the files as the Trainer wrote them", fix=_OLDER
             )
         files, index = folder / "state", Index.read(folder / "state")
+    optimizer = getattr(optimizer, "optimizer", optimizer)
     live = _tensors(model, optimizer)
     # It saved a scalar tensor as one of a single element.
     wanted = {name: t.reshape(1) if from_dcp and t.ndim == 0 else t for name, t in live.items()}
@@ -193,7 +195,7 @@ def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
         set_optimizer_state_dict(model, optimizer, state, options=_OPTIONS)
 
 
-def _all_ranks() -> Mesh:
+def all_ranks() -> Mesh:
     """All ranks of the process group as a mesh for the checkpoint engine; every rank calls it equally often."""
     if not dist.is_initialized():
         return Mesh(Topology(), 0, torch.device("cpu"))

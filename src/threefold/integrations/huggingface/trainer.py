@@ -65,9 +65,8 @@ class Trainer(transformers.Trainer):
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built = super()._build_accelerator_args(**kwargs)
-        if self.args.parallelism_config is None and getattr(
-            self.model, "is_distributed_loading_by_transformers", False
-        ):
+        has_mesh = getattr(self.model, "is_distributed_loading_by_transformers", False)
+        if has_mesh and self.args.parallelism_config is None:
             # Such a model has its own mesh; accelerate would look for another one, which a CPU does not have.
             built.pop("parallelism_config", None)
         return built
@@ -264,7 +263,7 @@ class Trainer(transformers.Trainer):
         if not self.is_distributed_loading_by_transformers:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        state.save_shards(Path(output_dir), self.model, _bare(self.optimizer), step=self.state.global_step)
+        state.save_shards(Path(output_dir), self.model, self.optimizer, step=self.state.global_step)
         if self.args.should_save:
             (Path(output_dir) / _SCHEDULER).write_text(json.dumps(self.lr_scheduler.state_dict()))
 
@@ -278,10 +277,9 @@ class Trainer(transformers.Trainer):
         if not self.is_distributed_loading_by_transformers or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        optimizer = _bare(self.optimizer)
-        state.load_shards(Path(checkpoint), self.model, optimizer)
+        state.load_shards(Path(checkpoint), self.model, self.optimizer)
         self.lr_scheduler.load_state_dict(json.loads((Path(checkpoint) / _SCHEDULER).read_text()))
-        for group, rate in zip(optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
 
     def _load_best_model(self) -> None:
@@ -289,11 +287,6 @@ class Trainer(transformers.Trainer):
             state.load_shards(Path(str(self.state.best_model_checkpoint)), self.model, None)
         else:
             super()._load_best_model()
-
-
-def _bare(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside accelerate's."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 @contextlib.contextmanager

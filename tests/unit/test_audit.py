@@ -388,7 +388,7 @@ def test_run_over_any_stops_and_meshes_is_proved(stops: list[Any], num_rows: int
     assert set(counted.values()) == {1}
     for epoch in coverage(stretches):
         assert epoch.read == sum(1 for e, _ in counted if e == epoch.epoch)
-        assert not epoch.finished or epoch.unread == len(epoch.named) or len(epoch.named) == 8
+        assert epoch.named is None or epoch.unread == len(epoch.named) or len(epoch.named) == 8
 
 
 def test_lines_read_back(tmp_path: Path) -> None:

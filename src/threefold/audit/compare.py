@@ -11,8 +11,8 @@ They are compared before the first step (`begin`), so that a resume that is a ba
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from threefold.audit.digest import Int64, Message, Window, agree, predicted_samples
@@ -24,10 +24,11 @@ from threefold.errors import Problem, RunError, rows_text
 from threefold.jsonl import MetricsFile, Tracker
 
 
+@dataclass
 class Audit:
     """Observes the steps of one rank and compares them with those of the others.
 
-    Args:
+    Attributes:
         start: the mesh, the order, the first step and its place; `every` 0 turns the audit off.
         gather: returns what every rank passed to it, [n] int64 -> [world, n] int64.
         explain: names what is wrong in the evidence of all ranks, at least one problem.
@@ -36,37 +37,29 @@ class Audit:
         record: gets the lines of audit.jsonl; on rank 0 only.
     """
 
-    def __init__(
-        self,
-        start: SegmentLine,
-        *,
-        gather: Callable[[Int64], Int64],
-        explain: Callable[[Evidence], list[Problem]],
-        rows: Rows | None = None,
-        skips: Mapping[int, StepRange] | None = None,
-        record: Tracker | None = None,
-    ) -> None:
-        self._start = start
-        self._gather = gather
-        self._explain = explain
-        self._rows = rows
-        self._skips = skips or {}
-        self._record = record
-        self._begin = start.place
-        self._window = Window(rows, first_step=start.first_step)
+    start: SegmentLine
+    gather: Callable[[Int64], Int64]
+    explain: Callable[[Evidence], list[Problem]]
+    rows: Rows | None = None
+    skips: Mapping[int, StepRange] = field(default_factory=dict)
+    record: Tracker | None = None
+
+    def __post_init__(self) -> None:
+        self._begin = self.start.place
+        self._window = Window(self.rows, first_step=self.start.first_step)
 
     def observe(self, step: int, indices: Int64, *contents: Int64) -> None:
         """Takes what `step` used: row indices [rows] and its tensors (`Window.add`)."""
-        if not self._start.every:
+        if not self.start.every:
             return
-        if (step_range := self._skips.get(step)) is not None:
+        if (step_range := self.skips.get(step)) is not None:
             self._leave_out(step, step_range)
         self._window.add(indices, *contents)
 
     def due(self, step: int) -> bool:
         """Whether an audit follows `step`: it is time, or the order jumps after it."""
-        every = self._start.every
-        return bool(every) and (step % every == 0 or step + 1 in self._skips)
+        every = self.start.every
+        return bool(every) and (step % every == 0 or step + 1 in self.skips)
 
     def check(self) -> None:
         """Compares the steps since the last audit over all ranks; every rank calls it, after the same step.
@@ -74,44 +67,44 @@ class Audit:
         Raises:
             RunError: ranks did not read what the order has for them; the same text on every rank.
         """
-        window, order, topology = self._window, self._start.order, self._start.topology
+        window, order, topology = self._window, self.start.order, self.start.topology
         if not window.num_steps:
             return
-        messages = [Message.unpack(values) for values in self._gather(window.message().pack())]
+        messages = [Message.unpack(values) for values in self.gather(window.message().pack())]
         rows = order.rows(self._begin, window.num_steps)
         predicted = predicted_samples(rows, first_step=window.first_step, dp_size=topology.dp)
         problems: Sequence[Problem] = ()
         if not agree(messages, predicted, topology):
-            evidence = self._gather(window.evidence(order.global_batch // topology.dp))
-            resumed = window.first_step == self._start.first_step > 1
-            problems = self._explain(
+            evidence = self.gather(window.evidence(order.global_batch // topology.dp))
+            resumed = window.first_step == self.start.first_step > 1
+            problems = self.explain(
                 Evidence(topology, order, messages, evidence, window.first_step, self._begin, resumed=resumed)
             )
         self._write(messages, problems)
         if problems:
             raise RunError.of(problems)
         self._begin = order.after(self._begin, window.num_steps)
-        self._window = Window(self._rows, first_step=window.last_step + 1)
+        self._window = Window(self.rows, first_step=window.last_step + 1)
 
     def close(self) -> None:
         """The run is over, complete or not."""
-        if self._record is not None:
-            self._record.close()
+        if self.record is not None:
+            self.record.close()
 
     def _leave_out(self, step: int, step_range: StepRange) -> None:
-        order, batches = self._start.order, num_batches([step_range])
-        if self._record is not None:
-            line = SkipLine(self._start.segment, step, *step_range, *order.begin(self._begin), batches)
-            self._record.log(line.to_record())
+        order, batches = self.start.order, num_batches([step_range])
+        if self.record is not None:
+            line = SkipLine(self.start.segment, step, *step_range, *order.begin(self._begin), batches)
+            self.record.log(line.to_record())
         self._begin = order.after(self._begin, batches)
 
     def _write(self, messages: Sequence[Message], problems: Sequence[Problem]) -> None:
-        if self._record is None:
+        if self.record is None:
             return
-        first_ranks = messages[:: self._start.topology.world_size // self._start.topology.dp]
-        epoch, position = self._start.order.begin(self._begin)
+        first_ranks = messages[:: self.start.topology.world_size // self.start.topology.dp]
+        epoch, position = self.start.order.begin(self._begin)
         line = StepsLine(
-            segment=self._start.segment,
+            segment=self.start.segment,
             first=self._window.first_step,
             last=self._window.last_step,
             epoch=epoch,
@@ -120,7 +113,7 @@ class Audit:
             contents=tuple(message.contents for message in first_ranks),
             faults=tuple(problem.what for problem in problems),
         )
-        self._record.log(line.to_record())
+        self.record.log(line.to_record())
 
 
 def begin(start: SegmentLine, path: Path, file: MetricsFile | None, *, fix: str) -> dict[str, int]:
@@ -145,5 +138,5 @@ def begin(start: SegmentLine, path: Path, file: MetricsFile | None, *, fix: str)
             fix=fix,
         )
     segment = before[-1].start.segment + 1 if before else 1
-    file.log(dataclasses.replace(start, segment=segment).to_record())
+    file.log(replace(start, segment=segment).to_record())
     return {"segment": segment, "epoch": found.epoch, "position": found.position}

@@ -127,10 +127,8 @@ class Coverage:
     num_rows: int
     read: int
     left_out: int
-    finished: bool
-    """a later epoch has begun, so unread rows remain unread."""
-    named: list[int]
-    """the first of the unread rows."""
+    named: list[int] | None
+    """the first of the unread rows; None in the last epoch, which may still read them."""
 
     @property
     def unread(self) -> int:
@@ -151,9 +149,8 @@ def coverage(stretches: Sequence[Stretch]) -> list[Coverage]:
         sizes = {True: 0, False: 0}
         for stretch in own:
             sizes[stretch.first_step > 0] += min(stretch.stop, order.num_rows) - stretch.start
-        finished = epoch < epochs[-1]
-        named = _unread_rows(own, epoch) if finished else []
-        found.append(Coverage(epoch, order.num_rows, sizes[True], sizes[False], finished, named))
+        named = _unread_rows(own, epoch) if epoch < epochs[-1] else None
+        found.append(Coverage(epoch, order.num_rows, sizes[True], sizes[False], named))
     return found
 
 
@@ -198,11 +195,10 @@ def coverage_lines(stretches: Sequence[Stretch]) -> Iterator[str]:
             why = "they do not fill a batch at the end"
             why = why if begun else f"read before this record, or {why}"
             line = f"  epoch {epoch.epoch}: {epoch.read:,} of {epoch.num_rows:,} rows, each exactly once"
-            if not epoch.finished:
+            if epoch.named is None:
                 yield f"{line}; {epoch.unread:,} not yet" if epoch.unread else line
             elif epoch.unread:
-                more = ", ..." if epoch.unread > len(epoch.named) else ""
-                named = ", ".join(map(str, epoch.named)) + more
+                named = ", ".join(map(str, epoch.named)) + (", ..." if epoch.unread > len(epoch.named) else "")
                 yield f"{line}; {epoch.unread:,} not: {why} (rows {named})"
             else:
                 yield line

@@ -98,11 +98,8 @@ def check_saved(lines: Sequence[Line], saved: Iterable[tuple[Path, int, Place]])
         if step < first_step or place in readings:
             continue
         if not readings:
-            raise RunError(
-                f"step {step} has no record, but {path} was saved after it",
-                expected="every saved step in audit.jsonl",
-                fix=_LOST_LINES,
-            )
+            what = f"step {step} has no record, but {path} was saved after it"
+            raise RunError(what, expected="every saved step in audit.jsonl", fix=_LOST_LINES)
         raise RunError(
             f"{path} was saved at position {place.position} of epoch {place.epoch}, but by audit.jsonl step "
             f"{step} ended at position {readings[-1].position} of epoch {readings[-1].epoch}",
@@ -113,12 +110,10 @@ def check_saved(lines: Sequence[Line], saved: Iterable[tuple[Path, int, Place]])
 
 def _places_after(lines: Sequence[Line], step: int) -> list[Place]:
     found: list[Place] = []
-    order: Order | None = None
     for line in lines:
         if isinstance(line, SegmentLine):
             order = line.order
         elif isinstance(line, StepsLine) and line.first <= step <= line.last:
-            assert order is not None
             found.append(order.after(line.place, step - line.first + 1))
     return found
 
@@ -154,14 +149,13 @@ def _check_place(found: Place, expected: Place, *, step: int, order: Order) -> N
     found, expected = order.begin(found), order.begin(expected)
     if found == expected:
         return
-    text = f"step {step} begins at position {found.position} of epoch {found.epoch}"
-    text += f", but the steps before it ended at position {expected.position} of epoch {expected.epoch}"
     if found > expected:
-        what = f"{text}: {rows_text(order.rows(expected, 1)[0])} and all up to there were left out"
+        lost = f"{rows_text(order.rows(expected, 1)[0])} and all up to there were left out"
     else:
-        what = f"{text}: {rows_text(order.rows(found, 1)[0])} were read again"
+        lost = f"{rows_text(order.rows(found, 1)[0])} were read again"
     raise RunError(
-        what,
+        f"step {step} begins at position {found.position} of epoch {found.epoch}, but the steps before it ended at "
+        f"position {expected.position} of epoch {expected.epoch}: {lost}",
         expected="each step to begin where the one before it ended",
         fix=f"resume from a checkpoint before step {step}; if the file was changed by hand, restore it",
     )

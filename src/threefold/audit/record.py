@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -111,12 +111,12 @@ class SegmentLine(_Record):
     @cached_property
     def order(self) -> Order:
         """The order that the run followed."""
-        mixture = None
-        if self.mixture is not None:
-            sizes = {name: size for name, size, _ in self.mixture}
-            mixture = Mixture(sizes, {name: turns for name, _, turns in self.mixture}, seed=self.seed)
-        numbers = (self.num_rows, self.global_batch, self.seed, self.shuffle, self.tail, self.order_version)
-        return Order(*numbers, mixture)
+        order = Order(self.num_rows, self.global_batch, self.seed, self.shuffle, self.tail, self.order_version)
+        if self.mixture is None:
+            return order
+        sizes = {name: size for name, size, _ in self.mixture}
+        turns = {name: turns for name, _, turns in self.mixture}
+        return replace(order, mixture=Mixture(sizes, turns, seed=self.seed))
 
 
 def described(mixture: Mixture) -> tuple[tuple[str, int, int], ...]:
@@ -200,8 +200,7 @@ class Segment:
 
     def until(self, last_step: int) -> Segment:
         """What remains of it after a later start has read the steps after `last_step` again."""
-        if self.last_step is not None:
-            last_step = min(last_step, self.last_step)
+        last_step = last_step if self.last_step is None else min(last_step, self.last_step)
         last_step = max(last_step, self.start.first_step - 1)
         return Segment(self.start, tuple(line for line in self.lines if line.step <= last_step), last_step)
 

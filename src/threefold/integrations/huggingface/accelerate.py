@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 
-from threefold.data.distribute import DistributedLoader, IgnoreLastRow, check_loader, distribute
+from threefold.data.distribute import KEPT, DistributedLoader, IgnoreLastRow, check_loader, distribute
 from threefold.data.partition import Tail
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError
@@ -23,16 +23,8 @@ from threefold.integrations.huggingface.data import Axis, on_device, tracked
 from threefold.integrations.huggingface.loaders import EvaluationLoader
 from threefold.integrations.huggingface.loss import sharers_of
 
-_KEPT = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-)
+# The rest of the loader's settings is kept.
+_REPLACED = ("batch_size", "drop_last", "generator")
 
 
 def prepare_loader(
@@ -134,7 +126,7 @@ class PreparedEvaluationLoader(EvaluationLoader):
             accelerator=accelerator,
             axis=axis,
             keep_stand_ins=True,
-            **{name: getattr(loader, name) for name in _KEPT},
+            **{name: getattr(loader, name) for name in KEPT if name not in _REPLACED},
         )
         self._is_accelerate_prepared = True
 

@@ -87,8 +87,13 @@ class AuditCallback(TrainerCallback):
             self._audit.check()
 
     def _audit_of(self, args: Any, state: Any, loader: Any) -> OrderAudit | RowCounter | None:
+        kind = type(loader).__name__
         if not isinstance(loader, TrainLoader):
-            return RowCounter.of(args, state, loader)
+            has_rows = getattr(loader, "batch_sampler", None) is not None and hasattr(loader, "base_dataloader")
+            if has_rows and kind != "DataLoaderDispatcher":
+                return RowCounter(args, state, loader)
+            log.warning(f"The audit is off: a {kind} without a batch sampler has no row numbers.")
+            return None
         if loader.sampler.weighted:
             log.warning("The audit is off: samples drawn with weights may come more than once per epoch.")
             return None

@@ -32,34 +32,20 @@ T = TypeVar("T")
 class RowCounter:
     """The rows of an epoch that have been read, over all ranks, and what this rank read since the last exchange."""
 
-    def __init__(self, given: deque[tuple[int, ...]], *, num_rows: int, skip: int, step: int, args: Any) -> None:
-        self._given = given
-        self._skip = skip
-        self._step = step
-        self._rank = args.process_index
-        self._seen = np.zeros(num_rows, np.bool_)
-        self._complete_since_head = True
-        self._epoch = 0
-        self._fresh = True
-        self._used: list[int] = []
-        self._steps: list[list[int]] = []
-        self._largest_step = 0
-
-    @classmethod
-    def of(cls, args: Any, state: Any, loader: Any) -> RowCounter | None:
-        """The counter of a loader that accelerate has prepared; None, with a warning, for a stream."""
-        batches = getattr(loader, "batch_sampler", None)
-        if batches is None or not hasattr(loader, "base_dataloader") or type(loader).__name__ == "DataLoaderDispatcher":
-            log.warning(f"The audit is off: a {type(loader).__name__} without a batch sampler has no row numbers.")
-            return None
-        given = _queue_of(batches)
+    def __init__(self, args: Any, state: Any, loader: Any) -> None:
+        self._given = _queue_of(loader.batch_sampler)
+        self._step = state.global_step
         per_epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
         # The batches that transformers reads and discards when it resumes inside an epoch.
-        skip = 0 if args.ignore_data_skip else state.global_step % per_epoch * args.gradient_accumulation_steps
-        counter = cls(given, num_rows=len(loader.dataset), skip=skip, step=state.global_step, args=args)
-        if state.global_step:
-            counter._load(Path(args.output_dir) / f"checkpoint-{state.global_step}")
-        return counter
+        self._skip = 0 if args.ignore_data_skip else self._step % per_epoch * args.gradient_accumulation_steps
+        self._rank = args.process_index
+        self._seen = np.zeros(len(loader.dataset), np.bool_)
+        self._complete_since_head = self._fresh = True
+        self._epoch = self._largest_step = 0
+        self._used: list[int] = []
+        self._steps: list[list[int]] = []
+        if self._step:
+            self._load(Path(args.output_dir) / f"checkpoint-{self._step}")
 
     def epoch_begins(self, epoch: int) -> None:
         """Forgets the rows of the last epoch; an epoch that a resume continues keeps what was saved."""
@@ -135,10 +121,9 @@ class RowCounter:
     def _take(self, step: int, of_ranks: list[Int64]) -> None:
         rows = np.concatenate(of_ranks)
         self._largest_step = max(self._largest_step, len(rows))
-        before = self._seen[rows]
+        again = self._seen[rows]
         self._seen[rows] = True
         _, first = np.unique(rows, return_index=True)
-        again = before.copy()
         again[np.setdiff1d(np.arange(len(rows)), first)] = True
         if not again.any():
             return

@@ -67,10 +67,10 @@ class NumberedRows(Dataset[Any]):
         return len(self.rows)
 
     def __getitem__(self, number: int) -> tuple[int, Any]:
-        return number, self.rows[_index(number)]
+        return number, self.rows[max(number, ~number)]
 
     def __getitems__(self, numbers: list[int]) -> list[tuple[int, Any]]:
-        indices = [_index(number) for number in numbers]
+        indices = [max(number, ~number) for number in numbers]
         many = getattr(self.rows, "__getitems__", None)
         return list(zip(numbers, many(indices) if many else [self.rows[index] for index in indices], strict=True))
 
@@ -79,10 +79,6 @@ class NumberedRows(Dataset[Any]):
         if name == "rows":
             raise AttributeError(name)
         return getattr(self.rows, name)
-
-
-def _index(number: int) -> int:
-    return number if number >= 0 else ~number
 
 
 def collate_numbered(collate: Collate, samples: list[tuple[int, Any]], *, keep_stand_ins: bool = False) -> Numbered:

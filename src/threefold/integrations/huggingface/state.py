@@ -13,7 +13,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,38 +53,20 @@ _TRAINER_WORDS = {
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-@dataclass(frozen=True)
-class SavedPlace:
-    """The place of a run when it was saved.
-
-    Attributes:
-        step: optimizer steps done.
-        loader: state of the training loader.
-        global_batch: rows of a step, for messages.
-    """
-
-    step: int
-    loader: Mapping[str, Any]
-    global_batch: int
-
-    def write(self, checkpoint: Path) -> None:
-        checkpoint.mkdir(parents=True, exist_ok=True)
-        partial = checkpoint / f"{PLACE_FILE}.partial"
-        partial.write_text(json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
-        partial.replace(checkpoint / PLACE_FILE)
+def save_place(checkpoint: Path, **values: Any) -> None:
+    """Writes `step`, the optimizer steps done, `loader`, the state of the training loader, and `global_batch`."""
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    partial = checkpoint / f"{PLACE_FILE}.partial"
+    partial.write_text(json.dumps({"format": _FORMAT, **values}, indent=1) + "\n", encoding="utf-8")
+    partial.replace(checkpoint / PLACE_FILE)
 
 
-def read_place(checkpoint: Path) -> SavedPlace:
-    """What `SavedPlace.write` wrote.
-
-    Raises:
-        CheckpointError: there is no such file, or it is damaged.
-    """
+def _read_place(checkpoint: Path) -> tuple[int, dict[str, Any]]:
     path = checkpoint / PLACE_FILE
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] == _FORMAT:
-            return SavedPlace(int(values["step"]), dict(values["loader"]), int(values["global_batch"]))
+            return int(values["step"]), dict(values["loader"])
         found = f"has the format {values['format']}"
     except FileNotFoundError:
         raise CheckpointError(
@@ -243,24 +225,17 @@ class Resumed:
         batches_left: of this rank in that epoch, if it continues inside it; 0: it continues at the epoch's head.
     """
 
-    def __init__(self, saved: SavedPlace) -> None:
-        self.saved = saved
-        self.epoch = 0
-        self.batches_left = 0
-        self._updates_left = 0
-
-    def go_to_place(self, loader: TrainLoader, *, accumulation: int) -> None:
+    def __init__(self, checkpoint: Path, loader: TrainLoader, *, accumulation: int) -> None:
         """Moves the loader to the saved place, or to the head of the next epoch if this one is over.
 
         Raises:
-            DataError: the place belongs to another order.
+            CheckpointError: the checkpoint has no readable place. DataError: the place belongs to another order.
         """
-        check_order(self.saved.loader, loader=loader)
-        self.epoch, position = self.saved.loader["epoch"], self.saved.loader["position"]
+        self._step, saved = _read_place(checkpoint)
+        check_order(saved, loader=loader)
         left = loader.batches_left()
-        if not left:
-            self.epoch += 1
-        self.batches_left = left if position else 0
+        self.epoch = saved["epoch"] + (not left)
+        self.batches_left = left if saved["position"] else 0
         self._updates_left = math.ceil(self.batches_left / accumulation)
 
     def plan(self, args: Any, *, per_epoch: int, max_steps: int) -> tuple[int, int]:
@@ -268,8 +243,8 @@ class Resumed:
         # Steps that would have led here if all had been made with these sizes.
         done = self.epoch * per_epoch + (per_epoch - self._updates_left if self.batches_left else 0)
         if args.max_steps > 0:
-            return math.ceil((done + max_steps - self.saved.step) / per_epoch), max_steps
-        return math.ceil(args.num_train_epochs), self.saved.step + max(0, max_steps - done)
+            return math.ceil((done + max_steps - self._step) / per_epoch), max_steps
+        return math.ceil(args.num_train_epochs), self._step + max(0, max_steps - done)
 
 
 class EpochByRows(TrainerCallback):

@@ -91,8 +91,7 @@ class Trainer(transformers.Trainer):
     ) -> Any:
         if isinstance(dataset, IterableDataset) or not has_length(dataset):
             log.warning_once(
-                "A stream has no positions: transformers' own loader reads it, and of threefold's promises only the "
-                "loss holds."
+                "A stream has no positions: transformers' own loader reads it, and only the loss is exact."
             )
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         rows, collate = dataset, self.data_collator
@@ -127,8 +126,8 @@ class Trainer(transformers.Trainer):
             return torch.as_tensor(own[0], device=device).clamp(min=1) if self.compute_loss_func else None
         loader = self._train_loader
         rows = [loader.rows.popleft() for _ in own] if isinstance(loader, TrainLoader) else [1 for _ in own]
-        counted = torch.stack([torch.as_tensor(count, device=device) for count in own])
-        counted = counted * torch.tensor([row > 0 for row in rows], device=device)
+        weighted = [count if row else 0 for count, row in zip(own, rows, strict=True)]
+        counted = torch.stack([torch.as_tensor(count, device=device) for count in weighted])
         self._weights = deque(zip(counted.tolist(), rows, strict=True))
         return self.accelerator.reduce(counted.sum(), reduction="sum") // self.axis.sharers
 
@@ -219,8 +218,7 @@ class Trainer(transformers.Trainer):
             return values
         if self._checkpoint is None or args.ignore_data_skip:
             return values
-        self._resumed = state.Resumed(state.read_place(self._checkpoint))
-        self._resumed.go_to_place(dataloader, accumulation=args.gradient_accumulation_steps)
+        self._resumed = state.Resumed(self._checkpoint, dataloader, accumulation=args.gradient_accumulation_steps)
         epochs, per_epoch, *rest, max_steps = values
         epochs, max_steps = self._resumed.plan(args, per_epoch=per_epoch, max_steps=max_steps)
         return (epochs, per_epoch, *rest, max_steps)
@@ -253,10 +251,10 @@ class Trainer(transformers.Trainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, AuditCallback):
                 callback.check()
-        loader = self._train_loader
+        loader, step = self._train_loader, self.state.global_step
         if isinstance(loader, TrainLoader) and self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            state.SavedPlace(self.state.global_step, loader.state_dict(), loader.sampler.global_batch).write(folder)
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{step}"
+            state.save_place(folder, step=step, loader=loader.state_dict(), global_batch=loader.sampler.global_batch)
         super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

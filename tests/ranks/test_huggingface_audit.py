@@ -154,7 +154,7 @@ def test_callback_alone_finds_what_transformers_repeats_after_a_resume(tmp_path:
         assert same[:2] == ("", 6)
         assert half[1] in (3, 4)
         assert "epoch 0 had read it already" in half[0]
-        assert "goes on at the next sample with any number of ranks and any batch size" in half[0]
+        assert "resumes at the next sample with any number of ranks and any batch size" in half[0]
 
 
 def with_a_loader_of_ones_own(folder: str) -> tuple[str, int]:

@@ -104,8 +104,8 @@ def _train(folder: str, dp: int, cp: int) -> dict[str, Any]:
     with pytest.raises(ConfigError) as caught:
         trainer.model(input_ids=torch.zeros(1, 8, dtype=torch.long), inputs_embeds=torch.zeros(1, 8, 16))
     assert str(caught.value).startswith(
-        f"the model has its rows cut among {cp} context ranks, and was given inputs_embeds\n"
-        "  expected: input_ids, attention_mask, position_ids and labels: anything else would be left out\n"
+        f"the model splits its rows among {cp} context ranks, and was given inputs_embeds\n"
+        "  expected: input_ids, attention_mask, position_ids and labels: anything else would be ignored\n"
     )
     trainer.end()
     return {"curve": curve_of(trainer.state.log_history), "loss": loss, "seen": seen}

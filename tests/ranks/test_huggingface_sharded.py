@@ -254,7 +254,7 @@ def test_save_that_fails_is_told_on_every_rank(source: str, tmp_path: Path) -> N
     one, other = run_ranks(_no_room, 2, source, str(tmp_path / "file"))
     assert one == other
     assert one.startswith("the checkpoint of step 1 could not be saved: Not a directory (")
-    assert one.endswith("fix: make room (`df -h`), then trainer.train(resume_from_checkpoint=True)")
+    assert one.endswith("fix: free some disk space (`df -h`), then trainer.train(resume_from_checkpoint=True)")
 
 
 def _as_0_1_0_wrote(source: str, folder: str, sizes: dict[str, int]) -> None:

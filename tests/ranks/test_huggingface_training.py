@@ -202,7 +202,7 @@ def test_drop_last_leaves_out_whole_steps_on_any_mesh(tmp_path: Path) -> None:
     for num_ranks, batch_size in ((1, 8), (2, 2)):
         folder = tmp_path / str(num_ranks)
         curves.append(on_ranks(train, num_ranks, str(folder), "causal", 23, batch_size, dict(more))[0]["curve"])
-        assert "epoch 0: 16 of 23 rows, each exactly once; 7 not: they fill no batch at the end" in proved(folder)
+        assert "epoch 0: 16 of 23 rows, each exactly once; 7 not: they do not fill a batch at the end" in proved(folder)
     for curve in curves[1:]:
         assert_same_curve(curve, curves[0])
 

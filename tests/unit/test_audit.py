@@ -174,8 +174,8 @@ def test_rank_that_takes_its_tp_rank_for_its_dp_rank() -> None:
     world = World()
     first, second = world.share(2, 0), world.share(2, 1)
     windows = world.windows(lambda rank, step: world.share(step, world.topology.coordinates(rank)[3]))
-    expected = "\n  expected: the samples of its own dp rank on dp=2 x cp=1 x tp=2: others read these already, and its "
-    expected += "own are read by nobody\n  fix: give its loader dp_rank=mesh.dp_rank and dp_size=mesh.dp_size, then: "
+    expected = "\n  expected: the samples of its own dp rank on dp=2 x cp=1 x tp=2: others have read these already, "
+    expected += "and nobody reads its own\n  fix: give its loader dp_rank=mesh.dp_rank and dp_size=mesh.dp_size, then: "
     assert world.explain(windows) == [
         "rank 1 (dp rank 0, cp rank 0, tp rank 1) read the samples of dp rank 1 in step 2: "
         f"{rows_text(second)} instead of {rows_text(first)}{expected}{GO_ON}",
@@ -184,7 +184,7 @@ def test_rank_that_takes_its_tp_rank_for_its_dp_rank() -> None:
     ]
 
 
-AGAIN = f"  fix: go on from the last checkpoint: {GO_ON}   (if it comes again, with --data.num_workers 0)"
+AGAIN = f"  fix: resume from the last checkpoint: {GO_ON}   (if it happens again, with --data.num_workers 0)"
 
 
 def test_repeated_batch() -> None:
@@ -193,7 +193,7 @@ def test_repeated_batch() -> None:
     assert world.explain(windows) == [
         "ranks 0 to 3 read the batch of step 3 again in step 4: on rank 0 "
         f"{rows_text(world.share(3, 0))} instead of {rows_text(world.share(4, 0))}\n"
-        f"  expected: each batch once: step 4 reads the batch behind that of step 3\n{AGAIN}"
+        f"  expected: each batch once: step 4 reads the batch after that of step 3\n{AGAIN}"
     ]
 
 
@@ -204,7 +204,7 @@ def test_skipped_batch() -> None:
     assert problem == (
         "ranks 0 to 3 read the batch of step 6 in step 5: the batch of step 5 was left out: on rank 0 "
         f"{rows_text(world.share(6, 0))} instead of {rows_text(world.share(5, 0))}\n"
-        f"  expected: every batch: step 5 reads the batch behind that of step 4\n{AGAIN}"
+        f"  expected: every batch: step 5 reads the batch after that of step 4\n{AGAIN}"
     )
 
 
@@ -268,7 +268,7 @@ def test_another_source_behind_a_rank() -> None:
     windows[2]._source = 5
     assert world.explain(windows) == [
         "rank 2 read another source than rank 0: its fingerprint differs\n"
-        "  expected: the same tokens behind every rank, or the sample of a number is not the same sample everywhere\n"
+        "  expected: the same tokens on every rank: otherwise a sample's number means different samples\n"
         "  fix: threefold data prepare --source ... --to DIR   once, copy DIR to every machine, and --data.source DIR"
     ]
 
@@ -281,7 +281,7 @@ def test_damaged_copy_of_the_source_behind_a_rank() -> None:
     assert world.explain(windows) == [
         "rank 3 read other tokens than the first rank of the same dp rank, in steps 2 to 6, though the samples are "
         "the same\n"
-        "  expected: one content behind every rank; each rank agrees with its own copy of the source\n"
+        "  expected: the same contents on every rank; each rank agrees with its own copy of the source\n"
         f"  fix: compare the copies of the source on the machines, replace the damaged one, then: {GO_ON}"
     ]
 
@@ -388,7 +388,7 @@ def test_run_over_any_stops_and_meshes_is_proved(stops: list[Any], num_rows: int
     assert set(counted.values()) == {1}
     for epoch in coverage(stretches):
         assert epoch.read == sum(1 for e, _ in counted if e == epoch.epoch)
-        assert not epoch.finished or epoch.unread == len(epoch.named) or len(epoch.named) == 8
+        assert epoch.named is None or epoch.unread == len(epoch.named) or len(epoch.named) == 8
 
 
 def test_lines_read_back(tmp_path: Path) -> None:
@@ -426,7 +426,7 @@ LAST = next(line for line in reversed(CLEAN) if isinstance(line, StepsLine))
     [
         (
             _changed(CLEAN, StepsLine, samples=(1,)),
-            "steps 11 to 14: dp rank 0 did not read its samples, says its digest",
+            "steps 11 to 14: dp rank 0 did not read its samples, according to its digest",
         ),
         (_changed(CLEAN, StepsLine, samples=(1, 2), contents=(1, 2)), "steps 11 to 14: dp rank 0 did not read"),
         (_changed(CLEAN, StepsLine, contents=(1,)), "steps 11 to 14: the tokens that dp rank 0 read are not those"),
@@ -441,8 +441,8 @@ LAST = next(line for line in reversed(CLEAN) if isinstance(line, StepsLine))
             _changed(CLEAN, SegmentLine, position=8),
             "step 8 begins at position 8 of epoch 1, but the steps before it ended",
         ),
-        (_changed(CLEAN, SegmentLine, seed=4), "step 8 goes on in another order: seed = 4, before it 3"),
-        (_changed(CLEAN, SegmentLine, data="x"), "step 8 goes on in another order: data = x, before it counting"),
+        (_changed(CLEAN, SegmentLine, seed=4), "step 8 continues in another order: seed = 4, before it 3"),
+        (_changed(CLEAN, SegmentLine, data="x"), "step 8 continues in another order: data = x, before it counting"),
         (_changed(CLEAN, SegmentLine, mesh=(2, 1, 1, 1)), "step 8: dp rank 0 did not read its samples"),
         (_changed(CLEAN, SkipLine, batches=1), "step 9 begins at position 0 of epoch 2, but the steps before it ended"),
         ([line for line in CLEAN if not isinstance(line, SkipLine)], "step 9 begins at position 0 of epoch 2, but the"),
@@ -473,7 +473,7 @@ def test_run_without_a_record_is_refused(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"{tmp_path} has no audit.jsonl\n"
         "  expected: the folder of a run\n"
-        "  fix: check the path: a run's folder is its log.dir (runs/... where none was given)"
+        "  fix: check the path: a run's folder is its log.dir (runs/... if none was given)"
     )
 
 

@@ -79,7 +79,7 @@ def test_group_that_transformers_does_not_see_is_refused(tmp_path: Path) -> None
     for text in run_ranks(group_without_launcher, 2, str(tmp_path)):
         assert text == (
             "the process group has 2 ranks, TrainingArguments sees 1\n"
-            "  expected: the same: with this the ranks would train on the same rows, each for itself; transformers "
+            "  expected: the same number: otherwise every rank would train on the same rows by itself; transformers "
             "reads the launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK)\n"
             "  fix: delete the line   torch.distributed.init_process_group(...)   and start with torchrun "
             "--nproc_per_node 2 SCRIPT.py   (on CPUs with use_cpu=True)"
@@ -210,7 +210,7 @@ def test_resume_refuses_what_it_cannot_go_on_from(tmp_path: Path) -> None:
     assert refusal(lambda: trainer.train(resume_from_checkpoint=True)) == [
         (
             f"resume_from_checkpoint = True, but {empty} has no complete checkpoint",
-            "a folder checkpoint-STEP with a whole trainer_state.json, which is written last",
+            "a folder checkpoint-STEP with a complete trainer_state.json, which is written last",
             "trainer.train() to begin, or resume_from_checkpoint=PATH",
         )
     ]
@@ -226,7 +226,7 @@ def test_resume_refuses_what_it_cannot_go_on_from(tmp_path: Path) -> None:
     (checkpoint / "threefold.json").unlink()
     ((what, _, fix),) = refusal(lambda: again.train(resume_from_checkpoint=str(checkpoint)))
     assert what == f"{checkpoint} has no threefold.json: another Trainer has saved it"
-    assert fix.startswith("TrainingArguments(ignore_data_skip=True) goes on with these weights and begins the epoch")
+    assert fix.startswith("TrainingArguments(ignore_data_skip=True) keeps these weights and begins the epoch")
     anew = Trainer(
         causal_model(), arguments(str(tmp_path), ignore_data_skip=True, max_steps=3), train_dataset=Sentences(16)
     )
@@ -387,7 +387,7 @@ def test_transformers_with_another_loop_is_refused() -> None:
     assert refusal(lambda: checks.check_version(type("Trainer", (), {}), "9.9")) == [
         (
             "transformers 9.9 has no Trainer._build_accelerator_args",
-            "a version whose loop this Trainer knows: with another one its promises would not hold",
+            "a version whose loop this Trainer supports: with another one its promises would not hold",
             "pip install 'transformers==5.23.*'",
         )
     ]

@@ -63,6 +63,7 @@ TORCH_FREE = [
     "threefold.jobs.kubernetes",
     "threefold.jobs.sagemaker",
     "threefold.jobs.slurm",
+    "threefold.integrations.trackers",
     "threefold.mesh.environment",
     "threefold.mesh.launchers.info",
     "threefold.mesh.launchers.managed",

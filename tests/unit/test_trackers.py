@@ -110,7 +110,7 @@ def test_tracker_that_fails_later_is_left_out_from_then_on() -> None:
     guarded.close()
     assert inner.heard == 2
     assert said == [
-        "tracker mine failed and is left out: the disk is full (training goes on; see the rank's log)",
+        "tracker mine failed and is left out: the disk is full (training continues; see the rank's log)",
     ]
 
 
@@ -118,7 +118,7 @@ def test_tracker_that_leaves_the_process_does_not_take_training_along() -> None:
     said: list[str] = []
     guarded = Guarded("mine", lambda: Failing("close"), said.append)
     guarded.close()
-    assert said == ["tracker mine did not close and is left out: 1 (training goes on; see the rank's log)"]
+    assert said == ["tracker mine did not close and is left out: 1 (training continues; see the rank's log)"]
 
 
 def test_tracker_is_opened_with_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_missing_package_is_refused_with_the_command(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else object())
     assert [str(problem) for problem in problems(("tensorboard", "wandb"))] == [
         "log.trackers has wandb, and the package wandb is not installed\n"
-        "  expected: a tracker that is there when training begins\n"
+        "  expected: a tracker that is installed when training begins\n"
         "  fix: pip install 'threefold[wandb]', or leave wandb out of log.trackers"
     ]
 

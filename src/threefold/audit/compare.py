@@ -1,72 +1,65 @@
-"""The audit while a run goes: every rank's digests of what it read, side by side, in one small collective.
+"""The audit during a run: every rank's digests of what it read are compared in one small collective.
 
-`observe` takes what each step used and costs no communication; `check`, every `audit.every` steps and before anything
-is saved, lets each rank send seven integers. Where they do not agree a second, larger exchange says what was read, and
-every rank raises the same error. Rank 0 writes the digests down.
+`observe` takes what each step used and costs no communication; in `check`, every `audit.every` steps and before
+anything is saved, each rank sends five integers. If they do not agree, a second, larger exchange shows what was read,
+and every rank raises the same error. Rank 0 records the digests.
 
-The run and the Trainer share it: how integers are gathered from all ranks, and the words for what is wrong, are handed
-in. The place where a run resumes is known twice: the loader has it from the checkpoint, audit.jsonl from what was read.
-They are compared before the first step (`departs`), so that a resume that is a batch off trains on nothing.
+The run and the Trainer share it: both pass in how to gather integers from all ranks and how to explain what is wrong.
+The place where a run resumes is known twice: the loader has it from the checkpoint, audit.jsonl from what was read.
+They are compared before the first step (`begin`), so that a resume that is a batch off stops before it trains.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from threefold.audit.digest import Int64, Message, Window, agree, predicted_samples
 from threefold.audit.offences import Evidence
-from threefold.audit.record import Segment, SegmentLine, SkipLine, StepsLine, place_after
+from threefold.audit.record import SegmentLine, SkipLine, StepsLine, place_after, read
 from threefold.data.order import Place, StepRange, num_batches
 from threefold.data.rows.concat import Rows
 from threefold.errors import Problem, RunError, rows_text
-from threefold.jsonl import Tracker
+from threefold.jsonl import MetricsFile, Tracker
 
 
+@dataclass
 class Audit:
     """Observes the steps of one rank and compares them with those of the others.
 
-    Args:
-        start: what this start of the run goes by: the mesh, the order, the first step and where it begins; `every` 0
-            turns the audit off.
-        gather: gives what every rank passed to it, [n] int64 -> [world, n] int64.
+    Attributes:
+        start: the mesh, the order, the first step and its place; `every` 0 turns the audit off.
+        gather: returns what every rank passed to it, [n] int64 -> [world, n] int64.
         explain: names what is wrong in the evidence of all ranks, at least one problem.
-        rows: the source that every row is compared with; None: it is not known.
-        skips: ranges of steps that are left out, by the step before whose batch that happens.
-        record: hears the lines of audit.jsonl; on rank 0 only.
+        rows: the source that every row is compared with; None: there is none to compare with.
+        skips: ranges of steps that are left out, by the step that follows them.
+        record: gets the lines of audit.jsonl; on rank 0 only.
     """
 
-    def __init__(
-        self,
-        start: SegmentLine,
-        *,
-        gather: Callable[[Int64], Int64],
-        explain: Callable[[Evidence], list[Problem]],
-        rows: Rows | None = None,
-        skips: Mapping[int, StepRange] | None = None,
-        record: Tracker | None = None,
-    ) -> None:
-        self._start = start
-        self._gather = gather
-        self._explain = explain
-        self._rows = rows
-        self._skips = skips or {}
-        self._record = record
-        self._begin = start.place
-        self._window = Window(rows, first_step=start.first_step)
+    start: SegmentLine
+    gather: Callable[[Int64], Int64]
+    explain: Callable[[Evidence], list[Problem]]
+    rows: Rows | None = None
+    skips: Mapping[int, StepRange] = field(default_factory=dict)
+    record: Tracker | None = None
+
+    def __post_init__(self) -> None:
+        self._begin = self.start.place
+        self._window = Window(self.rows, first_step=self.start.first_step)
 
     def observe(self, step: int, indices: Int64, *contents: Int64) -> None:
         """Takes what `step` used: row indices [rows] and its tensors (`Window.add`)."""
-        if not self._start.every:
+        if not self.start.every:
             return
-        if (step_range := self._skips.get(step)) is not None:
+        if (step_range := self.skips.get(step)) is not None:
             self._leave_out(step, step_range)
         self._window.add(indices, *contents)
 
     def due(self, step: int) -> bool:
-        """Whether an audit follows `step`: it is time, or the order jumps behind it."""
-        every = self._start.every
-        return bool(every) and (step % every == 0 or step + 1 in self._skips)
+        """Whether an audit follows `step`: it is time, or the order jumps after it."""
+        every = self.start.every
+        return bool(every) and (step % every == 0 or step + 1 in self.skips)
 
     def check(self) -> None:
         """Compares the steps since the last audit over all ranks; every rank calls it, after the same step.
@@ -74,44 +67,44 @@ class Audit:
         Raises:
             RunError: ranks did not read what the order has for them; the same text on every rank.
         """
-        window, order, topology = self._window, self._start.order, self._start.topology
+        window, order, topology = self._window, self.start.order, self.start.topology
         if not window.num_steps:
             return
-        messages = [Message.unpack(values) for values in self._gather(window.message().pack())]
+        messages = [Message.unpack(values) for values in self.gather(window.message().pack())]
         rows = order.rows(self._begin, window.num_steps)
         predicted = predicted_samples(rows, first_step=window.first_step, dp_size=topology.dp)
         problems: Sequence[Problem] = ()
         if not agree(messages, predicted, topology):
-            evidence = self._gather(window.evidence(order.global_batch // topology.dp))
-            resumed = window.first_step == self._start.first_step > 1
-            problems = self._explain(
+            evidence = self.gather(window.evidence(order.global_batch // topology.dp))
+            resumed = window.first_step == self.start.first_step > 1
+            problems = self.explain(
                 Evidence(topology, order, messages, evidence, window.first_step, self._begin, resumed=resumed)
             )
         self._write(messages, problems)
         if problems:
             raise RunError.of(problems)
         self._begin = order.after(self._begin, window.num_steps)
-        self._window = Window(self._rows, first_step=window.last_step + 1)
+        self._window = Window(self.rows, first_step=window.last_step + 1)
 
     def close(self) -> None:
-        """The run is over, whole or not."""
-        if self._record is not None:
-            self._record.close()
+        """The run is over, complete or not."""
+        if self.record is not None:
+            self.record.close()
 
     def _leave_out(self, step: int, step_range: StepRange) -> None:
-        order, batches = self._start.order, num_batches([step_range])
-        if self._record is not None:
-            line = SkipLine(self._start.segment, step, *step_range, *order.begin(self._begin), batches)
-            self._record.log(line.to_record())
+        order, batches = self.start.order, num_batches([step_range])
+        if self.record is not None:
+            line = SkipLine(self.start.segment, step, *step_range, *order.begin(self._begin), batches)
+            self.record.log(line.to_record())
         self._begin = order.after(self._begin, batches)
 
     def _write(self, messages: Sequence[Message], problems: Sequence[Problem]) -> None:
-        if self._record is None:
+        if self.record is None:
             return
-        first_ranks = messages[:: self._start.topology.world_size // self._start.topology.dp]
-        epoch, position = self._start.order.begin(self._begin)
+        first_ranks = messages[:: self.start.topology.world_size // self.start.topology.dp]
+        epoch, position = self.start.order.begin(self._begin)
         line = StepsLine(
-            segment=self._start.segment,
+            segment=self.start.segment,
             first=self._window.first_step,
             last=self._window.last_step,
             epoch=epoch,
@@ -120,31 +113,30 @@ class Audit:
             contents=tuple(message.contents for message in first_ranks),
             faults=tuple(problem.what for problem in problems),
         )
-        self._record.log(line.to_record())
+        self.record.log(line.to_record())
 
 
-def departs(start: SegmentLine, before: Sequence[Segment]) -> Place | None:
-    """Where a start begins by the record of the starts `before` it, if that is not where it says it begins."""
-    done = start.first_step - 1
+def begin(start: SegmentLine, path: Path, file: MetricsFile | None, *, fix: str) -> dict[str, int]:
+    """Appends a start to the record at `path`, on rank 0; returns its number and place.
+
+    Raises:
+        RunError: the start does not begin where the record ends; `fix` says what to do.
+    """
+    assert file is not None
+    before = read(path) if path.stat().st_size else []
+    done, order, found = start.first_step - 1, start.order, start.place
     known = place_after(before, done) if done else Place(0, 0)
-    if known is None or start.order.begin(known) == start.place:
-        return None
-    return start.order.begin(known)
-
-
-def numbered(start: SegmentLine, before: Sequence[Segment]) -> SegmentLine:
-    """The start as the one after those `before` it."""
-    return dataclasses.replace(start, segment=before[-1].start.segment + 1 if before else 1)
-
-
-def one_off(start: SegmentLine, known: Place, *, fix: str) -> RunError:
-    """The error for a start that begins elsewhere than at `known`, where the record ends."""
-    begin = start.place
-    lost = rows_text(start.order.rows(min(begin, known), 1)[0])
-    return RunError(
-        f"step {start.first_step} would begin at position {begin.position} of epoch {begin.epoch}, but by audit.jsonl "
-        f"step {start.first_step - 1} ended at position {known.position} of epoch {known.epoch}: "
-        f"{lost} would be {'left out' if begin > known else 'read again'}",
-        expected="the checkpoint and the record of the run to agree on what was read",
-        fix=fix,
-    )
+    if known is not None and (known := order.begin(known)) != found:
+        lost = (
+            f"{rows_text(order.rows(min(found, known), 1)[0])} would be {'left out' if found > known else 'read again'}"
+        )
+        raise RunError(
+            f"step {done + 1} would begin at position {found.position} of epoch {found.epoch}, but by audit.jsonl "
+            f"step {done} ended at position {known.position} of epoch {known.epoch}: {lost} would be "
+            f"{'left out' if found > known else 'read again'}",
+            expected="a checkpoint and a record of the run that agree on what was read",
+            fix=fix,
+        )
+    segment = before[-1].start.segment + 1 if before else 1
+    file.log(replace(start, segment=segment).to_record())
+    return {"segment": segment, "epoch": found.epoch, "position": found.position}

@@ -1,17 +1,17 @@
 """What a rank really read, as digests, and what the order says it should have read.
 
-In: the batches as the steps used them, and the few numbers that an order is made of. Out: one short message for each
-rank and audit; all ranks' messages side by side say whether every dp rank read its own samples, its cp and tp ranks
-read the same ones, and the tokens were the source's. What stays true: the prediction is made from the order alone and
-knows no loader, so a loader that is wrong cannot agree with it; and equal messages lead every rank to the same
-conclusion. No communication, no torch.
+In: the batches as the steps used them, and the few numbers that define an order. Out: one short message for each rank
+and audit; all ranks' messages together show whether every dp rank read its own samples, its cp and tp ranks read the
+same ones, and the tokens were the source's. What stays true: the prediction is made from the order alone, without any
+loader, so a loader that is wrong cannot agree with it; and equal messages lead every rank to the same conclusion. No
+communication, no torch.
 
-Digests are 64 bits of XXH3 over little-endian int64 values, each step's folded onto the one before (it is the seed):
+Digests are 64 bits of XXH3 over little-endian int64 values, seeded with the digest of the steps before:
 
     samples    (step, row indices in the order of the batch)
     contents   (input_ids, labels) of those rows
 
-So they depend on the order of the steps and on the places in a batch. -1 is a row without a sample and is left out.
+So they depend on the order of the steps and on the places in a batch. Rows of -1 have no sample and are left out.
 """
 
 from __future__ import annotations
@@ -60,20 +60,18 @@ class Difference(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a rank says of the steps since the last audit; on the wire seven int64."""
+    """A rank's report of the steps since the last audit; sent as five int64."""
 
     last_step: int
-    num_rows: int
     samples: int
     contents: int
     source: int
     """digest of the fingerprint of the rows that the rank compares with."""
     differing_step: int
     """first step with a token that is not the source's, 0: none."""
-    differing_row: int
 
     def pack(self) -> Int64:
-        """[7] int64; digests keep their bits."""
+        """[5] int64; digests keep their bits."""
         return np.array(self, np.uint64).view(np.int64)
 
     @classmethod
@@ -85,13 +83,13 @@ class Message(NamedTuple):
 class Window:
     """What one rank read since the last audit: digests, indices, and the first token that is not the source's.
 
-    Every row is read again from the source and compared, place by place; without `rows` the source is not known.
+    Every row is read again from the source and compared, place by place; without `rows` there is no source.
     """
 
     def __init__(self, rows: Rows | None, *, first_step: int) -> None:
         self.first_step = first_step
         self.indices: list[Int64] = []
-        """of each step, [rows]; kept to name the samples where something is wrong."""
+        """of each step, [rows]; kept to name the samples if something is wrong."""
         self.samples = 0
         self.contents = 0
         self.difference: Difference | None = None
@@ -109,7 +107,7 @@ class Window:
     def add(self, indices: Int64, *contents: Int64) -> None:
         """Takes one step's batch: row indices [rows], and its tensors.
 
-        With a source they are input_ids and labels, each [rows, seq_len]; without, whatever tells contents apart.
+        With a source these are input_ids and labels, each [rows, seq_len]; without, anything that identifies contents.
         """
         step = self.last_step + 1
         real = indices >= 0
@@ -136,21 +134,14 @@ class Window:
         return None
 
     def message(self) -> Message:
-        """What this rank tells the others."""
-        return Message(
-            last_step=self.last_step,
-            num_rows=sum(map(len, self.indices)),
-            samples=self.samples,
-            contents=self.contents,
-            source=self._source,
-            differing_step=self.difference.step if self.difference else 0,
-            differing_row=self.difference.row if self.difference else 0,
-        )
+        """This rank's report to the others."""
+        differing_step = self.difference.step if self.difference else 0
+        return Message(self.last_step, self.samples, self.contents, self._source, differing_step)
 
     def evidence(self, rows_per_step: int) -> Int64:
-        """Everything this rank can say, of one size on every rank: the first difference, then the indices.
+        """The first difference, then all indices, of the same size on every rank.
 
-        [6 + num_steps * rows_per_step] int64; -1 fills a step that had fewer rows.
+        [6 + num_steps * rows_per_step] int64; a step with fewer rows is filled up with -1.
         """
         difference = self.difference or Difference(0, 0, 0, 0, 0, 0)
         steps = np.full((self.num_steps, rows_per_step), -1, np.int64)
@@ -161,26 +152,23 @@ class Window:
 
 
 def source_tag(fingerprint: str) -> int:
-    """64 bits that stand for a source's fingerprint."""
+    """A source's fingerprint in 64 bits."""
     return xxhash.xxh3_64_intdigest(fingerprint.encode())
 
 
 def predicted_samples(rows: Int64, *, first_step: int, dp_size: int) -> list[int]:
     """The `samples` digest that each dp rank must have of steps whose rows are [num_steps, global_batch]."""
-    digests = []
-    for dp_rank in range(dp_size):
-        digest = 0
-        for step, indices in enumerate(rows[:, dp_rank::dp_size], start=first_step):
-            digest = fold_samples(digest, step, indices)
-        digests.append(digest)
+    digests = [0] * dp_size
+    for step, indices in enumerate(rows, start=first_step):
+        digests = [fold_samples(digest, step, indices[rank::dp_size]) for rank, digest in enumerate(digests)]
     return digests
 
 
 def agree(messages: list[Message], predicted: list[int], topology: Topology) -> bool:
-    """Whether all is well: each dp rank's cp and tp ranks say the same, and that is what the order predicts.
+    """Whether each dp rank's cp and tp ranks report the same, and what the order predicts.
 
-    The predicted shares of the dp ranks are disjoint and together the steps' positions, so ranks that have read them
-    have left nothing out and read nothing twice.
+    The predicted shares of the dp ranks are disjoint and together all positions of the steps, so ranks that have read
+    them have left nothing out and read nothing twice.
 
     Args:
         messages: by global rank.

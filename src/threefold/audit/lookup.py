@@ -1,8 +1,8 @@
-"""What became of a step, a row and an epoch, by a run's record.
+"""What a run's record shows about a step, a row and an epoch.
 
-In: the history that stands and what was proved of it. Out: the rows of a step and who read them, the steps and ranks
-that read a row, and how much of each epoch was read. What was left out and what an epoch's end drops is said, not
-silently missing.
+In: the history that stands and what was proved of it. Out: the rows of a step and the ranks that read them, the steps
+and ranks that read a row, and how much of each epoch was read. What was left out and what an epoch's end drops is
+reported as such.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from threefold.audit.digest import Int64
 from threefold.audit.proof import Stretch
-from threefold.audit.record import Segment, StepsLine
+from threefold.audit.record import Segment
 from threefold.data.mixture import Mixture
 from threefold.data.order import Order, Place
 from threefold.errors import ranks_text, rows_text
@@ -26,7 +26,7 @@ _NUM_NAMED = 8
 
 @dataclass(frozen=True)
 class StepRead:
-    """Where a step read: its place, and the rows of the whole step, [global_batch]."""
+    """What a step read: its place, and the rows of all dp ranks, [global_batch]."""
 
     step: int
     place: Place
@@ -35,19 +35,18 @@ class StepRead:
 
 
 def find_step(segments: Sequence[Segment], step: int) -> StepRead | None:
-    """Where a step read, as it stands; None where the record does not say."""
+    """What a step read, in the history that stands; None if the record does not have it."""
     for segment in segments:
-        for line in segment.lines:
-            if isinstance(line, StepsLine) and 0 <= step - line.first < segment.stands(line):
-                order = segment.start.order
-                place = order.begin(order.after(line.place, step - line.first))
-                return StepRead(step, place, order.rows(place, 1)[0], segment.start.topology)
+        if (line := segment.line_of(step)) is not None:
+            order = segment.start.order
+            place = order.begin(order.after(line.place, step - line.first))
+            return StepRead(step, place, order.rows(place, 1)[0], segment.start.topology)
     return None
 
 
 @dataclass(frozen=True)
 class SampleRead:
-    """Where a row lies in an epoch, and who read it: `step` 0 where it was left out, None where nobody has."""
+    """A row's place in an epoch, and the rank that read it; `step` is 0 if it was left out, None if not read."""
 
     epoch: int
     position: int
@@ -72,13 +71,13 @@ class SampleRead:
 
 
 def find_sample(stretches: Sequence[Stretch], row: int) -> list[SampleRead]:
-    """What became of a row in each epoch that the run has touched, in their order."""
+    """The reads of a row in each epoch that the run has touched, in their order."""
     order = stretches[0].segment.order
     found = []
     for epoch in sorted({stretch.epoch for stretch in stretches}):
         own = [stretch for stretch in stretches if stretch.epoch == epoch]
         for position in _positions_of(order, row, epoch=epoch, stop=max(stretch.stop for stretch in own)):
-            # With the tail `pad` a position beyond the rows stands for the epoch's head again.
+            # With the tail `pad` positions past the rows repeat the epoch's head.
             reads = [
                 _sample_read(stretch, at)
                 for stretch in own
@@ -90,7 +89,7 @@ def find_sample(stretches: Sequence[Stretch], row: int) -> list[SampleRead]:
 
 
 def _positions_of(order: Order, row: int, *, epoch: int, stop: int) -> Iterator[int]:
-    """Where an epoch has a row: once; with a mixture once in each epoch of its source, as far as `stop`."""
+    """The positions of a row in an epoch: one; with a mixture one in each epoch of its source, up to `stop`."""
     if order.mixture is None:
         keyed = order.permutation(epoch)
         yield keyed.inverse(row) if order.shuffle else row
@@ -105,7 +104,7 @@ def _positions_of(order: Order, row: int, *, epoch: int, stop: int) -> Iterator[
         place = mixture.order_of(source, epoch_of_source).inverse(index) if order.shuffle else index
         period, turn = divmod(epoch_of_source * size + place, turns_per_period)
         position = period * mixture.period + int(turns[turn])
-        # A later epoch of the source lies behind all of this one.
+        # Later epochs of the source come after this one.
         if (epoch_of_source * size // turns_per_period) * mixture.period >= stop:
             return
         if position < stop:
@@ -122,58 +121,48 @@ def _sample_read(stretch: Stretch, position: int) -> SampleRead:
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of an epoch the run has read.
-
-    Attributes:
-        unread: rows that are neither read nor left out; `named` are the first of them.
-        finished: a later epoch has begun, so what is unread stays so.
-    """
+    """How much of an epoch the run has read."""
 
     epoch: int
     num_rows: int
     read: int
     left_out: int
-    finished: bool
-    named: list[int]
+    named: list[int] | None
+    """the first of the unread rows; None in the last epoch, which may still read them."""
 
     @property
     def unread(self) -> int:
-        """Rows that were neither read nor left out."""
         return self.num_rows - self.read - self.left_out
 
 
 def coverage(stretches: Sequence[Stretch]) -> list[Coverage]:
-    """Each epoch that the run has touched, in order. What it has read it has read once: that is what `prove` proves.
+    """Each epoch that the run has touched, in order; `prove` proves that it has read no row twice.
 
-    Not for a mixture, whose sources each have epochs of their own (`turns`).
+    Not for a mixture, whose sources have their own epochs (`turns`).
     """
     order = stretches[0].segment.order
     epochs = sorted({stretch.epoch for stretch in stretches})
     found = []
     for epoch in epochs:
         own = [stretch for stretch in stretches if stretch.epoch == epoch]
-        # Beyond the rows lie repeats (`pad`) or ignored rows (`exact`).
-        sizes = {kind: 0 for kind in (True, False)}
+        # Positions past the rows are repeats (`pad`) or ignored rows (`exact`).
+        sizes = {True: 0, False: 0}
         for stretch in own:
             sizes[stretch.first_step > 0] += min(stretch.stop, order.num_rows) - stretch.start
-        finished = epoch < epochs[-1]
-        named = _unread_rows(own, epoch) if finished else []
-        found.append(Coverage(epoch, order.num_rows, sizes[True], sizes[False], finished, named))
+        named = _unread_rows(own, epoch) if epoch < epochs[-1] else None
+        found.append(Coverage(epoch, order.num_rows, sizes[True], sizes[False], named))
     return found
 
 
 def _unread_rows(stretches: Sequence[Stretch], epoch: int) -> list[int]:
-    """The first rows, by position, that no stretch of an epoch holds."""
+    """The first rows, by position, that are in no stretch of an epoch."""
     order = stretches[0].segment.order
     positions: list[int] = []
     reached = 0
     for start, stop in [*sorted((stretch.start, stretch.stop) for stretch in stretches), (order.num_rows,) * 2]:
         positions += range(reached, min(start, reached + _NUM_NAMED))
         reached = max(reached, stop)
-    rows = np.array(positions[:_NUM_NAMED], np.int64)
-    if order.shuffle:
-        rows = order.permutation(epoch).at(rows)
-    return [int(row) for row in rows]
+    return order.rows_at(epoch, np.array(positions[:_NUM_NAMED], np.int64)).tolist()
 
 
 def turns(stretches: Sequence[Stretch]) -> list[tuple[str, int, int]]:
@@ -195,7 +184,7 @@ def _turns_before(mixture: Mixture, position: int) -> Int64:
 
 
 def coverage_lines(stretches: Sequence[Stretch]) -> Iterator[str]:
-    """How much of each epoch was read, by source in a mixture, and what data.skip left out: as lines for people."""
+    """How much of each epoch (of each source in a mixture) was read, and what data.skip left out, as text."""
     if stretches[0].segment.mixture is not None:
         for name, size, read in turns(stretches):
             yield f"  {name}: {read:,} reads of {size:,} rows ({read / size:.2f} epochs of its own)"
@@ -203,13 +192,13 @@ def coverage_lines(stretches: Sequence[Stretch]) -> Iterator[str]:
         for epoch in coverage(stretches):
             first = stretches[0]
             begun = epoch.epoch != first.epoch or first.start == 0
-            why = "they fill no batch at the end" if begun else "read before this record, or in no batch at the end"
+            why = "they do not fill a batch at the end"
+            why = why if begun else f"read before this record, or {why}"
             line = f"  epoch {epoch.epoch}: {epoch.read:,} of {epoch.num_rows:,} rows, each exactly once"
-            if not epoch.finished:
+            if epoch.named is None:
                 yield f"{line}; {epoch.unread:,} not yet" if epoch.unread else line
             elif epoch.unread:
-                more = ", ..." if epoch.unread > len(epoch.named) else ""
-                named = ", ".join(map(str, epoch.named)) + more
+                named = ", ".join(map(str, epoch.named)) + (", ..." if epoch.unread > len(epoch.named) else "")
                 yield f"{line}; {epoch.unread:,} not: {why} (rows {named})"
             else:
                 yield line

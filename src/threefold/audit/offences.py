@@ -1,11 +1,11 @@
 """Why an audit failed, in words: which ranks, which step, which samples.
 
 In: what every rank has read (its evidence) and what the order predicts. Out: problems, one for each thing that went
-wrong, with the ranks it went wrong on. What stays true: the same evidence gives the same problems, so that every rank
-raises the same error and none waits for another.
+wrong, with the ranks it went wrong on. What stays true: the same evidence gives the same problems, so every rank raises
+the same error and none waits for another.
 
-A rank whose rows are not the predicted ones is explained by where else the order has them: at another dp rank (it took
-a wrong place on the mesh), at an earlier step (a batch repeated) or at a later one (a batch left out).
+If a rank's rows are not the predicted ones, the reason is where else the order has them: at another dp rank (it took a
+wrong place on the mesh), at an earlier step (a batch repeated) or at a later one (a batch left out).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _NUM_DIFFERENCE = len(Difference._fields)
 
 @dataclass(frozen=True)
 class Evidence:
-    """What all ranks said of one window of steps, and what the order says.
+    """What all ranks reported of one window of steps, and the order.
 
     Attributes:
         messages: by global rank.
         values: `Window.evidence` of each rank, [world, ...].
-        first_step, begin: the window's first step and where it was to begin.
-        resumed: the run went on here from a checkpoint, in step `first_step`.
+        first_step, begin: the window's first step and its place in the order.
+        resumed: the run resumed from a checkpoint in step `first_step`.
     """
 
     topology: Topology
@@ -74,22 +74,14 @@ def explain(evidence: Evidence, *, resume: str) -> list[Problem]:
 
 def _order_problems(evidence: Evidence, resume: str) -> list[Problem]:
     """Ranks whose rows are not the predicted ones, those with the same explanation together."""
-    topology, order = evidence.topology, evidence.order
-    predicted = order.rows(evidence.begin, evidence.num_steps)
+    topology = evidence.topology
+    predicted = evidence.order.rows(evidence.begin, evidence.num_steps)
     found: dict[tuple[str, int, int], list[int]] = {}
     for rank in range(topology.world_size):
-        share = predicted[:, topology.dp_rank(rank) :: topology.dp]
-        wrong = (evidence.read(rank) != share).any(axis=1)
+        wrong = (evidence.read(rank) != predicted[:, topology.dp_rank(rank) :: topology.dp]).any(axis=1)
         if wrong.any():
-            place = int(np.argmax(wrong))
-            found.setdefault(_elsewhere(evidence, rank, place, predicted), []).append(rank)
-    problems = []
-    for (kind, place, other), ranks in found.items():
-        step = evidence.first_step + place
-        read = evidence.read(ranks[0])[place]
-        meant = predicted[place, topology.dp_rank(ranks[0]) :: topology.dp]
-        problems.append(_order_problem(evidence, kind, ranks, step, other, read, meant, resume))
-    return problems
+            found.setdefault(_elsewhere(evidence, rank, int(np.argmax(wrong)), predicted), []).append(rank)
+    return [_order_problem(evidence, ranks, reason, predicted, resume) for reason, ranks in found.items()]
 
 
 def _elsewhere(evidence: Evidence, rank: int, place: int, predicted: Int64) -> tuple[str, int, int]:
@@ -111,43 +103,39 @@ def _elsewhere(evidence: Evidence, rank: int, place: int, predicted: Int64) -> t
 
 
 def _order_problem(
-    evidence: Evidence, kind: str, ranks: list[int], step: int, other: int, read: Int64, meant: Int64, resume: str
+    evidence: Evidence, ranks: list[int], reason: tuple[str, int, int], predicted: Int64, resume: str
 ) -> Problem:
-    who = ranks_text(ranks)
-    instead = f"{rows_text(read)} instead of {rows_text(meant)}"
-    if len({evidence.topology.dp_rank(rank) for rank in ranks}) > 1:
-        instead = f"on rank {ranks[0]} {instead}"
-    at_resume = " (the first after the resume)" if evidence.resumed and step == evidence.first_step else ""
-    again = f"go on from the last checkpoint: {resume}   (if it comes again, with --data.num_workers 0)"
-    other_step = evidence.first_step + other
+    """The problem of ranks that `_elsewhere` gives the same reason for."""
+    (kind, place, other), topology, first = reason, evidence.topology, ranks[0]
+    step, other_step, dp_rank = evidence.first_step + place, evidence.first_step + other, topology.dp_rank(first)
+    own = predicted[place, dp_rank :: topology.dp]
+    instead = f"{rows_text(evidence.read(first)[place])} instead of {rows_text(own)}"
+    if len({topology.dp_rank(rank) for rank in ranks}) > 1:
+        instead = f"on rank {first} {instead}"
+    who, when = ranks_text(ranks), f"in step {step}"
+    if evidence.resumed and step == evidence.first_step:
+        when += " (the first after the resume)"
+    next_batch, fix = f"step {step} reads the batch after that of step {step - 1}", _again(resume)
     if kind == "dp rank":
-        topology, rank = evidence.topology, ranks[0]
-        _, _, cp, tp = topology.coordinates(rank)
-        own = f"dp rank {topology.dp_rank(rank)}, cp rank {cp}, tp rank {tp}"
-        return Problem(
-            f"{who} ({own}) read the samples of dp rank {other} in step {step}{at_resume}: {instead}",
-            f"the samples of its own dp rank on {topology}: others read these already, and its own are read by nobody",
-            f"give its loader dp_rank=mesh.dp_rank and dp_size=mesh.dp_size, then: {resume}",
-        )
-    if kind == "earlier":
-        return Problem(
-            f"{who} read the batch of step {other_step} again in step {step}{at_resume}: {instead}",
-            f"each batch once: step {step} reads the batch behind that of step {step - 1}",
-            again,
-        )
-    if kind == "later":
+        _, _, cp, tp = topology.coordinates(first)
+        what = f"{who} (dp rank {dp_rank}, cp rank {cp}, tp rank {tp}) read the samples of dp rank {other} {when}"
+        expected = f"the samples of its own dp rank on {topology}: others have read these already, and nobody reads "
+        expected += "its own"
+        fix = f"give its loader dp_rank=mesh.dp_rank and dp_size=mesh.dp_size, then: {resume}"
+    elif kind == "earlier":
+        what, expected = f"{who} read the batch of step {other_step} again {when}", f"each batch once: {next_batch}"
+    elif kind == "later":
         left_out = f"step {step}" if other_step == step + 1 else f"steps {step} to {other_step - 1}"
-        return Problem(
-            f"{who} read the batch of step {other_step} in step {step}{at_resume}: the batch of {left_out} was "
-            f"left out: {instead}",
-            f"every batch: step {step} reads the batch behind that of step {step - 1}",
-            again,
-        )
-    return Problem(
-        f"{who} read other samples than the order has in step {step}{at_resume}: {instead}",
-        f"the order of data.seed = {evidence.order.seed} and {evidence.order.num_rows:,} rows",
-        again,
-    )
+        what = f"{who} read the batch of step {other_step} {when}: the batch of {left_out} was left out"
+        expected = f"every batch: {next_batch}"
+    else:
+        what = f"{who} read other samples than the order has {when}"
+        expected = f"the order of data.seed = {evidence.order.seed} and {evidence.order.num_rows:,} rows"
+    return Problem(f"{what}: {instead}", expected, fix)
+
+
+def _again(resume: str) -> str:
+    return f"resume from the last checkpoint: {resume}   (if it happens again, with --data.num_workers 0)"
 
 
 def _source_problems(evidence: Evidence) -> list[Problem]:
@@ -158,35 +146,31 @@ def _source_problems(evidence: Evidence) -> list[Problem]:
     return [
         Problem(
             f"{ranks_text(others)} read another source than rank 0: its fingerprint differs",
-            "the same tokens behind every rank, or the sample of a number is not the same sample everywhere",
+            "the same tokens on every rank: otherwise a sample's number means different samples",
             "threefold data prepare --source ... --to DIR   once, copy DIR to every machine, and --data.source DIR",
         )
     ]
 
 
 def _token_problems(evidence: Evidence, resume: str) -> list[Problem]:
-    differences = [(rank, evidence.difference(rank)) for rank in range(evidence.topology.world_size)]
     ranks_of: dict[Difference, list[int]] = {}
-    for rank, difference in differences:
-        if difference is not None:
+    for rank in range(evidence.topology.world_size):
+        if (difference := evidence.difference(rank)) is not None:
             ranks_of.setdefault(difference, []).append(rank)
-    problems = []
-    for difference, ranks in ranks_of.items():
-        name = TOKEN_FIELDS[difference.field]
-        source = "no such row" if difference.expected == -1 else str(difference.expected)
-        problems.append(
-            Problem(
-                f"{ranks_text(ranks)} trained on a changed token in step {difference.step}: row {difference.row:,} "
-                f"has {name}[{difference.column}] = {difference.found}, the source {source}",
-                "the tokens of the source: something between it and the step has changed them (a worker, memory)",
-                f"go on from the last checkpoint: {resume}   (if it comes again, with --data.num_workers 0)",
-            )
+    return [
+        Problem(
+            f"{ranks_text(ranks)} trained on a changed token in step {found.step}: row {found.row:,} has "
+            f"{TOKEN_FIELDS[found.field]}[{found.column}] = {found.found}, the source "
+            f"{'no such row' if found.expected == -1 else found.expected}",
+            "the tokens of the source: something between it and the step has changed them (a worker, memory)",
+            _again(resume),
         )
-    return problems
+        for found, ranks in ranks_of.items()
+    ]
 
 
 def _unexplained(evidence: Evidence, resume: str) -> Problem:
-    """The rows agree and each rank finds its own tokens right: then what ranks of one dp rank compare with differs."""
+    """The rows agree and each rank's tokens match its own source: the sources of one dp rank's ranks must differ."""
     size = evidence.topology.cp * evidence.topology.tp
     others = [
         rank
@@ -197,6 +181,6 @@ def _unexplained(evidence: Evidence, resume: str) -> Problem:
     return Problem(
         f"{ranks_text(others or range(evidence.topology.world_size))} read other tokens than the first rank of the "
         f"same dp rank, in steps {evidence.first_step} to {last}, though the samples are the same",
-        "one content behind every rank; each rank agrees with its own copy of the source",
+        "the same contents on every rank; each rank agrees with its own copy of the source",
         f"compare the copies of the source on the machines, replace the damaged one, then: {resume}",
     )

@@ -1,10 +1,10 @@
-"""The proof afterwards: from a run's record, that every sample was read exactly once an epoch, or which were not.
+"""The proof afterwards: a run's record shows that every sample was read exactly once per epoch, or which were not.
 
-In: the history that stands (`record`) and, for contents, the source. Out: what was covered, or the first step
-that offends. The order is computed again from the numbers that the run recorded. Proved is, step by step over all
-restarts and meshes: each step begins where the one before it ended, every dp rank's digest is that of its share of the
-step, and each share's tokens are the source's (where the source is read again). A position is then read by exactly one
-dp rank in exactly one step, and a position is a row: the order is a bijection.
+In: the history that stands (`record`) and, for contents, the source. Out: what was covered, or the first wrong step.
+The order is computed again from the numbers that the run recorded. The proof goes step by step over all restarts and
+meshes: each step begins where the one before it ended, every dp rank's digest is that of its share of the step, and
+each share's tokens are the source's (if the source is read again). A position is then read by exactly one dp rank in
+exactly one step, and a position is a row: the order is a bijection.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from threefold.data.rows.concat import Rows
 from threefold.errors import Problem, RunError, rows_text
 from threefold.mesh.topology import Topology
 
+_LOST_LINES = "restore the file if lines were lost; what was not recorded cannot be proved"
 _ORDER_FIELDS = ("data", "num_rows", "seed", "shuffle", "tail", "order_version", "mixture")
 
 
@@ -34,13 +35,13 @@ class Stretch(NamedTuple):
 
 
 def prove(segments: Sequence[Segment], rows: Rows | None = None) -> list[Stretch]:
-    """What the run has read and left out, in its order, now that it is proved.
+    """What the run has read and left out, in its order, once that is proved.
 
     Args:
-        rows: the source, to read every token again; None: the samples alone are proved.
+        rows: the source, to read every token again; None: only the samples are proved.
 
     Raises:
-        RunError: the first step at which the record and the order part, or a step without a record.
+        RunError: the first step at which the record and the order differ, or a step without a record.
     """
     first = segments[0].start
     next_step, place = first.first_step, first.place
@@ -50,9 +51,8 @@ def prove(segments: Sequence[Segment], rows: Rows | None = None) -> list[Stretch
         _check_step(start.first_step, next_step)
         _check_place(start.place, place, step=next_step, order=order)
         for line in segment.lines:
-            step = line.first if isinstance(line, StepsLine) else line.before_step
-            _check_step(step, next_step)
-            _check_place(line.place, place, step=step, order=order)
+            _check_step(line.step, next_step)
+            _check_place(line.place, place, step=line.step, order=order)
             if isinstance(line, SkipLine):
                 place = order.after(place, line.batches)
                 continue
@@ -65,7 +65,7 @@ def prove(segments: Sequence[Segment], rows: Rows | None = None) -> list[Stretch
 
 
 def stretches_of(segments: Sequence[Segment]) -> list[Stretch]:
-    """What a run has read and left out by its record, in its order."""
+    """What a run has read and left out according to its record, in its order."""
     found = []
     for segment in segments:
         order = segment.start.order
@@ -82,9 +82,9 @@ def stretches_of(segments: Sequence[Segment]) -> list[Stretch]:
 
 
 def check_saved(lines: Sequence[Line], saved: Iterable[tuple[Path, int, Place]]) -> None:
-    """Each checkpoint was saved where the record says that its step ended.
+    """Each checkpoint was saved at the place where its step ended according to the record.
 
-    A checkpoint of steps that were read again since stays until it is pruned, so any reading of its step counts.
+    A checkpoint of steps that were read again later stays until it is pruned, so any reading of its step counts.
 
     Args:
         saved: (checkpoint, its step, the place that it holds).
@@ -98,11 +98,8 @@ def check_saved(lines: Sequence[Line], saved: Iterable[tuple[Path, int, Place]])
         if step < first_step or place in readings:
             continue
         if not readings:
-            raise RunError(
-                f"step {step} has no record, but {path} was saved after it",
-                expected="every step that was saved in audit.jsonl",
-                fix="restore the file where lines were lost; what was not recorded cannot be proved",
-            )
+            what = f"step {step} has no record, but {path} was saved after it"
+            raise RunError(what, expected="every saved step in audit.jsonl", fix=_LOST_LINES)
         raise RunError(
             f"{path} was saved at position {place.position} of epoch {place.epoch}, but by audit.jsonl step "
             f"{step} ended at position {readings[-1].position} of epoch {readings[-1].epoch}",
@@ -113,12 +110,10 @@ def check_saved(lines: Sequence[Line], saved: Iterable[tuple[Path, int, Place]])
 
 def _places_after(lines: Sequence[Line], step: int) -> list[Place]:
     found: list[Place] = []
-    order: Order | None = None
     for line in lines:
         if isinstance(line, SegmentLine):
             order = line.order
         elif isinstance(line, StepsLine) and line.first <= step <= line.last:
-            assert order is not None
             found.append(order.after(line.place, step - line.first + 1))
     return found
 
@@ -128,9 +123,9 @@ def _check_same_order(first: SegmentLine, start: SegmentLine) -> None:
         then, now = getattr(first, name), getattr(start, name)
         if then != now:
             raise RunError(
-                f"step {start.first_step} goes on in another order: {name} = {now}, before it {then}",
-                expected="one order from the first step on, or samples are repeated and others never read",
-                fix="train on from a checkpoint before that step, with the data and the seed of the run",
+                f"step {start.first_step} continues in another order: {name} = {now}, before it {then}",
+                expected="one order from the first step on; otherwise samples are repeated and others never read",
+                fix="resume from a checkpoint before that step, with the data and the seed of the run",
             )
 
 
@@ -140,13 +135,13 @@ def _check_step(found: int, expected: int) -> None:
         raise RunError(
             f"{text} no record",
             expected="every step in audit.jsonl, as a run writes it with audit.every > 0",
-            fix="restore the file where lines were lost; what was not recorded cannot be proved",
+            fix=_LOST_LINES,
         )
     if found < expected:
         raise RunError(
             f"step {found} is recorded twice within one start of the run",
             expected="each step once, or a start of kind segment before it is recorded again",
-            fix="restore the file; a line was copied or a segment's line lost",
+            fix="restore the file; a line was copied, or a segment's line was lost",
         )
 
 
@@ -154,16 +149,15 @@ def _check_place(found: Place, expected: Place, *, step: int, order: Order) -> N
     found, expected = order.begin(found), order.begin(expected)
     if found == expected:
         return
-    text = f"step {step} begins at position {found.position} of epoch {found.epoch}"
-    text += f", but the steps before it ended at position {expected.position} of epoch {expected.epoch}"
     if found > expected:
-        what = f"{text}: {rows_text(order.rows(expected, 1)[0])} and what lies between were left out"
+        lost = f"{rows_text(order.rows(expected, 1)[0])} and all up to there were left out"
     else:
-        what = f"{text}: {rows_text(order.rows(found, 1)[0])} were read again"
+        lost = f"{rows_text(order.rows(found, 1)[0])} were read again"
     raise RunError(
-        what,
+        f"step {step} begins at position {found.position} of epoch {found.epoch}, but the steps before it ended at "
+        f"position {expected.position} of epoch {expected.epoch}: {lost}",
         expected="each step to begin where the one before it ended",
-        fix=f"train on from a checkpoint before step {step}; where the file was changed by hand, restore it",
+        fix=f"resume from a checkpoint before step {step}; if the file was changed by hand, restore it",
     )
 
 
@@ -175,7 +169,7 @@ def _check_digests(line: StepsLine, start: SegmentLine, rows: Rows | None) -> No
             Problem(
                 f"{steps}: the run itself found: {fault}",
                 "a run that reads what its order has",
-                f"train on from a checkpoint before step {line.first}: the last reading of a step stands",
+                f"resume from a checkpoint before step {line.first}: the last reading of a step counts",
             )
             for fault in line.faults
         )
@@ -190,17 +184,17 @@ def _check_digests(line: StepsLine, start: SegmentLine, rows: Rows | None) -> No
             raise RunError(
                 f"{steps}: the tokens that dp rank {dp_rank} read are not those that the source has now",
                 expected=f"the tokens of {rows_text(indices[:, dp_rank::dp].ravel())}, as the source has them",
-                fix="compare the source with a copy of it; where it was changed on purpose, prepare it in a new folder",
+                fix="compare the source with a copy of it; if it was changed on purpose, prepare it in a new folder",
             )
 
 
 def _other_samples(steps: str, dp_rank: int, topology: Topology, rows: Int64) -> RunError:
     return RunError(
-        f"{steps}: dp rank {dp_rank} did not read its samples, says its digest",
+        f"{steps}: dp rank {dp_rank} did not read its samples, according to its digest",
         expected=f"dp rank {dp_rank} of {topology} to read {rows_text(rows)}"
         if dp_rank < topology.dp
         else f"one digest for each of {topology.dp} dp ranks",
-        fix=f"train on from a checkpoint before {steps}; where the file was changed by hand, restore it",
+        fix=f"resume from a checkpoint before {steps}; if the file was changed by hand, restore it",
     )
 
 

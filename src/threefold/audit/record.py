@@ -1,8 +1,8 @@
-"""What audit.jsonl says: one line at every start of a run, at every audit, and where batches were left out.
+"""The contents of audit.jsonl: one line at every start of a run, at every audit, and for batches that were left out.
 
 In: the lines, in the order they were written. Out: the history that stands. A start at step s supersedes what was
-recorded of steps from s on: a run that was killed and went on from an older checkpoint has read these steps again, and
-the last reading is the one that the weights have seen. A torn last line is no line.
+recorded of steps from s on: a run that was killed and resumed from an older checkpoint has read these steps again, and
+only the last pass counts: it is what the weights were trained on. A torn last line is ignored.
 
     segment   a start: the mesh, what the order is made of, the first step and where it begins
     steps     an audit: steps first to last, where the first begins, each dp rank's digests (see `digest`)
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from threefold.errors import ConfigError, RunError
 from threefold.mesh.topology import Topology
 
 FILE = "audit.jsonl"
+_RESTORE = "restore the file; without its record nothing about the run can be proved"
 
 _Line = TypeVar("_Line", bound="_Record")
 
@@ -32,6 +33,10 @@ _Line = TypeVar("_Line", bound="_Record")
 @dataclass(frozen=True)
 class _Record:
     """A line of the file: `kind`, then the fields; digests as 16 hexadecimal digits."""
+
+    @property
+    def place(self: Any) -> Place:
+        return Place(self.epoch, self.position)
 
     def to_record(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -72,7 +77,7 @@ class SegmentLine(_Record):
     """(name, rows, turns in a period) of each source; None: there is one source."""
     every: int
     checkpoint: str | None
-    """where the run goes on from."""
+    """the one that the run resumes from."""
 
     def __post_init__(self) -> None:
         numbers = (self.segment, self.first_step, self.epoch, self.position, self.num_rows, self.seed, self.every)
@@ -93,47 +98,29 @@ class SegmentLine(_Record):
         data: str = "",
         checkpoint: str | None = None,
     ) -> SegmentLine:
-        """The first start of a run in `order`, whose step `first_step` is to begin at `place`."""
-        begin = order.begin(place)
-        return cls(
-            segment=1,
-            first_step=first_step,
-            epoch=begin.epoch,
-            position=begin.position,
-            mesh=topology.sizes,
-            global_batch=order.global_batch,
-            num_rows=order.num_rows,
-            seed=order.seed,
-            shuffle=order.shuffle,
-            tail=order.tail,
-            order_version=order.version,
-            data=data,
-            mixture=described(order.mixture) if order.mixture is not None else None,
-            every=every,
-            checkpoint=checkpoint,
-        )
+        """The first start of a run in `order`, whose step `first_step` begins at `place`."""
+        mixture = described(order.mixture) if order.mixture is not None else None
+        rows: tuple[Any, ...] = (order.global_batch, order.num_rows, order.seed, order.shuffle, order.tail)
+        rows += (order.version, data, mixture, every, checkpoint)
+        return cls(1, first_step, *order.begin(place), topology.sizes, *rows)
 
     @property
     def topology(self) -> Topology:
         return Topology(*self.mesh)
 
-    @property
-    def place(self) -> Place:
-        return Place(self.epoch, self.position)
-
     @cached_property
     def order(self) -> Order:
         """The order that the run followed."""
-        mixture = None
-        if self.mixture is not None:
-            sizes = {name: size for name, size, _ in self.mixture}
-            mixture = Mixture(sizes, {name: turns for name, _, turns in self.mixture}, seed=self.seed)
-        numbers = (self.num_rows, self.global_batch, self.seed, self.shuffle, self.tail, self.order_version)
-        return Order(*numbers, mixture)
+        order = Order(self.num_rows, self.global_batch, self.seed, self.shuffle, self.tail, self.order_version)
+        if self.mixture is None:
+            return order
+        sizes = {name: size for name, size, _ in self.mixture}
+        turns = {name: turns for name, _, turns in self.mixture}
+        return replace(order, mixture=Mixture(sizes, turns, seed=self.seed))
 
 
 def described(mixture: Mixture) -> tuple[tuple[str, int, int], ...]:
-    """(name, rows, turns in a period) of each source, from which the same mixture can be made again."""
+    """(name, rows, turns in a period) of each source, from which the same mixture can be rebuilt."""
     return tuple(zip(mixture.names, mixture.sizes, mixture.quotas, strict=True))
 
 
@@ -151,20 +138,21 @@ class StepsLine(_Record):
     contents: tuple[int, ...]
     """by dp rank."""
     faults: tuple[str, ...] = ()
-    """what the run itself found wrong, and stopped for."""
+    """what the run itself found wrong and stopped for."""
 
     def __post_init__(self) -> None:
         _check(all(_is_count(number) for number in (self.segment, self.first, self.last, self.epoch, self.position)))
         _check(0 < self.first <= self.last and len(self.samples) == len(self.contents))
 
     @property
-    def place(self) -> Place:
-        return Place(self.epoch, self.position)
+    def step(self) -> int:
+        """The step that begins at `place`."""
+        return self.first
 
 
 @dataclass(frozen=True)
 class SkipLine(_Record):
-    """Batches left out before step `before_step`, from (epoch, position) on: those of the steps `first` to `last`."""
+    """Batches left out before step `before_step`, beginning at (epoch, position): those of steps `first` to `last`."""
 
     segment: int
     before_step: int
@@ -175,11 +163,12 @@ class SkipLine(_Record):
     batches: int
 
     def __post_init__(self) -> None:
-        _check(all(_is_count(getattr(self, entry.name)) for entry in fields(self)) and self.batches > 0)
+        _check(all(map(_is_count, vars(self).values())) and self.batches > 0)
 
     @property
-    def place(self) -> Place:
-        return Place(self.epoch, self.position)
+    def step(self) -> int:
+        """The step before which they were left out."""
+        return self.before_step
 
 
 Line = SegmentLine | StepsLine | SkipLine
@@ -189,7 +178,7 @@ _KIND_OF: dict[type, str] = {cls: kind for kind, cls in _KINDS.items()}
 
 @dataclass(frozen=True)
 class Segment:
-    """A start of the run and what stands of it: steps up to `last_step` (None: no later start superseded any)."""
+    """A start of the run and the part of it that stands: steps up to `last_step` (None: all of them)."""
 
     start: SegmentLine
     lines: tuple[StepsLine | SkipLine, ...]
@@ -205,17 +194,15 @@ class Segment:
         last = line.last if self.last_step is None else min(line.last, self.last_step)
         return last - line.first + 1
 
+    def line_of(self, step: int) -> StepsLine | None:
+        """The audit of a step, if it stands."""
+        return next((line for line in self.steps if 0 <= step - line.first < self.stands(line)), None)
+
     def until(self, last_step: int) -> Segment:
-        """What is left of it where a later start has read the steps after `last_step` again."""
-        if self.last_step is not None:
-            last_step = min(last_step, self.last_step)
+        """What remains of it after a later start has read the steps after `last_step` again."""
+        last_step = last_step if self.last_step is None else min(last_step, self.last_step)
         last_step = max(last_step, self.start.first_step - 1)
-        kept = (line for line in self.lines if _first_step(line) <= last_step)
-        return Segment(self.start, tuple(kept), last_step)
-
-
-def _first_step(line: StepsLine | SkipLine) -> int:
-    return line.first if isinstance(line, StepsLine) else line.before_step
+        return Segment(self.start, tuple(line for line in self.lines if line.step <= last_step), last_step)
 
 
 def read(path: Path) -> list[Segment]:
@@ -224,7 +211,7 @@ def read(path: Path) -> list[Segment]:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """All lines of a record, also those that a later start has superseded.
+    """All lines of a record, including those that a later start has superseded.
 
     Raises:
         ConfigError: there is no such file. RunError: a line is not what a run writes.
@@ -235,22 +222,23 @@ def read_lines(path: Path) -> list[Line]:
         raise ConfigError(
             f"{path.parent} has no {path.name}",
             expected="the folder of a run",
-            fix="check the path: a run's folder is its log.dir (runs/... where none was given)",
+            fix="check the path: a run's folder is its log.dir (runs/... if none was given)",
         ) from None
     lines = [_parse(path, number, line) for number, line in enumerate(text.split("\n")[:-1], start=1)]
     if not lines or not isinstance(lines[0], SegmentLine):
         raise RunError(
             f"{path} does not begin with the start of a run",
-            expected="a line of kind segment: without it nobody knows the order and the mesh",
-            fix="restore the file; without its record nothing about the run can be proved",
+            expected="a line of kind segment, which has the order and the mesh",
+            fix=_RESTORE,
         )
     return lines
 
 
 def standing(lines: Sequence[Line]) -> list[Segment]:
-    """What stands of the lines of a file, which begins with a segment; segments of which nothing stands are left out.
+    """The part of a file's lines that stands, without segments that are superseded completely.
 
-    A start supersedes all that earlier ones have recorded of its first step and the steps after it.
+    A start supersedes everything that earlier ones have recorded of its first step and the steps after it. The first
+    line is a segment.
     """
     segments: list[Segment] = []
     for line in lines:
@@ -265,11 +253,10 @@ def standing(lines: Sequence[Line]) -> list[Segment]:
 
 
 def place_after(segments: Sequence[Segment], step: int) -> Place | None:
-    """Where the order stood after `step`; None where what stands does not say."""
+    """The place in the order after `step`; None if the history does not have the step."""
     for segment in segments:
-        for line in segment.steps:
-            if 0 <= step - line.first < segment.stands(line):
-                return segment.start.order.after(line.place, step - line.first + 1)
+        if (line := segment.line_of(step)) is not None:
+            return segment.start.order.after(line.place, step - line.first + 1)
     return None
 
 
@@ -281,7 +268,7 @@ def _parse(path: Path, number: int, text: str) -> Line:
         raise RunError(
             f"{path}, line {number} is not what a run writes: {text[:60]!r}",
             expected="an object of kind segment, steps or skip, as the run wrote it",
-            fix="restore the file; without its record nothing about the run can be proved",
+            fix=_RESTORE,
         ) from error
 
 

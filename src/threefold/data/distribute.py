@@ -29,7 +29,8 @@ from threefold.errors import ConfigError
 
 IgnoreLastRow = Callable[[Any], Any]
 
-_KEPT = (
+# Settings that a distributed loader takes from the plain one.
+KEPT = (
     "batch_size",
     "num_workers",
     "collate_fn",
@@ -88,9 +89,7 @@ def distribute(
         mesh=mesh,
         **draw_of(loader.sampler, len(loader.dataset)),
     )
-    return DistributedLoader(
-        loader.dataset, sampler, ignore_last_row, **{name: getattr(loader, name) for name in _KEPT}
-    )
+    return DistributedLoader(loader.dataset, sampler, ignore_last_row, **{name: getattr(loader, name) for name in KEPT})
 
 
 class DistributedLoader(DataLoader[Any]):

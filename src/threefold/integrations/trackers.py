@@ -1,8 +1,8 @@
-"""Trackers beside the metrics file: TensorBoard, Weights & Biases, trackio.
+"""Trackers besides the metrics file and the screen: TensorBoard, Weights & Biases, trackio.
 
-They hear what the metrics file hears, on rank 0, and are told the config, the mesh and the versions first. A tracker
-may fail as it likes: it is said once, and training goes on without it. What is asked for and not installed is refused
-before training begins.
+They get the same metrics as the metrics file, on rank 0, after the config, the mesh and the versions. If a tracker
+fails, this is reported once, and training continues without it. A tracker that is not installed is refused before
+training begins.
 """
 
 from __future__ import annotations
@@ -25,21 +25,19 @@ from threefold.jsonl import Metrics, Tracker
 log = logging.getLogger("threefold")
 
 _IDS = "trackers.json"
-# A login that a terminal asks for, and an upload without a network, must not hold the other ranks.
-_ASKED_FOR_S, _FINISHED_WITHIN_S = 10, 300
-# The module that each needs; the extra of the same name brings it.
-_MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
+# A login prompt, or an upload without a network, must not block the other ranks.
+_LOGIN_TIMEOUT_S, _FINISH_TIMEOUT_S = 10, 300
 
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What a tracker is told of a run before its first step.
+    """What a tracker is given before the first step of a run.
 
     Attributes:
         folder: the run's; its name is the run's name, and ids of trackers are kept in it.
         config: plain values.
         facts: the mesh, the versions.
-        first_step: steps from this one on are new; a tracker that can forget does so with what it has of them.
+        first_step: the first new step; a tracker that can, deletes what it has of this and later steps.
     """
 
     folder: Path
@@ -58,7 +56,7 @@ class RunDescription:
         return {**self.config, "run": dict(self.facts)}
 
     def id_of(self, tracker: str, make: Callable[[], str]) -> str:
-        """The id that a tracker knows this run by, the same over its resumes."""
+        """The run's id in a tracker, the same in every resume."""
         path = self.folder / _IDS
         ids = json.loads(path.read_text()) if path.exists() else {}
         if tracker not in ids:
@@ -70,34 +68,25 @@ class RunDescription:
 
 
 def problems(names: Sequence[str]) -> list[Problem]:
-    """Trackers that are asked for and not installed."""
-    missing = [name for name in names if name in _MODULES and importlib.util.find_spec(_MODULES[name]) is None]
+    """Requested trackers that are not installed; each is a package and an extra of the same name."""
     return [
         Problem(
-            f"log.trackers has {name}, and the package {_MODULES[name]} is not installed",
-            "a tracker that is there when training begins",
+            f"log.trackers has {name}, and the package {name} is not installed",
+            "a tracker that is installed when training begins",
             f"pip install 'threefold[{name}]', or leave {name} out of log.trackers",
         )
-        for name in missing
+        for name in names
+        if name in _OPENERS and importlib.util.find_spec(name) is None
     ]
 
 
 def open_trackers(names: Sequence[str], run: RunDescription, say: Callable[[str], None]) -> list[Tracker]:
-    """The trackers of these names, each guarded; rank 0 calls it.
-
-    Args:
-        say: prints a line for people.
-    """
-    openers: dict[str, Callable[[RunDescription], Tracker]] = {
-        "tensorboard": TensorBoard,
-        "wandb": WeightsAndBiases,
-        "trackio": Trackio,
-    }
-    return [Guarded(name, partial(openers[name], run), say) for name in names]
+    """The trackers of these names, each guarded, with `say` to print a line; rank 0 calls it."""
+    return [Guarded(name, partial(_OPENERS[name], run), say) for name in names]
 
 
 class Guarded:
-    """A tracker whose failure is said once and ends nothing but itself."""
+    """A tracker whose failure is reported once and stops nothing else."""
 
     def __init__(self, name: str, open_tracker: Callable[[], Tracker], say: Callable[[str], None]) -> None:
         self._name, self._say = name, say
@@ -105,12 +94,11 @@ class Guarded:
         self._try("did not open", lambda: setattr(self, "_tracker", open_tracker()))
 
     def log(self, metrics: Metrics) -> None:
-        """Passes metrics on, as long as the tracker works."""
+        """Passes metrics on while the tracker works."""
         if (tracker := self._tracker) is not None:
             self._try("failed", lambda: tracker.log(metrics))
 
     def close(self) -> None:
-        """Closes the tracker."""
         if (tracker := self._tracker) is not None:
             self._try("did not close", tracker.close)
             self._tracker = None
@@ -118,15 +106,15 @@ class Guarded:
     def _try(self, what: str, act: Callable[[], None]) -> None:
         try:
             act()
-        except (Exception, SystemExit) as error:  # a library's exit would be training's
+        except (Exception, SystemExit) as error:  # a library's exit must not end training
             self._tracker = None
             log.warning("tracker %s %s", self._name, what, exc_info=True)
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._say(f"tracker {self._name} {what} and is left out: {reason} (training goes on; see the rank's log)")
+            self._say(f"tracker {self._name} {what} and is left out: {reason} (training continues; see the rank's log)")
 
 
 class TensorBoard:
-    """Event files in the run's folder, below `tensorboard`; steps that are done again replace those before."""
+    """Event files in the run's folder, below `tensorboard`; repeated steps replace the earlier ones."""
 
     def __init__(self, run: RunDescription) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -164,10 +152,10 @@ class WeightsAndBiases:
             dir=str(run.folder),
             config=run.told,
             settings=wandb.Settings(
-                silent=True, console="off", login_timeout=_ASKED_FOR_S, finish_timeout=_FINISHED_WITHIN_S
+                silent=True, console="off", login_timeout=_LOGIN_TIMEOUT_S, finish_timeout=_FINISH_TIMEOUT_S
             ),
         )
-        # Steps that a resumed run does again come with a number that wandb's own counter has passed.
+        # A resumed run may repeat steps that wandb's own counter has already passed.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -186,7 +174,7 @@ class Trackio:
         import trackio
 
         name = run.id_of("trackio", lambda: run.name)
-        with redirect_stdout(None):  # it explains itself at length
+        with redirect_stdout(None):  # it prints a long explanation
             self._run: Any = trackio.init(
                 project=run.project,
                 name=name,
@@ -214,3 +202,10 @@ def _numbers(metrics: Metrics) -> dict[str, float]:
         for name, value in metrics.items()
         if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
     }
+
+
+_OPENERS: dict[str, Callable[[RunDescription], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "trackio": Trackio,
+}

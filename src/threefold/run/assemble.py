@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -215,17 +214,8 @@ def open_audit(run: Built) -> Audit:
     )
     path = run.folder.path / record.FILE
     file = MetricsFile(path) if mesh.rank == 0 else None
-
-    def begin() -> dict[str, Any]:
-        assert file is not None
-        before = record.read(path) if path.stat().st_size else []
-        if (known := compare.departs(start, before)) is not None:
-            older = f"resume from an older checkpoint: {resume} --checkpoint.resume RUN/checkpoints/step-..."
-            raise compare.one_off(start, known, fix=older)
-        line = compare.numbered(start, before)
-        file.log(line.to_record())
-        return {"segment": line.segment, "epoch": line.epoch, "position": line.position}
-
+    older = f"resume from an older checkpoint: {resume} --checkpoint.resume RUN/checkpoints/step-..."
+    begin = functools.partial(compare.begin, start, path, file, fix=older)
     start = dataclasses.replace(start, **mesh.share("audit", begin))
     return Audit(
         start,

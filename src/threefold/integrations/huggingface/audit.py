@@ -1,10 +1,10 @@
-"""The audit as a callback: what every rank read in a training with transformers' loop, compared while it goes.
+"""The audit as a callback: what every rank reads in transformers' loop, compared during training.
 
-With threefold's Trainer (which adds it by itself) it knows the order: every `every` steps, before anything is saved and
-at the end, each rank's digest of the samples it read is compared with what the order has for it, and `audit.jsonl` in
-the output folder proves it again afterwards (`threefold data audit OUTPUT_DIR`). With any other Trainer it knows no
-order and keeps count instead (`tally`): which samples an epoch has read, so that one read twice is found in
-the step that does it, also across a resume.
+With threefold's Trainer (which adds it automatically) the order is known: every `every` steps, before anything is saved
+and at the end, each rank's digest of the samples it read is compared with the order's, and `audit.jsonl` in the output
+folder proves it again afterwards (`threefold data audit OUTPUT_DIR`). With any other Trainer the order is unknown, and
+it counts the samples that an epoch has read (`counter`), so that one read twice is found in the step that does it, also
+across a resume.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from threefold.audit import record
-from threefold.audit.compare import Audit, departs, numbered, one_off
+from threefold.audit.compare import Audit, begin
+from threefold.audit.digest import Int64
 from threefold.audit.offences import Evidence, explain
-from threefold.audit.record import Segment, SegmentLine
+from threefold.audit.record import SegmentLine
 from threefold.data.order import Order, Place
-from threefold.data.sampler import DistributedSampler
 from threefold.errors import Problem, ranks_text
+from threefold.integrations.huggingface.counter import RowCounter, from_all_ranks
 from threefold.integrations.huggingface.data import Taken, TrainLoader
-from threefold.integrations.huggingface.tally import Tally, gather
+from threefold.integrations.huggingface.state import all_ranks, in_trainer_words
 from threefold.jsonl import MetricsFile
 
 log = logging.get_logger(__name__)
@@ -37,7 +38,7 @@ _RESUME = "trainer.train(resume_from_checkpoint=True)"
 
 
 class AuditCallback(TrainerCallback):
-    """Compares what all ranks read; raises RunError with the same text on every rank where it is not what it must be.
+    """Compares what all ranks read; if that is wrong, raises RunError with the same text on every rank.
 
     Args:
         every: steps between comparisons.
@@ -45,13 +46,13 @@ class AuditCallback(TrainerCallback):
 
     def __init__(self, every: int = 10) -> None:
         self.every = every
-        self._audit: OrderAudit | Tally | None = None
+        self._audit: OrderAudit | RowCounter | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._audit = self._audit_of(args, state, kwargs["train_dataloader"])
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if isinstance(self._audit, Tally):
+        if isinstance(self._audit, RowCounter):
             self._audit.epoch_begins(int(state.epoch or 0))
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -67,11 +68,11 @@ class AuditCallback(TrainerCallback):
             self._audit.check()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if isinstance(self._audit, Tally):
+        if isinstance(self._audit, RowCounter):
             self._audit.epoch_done(whole=not control.should_training_stop or state.epoch == int(state.epoch))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if isinstance(self._audit, Tally):
+        if isinstance(self._audit, RowCounter):
             self._audit.check()
             self._audit.save(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
@@ -81,56 +82,53 @@ class AuditCallback(TrainerCallback):
             self._audit.close()
 
     def check(self) -> None:
-        """Compares what was read since the last time; every rank calls it, after the same step."""
+        """Compares what was read since the last call; every rank calls it, after the same step."""
         if self._audit is not None:
             self._audit.check()
 
-    def _audit_of(self, args: Any, state: Any, loader: Any) -> OrderAudit | Tally | None:
+    def _audit_of(self, args: Any, state: Any, loader: Any) -> OrderAudit | RowCounter | None:
+        kind = type(loader).__name__
         if not isinstance(loader, TrainLoader):
-            return Tally.of(args, state, loader)
+            has_rows = getattr(loader, "batch_sampler", None) is not None and hasattr(loader, "base_dataloader")
+            if has_rows and kind != "DataLoaderDispatcher":
+                return RowCounter(args, state, loader)
+            log.warning(f"The audit is off: a {kind} without a batch sampler has no row numbers.")
+            return None
         if loader.sampler.weighted:
-            log.warning("The audit is off: samples that are drawn with weights come as often as they are drawn.")
+            log.warning("The audit is off: samples drawn with weights may come more than once per epoch.")
             return None
         return OrderAudit(loader, folder=Path(args.output_dir), done=state.global_step, every=self.every, args=args)
 
 
 class OrderAudit:
-    """The comparison of all ranks' steps with the order, told of every batch that the loop has used."""
+    """Compares all ranks' steps with the order; `micro_batch` and `step_done` say what the loop has used."""
 
     def __init__(self, loader: TrainLoader, *, folder: Path, done: int, every: int, args: Any) -> None:
         self._taken: deque[Taken] = loader.watch()
         self._used: list[Taken] = []
         self._step = done
         place = loader.state_dict()
-        anew = bool(done and args.ignore_data_skip)
-        if anew:
-            # Asked to skip nothing, transformers begins the epoch again in which the run stood by its steps.
+        again = bool(done and args.ignore_data_skip)
+        if again:
+            # With ignore_data_skip, transformers restarts the epoch that the number of steps falls into.
             place["epoch"] = done // math.ceil(len(loader) / args.gradient_accumulation_steps)
+        sampler = loader.sampler
+        sizes = (sampler.epoch_size, sampler.global_batch, sampler.seed, sampler.shuffle, sampler.tail)
         start = SegmentLine.of(
-            _order_of(loader.sampler),
+            Order(*sizes, version=place["order_version"]),
             Place(place["epoch"], place["position"]),
             first_step=done + 1,
             topology=loader.axis.topology,
             every=every,
         )
-        gather_here = partial(gather, device=args.device)
-        file = None
-        numbers = np.array([start.segment, -1, -1])
-        if loader.axis.rank == 0:
-            file, before = _open_record(folder, anew=anew, first_step=start.first_step)
-            start = numbered(start, before)
-            known = departs(start, before)
-            numbers = np.array([start.segment, *(known or (-1, -1))])
-            if known is None:
-                file.log(start.to_record())
-        segment, *known_place = gather_here(numbers)[0].tolist()
-        if known_place[0] >= 0:
-            older = "resume from an older checkpoint, or begin in another output_dir"
-            raise one_off(start, Place(*known_place), fix=older)
-        self._audit = Audit(replace(start, segment=segment), gather=gather_here, explain=_explain, record=file)
+        path = folder / record.FILE
+        file = _open_record(path, again=again, first_step=start.first_step) if loader.axis.rank == 0 else None
+        older = "resume from an older checkpoint, or begin in another output_dir"
+        begun = all_ranks().share("audit", partial(begin, start, path, file, fix=older))
+        self._audit = Audit(replace(start, **begun), gather=_gather, explain=_explain, record=file)
 
     def micro_batch(self) -> None:
-        """The next batch that was given out has been used."""
+        """The next batch from the loader has been used."""
         if self._taken:
             self._used.append(self._taken.popleft())
 
@@ -143,37 +141,26 @@ class OrderAudit:
         self._used = []
 
     def check(self) -> None:
-        """Compares the steps since the last time over all ranks; see `Audit.check`."""
         self._audit.check()
 
     def close(self) -> None:
         self._audit.close()
 
 
-def _order_of(sampler: DistributedSampler) -> Order:
-    return Order(
-        num_rows=sampler.epoch_size,
-        global_batch=sampler.global_batch,
-        seed=sampler.seed,
-        shuffle=sampler.shuffle,
-        tail=sampler.tail,
-        version=sampler.state_dict()["order_version"],
-    )
+def _open_record(path: Path, *, again: bool, first_step: int) -> MetricsFile:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if again and path.exists():
+        # Rows of that epoch will be read again, as requested: a new record begins.
+        path.replace(path.with_name(f"audit-before-step-{first_step}.jsonl"))
+    return MetricsFile(path)
 
 
-def _open_record(folder: Path, *, anew: bool, first_step: int) -> tuple[MetricsFile, list[Segment]]:
-    """(audit.jsonl, what it says of the starts before this one)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / record.FILE
-    if anew and path.exists():
-        # Rows of that epoch will be read again, as asked: what follows is a record of its own.
-        path.replace(folder / f"audit-before-step-{first_step}.jsonl")
-    file = MetricsFile(path)
-    return file, record.read(path) if path.stat().st_size else []
+def _gather(values: Int64) -> Int64:
+    return np.stack(from_all_ranks(values))
 
 
 def _explain(evidence: Evidence) -> list[Problem]:
-    """What is wrong, in the Trainer's words."""
+    """What is wrong, with the Trainer's arguments."""
     messages, sharers = evidence.messages, evidence.topology.tp
     firsts = [messages[rank - rank % sharers] for rank in range(len(messages))]
     other = [
@@ -183,19 +170,14 @@ def _explain(evidence: Evidence) -> list[Problem]:
     ]
     if other:
         return [_other_tensors(other, evidence.first_step, messages[0].last_step)]
-    return [_in_the_trainers_words(problem) for problem in explain(evidence, resume=_RESUME)]
-
-
-def _in_the_trainers_words(problem: Problem) -> Problem:
-    fix = problem.fix.replace("--data.num_workers 0", "dataloader_num_workers=0")
-    return Problem(problem.what, problem.expected.replace("data.seed", "data_seed"), fix)
+    return [in_trainer_words(problem) for problem in explain(evidence, resume=_RESUME)]
 
 
 def _other_tensors(ranks: list[int], first: int, last: int) -> Problem:
     return Problem(
         f"{ranks_text(ranks)} trained on other tensors than the first rank of the same dp rank, in steps {first} to "
         f"{last}, though the samples are the same",
-        "one content on all ranks that hold parts of one model: each computes its part of the same batch",
-        "draw what the data_collator or the dataset draws at random (masks, augmentation) from the sample's number, or "
-        "with dataloader_num_workers=1 or more, whose seeds are the same on these ranks",
+        "the same tensors on all ranks that hold parts of one model: each computes its part of the same batch",
+        "seed what the data_collator or the dataset draws at random (masks, augmentation) with the sample's number, or "
+        "use dataloader_num_workers=1 or more, whose seeds are the same on these ranks",
     )

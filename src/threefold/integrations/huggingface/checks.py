@@ -1,11 +1,12 @@
-"""What the Trainer cannot do, said before anything is computed, with the line to change.
+"""What the Trainer cannot do, reported before anything is computed, with the line to change.
 
-Every check is on facts that all ranks know, so either all ranks go on or all stop. What transformers would do instead
-is named where it would be silent.
+Every check uses facts that all ranks have, so either all ranks continue or all stop. If transformers would silently do
+something else, the error names it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from threefold.errors import ConfigError, Problem
 from threefold.integrations.huggingface import context
 
-# Where ours takes part in transformers' loop; the public names are older than the oldest version that we allow.
+# The private methods of transformers' loop that ours overrides; all supported versions have the public ones.
 _HOOKS = (
     "_build_accelerator_args",
     "_get_dataloader",
@@ -31,17 +32,17 @@ _HOOKS = (
 
 
 def check_version(trainer: type, version: str) -> None:
-    """Refuses a transformers whose loop has other parts than those that ours takes part in (ConfigError)."""
+    """Refuses a transformers whose loop lacks a method that ours overrides (ConfigError)."""
     if missing := [name for name in _HOOKS if not hasattr(trainer, name)]:
         raise ConfigError(
             f"transformers {version} has no Trainer.{missing[0]}",
-            expected="a version whose loop this Trainer knows: with another one its promises would not hold",
+            expected="a version whose loop this Trainer supports: with another one its promises would not hold",
             fix="pip install 'transformers==5.23.*'",
         )
 
 
 def check_model(model: Any) -> None:
-    """Refuses a model that somebody has wrapped for data parallelism already (ConfigError)."""
+    """Refuses a model that is already wrapped or sharded for data parallelism (ConfigError)."""
     if isinstance(model, (DistributedDataParallel, DataParallel, FullyShardedDataParallel)):
         name = type(model).__name__
         raise ConfigError(
@@ -52,7 +53,7 @@ def check_model(model: Any) -> None:
     if isinstance(model, FSDPModule) and not getattr(model, "is_distributed_loading_by_transformers", False):
         raise ConfigError(
             "the Trainer got a model that fully_shard has sharded",
-            expected="a model that the Trainer shards (fsdp in the arguments), or one that transformers has loaded in "
+            expected="a model that the Trainer shards (fsdp in the arguments), or one that transformers loaded in "
             "shards",
             fix="delete the line   fully_shard(model, ...)   and load with "
             "from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=...)), or pass fsdp=True",
@@ -65,7 +66,6 @@ def check_request(trainer: Any) -> None:
     problems = [
         *_processes(args),
         *_reading(args),
-        *_engine(trainer),
         *_parallelism(trainer),
         *_sharded(trainer.model, args),
         *context.problems(trainer),
@@ -74,157 +74,118 @@ def check_request(trainer: Any) -> None:
         raise ConfigError.of(problems)
 
 
-def _processes(args: Any) -> list[Problem]:
-    problems = []
+def _processes(args: Any) -> Iterator[Problem]:
     if args.n_gpu > 1:
-        problems.append(
-            Problem(
-                f"one process has {args.n_gpu} GPUs",
-                "one process for each GPU: torch.nn.DataParallel, which transformers takes here, averages the losses "
-                "of unequal parts",
-                f"torchrun --nproc_per_node {args.n_gpu} SCRIPT.py   (or CUDA_VISIBLE_DEVICES=0 python SCRIPT.py)",
-            )
+        yield Problem(
+            f"one process has {args.n_gpu} GPUs",
+            "one process per GPU: transformers would use torch.nn.DataParallel, which averages the losses of unequal "
+            "parts",
+            f"torchrun --nproc_per_node {args.n_gpu} SCRIPT.py   (or CUDA_VISIBLE_DEVICES=0 python SCRIPT.py)",
         )
     joined = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if joined != args.world_size:
-        problems.append(
-            Problem(
-                f"the process group has {joined} ranks, TrainingArguments sees {args.world_size}",
-                "the same: with this the ranks would train on the same rows, each for itself; transformers reads the "
-                "launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK)",
-                "delete the line   torch.distributed.init_process_group(...)   and start with "
-                f"torchrun --nproc_per_node {joined} SCRIPT.py   (on CPUs with use_cpu=True)",
-            )
+        yield Problem(
+            f"the process group has {joined} ranks, TrainingArguments sees {args.world_size}",
+            "the same number: otherwise every rank would train on the same rows by itself; transformers reads the "
+            "launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK)",
+            "delete the line   torch.distributed.init_process_group(...)   and start with "
+            f"torchrun --nproc_per_node {joined} SCRIPT.py   (on CPUs with use_cpu=True)",
         )
-    return problems
 
 
-def _reading(args: Any) -> list[Problem]:
-    problems = []
+def _reading(args: Any) -> Iterator[Problem]:
     if args.train_sampling_strategy not in ("random", "sequential"):
-        problems.append(
-            Problem(
-                f"train_sampling_strategy = {args.train_sampling_strategy!r}",
-                "random or sequential: an order that depends on lengths and on the number of ranks has no place to go "
-                "on from on other ranks",
-                'train_sampling_strategy="random"',
-            )
+        yield Problem(
+            f"train_sampling_strategy = {args.train_sampling_strategy!r}",
+            "random or sequential: an order that depends on lengths and on the number of ranks cannot be resumed on "
+            "other ranks",
+            'train_sampling_strategy="random"',
         )
     for name in ("split_batches", "dispatch_batches"):
         if getattr(args.accelerator_config, name, None):
-            problems.append(
-                Problem(
-                    f"accelerator_config has {name} = True",
-                    "it left out: every rank reads its own rows, per_device_train_batch_size of them at a time",
-                    f"leave {name} out of accelerator_config",
-                )
+            yield Problem(
+                f"accelerator_config has {name} = True",
+                "this key left out: every rank reads its own rows, per_device_train_batch_size of them at a time",
+                f"leave {name} out of accelerator_config",
             )
     if not args.dataloader_in_order and args.dataloader_num_workers:
-        problems.append(
-            Problem(
-                "dataloader_in_order = False",
-                "batches in the order of the sampler: else a step reads other samples in every run, and no state could "
-                "say which were read",
-                "leave dataloader_in_order out",
-            )
+        yield Problem(
+            "dataloader_in_order = False",
+            "batches in the sampler's order: otherwise a step reads other samples in every run, and no saved state "
+            "could tell which were read",
+            "leave dataloader_in_order out",
         )
     if args.world_size > 1 and not args.average_tokens_across_devices:
-        problems.append(
-            Problem(
-                "average_tokens_across_devices = False",
-                "True, the default: the loss is the sum over all target tokens of a step / their number",
-                "leave average_tokens_across_devices out",
-            )
+        yield Problem(
+            "average_tokens_across_devices = False",
+            "True, the default: the loss is the sum over all target tokens of a step / their number",
+            "leave average_tokens_across_devices out",
         )
     if args.world_size > 1 and args.eval_use_gather_object:
-        problems.append(
-            Problem(
-                "eval_use_gather_object = True",
-                "tensors, a row for each sample: only these can be put into the dataset's order",
-                "leave eval_use_gather_object out, and pad in preprocess_logits_for_metrics",
-            )
+        yield Problem(
+            "eval_use_gather_object = True",
+            "tensors with one row per sample: only these can be put into the dataset's order",
+            "leave eval_use_gather_object out, and pad in preprocess_logits_for_metrics",
         )
-    return problems
 
 
-def _parallelism(trainer: Any) -> list[Problem]:
-    problems = []
-    for name, size in (("cp_size", trainer.get_cp_size()), ("sp_size", trainer.get_sp_size())):
-        if size > 1:
-            problems.append(
-                Problem(
-                    f"parallelism_config has {name} = {size}",
-                    "1: accelerate drops a layer's mask there and attends causally, so packed rows, padding and "
-                    "windows would be trained as if they were not there",
-                    f"threefold.init_mesh(cp={size}) before the Trainer, which keeps every mask, and {name}=1",
-                )
-            )
-    return problems
-
-
-def _engine(trainer: Any) -> list[Problem]:
-    """Ways to shard that were asked for and that accelerate leaves out without a word."""
-    problems = []
+def _parallelism(trainer: Any) -> Iterator[Problem]:
+    """Ways to shard that accelerate silently leaves out, or that train something else."""
     if trainer.args.deepspeed and not trainer.is_deepspeed_enabled:
-        problems.append(
-            Problem(
-                "deepspeed is given, but DeepSpeed is not in use",
-                "its engine: with ACCELERATE_USE_CPU set, accelerate trains with plain DDP, without a word",
-                "unset ACCELERATE_USE_CPU, and on CPUs TrainingArguments(use_cpu=True)",
-            )
+        yield Problem(
+            "deepspeed is given, but DeepSpeed is not in use",
+            "its engine: with ACCELERATE_USE_CPU set, accelerate silently trains with plain DDP",
+            "unset ACCELERATE_USE_CPU, and on CPUs TrainingArguments(use_cpu=True)",
         )
     if trainer.args.fsdp and trainer.args.world_size > 1 and trainer.accelerator.distributed_type == "MULTI_CPU":
-        problems.append(
-            Problem(
-                "fsdp is given, but on CPUs accelerate trains with plain DDP",
-                "weights in shards, as asked: each rank would hold them whole, without a word",
-                "from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=...)), which shards on CPUs too, "
-                "or leave fsdp out",
-            )
+        yield Problem(
+            "fsdp is given, but on CPUs accelerate trains with plain DDP",
+            "sharded weights, as requested: each rank would silently hold all of them",
+            "from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=...)), which shards on CPUs too, "
+            "or leave fsdp out",
         )
-    return problems
+    for name, size in (("cp_size", trainer.get_cp_size()), ("sp_size", trainer.get_sp_size())):
+        if size > 1:
+            yield Problem(
+                f"parallelism_config has {name} = {size}",
+                "1: accelerate drops a layer's mask there and attends causally, so packed rows, padding and "
+                "windows would be ignored",
+                f"threefold.init_mesh(cp={size}) before the Trainer, which keeps every mask, and {name}=1",
+            )
 
 
-def _sharded(model: Any, args: Any) -> list[Problem]:
-    """Models that transformers has loaded in shards, and would train wrongly without a word."""
+def _sharded(model: Any, args: Any) -> Iterator[Problem]:
+    """Models that transformers has loaded in shards, and would silently train wrongly."""
     if not getattr(model, "is_distributed_loading_by_transformers", False):
-        return []
-    problems = []
+        return
     asked, config = model.config.distributed_config, model.config.get_text_config()
     if asked.pp_size > 1:
-        problems.append(
-            Problem(
-                f"DistributedConfig has pp_size = {asked.pp_size}",
-                "1: the Trainer has no schedule for pipeline stages",
-                "DistributedConfig(tp_size=..., fsdp_size=...)",
-            )
+        yield Problem(
+            f"DistributedConfig has pp_size = {asked.pp_size}",
+            "1: the Trainer has no schedule for pipeline stages",
+            "DistributedConfig(tp_size=..., fsdp_size=...)",
         )
     if asked.tp_size > 1 and args.gradient_accumulation_steps > 1 and (found := _reduced_again(model)):
-        problems.append(
-            Problem(
-                f"gradient_accumulation_steps = {args.gradient_accumulation_steps} with tp_size = {asked.tp_size}, and "
-                f"this model has {found}",
-                "one micro-batch a step: transformers sums the gradient of these over tp again at every micro-batch, "
-                "and they would come out several times too large",
-                "gradient_accumulation_steps=1   (or tp_size=1, or threefold train --mesh.tp "
-                f"{asked.tp_size}, which sums once)",
-            )
+        yield Problem(
+            f"gradient_accumulation_steps = {args.gradient_accumulation_steps} with tp_size = {asked.tp_size}, and "
+            f"this model has {found}",
+            "one micro-batch per step: transformers sums the gradient of these layers over tp again at every "
+            "micro-batch, which would make it several times too large",
+            "gradient_accumulation_steps=1   (or tp_size=1, or threefold train --mesh.tp "
+            f"{asked.tp_size}, which sums once)",
         )
     if asked.fsdp_size > 1 and config.tie_word_embeddings and config.vocab_size % asked.fsdp_size:
-        problems.append(
-            Problem(
-                f"the embedding of {config.vocab_size} tokens is tied to the head, and fsdp_size = {asked.fsdp_size} "
-                "does not divide it",
-                "a size that divides it: transformers would manage this weight twice, and losses would drift from the "
-                "second step on",
-                "a fsdp_size that divides it, resize_token_embeddings(pad_to_multiple_of=...) before saving the model "
-                "that is loaded, or threefold train",
-            )
+        yield Problem(
+            f"the embedding of {config.vocab_size} tokens is tied to the head, and fsdp_size = {asked.fsdp_size} "
+            "does not divide it",
+            "a size that divides it: transformers would manage this weight twice, and the loss would drift from the "
+            "second step on",
+            "a fsdp_size that divides it, resize_token_embeddings(pad_to_multiple_of=...) before saving the model "
+            "that is loaded, or threefold train",
         )
-    return problems
 
 
 def _reduced_again(model: nn.Module) -> str:
-    """Names of the layers' kinds that a plan of transformers reduces in a hook, `` where there are none."""
+    """The kinds of layers whose gradients a plan of transformers reduces in a hook; `` if there are none."""
     plan = getattr(model, "tp_plan", None) or {}
     return ", ".join(sorted(name.split(".")[-1] for name, style in plan.items() if "with_grad_allreduce" in style))

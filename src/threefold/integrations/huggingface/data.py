@@ -1,10 +1,10 @@
-"""The loaders of the Trainer: this dp rank's share, counted, numbered, and known to accelerate's bookkeeping.
+"""The Trainer's training loader: this dp rank's share, counted, numbered, and registered with accelerate.
 
-In: a map-style dataset, a collate function and the dp axis. Out: DataLoaders whose batches are what the collate
-function made and nothing else. The number of every sample travels with it through the workers and is taken off again
-before the batch is given out, so the audit knows what was read and the user's code never sees a number. What stays
-true: every sample once an epoch; a rank that lacks a sample in the last round reads one as a stand-in only where it
-would have no row at all (a model that is sharded needs every rank), and then `rows` says 0.
+In: a map-style dataset, a collate function and the dp axis. Out: a DataLoader whose batches are what the collate
+function made and nothing else. The number of every sample travels with it through the workers and is removed before
+the batch is returned, so the audit knows what was read and the user's code never sees a number. What stays true: every
+sample once per epoch; a rank without a sample in the last round reads a stand-in only if it would otherwise have no row
+at all (a sharded model needs every rank), and then `rows` has a 0.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,7 +31,7 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class Axis:
-    """This process on the dp axis; `sharers` neighbouring ranks (tensor parallelism) read the same rows."""
+    """This process on the dp axis; `sharers` neighbouring ranks (of tp or cp) read the same rows."""
 
     rank: int
     world_size: int
@@ -66,48 +67,40 @@ class NumberedRows(Dataset[Any]):
         return len(self.rows)
 
     def __getitem__(self, number: int) -> tuple[int, Any]:
-        return number, self.rows[_index(number)]
+        return number, self.rows[max(number, ~number)]
 
     def __getitems__(self, numbers: list[int]) -> list[tuple[int, Any]]:
-        indices = [_index(number) for number in numbers]
+        indices = [max(number, ~number) for number in numbers]
         many = getattr(self.rows, "__getitems__", None)
         return list(zip(numbers, many(indices) if many else [self.rows[index] for index in indices], strict=True))
 
     def __getattr__(self, name: str) -> Any:
-        # What users and callbacks ask of a loader's dataset is answered by theirs.
+        # Users and callbacks find the attributes of their own dataset.
         if name == "rows":
             raise AttributeError(name)
         return getattr(self.rows, name)
 
 
-def _index(number: int) -> int:
-    return number if number >= 0 else ~number
-
-
-class NumberedCollate:
-    """Collates samples without their numbers, and without stand-ins wherever a true sample is there."""
-
-    def __init__(self, collate: Collate) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: list[tuple[int, Any]]) -> Numbered:
-        numbers = [number for number, _ in samples if number >= 0]
-        rows = [row for number, row in samples if number >= 0] or [samples[0][1]]
-        return Numbered(torch.tensor(numbers, dtype=torch.int64), self._collate(rows))
+def collate_numbered(collate: Collate, samples: list[tuple[int, Any]], *, keep_stand_ins: bool = False) -> Numbered:
+    """The collated samples and their numbers; stand-ins only if asked for, or one if there is no real sample."""
+    kept = [sample for sample in samples if keep_stand_ins or sample[0] >= 0]
+    numbers = torch.tensor([number for number, _ in kept], dtype=torch.int64)
+    return Numbered(numbers, collate([row for _, row in kept or samples[:1]]))
 
 
 class Taken(NamedTuple):
-    """A batch that was given out: the numbers of its samples, and a digest of its tensors (0: none was asked for)."""
+    """A batch that the loop got: the numbers of its samples, and a digest of its tensors (0: not computed)."""
 
     numbers: tuple[int, ...]
     contents: int
 
 
 class TrainLoader(DistributedLoader):
-    """The training loader: `distribute`'s, with the numbers of what it gave out and accelerate's end of the loader.
+    """The training loader: `distribute`'s, with the numbers of what it returned and accelerate's end of the loader.
 
-    `rows` holds for each batch given out how many true rows it has, oldest first, until it is taken; `taken`, where
-    somebody watches, what was in it.
+    Attributes:
+        rows: the number of real rows of each returned batch, oldest first, until somebody takes it.
+        taken: what was in these batches, once `watch` was called.
     """
 
     def __init__(
@@ -120,9 +113,9 @@ class TrainLoader(DistributedLoader):
         collate_fn: Collate,
         **kept: Any,
     ) -> None:
-        super().__init__(
-            NumberedRows(dataset), sampler, _as_it_is, collate_fn=NumberedCollate(collate_fn), drop_last=False, **kept
-        )
+        collate = partial(collate_numbered, collate_fn)
+        # Nothing to ignore: a stand-in has no number, and the loss leaves it out.
+        super().__init__(NumberedRows(dataset), sampler, lambda batch: batch, collate_fn=collate, **kept)
         self.axis = axis
         self.rows: deque[int] = deque()
         self.taken: deque[Taken] | None = None
@@ -130,11 +123,11 @@ class TrainLoader(DistributedLoader):
         self._accelerator = accelerator
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """As of DistributedLoader, the batches on the accelerator's device."""
-        return self._given_out(super().__iter__())
+        """As DistributedLoader's, with the batches on the accelerator's device."""
+        return self._on_device(super().__iter__())
 
     def watch(self) -> deque[Taken]:
-        """From now on everything given out is told here."""
+        """A queue of every batch that is returned from now on."""
         self.taken = deque()
         return self.taken
 
@@ -144,23 +137,20 @@ class TrainLoader(DistributedLoader):
         return cast(int, self.batch_size) * self.axis.dp_size
 
     def batches_left(self) -> int:
-        """Batches from where the loop is to the end of the epoch."""
+        """Batches from the loop's place to the end of the epoch."""
         return -(-self.rows_left() // cast(int, self.batch_size))
 
-    def _given_out(self, batches: Iterator[Any]) -> Iterator[Any]:
-        left = self.batches_left()
+    def _on_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         self.rows.clear()
         if self.taken is not None:
             self.taken.clear()
-        with_end = Tracked(self, self._accelerator)
-        for number, (numbers, batch) in enumerate(with_end.over(batches), start=1):
-            self.end_of_dataloader = number == left
+        for numbers, batch in tracked(self, self._accelerator, batches, num_batches=self.batches_left()):
             self.rows.append(len(numbers))
             if self.taken is not None:
                 # Ranks that share their rows must have the same tensors too; others have nobody to compare with.
                 contents = digest_of(batch) if self.axis.sharers > 1 else 0
                 self.taken.append(Taken(tuple(numbers.tolist()), contents))
-            yield with_end.placed(batch)
+            yield on_device(batch, self._accelerator)
 
 
 def digest_of(batch: Any) -> int:
@@ -173,24 +163,18 @@ def digest_of(batch: Any) -> int:
     return digest
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
+def tracked(loader: Any, accelerator: Accelerator, batches: Iterator[Any], *, num_batches: int) -> Iterator[Any]:
+    """The batches; meanwhile accelerate's gradient state has the loader, which knows when its last batch is out."""
+    state = accelerator.gradient_state
+    loader.end_of_dataloader = False
+    state._add_dataloader(loader)
+    try:
+        for number, batch in enumerate(batches, start=1):
+            loader.end_of_dataloader = number == num_batches
+            yield batch
+    finally:
+        state._remove_dataloader(loader)
 
 
-class Tracked:
-    """What accelerate's own loaders do besides reading: tell its gradient state, and bring batches to the device."""
-
-    def __init__(self, loader: Any, accelerator: Accelerator) -> None:
-        self._loader, self._accelerator = loader, accelerator
-
-    def over(self, batches: Iterator[Any]) -> Iterator[Any]:
-        state = self._accelerator.gradient_state
-        self._loader.end_of_dataloader = False
-        state._add_dataloader(self._loader)
-        try:
-            yield from batches
-        finally:
-            state._remove_dataloader(self._loader)
-
-    def placed(self, batch: Any) -> Any:
-        return send_to_device(batch, self._accelerator.device, non_blocking=self._accelerator.non_blocking)
+def on_device(batch: Any, accelerator: Accelerator) -> Any:
+    return send_to_device(batch, accelerator.device, non_blocking=accelerator.non_blocking)

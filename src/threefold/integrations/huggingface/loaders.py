@@ -1,9 +1,9 @@
-"""The Trainer's loaders, from its arguments: which argument decides what; and the loader that evaluates.
+"""The Trainer's loaders, made from its arguments, and the loader for evaluation.
 
-An evaluation reads a whole map-style dataset once over all ranks, in its own order. Its batches are neighbouring rows,
-rank behind rank, so that what the ranks computed in one step is a stretch of the dataset once it is gathered. What
-stays true: every row once; every rank makes the same number of steps; a rank that has no row in the last one computes a
-stand-in that nobody counts.
+An evaluation reads an entire map-style dataset once over all ranks, in the dataset's order. The ranks read neighbouring
+blocks of rows, so what they computed in one step is a stretch of the dataset once it is gathered. What stays true:
+every row once; every rank makes the same number of steps; a rank without a row in the last one computes a stand-in that
+nobody counts.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from threefold.data.sampler import DistributedSampler
 from threefold.integrations.huggingface.data import (
     Axis,
     Collate,
-    NumberedCollate,
     NumberedRows,
-    Tracked,
     TrainLoader,
+    collate_numbered,
+    on_device,
+    tracked,
 )
 
 
@@ -36,7 +37,7 @@ def training(trainer: Any, rows: Any, sampler: Any, *, batch_size: int, collate:
     """The loader of this dp rank's share of the rows, in the order that transformers' `sampler` asks for.
 
     Raises:
-        ConfigError: a sampler of which it is not known what it draws.
+        ConfigError: a sampler whose draws are unknown.
     """
     args, axis = trainer.args, trainer.axis
     order = DistributedSampler.for_loop(
@@ -52,15 +53,15 @@ def training(trainer: Any, rows: Any, sampler: Any, *, batch_size: int, collate:
     )
     # Ranks that share their rows draw the same random numbers in their workers.
     seeded = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=axis.dp_rank)
-    return TrainLoader(rows, order, batch_size=batch_size, worker_init_fn=seeded, **_kept(trainer, collate))
+    return TrainLoader(rows, order, batch_size=batch_size, worker_init_fn=seeded, **_settings(trainer, collate))
 
 
 def evaluation(trainer: Any, rows: Any, *, batch_size: int, collate: Collate) -> EvaluationLoader:
     """The loader of this dp rank's part of every step of an evaluation."""
-    return EvaluationLoader(rows, batch_size=batch_size, **_kept(trainer, collate))
+    return EvaluationLoader(rows, batch_size=batch_size, **_settings(trainer, collate))
 
 
-def _kept(trainer: Any, collate: Collate) -> dict[str, Any]:
+def _settings(trainer: Any, collate: Collate) -> dict[str, Any]:
     args = trainer.args
     return {
         "accelerator": trainer.accelerator,
@@ -71,7 +72,7 @@ def _kept(trainer: Any, collate: Collate) -> dict[str, Any]:
         "persistent_workers": args.dataloader_persistent_workers,
         "multiprocessing_context": args.dataloader_multiprocessing_context,
         "prefetch_factor": args.dataloader_prefetch_factor,
-        # Of its own: opening a loader must not move the random numbers that dropout draws.
+        # Separate, so that opening a loader does not change the random numbers of dropout.
         "generator": torch.Generator().manual_seed(_seed(args)),
     }
 
@@ -81,17 +82,26 @@ def _seed(args: Any) -> int:
 
 
 class EvaluationLoader(DataLoader[Any]):
-    """Every row once over all dp ranks, in the dataset's order, in equally many batches on every rank.
+    """Every row once over all dp ranks, in the dataset's order, in the same number of batches on every rank.
 
-    After each batch `rows` is the number of its true rows, 0 for a stand-in, and `gather` puts what every rank computed
-    of its batch side by side, in the dataset's order, without anything that stands in.
+    After each batch `rows` is the number of its real rows, 0 for a stand-in, and `gather` joins what every rank
+    computed from its batch, in the dataset's order and without stand-ins.
     """
 
     def __init__(
-        self, dataset: Any, *, batch_size: int, accelerator: Accelerator, axis: Axis, collate_fn: Collate, **kept: Any
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        accelerator: Accelerator,
+        axis: Axis,
+        collate_fn: Collate,
+        keep_stand_ins: bool = False,
+        **kept: Any,
     ) -> None:
         blocks = BlockBatches(len(dataset), batch_size, axis)
-        super().__init__(NumberedRows(dataset), batch_sampler=blocks, collate_fn=NumberedCollate(collate_fn), **kept)
+        collate = partial(collate_numbered, collate_fn, keep_stand_ins=keep_stand_ins)
+        super().__init__(NumberedRows(dataset), batch_sampler=blocks, collate_fn=collate, **kept)
         self.rows = 0
         self.end_of_dataloader, self.remainder = False, -1
         self._axis, self._accelerator, self._blocks = axis, accelerator, blocks
@@ -103,11 +113,12 @@ class EvaluationLoader(DataLoader[Any]):
         return self._blocks.global_batch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        with_end = Tracked(self, self._accelerator)
-        for step, numbered in enumerate(with_end.over(super().__iter__())):
-            self._step, self.rows = step, len(numbered.numbers)
-            self.end_of_dataloader = step == len(self._blocks) - 1
-            yield with_end.placed(numbered.batch)
+        for step, (numbers, batch) in enumerate(self._tracked()):
+            self._step, self.rows = step, len(numbers)
+            yield on_device(batch, self._accelerator)
+
+    def _tracked(self) -> Iterator[Any]:
+        return tracked(self, self._accelerator, super().__iter__(), num_batches=len(self._blocks))
 
     def gather(self, data: Any) -> Any:
         """Tensors [rows, ...] of this step's batch, or nested lists and dicts of them -> [rows of all ranks, ...]."""
@@ -128,9 +139,9 @@ class EvaluationLoader(DataLoader[Any]):
 
 
 class BlockBatches(Sampler[list[int]]):
-    """One dp rank's batches of an evaluation: neighbouring rows, so that ranks side by side are the dataset's order.
+    """One dp rank's batches of an evaluation: blocks of neighbouring rows, which joined in rank order are the dataset.
 
-    The last batches are as small as equal ones can be; places past the end are stand-ins (~row).
+    The last batches are equal and as small as possible; places past the end are stand-ins (~row).
     """
 
     def __init__(self, num_rows: int, batch_size: int, axis: Axis) -> None:
@@ -144,7 +155,7 @@ class BlockBatches(Sampler[list[int]]):
         return -(-self._num_rows // self.global_batch)
 
     def real(self, step: int) -> int:
-        """True rows of a step, over all ranks."""
+        """Real rows of a step, over all ranks."""
         return min(self.global_batch, self._num_rows - step * self.global_batch)
 
     def block(self, step: int) -> int:

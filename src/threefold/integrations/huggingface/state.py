@@ -4,7 +4,7 @@
 weights and optimizer of a model that transformers loaded in shards, in the format of `threefold.checkpoint`: each rank
 writes its own boxes as safetensors files, sealed with checksums, and any other mesh reads its parts from them. No
 pickle is read. The place of a resumed run is a position in the order, not a number of steps: transformers divides the
-steps done by the steps of an epoch, which is right only while neither the ranks nor the batch size change.
+steps done by the steps of an epoch, which is wrong once the number of ranks or the batch size changes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from threefold.checkpoint.layout import checkpoint_at, seal_folder
 from threefold.checkpoint.saver import Job, Saver
 from threefold.checkpoint.state import damage_found, fit, holdings, own_parts, read_into
 from threefold.checkpoint.tensors import index_of_dcp
-from threefold.errors import CheckpointError, DataError, RunError
+from threefold.errors import CheckpointError, DataError, Problem, RunError
 from threefold.integrations.huggingface.data import TrainLoader
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
@@ -41,51 +41,40 @@ from threefold.mesh.topology import Topology
 PLACE_FILE = "threefold.json"
 STATE_FOLDER = "threefold-state"
 _FORMAT = 1
-_OLDER = "go on from an older checkpoint: trainer.train(resume_from_checkpoint='.../checkpoint-...')"
+_OLDER = "resume from an older checkpoint: trainer.train(resume_from_checkpoint='.../checkpoint-...')"
 _SAME = "resume with the model and the optim that the run began with"
+# What keys of the configuration are called in TrainingArguments.
+_TRAINER_WORDS = {
+    "--data.seed": "TrainingArguments(data_seed=...):",
+    "--data.shuffle": "train_sampling_strategy:",
+    "--data.num_workers 0": "dataloader_num_workers=0",
+    "data.seed": "data_seed",
+}
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-@dataclass(frozen=True)
-class SavedPlace:
-    """Where a run stood when it was saved.
-
-    Attributes:
-        step: optimizer steps done.
-        loader: state of the training loader.
-        global_batch: rows of a step, for messages.
-    """
-
-    step: int
-    loader: Mapping[str, Any]
-    global_batch: int
-
-    def write(self, checkpoint: Path) -> None:
-        checkpoint.mkdir(parents=True, exist_ok=True)
-        partial = checkpoint / f"{PLACE_FILE}.partial"
-        partial.write_text(json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
-        partial.replace(checkpoint / PLACE_FILE)
+def save_place(checkpoint: Path, **values: Any) -> None:
+    """Writes `step`, the optimizer steps done, `loader`, the state of the training loader, and `global_batch`."""
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    partial = checkpoint / f"{PLACE_FILE}.partial"
+    partial.write_text(json.dumps({"format": _FORMAT, **values}, indent=1) + "\n", encoding="utf-8")
+    partial.replace(checkpoint / PLACE_FILE)
 
 
-def read_place(checkpoint: Path) -> SavedPlace:
-    """What `SavedPlace.write` wrote.
-
-    Raises:
-        CheckpointError: there is no such file, or it is damaged.
-    """
+def _read_place(checkpoint: Path) -> tuple[int, dict[str, Any]]:
     path = checkpoint / PLACE_FILE
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] == _FORMAT:
-            return SavedPlace(int(values["step"]), dict(values["loader"]), int(values["global_batch"]))
+            return int(values["step"]), dict(values["loader"])
         found = f"has the format {values['format']}"
     except FileNotFoundError:
         raise CheckpointError(
             f"{checkpoint} has no {PLACE_FILE}: another Trainer has saved it",
-            expected="a checkpoint of threefold's Trainer: where another order stood says nothing about ours, and "
-            "samples would be repeated and left out",
-            fix="TrainingArguments(ignore_data_skip=True) goes on with these weights and begins the epoch again; or "
-            "finish the run with the Trainer that began it",
+            expected="a checkpoint of threefold's Trainer: a place in another order means nothing in ours, and samples "
+            "would be repeated and left out",
+            fix="TrainingArguments(ignore_data_skip=True) keeps these weights and begins the epoch again; or finish "
+            "the run with the Trainer that began it",
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         found = f"cannot be read ({error!r})"
@@ -102,15 +91,12 @@ def newest_complete(output_dir: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    numbered = []
-    for path in output_dir.glob("checkpoint-*"):
-        step = path.name.removeprefix("checkpoint-")
-        if step.isdecimal() and _is_complete(path):
-            numbered.append((int(step), path))
+    steps = ((path.name.removeprefix("checkpoint-"), path) for path in output_dir.glob("checkpoint-*"))
+    numbered = [(int(step), path) for step, path in steps if step.isdecimal() and _is_complete(path)]
     if not numbered:
         raise CheckpointError(
             f"resume_from_checkpoint = True, but {output_dir} has no complete checkpoint",
-            expected="a folder checkpoint-STEP with a whole trainer_state.json, which is written last",
+            expected="a folder checkpoint-STEP with a complete trainer_state.json, which is written last",
             fix="trainer.train() to begin, or resume_from_checkpoint=PATH",
         )
     return max(numbered)[1]
@@ -130,7 +116,8 @@ def save_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
     Raises:
         RunError: a rank could not write, on every rank.
     """
-    state, mesh = _tensors(model, optimizer), _all_ranks()
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's has torch's inside
+    state, mesh = _tensors(model, optimizer), all_ranks()
     final, partial = checkpoint / STATE_FOLDER, checkpoint / f".{STATE_FOLDER}.partial"
 
     def begin() -> None:
@@ -140,22 +127,17 @@ def save_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
     def commit(seals: Mapping[str, Any]) -> None:
         seal_folder(partial, final, step, {}, {f"state/{name}": seal for name, seal in seals.items()})
 
-    def parts() -> Any:
-        return own_parts(state, holdings(state, mesh))
-
     job = Job(step, partial / "state", begin, commit, lambda: shutil.rmtree(partial, ignore_errors=True))
+    saver = Saver(mesh, lambda: own_parts(state, holdings(state, mesh)), background=False, continue_on_error=False)
     try:
-        Saver(mesh, parts, background=False, continue_on_error=False).save(job)
+        saver.save(job)
     except RunError as error:
-        raise RunError(
-            error.problems[0].what,
-            expected=error.problems[0].expected,
-            fix="make room (`df -h`), then trainer.train(resume_from_checkpoint=True)",
-        ) from None
+        fix = "free some disk space (`df -h`), then trainer.train(resume_from_checkpoint=True)"
+        raise RunError.of([replace(error.problems[0], fix=fix)]) from None
 
 
 def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Fills a sharded model, and its optimizer where one is given, from any mesh's shards; every rank calls it.
+    """Fills a sharded model, and its optimizer if one is given, from any mesh's shards; every rank calls it.
 
     Raises:
         CheckpointError: the folder holds no shards, damaged ones, or those of another model; nothing is changed.
@@ -164,20 +146,21 @@ def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
     if not folder.is_dir():
         raise CheckpointError(
             f"{checkpoint} has no {STATE_FOLDER}: the model that was saved there was not sharded",
-            expected="a checkpoint of a model loaded with DistributedConfig, as this one is",
+            expected="a checkpoint of a model that was loaded with DistributedConfig, as this one was",
             fix="from_pretrained(CHECKPOINT, distributed_config=...) begins with its weights, without its optimizer",
         )
-    mesh, from_dcp = _all_ranks(), any(folder.glob("shard-*.safetensors"))
+    mesh, from_dcp = all_ranks(), any(folder.glob("shard-*.safetensors"))
     if from_dcp:  # 0.1.0 wrote through torch.distributed.checkpoint
         files, index = folder, index_of_dcp(folder)
     else:
         if (reason := damage_found(checkpoint_at(folder), mesh)) is not None:
             raise CheckpointError(
-                f"{folder} is damaged: {reason}", expected="the files as the Trainer has written them", fix=_OLDER
+                f"{folder} is damaged: {reason}", expected="the files as the Trainer wrote them", fix=_OLDER
             )
         files, index = folder / "state", Index.read(folder / "state")
+    optimizer = getattr(optimizer, "optimizer", optimizer)
     live = _tensors(model, optimizer)
-    # It had a tensor without dims as one of a single element.
+    # It saved a scalar tensor as one of a single element.
     wanted = {name: t.reshape(1) if from_dcp and t.ndim == 0 else t for name, t in live.items()}
     if missing := sorted(live.keys() - index.entries.keys()):
         raise CheckpointError(
@@ -188,15 +171,18 @@ def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
     fit(wanted, index, fix=_SAME)
     read_into(wanted, files, index, mesh)
     if optimizer is not None:
-        _set_optimizer(model, optimizer, live)
+        # Settings (learning rates, betas) are the current ones; the scheduler restores its own place.
+        state = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        state = {name: live.get(f"optimizer.{name}", value) for name, value in state.items()}
+        set_optimizer_state_dict(model, optimizer, state, options=_OPTIONS)
 
 
-def _all_ranks() -> Mesh:
-    """All ranks of the process group, as the checkpoint engine knows ranks; every rank calls it alike."""
+def all_ranks() -> Mesh:
+    """All ranks of the process group as a mesh for the checkpoint engine; every rank calls it equally often."""
     if not dist.is_initialized():
         return Mesh(Topology(), 0, torch.device("cpu"))
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    # Ranks save and load alike, so counting gives each of these calls keys of its own.
+    # Ranks save and load in the same order, so a counter gives each of these calls its own keys.
     number = store.add(f"threefold/states/{rank}", 1)
     topology = Topology(dp_replicate=dist.get_world_size())
     return Mesh(topology, rank, torch.device("cpu"), store=dist.PrefixStore(f"state-{number}", store))
@@ -211,13 +197,6 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
     return {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def _set_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, live: Mapping[str, Tensor]) -> None:
-    # Settings (rates, betas) are those of now; the scheduler brings its own place.
-    state = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
-    state = {name: live.get(f"optimizer.{name}", value) for name, value in state.items()}
-    set_optimizer_state_dict(model, optimizer, state, options=_OPTIONS)
-
-
 def check_order(saved: Mapping[str, Any], *, loader: Any) -> None:
     """Loads a saved place into a training loader; a place of another order is refused in the Trainer's words.
 
@@ -227,15 +206,15 @@ def check_order(saved: Mapping[str, Any], *, loader: Any) -> None:
     try:
         loader.load_state_dict(saved)
     except DataError as error:
-        words = {"--data.seed": "TrainingArguments(data_seed=...):", "--data.shuffle": "train_sampling_strategy:"}
-        raise DataError.of(_reworded(problem, words) for problem in error.problems) from None
+        raise DataError.of(map(in_trainer_words, error.problems)) from None
 
 
-def _reworded(problem: Any, words: Mapping[str, str]) -> Any:
-    fix = problem.fix
-    for theirs, ours in words.items():
-        fix = fix.replace(theirs, ours)
-    return type(problem)(problem.what, problem.expected, fix)
+def in_trainer_words(problem: Problem) -> Problem:
+    """The problem with the arguments of the Trainer in place of keys of the configuration."""
+    expected, fix = problem.expected, problem.fix
+    for key, argument in _TRAINER_WORDS.items():
+        expected, fix = expected.replace(key, argument), fix.replace(key, argument)
+    return Problem(problem.what, expected, fix)
 
 
 class Resumed:
@@ -243,40 +222,33 @@ class Resumed:
 
     Attributes:
         epoch: in which it continues.
-        batches_left: of this rank in that epoch, where it continues inside it; 0: at its head.
+        batches_left: of this rank in that epoch, if it continues inside it; 0: it continues at the epoch's head.
     """
 
-    def __init__(self, saved: SavedPlace) -> None:
-        self.saved = saved
-        self.epoch = 0
-        self.batches_left = 0
-        self._updates_left = 0
-
-    def go_to_place(self, loader: TrainLoader, *, accumulation: int) -> None:
-        """Brings the loader to the place, or to the head of the next epoch where this one is over.
+    def __init__(self, checkpoint: Path, loader: TrainLoader, *, accumulation: int) -> None:
+        """Moves the loader to the saved place, or to the head of the next epoch if this one is over.
 
         Raises:
-            DataError: the place belongs to another order.
+            CheckpointError: the checkpoint has no readable place. DataError: the place belongs to another order.
         """
-        check_order(self.saved.loader, loader=loader)
-        self.epoch, position = self.saved.loader["epoch"], self.saved.loader["position"]
+        self._step, saved = _read_place(checkpoint)
+        check_order(saved, loader=loader)
         left = loader.batches_left()
-        if not left:
-            self.epoch += 1
-        self.batches_left = left if position else 0
+        self.epoch = saved["epoch"] + (not left)
+        self.batches_left = left if saved["position"] else 0
         self._updates_left = math.ceil(self.batches_left / accumulation)
 
     def plan(self, args: Any, *, per_epoch: int, max_steps: int) -> tuple[int, int]:
-        """(epochs until the end, steps at the end), from the steps of a whole epoch with the sizes of now."""
-        # Steps that would have led here, had all been made with these sizes.
+        """(epochs until the end, steps at the end), from the steps of an entire epoch with the current sizes."""
+        # Steps that would have led here if all had been made with these sizes.
         done = self.epoch * per_epoch + (per_epoch - self._updates_left if self.batches_left else 0)
         if args.max_steps > 0:
-            return math.ceil((done + max_steps - self.saved.step) / per_epoch), max_steps
-        return math.ceil(args.num_train_epochs), self.saved.step + max(0, max_steps - done)
+            return math.ceil((done + max_steps - self._step) / per_epoch), max_steps
+        return math.ceil(args.num_train_epochs), self._step + max(0, max_steps - done)
 
 
 class EpochByRows(TrainerCallback):
-    """Keeps `state.epoch` true in an epoch that began in its middle; elsewhere transformers' own is left."""
+    """Keeps `state.epoch` true in an epoch that began in its middle; elsewhere transformers' value stays."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -1,10 +1,10 @@
 """transformers.Trainer with threefold's three promises: the same data, the same curve, the same state.
 
-A thin subclass: the loop is transformers'. What it hands over is replaced: the loaders (`huggingface_data`), the
-weight of each micro-batch in the loss (`huggingface_loss`), the evaluation's mean, the place a run goes on from and,
-for models that transformers has loaded in shards, what is saved (`huggingface_state`). What stays true: an epoch reads
-every sample once; loss and gradient are those of the mean over all targets of a step, on any number of ranks and
-micro-batches; a run goes on at the next sample, with other ranks or another batch size.
+A thin subclass: the loop is transformers'. Replaced are the loaders (`data`, `loaders`), the weight of each micro-batch
+in the loss (`loss`), the evaluation's mean, the place where a run resumes and, for models that transformers has loaded
+in shards, what is saved (`state`). What stays true: an epoch reads every sample once; loss and gradient are those of
+the mean over all targets of a step, on any number of ranks and micro-batches; a run resumes at the next sample, also
+with other ranks or another batch size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import functools
 import inspect
 import json
-import math
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,14 +32,14 @@ from threefold.integrations.huggingface.data import Axis, TrainLoader
 from threefold.integrations.huggingface.loss import RunningMean, counting_for_nothing, part_of_mean, targets_in
 
 log = logging.get_logger(__name__)
-# Beside a model in shards; transformers' own scheduler.pt is a pickle.
+# For a sharded model; transformers' own scheduler.pt is a pickle.
 _SCHEDULER = "scheduler.json"
 
 
 class Trainer(transformers.Trainer):
-    """transformers.Trainer, exact on any number of ranks; the arguments are its own."""
+    """transformers.Trainer, exact on any number of ranks, with the same arguments."""
 
-    # Decorated, so that the signature is transformers', whatever its version.
+    # Decorated, so that the signature is that of the installed transformers.
     @functools.wraps(transformers.Trainer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(transformers.Trainer.__init__).bind(self, *args, **kwargs).arguments
@@ -49,7 +48,7 @@ class Trainer(transformers.Trainer):
         self._train_loader: Any = None
         self._checkpoint: Path | None = None
         self._resumed: state.Resumed | None = None
-        # Of each micro-batch of the step that is not trained yet: its targets, and its true rows.
+        # (targets, real rows) of each micro-batch of the step that is not trained yet.
         self._weights: deque[tuple[int, int]] = deque()
         self._weight: int | None = None
         self._collects = False
@@ -66,10 +65,9 @@ class Trainer(transformers.Trainer):
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built = super()._build_accelerator_args(**kwargs)
-        if self.args.parallelism_config is None and getattr(
-            self.model, "is_distributed_loading_by_transformers", False
-        ):
-            # Such a model owns its mesh; accelerate would look for one of its own, which a CPU does not have.
+        has_mesh = getattr(self.model, "is_distributed_loading_by_transformers", False)
+        if has_mesh and self.args.parallelism_config is None:
+            # Such a model has its own mesh; accelerate would look for another one, which a CPU does not have.
             built.pop("parallelism_config", None)
         return built
 
@@ -77,7 +75,7 @@ class Trainer(transformers.Trainer):
 
     @property
     def axis(self) -> Axis:
-        """Where this process stands on the dp axis; tensor and context ranks share its rows."""
+        """This process's place on the dp axis; tensor and context ranks share its rows."""
         mesh = context.mesh_of_rows()
         sharers = self.get_tp_size() * (mesh.size("cp") if mesh is not None else 1)
         return Axis(self.args.process_index, self.args.world_size, sharers=sharers)
@@ -93,8 +91,7 @@ class Trainer(transformers.Trainer):
     ) -> Any:
         if isinstance(dataset, IterableDataset) or not has_length(dataset):
             log.warning_once(
-                "A stream has no positions: of threefold's promises only the loss is kept for it, and transformers' "
-                "own loader reads it."
+                "A stream has no positions: transformers' own loader reads it, and only the loss is exact."
             )
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         rows, collate = dataset, self.data_collator
@@ -113,7 +110,7 @@ class Trainer(transformers.Trainer):
     # ---- The loss of a step ----
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """As transformers'; counts the step's targets over all ranks and micro-batches, whatever the model."""
+        """As transformers'; counts the step's targets over all ranks and micro-batches, for any model."""
         self._collects = True
         try:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -121,7 +118,7 @@ class Trainer(transformers.Trainer):
             self._collects = False
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Targets of the step over all ranks and micro-batches; in an evaluation those of the batch, for a function."""
+        """Targets of the step over all ranks; in an evaluation those of the batch, if there is a compute_loss_func."""
         if not batch_samples or not (self._collects or self._mean is not None):
             return super()._get_num_items_in_batch(batch_samples, device)
         own = [targets_in(batch, shifts_labels=self._loss_shifts_labels) for batch in batch_samples]
@@ -129,8 +126,8 @@ class Trainer(transformers.Trainer):
             return torch.as_tensor(own[0], device=device).clamp(min=1) if self.compute_loss_func else None
         loader = self._train_loader
         rows = [loader.rows.popleft() for _ in own] if isinstance(loader, TrainLoader) else [1 for _ in own]
-        counted = torch.stack([torch.as_tensor(count, device=device) for count in own])
-        counted = counted * torch.tensor([row > 0 for row in rows], device=device)
+        weighted = [count if row else 0 for count, row in zip(own, rows, strict=True)]
+        counted = torch.stack([torch.as_tensor(count, device=device) for count in weighted])
         self._weights = deque(zip(counted.tolist(), rows, strict=True))
         return self.accelerator.reduce(counted.sum(), reduction="sum") // self.axis.sharers
 
@@ -146,9 +143,11 @@ class Trainer(transformers.Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As transformers', but of the mean over a micro-batch it takes the part of it in the mean over the step."""
+        """As transformers', but returns what the micro-batch contributes to the mean over the step."""
         if self._mean is not None:
-            loss, outputs = self._evaluation_loss(model, inputs, num_items_in_batch)
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+                loss = loss / self.axis.dp_size  # transformers multiplies by it, for gradients
         elif self.compute_loss_func is not None or num_items_in_batch is None or self._weight is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         else:
@@ -158,12 +157,6 @@ class Trainer(transformers.Trainer):
             )
             self.loss_is_scaled_for_ga = True
         return (loss, outputs) if return_outputs else loss
-
-    def _evaluation_loss(self, model: Any, inputs: Any, num_items: Any) -> tuple[Tensor, Any]:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items)
-        if num_items is not None and self.args.average_tokens_across_devices:
-            loss = loss / self.axis.dp_size  # transformers multiplies by it, for gradients
-        return loss, outputs
 
     # ---- Evaluation ----
 
@@ -176,16 +169,13 @@ class Trainer(transformers.Trainer):
         metric_key_prefix: str = "eval",
     ) -> Any:
         """As transformers'; the loss is the sum over all targets / their number, rows are in the dataset's order."""
+        settings = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if not isinstance(dataloader, loaders.EvaluationLoader):
-            return super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            return super().evaluation_loop(dataloader, *settings)
         self._mean, self._eval_loader = RunningMean(self.args.device), dataloader
         self.gather_function = dataloader.gather
         try:
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            output = super().evaluation_loop(dataloader, *settings)
             mean = self._mean.over_ranks(self.accelerator)
         finally:
             self._mean = self._eval_loader = None
@@ -203,14 +193,14 @@ class Trainer(transformers.Trainer):
             self._mean.add(loss, targets if self._eval_loader.rows else 0)
         return loss, logits, labels
 
-    # ---- Going on ----
+    # ---- Resuming ----
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As transformers'; `True` goes on from the newest checkpoint that was written to its end.
+        """As transformers'; `True` resumes from the newest complete checkpoint.
 
         Raises:
             CheckpointError: no such checkpoint, or one of another Trainer.
-            DataError: the checkpoint's order is not this one: another seed, or data of another size.
+            DataError: the checkpoint has another order: another seed, or data of another size.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(state.newest_complete(Path(self.args.output_dir)))
@@ -218,7 +208,7 @@ class Trainer(transformers.Trainer):
         return super().train(resume_from_checkpoint or None, *args, **kwargs)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """As transformers'; after a resume the steps that are left are counted from the saved place."""
+        """As transformers'; after a resume the remaining steps are counted from the saved place."""
         self._train_loader, self._resumed = dataloader, None
         values = super().set_initial_training_values(args, dataloader)
         if not isinstance(dataloader, TrainLoader):
@@ -228,28 +218,25 @@ class Trainer(transformers.Trainer):
             return values
         if self._checkpoint is None or args.ignore_data_skip:
             return values
-        self._resumed = state.Resumed(state.read_place(self._checkpoint))
-        self._resumed.go_to_place(dataloader, accumulation=args.gradient_accumulation_steps)
+        self._resumed = state.Resumed(self._checkpoint, dataloader, accumulation=args.gradient_accumulation_steps)
         epochs, per_epoch, *rest, max_steps = values
         epochs, max_steps = self._resumed.plan(args, per_epoch=per_epoch, max_steps=max_steps)
         return (epochs, per_epoch, *rest, max_steps)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         epoch_and_batches = super()._init_training_state(*args, **kwargs)
-        # The loader stands where it goes on: transformers has nothing to skip.
+        # The loader is at its place already: transformers has nothing to skip.
         return epoch_and_batches if self._resumed is None else (self._resumed.epoch, 0)
 
     def _run_epoch(self, **values: Any) -> None:
         resumed = self._resumed
         if resumed is not None and resumed.batches_left and values["epoch"] == resumed.epoch:
             values["steps_in_epoch"] = resumed.batches_left
-            values["num_update_steps_per_epoch"] = math.ceil(
-                resumed.batches_left / self.args.gradient_accumulation_steps
-            )
+            values["num_update_steps_per_epoch"] = -(-resumed.batches_left // self.args.gradient_accumulation_steps)
         super()._run_epoch(**values)
 
     def end(self) -> None:
-        """As transformers', when every rank has come here: what sends through the process group goes before it does.
+        """As transformers', once every rank is here; wrappers that use the process group are freed before the group.
 
         A wrapper that is freed after its group waits, in gloo, for a thread that waits for Python: a rank would hang.
         """
@@ -260,67 +247,57 @@ class Trainer(transformers.Trainer):
 
     # ---- Saving ----
 
-    @property
-    def _is_sharded(self) -> bool:
-        return bool(self.is_distributed_loading_by_transformers)
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, AuditCallback):
                 callback.check()
-        loader = self._train_loader
+        loader, step = self._train_loader, self.state.global_step
         if isinstance(loader, TrainLoader) and self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            state.SavedPlace(self.state.global_step, loader.state_dict(), loader.sampler.global_batch).write(folder)
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{step}"
+            state.save_place(folder, step=step, loader=loader.state_dict(), global_batch=loader.sampler.global_batch)
         super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self._is_sharded:
-            return super()._save_optimizer_and_scheduler(output_dir)
-        state.save_shards(Path(output_dir), self.model, _bare(self.optimizer), step=self.state.global_step)
+        if not self.is_distributed_loading_by_transformers:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state.save_shards(Path(output_dir), self.model, self.optimizer, step=self.state.global_step)
         if self.args.should_save:
             (Path(output_dir) / _SCHEDULER).write_text(json.dumps(self.lr_scheduler.state_dict()))
-        return None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not self._is_sharded:
-            return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        state.load_shards(Path(resume_from_checkpoint), self.model, None)
-        return None
+        if self.is_distributed_loading_by_transformers:
+            state.load_shards(Path(resume_from_checkpoint), self.model, None)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if not self._is_sharded or checkpoint is None:
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        optimizer = _bare(self.optimizer)
-        state.load_shards(Path(checkpoint), self.model, optimizer)
+        if not self.is_distributed_loading_by_transformers or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        state.load_shards(Path(checkpoint), self.model, self.optimizer)
         self.lr_scheduler.load_state_dict(json.loads((Path(checkpoint) / _SCHEDULER).read_text()))
-        for group, rate in zip(optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
-        return None
 
     def _load_best_model(self) -> None:
-        if not self._is_sharded:
-            return super()._load_best_model()
-        state.load_shards(Path(str(self.state.best_model_checkpoint)), self.model, None)
-        return None
-
-
-def _bare(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside accelerate's."""
-    return getattr(optimizer, "optimizer", optimizer)
+        if self.is_distributed_loading_by_transformers:
+            state.load_shards(Path(str(self.state.best_model_checkpoint)), self.model, None)
+        else:
+            super()._load_best_model()
 
 
 @contextlib.contextmanager
 def _may_save_shards(model: Any, args: Any) -> Iterator[None]:
     """transformers refuses to save the optimizer of a model that it loaded in shards; here it can be saved.
 
-    It looks once, while it is constructed, so the argument says otherwise until then.
+    It checks only while it is constructed, so the argument says save_only_model until then.
     """
-    if args is None or args.save_only_model or not getattr(model, "is_distributed_loading_by_transformers", False):
-        yield
-        return
-    args.save_only_model = True
+    shards = getattr(model, "is_distributed_loading_by_transformers", False) and args is not None
+    if asked := shards and not args.save_only_model:
+        args.save_only_model = True
     try:
         yield
     finally:
-        args.save_only_model = False
+        if asked:
+            args.save_only_model = False

@@ -1,11 +1,11 @@
-"""Counting what an epoch has read, for Trainers whose order nobody can predict.
+"""Counting what an epoch has read, for Trainers whose order cannot be predicted.
 
-In: the batches that accelerate's loader hands to this rank, as lists of row numbers, and the loop's own events that say
+In: the batches that accelerate's loader gives to this rank, as lists of row numbers, and the loop's events that say
 when one was used. Out: an error in the step that reads a row for the second time in an epoch, and at the epoch's end
-how many rows were left out. What stays true: all ranks exchange their numbers and reckon alike, so they raise together.
-Two things that transformers does by design are reported and not refused: rows repeated to fill up the very last step
-of an epoch, and fewer rows left out than a step has. What was read goes with the checkpoint (`threefold-rows.npz`), one
-bit a row, so that an epoch is judged across a resume.
+the number of rows left out. What stays true: all ranks exchange their numbers and compute the same, so they raise
+together. Two things that transformers does by design are only reported: rows repeated to fill up the very last step of
+an epoch, and fewer rows left out than a step has. What was read is saved with the checkpoint (`threefold-rows.npz`),
+one bit per row, so that an epoch is checked across a resume.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
-import torch
 import torch.distributed as dist
 from transformers.utils import logging
 
@@ -28,43 +26,29 @@ from threefold.errors import RunError, rows_text
 log = logging.get_logger(__name__)
 
 FILE = "threefold-rows.npz"
+T = TypeVar("T")
 
 
-class Tally:
+class RowCounter:
     """The rows of an epoch that have been read, over all ranks, and what this rank read since the last exchange."""
 
-    def __init__(self, given: deque[tuple[int, ...]], *, num_rows: int, skip: int, step: int, args: Any) -> None:
-        self._given = given
-        self._skip = skip
-        self._step = step
-        self._device = args.device
+    def __init__(self, args: Any, state: Any, loader: Any) -> None:
+        self._given = _queue_of(loader.batch_sampler)
+        self._step = state.global_step
+        per_epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
+        # The batches that transformers reads and discards when it resumes inside an epoch.
+        self._skip = 0 if args.ignore_data_skip else self._step % per_epoch * args.gradient_accumulation_steps
         self._rank = args.process_index
-        self._seen = np.zeros(num_rows, np.bool_)
-        self._complete_since_head = True
-        self._epoch = 0
-        self._fresh = True
+        self._seen = np.zeros(len(loader.dataset), np.bool_)
+        self._complete_since_head = self._fresh = True
+        self._epoch = self._largest_step = 0
         self._used: list[int] = []
         self._steps: list[list[int]] = []
-        self._largest_step = 0
-
-    @classmethod
-    def of(cls, args: Any, state: Any, loader: Any) -> Tally | None:
-        """The tally of a loader that accelerate has prepared; None, with a word about it, for a stream."""
-        batches = getattr(loader, "batch_sampler", None)
-        if batches is None or not hasattr(loader, "base_dataloader") or type(loader).__name__ == "DataLoaderDispatcher":
-            log.warning(f"The audit is off: a {type(loader).__name__} without a sampler of batches has no row numbers.")
-            return None
-        given = _told(batches)
-        per_epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
-        # The batches that transformers will go through and throw away when it resumes inside an epoch.
-        skip = 0 if args.ignore_data_skip else state.global_step % per_epoch * args.gradient_accumulation_steps
-        tally = cls(given, num_rows=len(loader.dataset), skip=skip, step=state.global_step, args=args)
-        if state.global_step:
-            tally._load(Path(args.output_dir) / f"checkpoint-{state.global_step}")
-        return tally
+        if self._step:
+            self._load(Path(args.output_dir) / f"checkpoint-{self._step}")
 
     def epoch_begins(self, epoch: int) -> None:
-        """A new epoch has read nothing; the one that a resume goes on in keeps what was saved."""
+        """Forgets the rows of the last epoch; an epoch that a resume continues keeps what was saved."""
         self._epoch = epoch
         if not self._fresh or self._seen.all():
             self._seen[:] = False
@@ -72,7 +56,7 @@ class Tally:
         self._fresh = False
 
     def micro_batch(self) -> None:
-        """The next batch that was given out has been used."""
+        """The next batch from the sampler has been used."""
         while self._skip and self._given:
             self._given.popleft()
             self._skip -= 1
@@ -88,15 +72,15 @@ class Tally:
         """Exchanges what was read since the last time; every rank calls it, after the same step.
 
         Raises:
-            RunError: a row was read that this epoch had read already.
+            RunError: a row was read twice in this epoch.
         """
         steps, self._steps = self._steps, []
-        for offset, of_ranks in enumerate(self._exchanged(steps), start=1):
+        for offset, of_ranks in enumerate(_of_all_ranks(steps), start=1):
             self._take(self._step + offset, of_ranks)
         self._step += len(steps)
 
     def epoch_done(self, *, whole: bool) -> None:
-        """The epoch is over; `whole`: it was not broken off.
+        """The epoch is over; `whole`: it was not interrupted.
 
         Raises:
             RunError: as many rows as a step has, or more, were never read.
@@ -111,12 +95,12 @@ class Tally:
             return
         raise RunError(
             text,
-            expected="every row once an epoch, but for fewer than a step has",
-            fix="threefold.integrations.huggingface.Trainer; or look what the sampler leaves out",
+            expected="every row once per epoch, except for fewer rows than a step has",
+            fix="threefold.integrations.huggingface.Trainer; or check what the sampler leaves out",
         )
 
     def save(self, checkpoint: Path) -> None:
-        """Keeps what this epoch has read beside the checkpoint."""
+        """Saves what this epoch has read with the checkpoint."""
         if self._rank == 0 and checkpoint.is_dir():
             bits = np.packbits(self._seen)
             np.savez(checkpoint / FILE, bits=bits, rows=len(self._seen), whole=self._complete_since_head)
@@ -132,15 +116,14 @@ class Tally:
             same = False
         if not same:
             self._complete_since_head = False
-            log.warning(f"{checkpoint} does not say which rows its epoch had read: they cannot be told from new ones.")
+            log.warning(f"{checkpoint} has no record of the rows that its epoch had read: repeats go unnoticed.")
 
-    def _take(self, step: int, of_ranks: list[npt.NDArray[np.int64]]) -> None:
+    def _take(self, step: int, of_ranks: list[Int64]) -> None:
         rows = np.concatenate(of_ranks)
         self._largest_step = max(self._largest_step, len(rows))
-        before = self._seen[rows]
+        again = self._seen[rows]
         self._seen[rows] = True
         _, first = np.unique(rows, return_index=True)
-        again = before.copy()
         again[np.setdiff1d(np.arange(len(rows)), first)] = True
         if not again.any():
             return
@@ -155,25 +138,28 @@ class Tally:
         others = f", and {len(repeated) - 1} more" if len(repeated) > 1 else ""
         raise RunError(
             f"rank {rank} read row {rows[place]} in step {step}{others}: epoch {self._epoch} had read it already",
-            expected="every row once an epoch: what is read twice counts twice",
-            fix="threefold.integrations.huggingface.Trainer, which goes on at the next sample with any number of ranks "
+            expected="every row once per epoch: a row that is read twice counts twice",
+            fix="threefold.integrations.huggingface.Trainer, which resumes at the next sample with any number of ranks "
             "and any batch size; or resume with those of the run",
         )
 
-    def _exchanged(self, steps: list[list[int]]) -> Iterator[list[npt.NDArray[np.int64]]]:
-        """For each step what each rank read."""
-        sizes = gather(np.array([len(step) for step in steps], np.int64), self._device)
-        width = int(sizes.max()) if sizes.size else 0
-        own = np.full((len(steps), width), -1, np.int64)
-        for row, step in zip(own, steps, strict=True):
-            row[: len(step)] = step
-        everybody = gather(own.ravel(), self._device).reshape(-1, len(steps), width) if steps else ()
-        for number in range(len(steps)):
-            yield [values[number, : sizes[rank, number]] for rank, values in enumerate(everybody)]
+
+def _of_all_ranks(steps: list[list[int]]) -> list[list[Int64]]:
+    """What each rank has read in each step, [steps][ranks] of [rows]."""
+    return [[np.array(rows, np.int64) for rows in of_ranks] for of_ranks in zip(*from_all_ranks(steps), strict=True)]
 
 
-def _told(batches: Any) -> deque[tuple[int, ...]]:
-    """What a sampler of batches hands out from now on, oldest first; a new iteration begins anew."""
+def from_all_ranks(value: T) -> list[T]:
+    """What every rank gave, in rank order."""
+    if not dist.is_initialized():
+        return [value]
+    found = [value] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _queue_of(batches: Any) -> deque[tuple[int, ...]]:
+    """What a batch sampler gives from now on, oldest first; a new iteration empties it."""
     given: deque[tuple[int, ...]] = deque()
     kind = type(batches)
 
@@ -186,13 +172,3 @@ def _told(batches: Any) -> deque[tuple[int, ...]]:
     # The loop builds its loader around this very object, also when it resumes, so it must remain the same.
     batches.__class__ = type(f"Told{kind.__name__}", (kind,), {"__iter__": told})
     return given
-
-
-def gather(values: Int64, device: torch.device) -> Int64:
-    """What every rank gave, [world, len(values)]."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return values[None]
-    own = torch.from_numpy(values).to(device)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
-    return torch.stack(gathered).cpu().numpy()

@@ -68,7 +68,6 @@ TORCH_FREE = [
     "threefold.mesh.launchers.refusals",
     "threefold.mesh.rendezvous_errors",
     "threefold.mesh.topology",
-    "threefold.training.metrics",
 ]
 
 

@@ -15,6 +15,7 @@ from threefold.checkpoint.manifest import read_manifest, refuse_other_base
 from threefold.checkpoint.state import read_weights
 from threefold.config.schema import Config
 from threefold.model import load, lora
+from threefold.model.load import is_adapter
 
 
 def model_with_adapters(checkpoint: Checkpoint, config: Config, architecture: PretrainedConfig) -> Any:
@@ -35,7 +36,7 @@ def write_adapter(model: Any, config: Config, to: Path) -> list[str]:
     weights = {
         "base_model.model." + name.replace(f".{lora.ADAPTER}.", "."): parameter.detach().contiguous()
         for name, parameter in model.named_parameters()
-        if lora.is_adapter(name)
+        if is_adapter(name)
     }
     described = lora.peft_config(config.model.lora, model)
     described.base_model_name_or_path = config.model.name_or_path

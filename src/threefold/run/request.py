@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from transformers import PretrainedConfig
 
@@ -14,8 +15,7 @@ from threefold.errors import ConfigError, Problem
 from threefold.integrations import trackers
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
-from threefold.model import data_parallel, fused_loss, load, lora
-from threefold.model.context_parallel import flex
+from threefold.model import data_parallel, load
 from threefold.model.context_parallel.split import split_problems
 from threefold.model.tensor_parallel.plan import expert_problems, plan_problems
 
@@ -75,17 +75,21 @@ def check(
     problems += split_problems(config.mesh.cp_method, architecture, topology)
     problems += data_parallel.problems(config.mesh, topology, device=device)
     problems += trackers.problems(config.log.trackers)
-    problems += flex.problems(config.model.attention, architecture, device=device)
-    problems += fused_loss.problems(
-        config.train.fused_loss, device=device, tp=topology.tp, label_smoothing=config.train.label_smoothing
-    )
-    problems += lora.problems(
-        config.model.lora,
-        lambda: load.build_without_storage(
-            copy.deepcopy(architecture), attention="eager", trust_remote_code=config.model.trust_remote_code
-        ),
-        name=architecture.model_type,
-    )
+    if config.model.attention == "flex":
+        from threefold.model.context_parallel import flex
+
+        problems += flex.problems("flex", architecture, device=device)
+    if config.train.fused_loss == "liger":
+        from threefold.model import fused_loss
+
+        smoothing = config.train.label_smoothing
+        problems += fused_loss.problems("liger", device=device, tp=topology.tp, label_smoothing=smoothing)
+    if config.model.lora.r:
+        from threefold.model import lora
+
+        build = partial(load.build_without_storage, attention="eager", trust_remote_code=config.model.trust_remote_code)
+        name = architecture.model_type
+        problems += lora.problems(config.model.lora, lambda: build(copy.deepcopy(architecture)), name=name)
     text = architecture.get_text_config()
     if (known := getattr(text, "vocab_size", None)) is not None and known < tokenizer.vocab_size:
         problems.append(

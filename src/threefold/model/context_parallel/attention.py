@@ -91,6 +91,10 @@ def attend(
             plain causal.
         kwargs: what the model's layer passes: scaling, dropout, softcap, s_aux (sinks), sliding_window (in the mask).
     """
+    if isinstance(mask, BlockMask):  # which is a tuple itself
+        from threefold.model.context_parallel.flex import attend_blocks
+
+        return attend_blocks(query, key, value, mask, **kwargs), None
     if isinstance(mask, tuple):
         outputs = []
         for queries, (visible, own) in zip(query.chunk(2, dim=2), mask, strict=True):
@@ -99,10 +103,6 @@ def attend(
             outputs.append(attend(module, queries, keys, values, own, **kwargs)[0])
         # (batch, queries, heads, head)
         return torch.cat(outputs, dim=1), None
-    if isinstance(mask, BlockMask):
-        from threefold.model.context_parallel.flex import attend_blocks
-
-        return attend_blocks(query, key, value, mask, **kwargs), None
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("softcap", "s_aux")}
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)

@@ -23,13 +23,14 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from threefold.config.schema import ModelConfig
 from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
+from threefold.model.tensor_parallel.layers import local_part
 
 _STAGED_FILE_BYTES = 2 * 1024**3
 _SEEN_BYTES = 1024**2
@@ -248,7 +249,7 @@ def fill(
         owner, _, own = name.rpartition(".")
         model.get_submodule(owner)._parameters[own] = model.get_parameter(source)
     tied = set(model.all_tied_weights_keys)
-    fsdp_rank = (mesh.topology.coordinates(mesh.rank)[1] * mesh.topology.cp) + mesh.cp_rank
+    fsdp_rank = mesh.topology.coordinates(mesh.rank)[1] * mesh.topology.cp + mesh.cp_rank
     fsdp_size = mesh.size("fsdp") if fsdp_sharded else 1
     with torch.no_grad():
         for name, target in _stored(model):
@@ -260,8 +261,7 @@ def fill(
             if fsdp_size > 1 and isinstance(target, nn.Parameter):
                 pieces = part.chunk(fsdp_size, dim=0)
                 part = pieces[fsdp_rank] if fsdp_rank < len(pieces) else part[:0]
-            local = target.to_local() if isinstance(target, DTensor) else target
-            local.copy_(part)
+            local_part(target).copy_(part)
             target._is_hf_initialized = True  # type: ignore[union-attr]
     # Buffers that are not stored (rotary frequencies) are computed by the model's own initialisation.
     for parameter in model.parameters():
@@ -285,9 +285,8 @@ def stored_names(model: PreTrainedModel) -> set[str]:
 
 
 def _stored(model: nn.Module) -> list[tuple[str, Tensor]]:
-    volatile = {name for name, _ in model.named_buffers()} - set(model.state_dict(keep_vars=True))
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name not in volatile]
-    return [*model.named_parameters(), *buffers]
+    kept = model.state_dict(keep_vars=True)
+    return [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in kept)]
 
 
 def _read(file: Path, name: str) -> Tensor:
@@ -300,13 +299,11 @@ def _cut(whole: Tensor, placement: Placement | None, *, mesh: Mesh) -> Tensor:
         return whole
     assert mesh.device_mesh is not None
     with torch.device("cpu"):
-        split = distribute_tensor(whole, mesh.device_mesh["tp"], [placement], src_data_rank=None)
-    return split.to_local()
+        return distribute_tensor(whole, mesh.device_mesh["tp"], [placement], src_data_rank=None).to_local()
 
 
 def architecture_of(config: PretrainedConfig) -> dict[str, Any]:
-    """The model's config as plain values, without what does not belong to the weights."""
+    """The model's config as plain values, without those that do not belong to the weights."""
     values = json.loads(config.to_json_string(use_diff=False))
-    for volatile in ("_name_or_path", "transformers_version", "dtype", "use_cache", "_attn_implementation"):
-        values.pop(volatile, None)
-    return values
+    volatile = ("_name_or_path", "transformers_version", "dtype", "use_cache", "_attn_implementation")
+    return {name: value for name, value in values.items() if name not in volatile}

@@ -106,8 +106,8 @@ def attend(
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("softcap", "s_aux")}
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-    dropout = kwargs.pop("dropout", 0.0) if module.training else 0.0
-    return _written_out(query, key, value, mask, dropout=dropout, **kwargs), None
+    dropout = kwargs.pop("dropout", 0.0)
+    return _written_out(query, key, value, mask, dropout=dropout if module.training else 0.0, **kwargs), None
 
 
 def _written_out(

@@ -4,7 +4,7 @@
 
 All variants use bfloat16 with float32 weights: plain, compiled layers, Liger's head and loss, both; for rows that hold
 documents, masks by blocks and in memory. Every variant runs in its own process. Model FLOPs and the device's dense
-bfloat16 peak come from `threefold.training.metrics` (PaLM, appendix B).
+bfloat16 peak come from `threefold.training.progress` (PaLM, appendix B).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def measure(size: str, variant: dict[str, Any], *, steps: int, rows: int, seq_le
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
-    from threefold.training.metrics import flops_per_token, peak_flops
     from threefold.training.optimizer import adamw
+    from threefold.training.progress import flops_per_token, peak_flops
     from threefold.training.step import TrainStep
 
     mesh = init_mesh(device="cuda")

@@ -135,7 +135,7 @@ def test_model_folder_without_weights(folder: Path) -> None:
     model = ("--model.name_or_path", "model", "--data.tokenizer", "bytes")
     assert refused(folder, *ALONE, *model, **ONE_RANK) == (
         "model.name_or_path = 'model' has a config but no weights\n"
-        "  expected: *.safetensors files beside config.json\n"
+        "  expected: *.safetensors files next to config.json\n"
         "  fix: point to a complete folder, or --model.config '{model_type: ...}' for random weights\n"
     )
 

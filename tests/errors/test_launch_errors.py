@@ -258,8 +258,8 @@ def test_port_that_is_taken() -> None:
     assert str(rendezvous_errors.port_taken(INFO, "..., code: -98, name: EADDRINUSE, ...")) == problem(
         "port 29500 of host b is taken by another program, or another rank 0",
         "a free port on rank 0's host, where the ranks meet",
-        "export MASTER_PORT=ANOTHER (torchrun --master-port, accelerate --main_process_port), or end what holds it: "
-        "ss -ltnp 'sport = :29500'",
+        "export MASTER_PORT=ANOTHER (torchrun --master-port, accelerate --main_process_port), or end the program "
+        "that holds it: ss -ltnp 'sport = :29500'",
     )
     assert str(rendezvous_errors.port_taken(INFO, "code: -13, name: EACCES\nmore")) == problem(
         "rank 0 cannot listen on port 29500 of b: code: -13, name: EACCES",
@@ -276,12 +276,12 @@ def test_rank_0_that_is_not_reached() -> None:
         f"know, and no firewall between them; {MORE_TIME}",
     )
     assert str(rendezvous_errors.no_store(INFO)) == problem(
-        "rank 3 of host b: what listens at a:29500 is not this run's rank 0, or has ended",
+        "rank 3 of host b: the program that listens at a:29500 is not this run's rank 0, or has ended",
         "the store of this run's rank 0 at that address",
         "export MASTER_PORT=ANOTHER: another program has that port; MASTER_ADDR must be rank 0's host",
     )
     assert str(rendezvous_errors.store_lost(INFO, "reset by peer\nmore")) == problem(
-        "rank 3 of host b lost rank 0 at a:29500 while ranks were still coming: reset by peer",
+        "rank 3 of host b lost rank 0 at a:29500 while ranks were still joining: reset by peer",
         "rank 0 (or the launcher's agent) to stay",
         "look at rank 0's output: it has ended or was killed",
     )
@@ -312,7 +312,7 @@ def test_ranks_that_differ() -> None:
     other = {"rank": 2, "host": "b", "facts": {"torch": "2.12.0"}}
     assert str(rendezvous_errors.differs("torch", [other], rank_0)) == problem(
         "rank 2 of host b: torch is 2.12.0, on rank 0 of host a it is 2.13.0",
-        "the same torch on every rank: otherwise they would compute different things, or wait for ever",
+        "the same torch on every rank: otherwise they would compute different things, or wait forever",
         "start every rank with the same command, files and environment; versions: pip install the same ones on every "
         "host, or run one container image",
     )
@@ -326,17 +326,17 @@ def test_ranks_that_count_otherwise_or_have_one_number() -> None:
     )
     before, now = {"host": "a", "process": 10}, {"host": "b", "process": 11}
     assert str(rendezvous_errors.twice(INFO, before, now)) == problem(
-        "two processes say that they are rank 3 of 4: 10 of host a and 11 of host b",
+        "two processes claim to be rank 3 of 4: 10 of host a and 11 of host b",
         "every rank once",
-        "let the launcher set RANK: give each host its own --node-rank, and export no RANK yourself; or another "
-        "MASTER_PORT, where two runs meet at one",
+        "let the launcher set RANK: give each host its own --node-rank, and do not export RANK yourself; or another "
+        "MASTER_PORT, if two runs meet at one",
     )
 
 
 def test_hosts_that_the_backend_does_not_connect() -> None:
     assert str(rendezvous_errors.unconnected(INFO, "timed out\nmore", ["a", "a", "b", "b"])) == problem(
         "the ranks have met, but rank 3 of host b cannot connect to the others: timed out",
-        "a network between the hosts (a and b) on the interface that the backend takes",
+        "a network between the hosts (a and b) on the interface that the backend uses",
         "export GLOO_SOCKET_IFNAME=NAME NCCL_SOCKET_IFNAME=NAME   (`ip -br addr` lists them; that of MASTER_ADDR)",
     )
 

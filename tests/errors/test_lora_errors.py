@@ -56,7 +56,7 @@ def test_architecture_without_projections_of_its_own() -> None:
 )
 def test_layer_that_is_no_linear_layer(model: dict[str, Any], target: str, name: str) -> None:
     assert _said(model, target_modules=(target,)) == [
-        f"model.lora.target_modules has {target}, which is no linear layer inside {name!r}",
+        f"model.lora.target_modules has {target}, which is not a linear layer inside {name!r}",
         "  expected: projections of the layers; not the embedding, the head or a layer of another kind",
         "  fix: --model.lora.target_modules all-linear",
     ]
@@ -64,7 +64,7 @@ def test_layer_that_is_no_linear_layer(model: dict[str, Any], target: str, name:
 
 def test_architecture_without_linear_layers() -> None:
     assert _said({"model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}) == [
-        "model.lora.r = 4, but 'gpt2' has no linear layers that adapters could stand beside",
+        "model.lora.r = 4, but 'gpt2' has no linear layers that adapters could be added to",
         "  expected: an architecture whose projections are torch.nn.Linear",
         "  fix: leave model.lora.r out: all weights are trained",
     ]

@@ -115,7 +115,7 @@ def test_port_that_is_taken(folder: Path) -> None:
         port = other.getsockname()[1]
         first, second = together(folder, [rank(0, 2, port), rank(1, 2, port)], *RUN)
     _one_message([first], f"port {port} of host", "is taken by another program")
-    _one_message([second], f"what listens at 127.0.0.1:{port} is not this run's rank 0")
+    _one_message([second], f"the program that listens at 127.0.0.1:{port} is not this run's rank 0")
 
 
 def test_master_whose_name_is_not_known(folder: Path) -> None:
@@ -129,7 +129,7 @@ def test_master_whose_name_is_not_known(folder: Path) -> None:
 def test_two_processes_with_one_number(folder: Path) -> None:
     port = free_port()
     ended = together(folder, [rank(0, 3, port), rank(1, 3, port), rank(1, 3, port)], *RUN)
-    _one_message(ended, "two processes say that they are rank 1 of 3")
+    _one_message(ended, "two processes claim to be rank 1 of 3")
 
 
 def test_hosts_with_different_versions(folder: Path) -> None:

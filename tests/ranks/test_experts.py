@@ -79,13 +79,13 @@ def test_experts_that_cannot_be_dealt_out() -> None:
     assert _said(MIXTRAL, 1, 2) == _said(MIXTRAL, 2, 2) == _said(TINY_LLAMA, 1, 2) == ""
     assert _said(TINY_LLAMA, 2, 2) == (
         "mesh.ep = 2, but transformers has no expert-parallel plan for 'llama'\n"
-        "  expected: a model with experts that can be dealt out\n"
+        "  expected: a model with experts that can be distributed\n"
         "  fix: --mesh.ep 1"
     )
     assert _said(MIXTRAL, 4, 2) == (
         "mesh.ep = 4 is not mesh.tp (2)\n"
-        "  expected: 1, or the tp ranks, which hold the same tokens: shared by more, experts would be shards of "
-        "another mesh than the rest of the model, which is not built\n"
+        "  expected: 1, or the number of tp ranks, which hold the same tokens: experts shared by more ranks would be "
+        "sharded over another mesh than the rest of the model, which is not supported\n"
         "  fix: --mesh.ep 2"
     )
     assert _said({**MIXTRAL, "num_local_experts": 6}, 4, 4) == (

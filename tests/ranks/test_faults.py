@@ -16,7 +16,7 @@ from ranks.keeping import write_corpus
 from ranks.plants import STEP
 from ranks.runs import command, curve, metrics, prepare
 from ranks.spawn import run_ranks
-from threefold.training.signals import _ONE_REQUEST_S
+from threefold.training.loop import _ONE_REQUEST_S
 
 pytestmark = pytest.mark.slow
 

@@ -52,6 +52,7 @@ def _train_on_mesh(sizes: Sizes, model_config: dict[str, Any], scatter: bool | s
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load, lora
     from threefold.model.build import build
+    from threefold.model.load import is_adapter
     from threefold.training.optimizer import adamw
     from threefold.training.step import TrainStep, mean_loss
 
@@ -71,7 +72,7 @@ def _train_on_mesh(sizes: Sizes, model_config: dict[str, Any], scatter: bool | s
 
     def observe() -> None:
         for name, parameter in model.module.named_parameters():
-            assert parameter.requires_grad == lora.is_adapter(name), name
+            assert parameter.requires_grad == is_adapter(name), name
             if parameter.requires_grad and name not in first:
                 assert parameter.grad is not None, name
                 first[name] = getattr(parameter.grad, "full_tensor", lambda own=parameter.grad: own)().clone().numpy()

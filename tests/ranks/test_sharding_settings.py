@@ -51,7 +51,7 @@ def test_settings_without_effect_are_refused() -> None:
     assert _said("cuda", (1, 2, 1, 1), cpu_offload=True, prefetch=2) == ""
     assert _said("cpu", (1, 2, 1, 1), cpu_offload=True) == (
         "mesh.cpu_offload = true has no effect on a CPU\n"
-        "  expected: an accelerator, whose memory is not the host's\n"
+        "  expected: an accelerator with memory of its own\n"
         "  fix: leave mesh.cpu_offload out"
     )
     assert _said("cuda", (4, 1, 1, 1), prefetch=2) == (

@@ -47,9 +47,9 @@ PLANTED = {
     # one rank's part of a sum is lost
     "sum": (
         "import torch\n"
-        "from threefold.model.tensor_parallel import sequence as s\n"
-        "plain = s._scattered\n"
-        "s._scattered = lambda x, group: plain(x * (0.5 + torch.distributed.get_rank(group)), group)\n",
+        "from threefold.model.tensor_parallel import layers\n"
+        "plain = layers.scatter_sum\n"
+        "layers.scatter_sum = lambda x, group: plain(x * (0.5 + torch.distributed.get_rank(group)), group)\n",
         ("--mesh.tp", "2"),
         "<- differs",
     ),

@@ -82,6 +82,6 @@ def test_forward_outside_of_a_batch_is_refused() -> None:
     mesh.close()
     assert str(caught.value) == (
         "the model was called outside of a batch\n"
-        "  expected: the rows that its tokens are from: which of them see one another depends on it\n"
-        "  fix: with model.context.batch(rows) as local: model.forward(...), and the backward inside it too"
+        "  expected: the rows that its tokens belong to: they decide which tokens see one another\n"
+        "  fix: with model.context.batch(rows) as local: model.forward(...), with the backward inside it too"
     )

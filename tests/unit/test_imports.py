@@ -70,7 +70,6 @@ TORCH_FREE = [
     "threefold.mesh.launchers.readers",
     "threefold.mesh.rendezvous_errors",
     "threefold.mesh.topology",
-    "threefold.training.metrics",
 ]
 
 

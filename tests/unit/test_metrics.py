@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from threefold.jsonl import MetricsFile, cut_torn_line, read_metrics
-from threefold.training.metrics import Stopwatch, flops_per_token, peak_flops, peak_memory_bytes
+from threefold.training.progress import Stopwatch, flops_per_token, peak_flops, peak_memory_bytes
 
 LINES = b'{"step": 1}\n{"step": 2}\n'
 

@@ -3,7 +3,7 @@
 `save` copies this rank's part and returns; a thread writes it. When every rank has reported what it wrote, rank 0
 commits and informs every rank's thread. The threads communicate through their own store, never by a collective, so
 they cannot interfere with the training's collectives. A failure must end all ranks in the same step: the first rank
-that notices one after step s publishes s + 2, as a stop signal does (`training.signals`), and the others read it before
+that notices one after step s publishes s + 2, as a stop signal does (`training.loop`), and the others read it before
 they finish s + 2.
 """
 

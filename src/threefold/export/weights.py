@@ -113,7 +113,7 @@ def write_adapter(model: Any, config: Config, to: Path) -> list[str]:
     weights = {
         "base_model.model." + name.replace(f".{lora.ADAPTER}.", "."): parameter.detach().contiguous()
         for name, parameter in model.named_parameters()
-        if lora.is_adapter(name)
+        if load.is_adapter(name)
     }
     described = lora.peft_config(config.model.lora, model)
     described.base_model_name_or_path = config.model.name_or_path

@@ -1,14 +1,15 @@
-"""What ranks tell one another outside of collectives: plain values, over the rendezvous store.
+"""Plain values that ranks send one another outside of collectives, over the rendezvous store.
 
 A value is made on one rank and read on all, so making it may take any time, or fail: then every rank raises the same
-error. Values are what JSON holds; the rank that makes one sees it as the others do.
+error. Values are those of JSON; the rank that makes one gets it in the same form as the others.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,22 +21,20 @@ _LONGEST_PREPARATION = timedelta(days=2)
 
 
 class Exchange:
-    """The values that the ranks of one mesh tell one another. All ranks ask for the same ones in the same order."""
+    """The values that the ranks of one mesh send one another. All ranks ask for the same ones in the same order."""
 
     def __init__(self, rank: int, world_size: int, store: dist.Store | None) -> None:
         """Args:
-        store: of the mesh; None in a single process, which tells itself.
+        store: of the mesh; None in a single process.
         """
-        self._rank = rank
-        self._world_size = world_size
-        self._store = store
-        self._numbers: dict[str, int] = {}
+        self._rank, self._world_size, self._store = rank, world_size, store
+        self._numbers: Counter[str] = Counter()
 
     def value_of(self, maker: int, name: str, make: Callable[[], Any]) -> Any:
         """What `make` returns on the rank `maker`.
 
         Raises:
-            ThreefoldError: what `make` raised, on every rank; RunError where it was no error for users.
+            ThreefoldError: what `make` raised, on every rank; RunError if it was not an error for users.
         """
         if self._store is None:
             return json.loads(json.dumps(make()))
@@ -47,8 +46,7 @@ class Exchange:
                 self._store.set(key, json.dumps(_described(error)))
                 raise
             self._store.set(key, answer)
-            return json.loads(answer)["value"]
-        (told,) = wait_for_all(self._store, [key])
+        (told,) = _wait_for_all(self._store, [key])
         if "value" not in told:
             raise _error_of(told, name)
         return told["value"]
@@ -61,16 +59,16 @@ class Exchange:
         number = self._number(f"parts/{name}")
         keys = [f"threefold/parts/{name}/{number}/{rank}" for rank in range(self._world_size)]
         store.set(keys[self._rank], json.dumps(part))
-        return self.value_of(0, f"decide/{name}", lambda: conclude(wait_for_all(store, keys)))
+        return self.value_of(0, f"decide/{name}", lambda: conclude(_wait_for_all(store, keys)))
 
     def _number(self, name: str) -> int:
-        self._numbers[name] = self._numbers.get(name, 0) + 1
+        self._numbers[name] += 1
         return self._numbers[name]
 
 
-def wait_for_all(store: dist.Store, keys: Sequence[str], within: timedelta = _LONGEST_PREPARATION) -> list[Any]:
-    """The values under `keys`, in their order, as soon as all are there."""
-    store.wait(list(keys), within)
+def _wait_for_all(store: dist.Store, keys: list[str]) -> list[Any]:
+    """The values under `keys`, in their order, as soon as all are present."""
+    store.wait(keys, _LONGEST_PREPARATION)
     return [json.loads(store.get(key)) for key in keys]
 
 

@@ -1,4 +1,4 @@
-"""Starting ranks on this machine: the launcher where there is none.
+"""Starting ranks on this machine, if no launcher did.
 
 Local ranks run under torch's elastic agent, forked from a server process that has already imported the heavy libraries.
 """
@@ -22,14 +22,14 @@ from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRO
 
 _LEAVES_AFTER_S = 2.0
 _LAUNCHER_PIPE = "launcher"
-# What a restart would not change: the request, and that somebody asked to stop.
+# A restart would not change these: a wrong request, and a requested stop.
 _FINAL = (EXIT_WRONG_REQUEST, EXIT_STOPPED_WITH_CHECKPOINT)
 
 
 def preload(modules: Sequence[str]) -> None:
     """Starts the server that ranks are forked from, importing `modules` in the background.
 
-    OpenMP sizes its thread pool when its library is loaded: one thread here, more are asked for by the ranks.
+    OpenMP sizes its thread pool when its library is loaded: one thread here; the ranks ask for more.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A rank that ends makes the others' connections fail; torch's C++ log would cover the reason with theirs.
@@ -45,21 +45,21 @@ def start_ranks(
 ) -> int:
     """Runs `entry(*args)` in `num_ranks` local processes with torchrun's variables set; returns the exit code.
 
-    The first rank that fails decides: the others are stopped, and all are started again, `max_restarts` times. A signal
-    to this process is passed on to the ranks, which have `grace_s` seconds to finish their step and save.
+    When a rank fails, the others are stopped and all are started again, up to `max_restarts` times. A signal to this
+    process is passed on to the ranks, which have `grace_s` seconds to finish their step and save.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import LaunchConfig, elastic_launch
 
-    # Its messages speak of agents and error files; the failed rank has said what is wrong.
+    # Its messages are about agents and error files; the failed rank has reported what is wrong.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="threefold-") as folder:
-        outcome = Path(folder) / "exit-code"
-        os.mkfifo(Path(folder) / _LAUNCHER_PIPE)
-        pipe = os.open(Path(folder) / _LAUNCHER_PIPE, os.O_RDWR)  # closed by the kernel when this process dies
+        outcome, launcher = Path(folder) / "exit-code", Path(folder) / _LAUNCHER_PIPE
+        os.mkfifo(launcher)
+        pipe = os.open(launcher, os.O_RDWR)  # closed by the kernel when this process dies
         launch_config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -102,7 +102,7 @@ def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int,
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else EXIT_FAILED
     except BaseException:
-        # An entry says itself what users are to know; this is what it did not expect.
+        # An entry reports its expected errors itself; this one is unexpected.
         traceback.print_exc()
     if os.environ.get("RANK") == "0":
         Path(outcome).write_text(str(code))
@@ -113,20 +113,20 @@ def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int,
     if code:
         os._exit(code)
     # A rank that returns waits until the agent has every rank's value. After a signal the agent collects none and waits
-    # for the rank. The value is in the agent's pipe at once: a rank that leaves later than that loses nothing.
+    # for the rank. The value is in the agent's pipe immediately, so a rank that leaves later loses nothing.
     leave = threading.Timer(_LEAVES_AFTER_S, os._exit, (0,))
     leave.daemon = True
     leave.start()
 
 
 def _die_with_launcher(pipe: Path) -> None:
-    """Kills this rank as soon as nobody holds the other end of `pipe`.
+    """Kills this rank as soon as no process holds the other end of `pipe`.
 
-    Its parent is the server that it was forked from, and that lives as long as a rank does.
+    Its parent is the server that it was forked from, which lives as long as any rank does.
     """
     try:
         end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    except FileNotFoundError:  # the launcher has gone and taken its folder along
+    except FileNotFoundError:  # the launcher is gone, and its folder with it
         os._exit(EXIT_FAILED)
     os.set_blocking(end, True)
 

@@ -1,13 +1,14 @@
 """From sizes to live process groups: init_process_group, the parameters' DeviceMesh, further axes, teardown.
 
 A `Mesh` is the live counterpart of a `Topology`. Parameters live on a DeviceMesh of (dp_replicate, fsdp, tp), where
-`fsdp` = dp_shard x cp are the ranks that share the shards of one copy of the weights. Three more groups carry what is
-no parameter: `dp` (who reads distinct rows), `cp` (who shares a sequence) and `loss` = dp x cp (who holds distinct
-target tokens). Everything that needs a group asks the mesh for it by name.
+`fsdp` = dp_shard x cp are the ranks that share the shards of one copy of the weights. Three more groups serve for
+everything else: `dp` (ranks that read distinct rows), `cp` (ranks that share a sequence) and `loss` = dp x cp (ranks
+that hold distinct target tokens). Code that needs a group asks the mesh for it by name.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,7 +29,7 @@ from threefold.mesh.rendezvous import join_group
 from threefold.mesh.rendezvous_errors import no_device
 from threefold.mesh.topology import AXES, Topology, resolve
 
-# Counts the ranks that failed; the first one says why.
+# Counts the ranks that failed; the first one reports why.
 FAILURES = "threefold/failures"
 _PARAMETER_AXES = ("dp_replicate", "fsdp", "tp")
 _GROUPS = {"dp": ("dp_replicate", "dp_shard"), "cp": ("cp",), "loss": ("dp_replicate", "dp_shard", "cp")}
@@ -48,8 +49,8 @@ class Mesh:
         device_mesh: torch's DeviceMesh of (dp_replicate, fsdp, tp), or None in a single process.
         local_world_size: ranks on this machine.
         host_leader: the lowest rank on this machine.
-        num_hosts: machines, where that is known.
-        groups: process groups of `dp`, `cp` and `loss`, where they have more than one member.
+        num_hosts: machines, if that is known.
+        groups: process groups of `dp`, `cp` and `loss`, if they have more than one member.
         store: the rendezvous store, or None in a single process.
     """
 
@@ -85,14 +86,11 @@ class Mesh:
 
     def size(self, name: str) -> int:
         """Number of ranks along an axis, along `dp`, `fsdp` or `loss`, or in the `world`."""
-        sizes = dict(zip(AXES, self.topology.sizes, strict=True))
-        sizes["fsdp"] = sizes["dp_shard"] * sizes["cp"]
-        sizes["dp"] = sizes["dp_replicate"] * sizes["dp_shard"]
-        sizes["loss"] = sizes["dp"] * sizes["cp"]
-        return {**sizes, "world": self.world_size}[name]
+        axes = {**_GROUPS, "fsdp": ("dp_shard", "cp"), "world": AXES}.get(name, (name,))
+        return math.prod(getattr(self.topology, axis) for axis in axes)
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """Process group of `size(name)` ranks; None where it has one member (nothing to send)."""
+        """Process group of `size(name)` ranks; None if it has one member (nothing to send)."""
         if self.device_mesh is None or self.size(name) == 1:
             return None
         if name == "world":
@@ -100,7 +98,7 @@ class Mesh:
         return self.device_mesh.get_group(name) if name in _PARAMETER_AXES else self.groups[name]
 
     def gather(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """What every rank gave, [n] int64 -> [world, n] int64, on the CPU: no rank waits for its device."""
+        """The values of every rank, [n] int64 -> [world, n] int64, on the CPU: no rank waits for its device."""
         if (group := self.group("world")) is None:
             return values[None]
         gathered = torch.empty((self.world_size, len(values)), dtype=torch.int64)
@@ -133,7 +131,7 @@ class Mesh:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def close(self) -> None:
-        """Gives back the process groups; the mesh is unusable afterwards."""
+        """Destroys the process groups; the mesh is unusable afterwards."""
         global _active
         if _active is self:
             _active = None
@@ -157,11 +155,11 @@ def init_mesh(
 ) -> Mesh:
     """Makes this process a rank of a dp x cp x tp mesh and returns its place on it.
 
-    Under a launcher every rank calls it with the same sizes; in a plain process it is a mesh of one. A process group
-    that exists already is used as it is. Sizes left out follow the same rules as the configuration's mesh keys.
+    Under a launcher every rank calls it with the same sizes; in a plain process it is a mesh of one. An existing
+    process group is used unchanged. Sizes left out follow the same rules as the configuration's mesh keys.
 
     Raises:
-        ConfigError: sizes that do not fit the number of ranks, or a device that is not there.
+        ConfigError: sizes that do not match the number of ranks, or a device that this machine does not have.
     """
     given = {"dp": dp, "dp_shard": dp_shard, "cp": cp, "tp": tp}
     asked = MeshConfig.model_validate(
@@ -186,7 +184,7 @@ def join_mesh(
 
     Args:
         timeout_s: longest wait for the other ranks, and in any collective later.
-        facts: what must be the same on every rank, beside the mesh and the versions; compared before anything is sent.
+        facts: what must be the same on every rank, in addition to mesh and versions; compared before anything is sent.
 
     Raises:
         RendezvousError: the ranks did not come together, within `timeout_s`.
@@ -200,16 +198,18 @@ def join_mesh(
         torch.cuda.set_device(own_device)
     hosts: tuple[str, ...] = ()
     if not dist.is_initialized():
-        hosts = join_group(info, own_device, timeout_s, {**_own_facts(topology, own_device), **(facts or {})})
+        versions = {"torch": torch.__version__, "transformers": version("transformers")}
+        own = {**versions, "the mesh": str(topology), "the device": own_device.type, **(facts or {})}
+        hosts = join_group(info, own_device, timeout_s, own)
     sizes = (topology.dp_replicate, topology.dp_shard * topology.cp, topology.tp)
     device_mesh = init_device_mesh(own_device.type, sizes, mesh_dim_names=_PARAMETER_AXES)
     groups = {name: _group_of(topology, axes) for name, axes in _GROUPS.items()}
     present = {name: group for name, group in groups.items() if group is not None}
     for group in (*device_mesh.get_all_groups(), *present.values()):
-        # Groups made of groups have torch's own limit, whatever the first one was given.
+        # Groups made from groups have torch's own limit, not that of the first one.
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     store = dist.distributed_c10d._get_default_store()
-    # Ranks join alike, so counting gives each of several meshes in one process group keys of its own.
+    # All ranks join in the same order, so counting gives each of several meshes in one process group its own keys.
     number = store.add(f"threefold/meshes/{dist.get_rank()}", 1)
     store = dist.PrefixStore(f"mesh-{number}", store)
     rank = dist.get_rank()
@@ -220,23 +220,13 @@ def join_mesh(
     return _active
 
 
-def _own_facts(topology: Topology, device: torch.device) -> dict[str, str]:
-    return {
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "the mesh": str(topology),
-        "the device": device.type,
-    }
-
-
 def _group_of(topology: Topology, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
     ranks = topology.groups(*axes)
     if len(ranks[0]) == 1:
         return None
     if len(ranks) == 1:
         return dist.group.WORLD
-    own, _ = dist.new_subgroups_by_enumeration(ranks)
-    return own
+    return dist.new_subgroups_by_enumeration(ranks)[0]
 
 
 def pick_device(device: str, local_rank: int) -> torch.device:

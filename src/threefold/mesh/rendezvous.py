@@ -1,9 +1,9 @@
-"""How ranks find one another: one store, every rank's word on who and what it is, and one verdict for all.
+"""How ranks find one another: one store, each rank's report of who and what it is, and one verdict for all.
 
 Nothing here is a collective. Each rank tells the store its host, versions and settings; rank 0 waits for all of them,
-compares, and publishes a verdict that every rank reads. Whoever cannot be there is named by those who are, within the
-given time. torch's own rendezvous waits up to twice its time, for ever on a port where another program listens, and
-says which host it was but not who is missing.
+compares, and publishes a verdict that every rank reads. Missing ranks are named by those present, within the given
+time. torch's own rendezvous waits up to twice its time, or forever on a port where another program listens, and reports
+the host but not who is missing.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from threefold.errors import Problem
-from threefold.mesh import rendezvous_errors
+from threefold.mesh import rendezvous_errors as errors
 from threefold.mesh.launchers.info import LaunchInfo
 
-# Rank 0 gives up first, so that the others hear of it before their own time is over.
+# Rank 0 gives up first, so that the others learn of it before their own time is over.
 _PATIENCE_OF_RANK_0 = 0.85
 _FIRST_LOOK_S, _LOOK_S = 0.01, 0.25
 _ONE_CONNECTION_S = 2.0
@@ -67,35 +68,31 @@ def join_group(info: LaunchInfo, device: torch.device, timeout_s: float, facts: 
     # gloo tries for five times its limit where a peer has given up; the first rank to give up tells the others.
     attempt = threading.Thread(target=make, name="connect", daemon=True)
     attempt.start()
-    verdicts, pauses = store.clone(), _pauses()
-    while attempt.is_alive() and time.monotonic() < begun + timeout_s and not _any_gave_up(verdicts):
+    verdicts, pauses, own = store.clone(), _pauses(), str(info.rank)
+    given_up = partial(verdicts.check, ["unconnected"])
+    while attempt.is_alive() and time.monotonic() < begun + timeout_s and not _asked(given_up, otherwise=True):
         attempt.join(next(pauses))
     if attempt.is_alive() or failures:
         reason = failures[0] if failures else f"no connection in {left:.0f} s"
-        raise _told(rendezvous_errors.unconnected(info, reason, hosts), first=_gives_up_first(verdicts, info))
+        first = _asked(lambda: verdicts.compare_set("unconnected", "", own).decode() == own, otherwise=False)
+        raise _told(errors.unconnected(info, reason, hosts), first=first)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
     return hosts
 
 
-def _any_gave_up(store: Any) -> bool:
+def _asked(ask: Callable[[], Any], *, otherwise: bool) -> bool:
+    """What the store answers; `otherwise` if rank 0, which keeps it, is gone."""
     try:
-        return bool(store.check(["unconnected"]))
-    except RuntimeError:  # rank 0, who keeps it, has gone
-        return True
-
-
-def _gives_up_first(store: Any, info: LaunchInfo) -> bool:
-    try:
-        return bool(store.compare_set("unconnected", "", str(info.rank)).decode() == str(info.rank))
+        return bool(ask())
     except RuntimeError:
-        return False
+        return otherwise
 
 
 def rendezvous(info: LaunchInfo, *, timeout_s: float, facts: Mapping[str, str]) -> tuple[Any, tuple[str, ...]]:
     """Joins the other ranks of `info`; when all are there and agree: their store, and the host of each.
 
     Args:
-        facts: what must be the same on every rank, by the name that a person would use: `torch`, `the mesh`.
+        facts: what must be the same on every rank, by a readable name: `torch`, `the mesh`.
 
     Raises:
         RendezvousError: within `timeout_s`: the port is taken, nobody answers, ranks are missing, two have one number,
@@ -106,26 +103,21 @@ def rendezvous(info: LaunchInfo, *, timeout_s: float, facts: Mapping[str, str]) 
     store = _serve(info, deadline) if serving else _reach(info, deadline, timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
     store = dist.PrefixStore(f"threefold/{info.generation or 'rendezvous'}/{next(_numbers)}", store)
-    said = {
-        "host": info.host,
-        "process": os.getpid(),
-        "facts": {"the number of ranks": str(info.world_size), **facts},
-    }
+    facts = {"the number of ranks": str(info.world_size), **facts}
+    said = {"host": info.host, "process": os.getpid(), "facts": facts}
     try:
         verdict, mine = _verdict(store, info, said, deadline, timeout_s)
     except RuntimeError as error:
-        raise _told(rendezvous_errors.store_lost(info, str(error)), first=info.local_rank == 0) from error
+        raise _told(errors.store_lost(info, str(error)), first=info.local_rank == 0) from error
     if not verdict["problems"] and len(verdict["hosts"]) != info.world_size:
-        raise _told(rendezvous_errors.other_count(info, len(verdict["hosts"])), first=True)
+        raise _told(errors.other_count(info, len(verdict["hosts"])), first=True)
     if verdict["problems"]:
         if serving:
             _keep_until_read(store, info.world_size, verdict["present"])
         elif info.rank:
             with contextlib.suppress(RuntimeError):
                 store.add("read", 1)
-        raise _told(
-            rendezvous_errors.RendezvousError.of(Problem(*problem) for problem in verdict["problems"]), first=mine
-        )
+        raise _told(errors.RendezvousError.of(Problem(*each) for each in verdict["problems"]), first=mine)
     return store, tuple(verdict["hosts"])
 
 
@@ -135,7 +127,7 @@ def _told(error: Any, *, first: bool) -> Any:
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds between two looks at the store, more and more of them."""
+    """Seconds between two looks at the store, growing."""
     pause = _FIRST_LOOK_S
     while True:
         yield pause
@@ -148,19 +140,12 @@ def _serve(info: LaunchInfo, deadline: float) -> Any:
     until = min(deadline, time.monotonic() + _PORT_FREE_WITHIN_S)
     while True:
         try:
-            # Through its own name it could be unreachable, which is told better when ranks are missing.
-            return dist.TCPStore(
-                "localhost",
-                info.master_port,
-                info.world_size,
-                True,
-                timedelta(seconds=30),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
+            # Through its own name it could be unreachable, which is better reported when ranks are missing.
+            address, limit = ("localhost", info.master_port), timedelta(seconds=30)
+            return dist.TCPStore(*address, info.world_size, True, limit, wait_for_workers=False, multi_tenant=True)
         except RuntimeError as error:
             if time.monotonic() > until or "EADDRINUSE" not in str(error):
-                raise rendezvous_errors.port_taken(info, str(error)) from error
+                raise errors.port_taken(info, str(error)) from error
         time.sleep(_LOOK_S)
 
 
@@ -171,7 +156,7 @@ def _reach(info: LaunchInfo, deadline: float, timeout_s: float) -> Any:
     speaks = info.local_rank == 0 or info.rank == 1
     while (reason := _refusal(address, deadline)) is not None:
         if time.monotonic() > deadline - _LOOK_S:
-            raise _told(rendezvous_errors.unreached(info, reason, timeout_s), first=speaks)
+            raise _told(errors.unreached(info, reason, timeout_s), first=speaks)
         time.sleep(_LOOK_S)
     found: list[Any] = []
 
@@ -180,17 +165,17 @@ def _reach(info: LaunchInfo, deadline: float, timeout_s: float) -> Any:
             left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
             found.append(dist.TCPStore(*address, info.world_size, False, left, wait_for_workers=False))
 
-    # It does not come back where something else listens, whatever its time limit says.
+    # It does not return if another program listens, whatever its time limit.
     attempt = threading.Thread(target=connect, name="rendezvous", daemon=True)
     attempt.start()
     attempt.join(max(_LOOK_S, deadline - time.monotonic() - _LOOK_S))
     if not found:
-        raise _told(rendezvous_errors.no_store(info), first=speaks)
+        raise _told(errors.no_store(info), first=speaks)
     return found[0]
 
 
 def _refusal(address: tuple[str, int], deadline: float) -> str | None:
-    """Why no connection can be made, or None where one can."""
+    """Why no connection can be made, or None if one can."""
     try:
         patience = max(_LOOK_S, min(_ONE_CONNECTION_S, deadline - time.monotonic()))
         socket.create_connection(address, timeout=patience).close()
@@ -206,7 +191,7 @@ def _refusal(address: tuple[str, int], deadline: float) -> str | None:
 def _verdict(
     store: Any, info: LaunchInfo, said: dict[str, Any], deadline: float, timeout_s: float
 ) -> tuple[dict[str, Any], bool]:
-    """The verdict of whoever found it first, and whether that is this rank."""
+    """The verdict of the rank that found it first, and whether that is this rank."""
 
     def publish(verdict: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         verdict["by"] = [info.host, os.getpid()]
@@ -216,13 +201,13 @@ def _verdict(
     key = f"here/{info.rank}"
     before = json.loads(store.compare_set(key, "", json.dumps(said)))
     if (before["host"], before["process"]) != (said["host"], said["process"]):
-        return publish(_failed([rendezvous_errors.twice(info, before, said)], present=info.world_size))
+        return publish(_failed([errors.twice(info, before, said)], present=info.world_size))
     keys = [f"here/{rank}" for rank in range(info.world_size)]
     until = deadline - _LOOK_S
     if info.rank == 0:
         until = time.monotonic() + (until - time.monotonic()) * _PATIENCE_OF_RANK_0
     pauses = _pauses()
-    # Asking again costs a message; torch's wait would warn of each time that it asked in vain.
+    # Asking again costs a message; torch's wait would warn each time that it asked in vain.
     while not store.check(["verdict"]):
         if info.rank == 0 and store.check(keys):
             return publish(_compared(_said(store, keys)))
@@ -233,24 +218,24 @@ def _verdict(
 
 
 def _given_up(store: Any, info: LaunchInfo, keys: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """The verdict when the time is over: who is missing, or who counts otherwise, so that nobody else can come."""
+    """The verdict when the time is over: who is missing, or who expects another number of ranks."""
     absent = [rank for rank in range(info.world_size) if not store.check([keys[rank]])]
     there = [key for rank, key in enumerate(keys) if rank not in absent]
     compared = _compared(_said(store, there)) if 0 not in absent else _failed([])
     if compared["problems"]:
         return compared
-    missing = rendezvous_errors.missing(info, absent, timeout_s=timeout_s, unreachable=_self_refusal(info))
+    missing = errors.missing(info, absent, timeout_s=timeout_s, unreachable=_self_refusal(info))
     return _failed([missing], present=len(there))
 
 
 def _said(store: Any, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """What the ranks of these keys have said, in rank order."""
+    """What the ranks of these keys reported, in rank order."""
     texts = store.multi_get(list(keys))
     return [{"rank": int(key.rpartition("/")[2]), **json.loads(text)} for key, text in zip(keys, texts, strict=True)]
 
 
 def _self_refusal(info: LaunchInfo) -> str | None:
-    """Why rank 0 does not reach itself where the others look for it."""
+    """Why rank 0 does not reach itself at the address that the others use."""
     if info.rank or info.master_addr is None or info.master_port is None:
         return None
     return _refusal((info.master_addr, info.master_port), time.monotonic() + _ONE_CONNECTION_S)
@@ -261,19 +246,17 @@ def _failed(problems: Sequence[Problem], present: int = 1) -> dict[str, Any]:
 
 
 def _compared(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The verdict on what all ranks have said."""
-    problems = []
-    for name, expected in said[0]["facts"].items():
-        others = [each for each in said if each["facts"].get(name) != expected]
-        if others:
-            problems.append(rendezvous_errors.differs(name, others, said[0]))
-    if problems:
-        return _failed(problems, present=len(said))
-    return {"problems": [], "present": len(said), "hosts": [each["host"] for each in said]}
+    """The verdict on what all ranks reported."""
+    problems = [
+        errors.differs(name, others, said[0])
+        for name, expected in said[0]["facts"].items()
+        if (others := [each for each in said if each["facts"].get(name) != expected])
+    ]
+    return {**_failed(problems, len(said)), "hosts": [] if problems else [each["host"] for each in said]}
 
 
 def _keep_until_read(store: Any, world_size: int, present: int) -> None:
-    """Keeps the store until the ranks that are there have read the verdict."""
+    """Keeps the store until the ranks that are present have read the verdict."""
     until = time.monotonic() + _FAREWELL_S
     while time.monotonic() < until and store.add("read", 0) < min(present, world_size) - 1:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What is said when ranks do not come together: texts only, no torch."""
+"""The errors of ranks that do not come together: texts only, no torch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,13 @@ _NAMED = 8
 
 
 class NoDeviceError(ConfigError):
-    """A rank has no device on its host.
-
-    Attributes:
-        first: this rank is the first of its host that has none, and the one to say so.
-    """
+    """A rank has no device on its host; `first`: this rank is the first of its host without one, and reports it."""
 
     first = True
 
 
 class RendezvousError(RunError):
-    """The ranks did not come together.
-
-    Attributes:
-        first: this rank is the one to say so.
-    """
+    """The ranks did not come together; `first`: this rank is the one to report it."""
 
     first = True
 
@@ -40,15 +32,19 @@ def ranks(ranks: Sequence[int]) -> str:
 
 
 def differs(name: str, others: Sequence[Mapping[str, Any]], rank_0: Mapping[str, Any]) -> Problem:
-    """A fact of which `others` say something else than rank 0 does."""
+    """A fact that `others` report differently from rank 0."""
     first = others[0]
     return Problem(
         f"{ranks([each['rank'] for each in others])} of host {first['host']}: {name} is {first['facts'].get(name)}, "
         f"on rank 0 of host {rank_0['host']} it is {rank_0['facts'][name]}",
-        f"the same {name} on every rank: otherwise they would compute different things, or wait for ever",
+        f"the same {name} on every rank: otherwise they would compute different things, or wait forever",
         "start every rank with the same command, files and environment; versions: pip install the same ones on every "
         "host, or run one container image",
     )
+
+
+def _self(info: LaunchInfo) -> str:
+    return f"rank {info.rank} of host {info.host}"
 
 
 def _place(info: LaunchInfo) -> str:
@@ -56,7 +52,7 @@ def _place(info: LaunchInfo) -> str:
 
 
 def no_device(local_rank: int, *, visible: int, named: str | None) -> NoDeviceError:
-    """More ranks on a host than devices; `named`: CUDA_VISIBLE_DEVICES, where it is set."""
+    """More ranks on a host than devices; `named`: CUDA_VISIBLE_DEVICES, if it is set."""
     hidden = f" (CUDA_VISIBLE_DEVICES = {named!r} hides the others)" if named is not None else ""
     error = NoDeviceError(
         f"local rank {local_rank} has no device: {visible} CUDA devices are visible to this process",
@@ -67,16 +63,16 @@ def no_device(local_rank: int, *, visible: int, named: str | None) -> NoDeviceEr
     return error
 
 
-def port_taken(info: LaunchInfo, said: str) -> RendezvousError:
-    if "EADDRINUSE" in said:
+def port_taken(info: LaunchInfo, reason: str) -> RendezvousError:
+    if "EADDRINUSE" in reason:
         return RendezvousError(
             f"port {info.master_port} of host {info.host} is taken by another program, or another rank 0",
             expected="a free port on rank 0's host, where the ranks meet",
-            fix="export MASTER_PORT=ANOTHER (torchrun --master-port, accelerate --main_process_port), or end what "
-            f"holds it: ss -ltnp 'sport = :{info.master_port}'",
+            fix="export MASTER_PORT=ANOTHER (torchrun --master-port, accelerate --main_process_port), or end the "
+            f"program that holds it: ss -ltnp 'sport = :{info.master_port}'",
         )
     return RendezvousError(
-        f"rank 0 cannot listen on port {info.master_port} of {info.host}: {said.splitlines()[0]}",
+        f"rank 0 cannot listen on port {info.master_port} of {info.host}: {reason.splitlines()[0]}",
         expected="a free port above 1023",
         fix="export MASTER_PORT=29500",
     )
@@ -84,8 +80,7 @@ def port_taken(info: LaunchInfo, said: str) -> RendezvousError:
 
 def unreached(info: LaunchInfo, reason: str, timeout_s: float) -> RendezvousError:
     return RendezvousError(
-        f"rank {info.rank} of host {info.host} has not reached rank 0 at {_place(info)} within mesh.timeout_s = "
-        f"{timeout_s:g} s: {reason}",
+        f"{_self(info)} has not reached rank 0 at {_place(info)} within mesh.timeout_s = {timeout_s:g} s: {reason}",
         expected="rank 0 at that address, started, and reachable from every host",
         fix="see whether rank 0 has started and ended; MASTER_ADDR must be the name or address of its host that the "
         "others know, and no firewall between them; more time: --mesh.timeout_s N",
@@ -94,16 +89,15 @@ def unreached(info: LaunchInfo, reason: str, timeout_s: float) -> RendezvousErro
 
 def no_store(info: LaunchInfo) -> RendezvousError:
     return RendezvousError(
-        f"rank {info.rank} of host {info.host}: what listens at {_place(info)} is not this run's rank 0, or has ended",
+        f"{_self(info)}: the program that listens at {_place(info)} is not this run's rank 0, or has ended",
         expected="the store of this run's rank 0 at that address",
         fix="export MASTER_PORT=ANOTHER: another program has that port; MASTER_ADDR must be rank 0's host",
     )
 
 
-def store_lost(info: LaunchInfo, said: str) -> RendezvousError:
+def store_lost(info: LaunchInfo, reason: str) -> RendezvousError:
     return RendezvousError(
-        f"rank {info.rank} of host {info.host} lost rank 0 at {_place(info)} while ranks were still coming: "
-        f"{said.splitlines()[0]}",
+        f"{_self(info)} lost rank 0 at {_place(info)} while ranks were still joining: {reason.splitlines()[0]}",
         expected="rank 0 (or the launcher's agent) to stay",
         fix="look at rank 0's output: it has ended or was killed",
     )
@@ -111,46 +105,41 @@ def store_lost(info: LaunchInfo, said: str) -> RendezvousError:
 
 def other_count(info: LaunchInfo, others: int) -> RendezvousError:
     return RendezvousError(
-        f"rank {info.rank} of host {info.host} was started as one of {info.world_size} ranks, "
-        f"rank 0 as one of {others}",
+        f"{_self(info)} was started as one of {info.world_size} ranks, rank 0 as one of {others}",
         expected="the same number of ranks on every host",
         fix="give every host the same number of hosts and of ranks on each: --nnodes, --nproc-per-node, WORLD_SIZE",
     )
 
 
-def twice(info: LaunchInfo, before: Mapping[str, Any], said: Mapping[str, Any]) -> Problem:
+def twice(info: LaunchInfo, before: Mapping[str, Any], now: Mapping[str, Any]) -> Problem:
+    processes = " and ".join(f"{each['process']} of host {each['host']}" for each in (before, now))
     return Problem(
-        f"two processes say that they are rank {info.rank} of {info.world_size}: {before['process']} of host "
-        f"{before['host']} and {said['process']} of host {said['host']}",
+        f"two processes claim to be rank {info.rank} of {info.world_size}: {processes}",
         "every rank once",
-        "let the launcher set RANK: give each host its own --node-rank, and export no RANK yourself; or another "
-        "MASTER_PORT, where two runs meet at one",
+        "let the launcher set RANK: give each host its own --node-rank, and do not export RANK yourself; or another "
+        "MASTER_PORT, if two runs meet at one",
     )
 
 
 def missing(info: LaunchInfo, absent: Sequence[int], *, timeout_s: float, unreachable: str | None) -> Problem:
     """Ranks that did not come; `unreachable`: why rank 0 does not reach itself by the address that all have."""
     there = info.world_size - len(absent)
-    reached = (
-        f"; and rank 0, on host {info.host}, does not reach itself at {_place(info)}: {unreachable}"
-        if unreachable is not None
-        else ""
-    )
+    reached = f"; and rank 0, on host {info.host}, does not reach itself at {_place(info)}: {unreachable}"
     return Problem(
         f"{ranks(absent)} of {info.world_size} did not come within mesh.timeout_s = {timeout_s:g} s"
-        f" ({there} {'is' if there == 1 else 'are'} there){reached}",
+        f" ({there} {'is' if there == 1 else 'are'} there){reached if unreachable is not None else ''}",
         "all ranks to be started within that time, on hosts that reach one another",
         "look at the missing ranks' output: they have ended or were never started; MASTER_ADDR must be a name of rank "
         "0's host that all hosts know; more time: --mesh.timeout_s N",
     )
 
 
-def unconnected(info: LaunchInfo, said: str, hosts: Sequence[str]) -> RendezvousError:
-    """They have met at the store, and the backend does not get through."""
-    names = " and ".join(dict.fromkeys(hosts))
+def unconnected(info: LaunchInfo, reason: str, hosts: Sequence[str]) -> RendezvousError:
+    """The ranks have met at the store, but the backend cannot connect them."""
     return RendezvousError(
         f"the ranks have met, but rank {info.rank} of host {info.host} cannot connect to the others: "
-        f"{said.strip().splitlines()[0]}",
-        expected=f"a network between the hosts ({names}) on the interface that the backend takes",
+        f"{reason.strip().splitlines()[0]}",
+        expected=f"a network between the hosts ({' and '.join(dict.fromkeys(hosts))}) on the interface that the "
+        "backend uses",
         fix="export GLOO_SOCKET_IFNAME=NAME NCCL_SOCKET_IFNAME=NAME   (`ip -br addr` lists them; that of MASTER_ADDR)",
     )

@@ -1,13 +1,12 @@
 """Where a rank stands on the mesh: arithmetic only, no torch.
 
-A mesh has four axes in one fixed order, last fastest: dp_replicate, dp_shard, cp, tp. Tensor parallelism talks most,
-so its ranks are neighbours. The dp = dp_replicate x dp_shard data ranks read distinct rows; the cp and tp ranks of
-one data rank read the same ones. `resolve` turns what the user asked for into sizes, and says why.
+A mesh has four axes in one fixed order, last fastest: dp_replicate, dp_shard, cp, tp. Tensor parallelism communicates
+most, so its ranks are neighbours. The dp = dp_replicate x dp_shard data ranks read distinct rows; the cp and tp ranks
+of one data rank read the same ones. `resolve` turns what the user asked for into sizes, with the reason.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -45,37 +44,21 @@ class Topology:
         replicate, shard = divmod(rest, self.dp_shard)
         return replicate, shard, cp, tp
 
-    def rank_of(self, coordinates: tuple[int, int, int, int]) -> int:
-        """Global rank at a position; the inverse of `coordinates`."""
-        replicate, shard, cp, tp = coordinates
-        return ((replicate * self.dp_shard + shard) * self.cp + cp) * self.tp + tp
-
     def dp_rank(self, rank: int) -> int:
         """Which of the `dp` data ranks a global rank belongs to."""
         return rank // (self.cp * self.tp)
 
     def groups(self, *axes: str) -> list[list[int]]:
         """The sets of ranks that differ only on `axes`, each in ascending order; together they hold every rank once."""
-        varied = [range(size) if axis in axes else (None,) for axis, size in zip(AXES, self.sizes, strict=True)]
-        fixed = [(None,) if axis in axes else range(size) for axis, size in zip(AXES, self.sizes, strict=True)]
-        found = []
-        for anchor in itertools.product(*fixed):
-            members = []
-            for moving in itertools.product(*varied):
-                pairs = zip(anchor, moving, strict=True)
-                place = tuple(a if a is not None else m for a, m in pairs)
-                members.append(self.rank_of(place))  # type: ignore[arg-type]
-            found.append(sorted(members))
-        return found
+        found: dict[tuple[int | None, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            places = zip(AXES, self.coordinates(rank), strict=True)
+            found.setdefault(tuple(None if axis in axes else place for axis, place in places), []).append(rank)
+        return list(found.values())
 
     def __str__(self) -> str:
-        if self.dp_replicate > 1 and self.dp_shard > 1:
-            dp = f"dp={self.dp} ({self.dp_replicate} replicas x {self.dp_shard} shards)"
-        elif self.dp_shard > 1:
-            dp = f"dp={self.dp} (sharded)"
-        else:
-            dp = f"dp={self.dp}"
-        return f"{dp} x cp={self.cp} x tp={self.tp}"
+        sharded = f" ({self.dp_replicate} replicas x {self.dp_shard} shards)" if self.dp_replicate > 1 else " (sharded)"
+        return f"dp={self.dp}{sharded if self.dp_shard > 1 else ''} x cp={self.cp} x tp={self.tp}"
 
 
 def default_topology(world_size: int) -> Topology:
@@ -83,25 +66,23 @@ def default_topology(world_size: int) -> Topology:
 
     8 ranks are 2 x 2 x 2, 12 are 3 x 2 x 2; 4 or 6 have room for two axes (dp, tp 2), 2 or an odd number for dp.
     """
-    if world_size % 4 == 0 and world_size >= 8:
-        return Topology(dp_replicate=world_size // 4, cp=2, tp=2)
-    if world_size % 2 == 0 and world_size >= 4:
-        return Topology(dp_replicate=world_size // 2, tp=2)
-    return Topology(dp_replicate=world_size)
+    cp = 2 if world_size % 4 == 0 and world_size >= 8 else 1
+    tp = 2 if world_size % 2 == 0 and world_size >= 4 else 1
+    return Topology(dp_replicate=world_size // (cp * tp), cp=cp, tp=tp)
 
 
 def resolve(mesh: MeshConfig, *, launched_world_size: int | None, num_devices: int | None) -> tuple[Topology, str]:
-    """Sizes of the mesh, and why they are what they are.
+    """Sizes of the mesh, and the reason for them.
 
     Args:
         mesh: what the user asked for (environment defaults already folded in).
-        launched_world_size: number of ranks where a launcher started them, else None.
+        launched_world_size: number of ranks if a launcher started them, else None.
         num_devices: accelerators of this machine, or None on a CPU.
 
     Raises:
-        ConfigError: sizes that do not fit one another or the number of ranks, with the settings to change.
+        ConfigError: sizes that do not match one another or the number of ranks, with the settings to change.
     """
-    if mesh.dp is None and mesh.dp_shard is None and mesh.cp is None and mesh.tp is None:
+    if mesh.dp is mesh.dp_shard is mesh.cp is mesh.tp is None:
         if launched_world_size is not None:
             return Topology(dp_replicate=launched_world_size), "dp is the launcher's world size: no mesh key was given"
         if num_devices is None:
@@ -129,7 +110,7 @@ def resolve(mesh: MeshConfig, *, launched_world_size: int | None, num_devices: i
 
 
 def _filled(mesh: MeshConfig, available: int) -> tuple[dict[str, int], str]:
-    """Sizes of dp, cp and tp, the one on auto filled from the `available` ranks; and why."""
+    """Sizes of dp, cp and tp, the one on auto filled from the `available` ranks; and the reason."""
     dp = mesh.dp if mesh.dp is not None else mesh.dp_shard
     asked = {"dp": dp, "cp": mesh.cp, "tp": mesh.tp}
     given = {axis: size or 1 for axis, size in asked.items() if size != "auto"}

@@ -1,29 +1,29 @@
-"""From a config to a model that is ready to step, in the one order that is right.
+"""From a config to a model that is ready to step, in the one correct order.
 
 load (without storage) -> tensor parallel -> context parallel -> activation checkpointing -> compile -> data parallel ->
-read the weights. What is optimised is built afterwards, on the parameters as they are then.
+read the weights. The optimizer is built afterwards, on the parameters as they are then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PretrainedConfig, PreTrainedModel
 
 from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
-from threefold.model import activation_checkpointing, data_parallel, fused_loss, head, load, lora
-from threefold.model.context_parallel import flex
+from threefold.model import data_parallel, head, load
+from threefold.model.collectives import gather_parts
 from threefold.model.context_parallel.split import ContextParallel, choose_method, split_problems
 from threefold.model.tensor_parallel.plan import TensorParallelism, plan_problems, split_over_tp
-from threefold.model.tensor_parallel.sequence import gather
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Choices = Sequence[tuple[str, str]]
@@ -47,7 +47,7 @@ class ParallelModel:
     context: ContextParallel
     tensor: TensorParallelism
     autocast: torch.dtype | None
-    choices: tuple[tuple[str, str], ...] = field(default=())
+    choices: tuple[tuple[str, str], ...] = ()
 
 
 def load_model(
@@ -67,22 +67,17 @@ def load_model(
         name_or_path: Hub id or local folder with weights.
         config: instead of a name: the architecture as a mapping with `model_type`; its weights are random.
         dtype: type of the computation, `float32` or `bfloat16`; the weights are float32.
-        seq_len: length of all rows that will be given, where it is known: tp ranks can then share the sequence
-            between the layers, and the way in which cp ranks meet suits it.
+        seq_len: length of all rows, if it is known: tp ranks can then share the sequence between the layers, and cp
+            ranks use the method that suits it.
         seed: of random weights, which depend on it and not on the mesh.
 
     Raises:
-        ConfigError: the model cannot be read, or not be split as the mesh asks.
+        ConfigError: the model cannot be read, or cannot be split as the mesh asks.
     """
+    model = {"name_or_path": name_or_path, "config": dict(config) if config is not None else None, "dtype": dtype}
     asked = validate(
         {
-            "model": {
-                "name_or_path": name_or_path,
-                "config": dict(config) if config is not None else None,
-                "dtype": dtype,
-                "revision": revision,
-                "trust_remote_code": trust_remote_code,
-            },
+            "model": {**model, "revision": revision, "trust_remote_code": trust_remote_code},
             "train": {"seed": seed},
             "data": {"seq_len": seq_len} if seq_len is not None else {},
             "mesh": {"sequence_parallel": "auto" if seq_len is not None else False},
@@ -112,7 +107,7 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
     names = load.stored_names(model)
     tensor, split_choices = _split(model, config, mesh)
     if config.train.activation_checkpointing != "none":
-        activation_checkpointing.install(model, config.train.activation_checkpointing)
+        _checkpoint_layers(model, config.train.activation_checkpointing)
     if config.train.compile:
         for layer in data_parallel.layers_of(model):
             layer.compile()
@@ -129,7 +124,7 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
             mesh=mesh,
             tp_placements=tensor.placements,
             fsdp_sharded=kind == "fsdp",
-            seed=config.train.seed,
+            first_value=partial(_first_value, seed=config.train.seed),
             offloaded=config.mesh.cpu_offload,
         )
     model.train()
@@ -139,10 +134,46 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
     return ParallelModel(forward, model, context, tensor, autocast, choices)
 
 
+# What `selective` keeps: results that are expensive to compute and small to keep, of matrix products and of attention.
+_KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
+}
+
+
+def _checkpoint_layers(model: PreTrainedModel, kind: str) -> None:
+    """Lets backward compute each layer again: all of it (`full`), or the cheap part (`selective`)."""
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if kind == "selective":
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+
+
+def _policy(context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _first_value(name: str, shape: torch.Size, *, seed: int) -> torch.Tensor:
+    from threefold.model import lora
+
+    return lora.initial(name, shape, seed=seed)
+
+
 def _context(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[ContextParallel, Choices]:
-    """The cp axis with the way in which its ranks meet, and the attention kernel."""
     method, method_why = choose_method(config.mesh.cp_method, architecture, mesh.topology, seq_len=config.data.seq_len)
-    kernel, kernel_why = flex.choose(config.model.attention, architecture, device=mesh.device.type)
+    kernel, kernel_why = str(config.model.attention), "as given"
+    if kernel == "auto" and mesh.device.type != "cuda":
+        kernel = "sdpa"
+    elif kernel == "auto":
+        from threefold.model.context_parallel import flex
+
+        kernel, kernel_why = flex.choose(architecture, device=mesh.device.type)
     choices = [(f"context parallelism: {method}", method_why)] if mesh.size("cp") > 1 else []
     if kernel == "flex" or config.model.attention != "auto":
         choices.append((f"attention: {kernel}", kernel_why))
@@ -158,6 +189,8 @@ def _split(model: PreTrainedModel, config: Config, mesh: Mesh) -> tuple[TensorPa
     if config.mesh.ep > 1:
         choices.append((f"experts: whole ones on each of {config.mesh.ep} tp ranks", "as given"))
     if config.model.lora.r:
+        from threefold.model import lora
+
         tensor = lora.inject(model, config.model.lora, tensor, mesh)
         choices.append(lora.described(model))
     return tensor, choices
@@ -166,15 +199,16 @@ def _split(model: PreTrainedModel, config: Config, mesh: Mesh) -> tuple[TensorPa
 def _install_head(model: PreTrainedModel, config: Config, tensor: TensorParallelism, mesh: Mesh) -> Choices:
     """Gives the model a forward that ends in the loss."""
     sharers = tensor.sequence_group
-    whole = {"whole": partial(gather, group=sharers)} if sharers is not None else {}
+    whole = {"whole": lambda hidden: gather_parts(hidden, sharers)} if sharers is not None else {}
     kind, why = head.kind_of(model)
-    fused, fused_why = fused_loss.choose(
-        config.train.fused_loss,
-        kind,
-        device=mesh.device.type,
-        tp=mesh.size("tp"),
-        label_smoothing=config.train.label_smoothing,
-    )
+    fused, fused_why = False, ""
+    if config.train.fused_loss == "liger" or (config.train.fused_loss == "auto" and mesh.device.type == "cuda"):
+        from threefold.model import fused_loss
+
+        asked, smoothing = config.train.fused_loss, config.train.label_smoothing
+        fused, fused_why = fused_loss.choose(
+            asked, kind, device=mesh.device.type, tp=mesh.size("tp"), label_smoothing=smoothing
+        )
     head.install(model, chunk=config.train.loss_chunk_tokens, fused=fused, **whole)
     choices = [("loss: Liger's kernel", fused_why)] if fused else []
     if kind is None:

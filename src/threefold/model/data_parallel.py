@@ -1,7 +1,7 @@
 """Copies and shards of the model over the data ranks.
 
-`dp_shard` chooses: 1 is DDP (torch's own where a rank holds a whole model, FSDP2's replicate axis where it does not),
-dp is FSDP2, between is HSDP. With cp > 1 the shards are shared over cp as well. All of them average gradients over
+`dp_shard` chooses: 1 is DDP (torch's own if a rank holds a whole model, else FSDP2's replicate axis), dp is FSDP2,
+between is HSDP. With cp > 1 the shards are shared over cp as well. All of them average gradients over
 the dp x cp ranks; `step` multiplies that away, because the loss is already divided by the global count of target
 tokens.
 """
@@ -9,14 +9,13 @@ tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -24,6 +23,7 @@ from threefold.config.schema import MeshConfig
 from threefold.errors import Problem
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
+from threefold.model.tensor_parallel.layers import local_part
 
 # A collective over less than this is mostly latency.
 _UNIT_BYTES = 8 * 1024**2
@@ -46,27 +46,23 @@ def choose(topology: Topology) -> tuple[str, str]:
 
 
 def problems(config: MeshConfig, topology: Topology, *, device: str) -> list[Problem]:
-    """What stands against the settings of sharding on this mesh; empty where nothing does."""
+    """Settings of sharding that have no effect on this mesh; empty if there are none."""
     kind, why = choose(topology)
-    found = []
-    if config.cpu_offload and device == "cpu":
-        found.append(
-            Problem(
-                "mesh.cpu_offload = true has no effect on a CPU",
-                "an accelerator, whose memory is not the host's",
-                "leave mesh.cpu_offload out",
-            )
+    on_cpu = Problem(
+        "mesh.cpu_offload = true has no effect on a CPU",
+        "an accelerator with memory of its own",
+        "leave mesh.cpu_offload out",
+    )
+    unsharded = [
+        Problem(
+            f"mesh.{name} = {str(value).lower()}, but nothing is sharded ({why})",
+            "weights that are shared by several data ranks",
+            f"--mesh.dp_shard {max(2, topology.dp)}   (FSDP2), or leave mesh.{name} out",
         )
-    for name, value in (("cpu_offload", config.cpu_offload), ("prefetch", config.prefetch)):
-        if value and kind != "fsdp":
-            found.append(
-                Problem(
-                    f"mesh.{name} = {str(value).lower()}, but nothing is sharded ({why})",
-                    "weights that are shared by several data ranks",
-                    f"--mesh.dp_shard {max(2, topology.dp)}   (FSDP2), or leave mesh.{name} out",
-                )
-            )
-    return found
+        for name, value in (("cpu_offload", config.cpu_offload), ("prefetch", config.prefetch))
+        if value and kind != "fsdp"
+    ]
+    return [on_cpu, *unsharded] if config.cpu_offload and device == "cpu" else unsharded
 
 
 def shard(
@@ -76,7 +72,7 @@ def shard(
 
     Args:
         cpu_offload: keep shards, gradients and moments in the host's memory.
-        prefetch: units that are gathered ahead, in forward and in backward; 0: FSDP2 gathers the next one by itself.
+        prefetch: units that are gathered ahead, in forward and in backward; 0: FSDP2 gathers the next one on its own.
     """
     assert mesh.device_mesh is not None
     axes = ("dp_replicate", "fsdp") if mesh.topology.dp_replicate > 1 else ("fsdp",)
@@ -90,32 +86,25 @@ def shard(
     for unit in units:
         fully_shard(unit, reshard_after_forward=not keep, **settings)
     fully_shard(model, reshard_after_forward=False, **settings)
-    if prefetch:
-        _prefetch([unit[0] for unit in units], prefetch)
-
-
-def _prefetch(units: Sequence[Any], ahead: int) -> None:
-    for number, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(units[number + 1 : number + 1 + ahead])
-        unit.set_modules_to_backward_prefetch(units[max(0, number - ahead) : number][::-1])
+    first: list[Any] = [unit[0] for unit in units]
+    for number, layer in enumerate(first if prefetch else ()):
+        layer.set_modules_to_forward_prefetch(first[number + 1 : number + 1 + prefetch])
+        layer.set_modules_to_backward_prefetch(first[max(0, number - prefetch) : number][::-1])
 
 
 def _units(layers: list[nn.Module]) -> list[list[nn.Module]]:
-    """Consecutive layers that are gathered and reduced together; what is left goes with the rest of the model."""
-    units: list[list[nn.Module]] = []
-    unit: list[nn.Module] = []
+    """Consecutive layers that are gathered and reduced together; remaining ones go with the rest of the model."""
+    units: list[list[nn.Module]] = [[]]
     for layer in layers:
-        unit.append(layer)
-        if sum(_bytes(member) for member in unit) >= _UNIT_BYTES:
-            units.append(unit)
-            unit = []
-    return units
+        units[-1].append(layer)
+        if sum(map(_bytes, units[-1])) >= _UNIT_BYTES:
+            units.append([])
+    return units[:-1]
 
 
 def _bytes(module: nn.Module) -> int:
     # Of this rank's part of what tp has split, before fsdp.
-    parameters = (p.to_local() if isinstance(p, DTensor) else p for p in module.parameters())
-    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return sum(local_part(parameter).nbytes for parameter in module.parameters())
 
 
 def replicate(model: PreTrainedModel, mesh: Mesh) -> DistributedDataParallel:

@@ -1,14 +1,14 @@
-"""Head and cross entropy in one kernel: Liger's (arXiv:2410.10989), on CUDA, where the package is there.
+"""Head and cross entropy in one kernel: Liger's (arXiv:2410.10989), on CUDA, if the package is installed.
 
 The kernel takes hidden states, the head's weight and the labels, works through the tokens by chunks, and keeps neither
-logits nor their gradient. It cannot smooth labels and tell the cross entropy alone, nor work on a part of the
-vocabulary: there the loss by chunks of `head` stands, which gives the same sums.
+logits nor their gradient. It cannot smooth labels and report the cross entropy alone, nor work on a part of the
+vocabulary: then `head` computes the loss by chunks, which gives the same sums.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,24 +17,10 @@ from transformers import PreTrainedModel
 from threefold.errors import Problem
 
 
-class Loss(Protocol):
-    """(logits [tokens, part of the vocabulary], labels [tokens]) -> (objective, cross entropy), both sums."""
-
-    @property
-    def z_loss(self) -> float: ...
-
-    @property
-    def ignored(self) -> int: ...
-
-    def __call__(self, logits: Tensor, labels: Tensor, /) -> tuple[Tensor, Tensor]: ...
-
-
 def problems(asked: str, *, device: str, tp: int, label_smoothing: float) -> list[Problem]:
-    """What stands against the kernel where it was asked for by name; empty where nothing does."""
-    if asked != "liger":
-        return []
-    possible, why = _possible(device=device, tp=tp, label_smoothing=label_smoothing)
-    if possible:
+    """Why the kernel cannot be used although it was asked for by name; empty if it can."""
+    possible, why = choose(asked, "any", device=device, tp=tp, label_smoothing=label_smoothing)
+    if asked != "liger" or possible:
         return []
     fix = "pip install 'threefold[liger]', or " if "installed" in why else ""
     return [
@@ -57,10 +43,6 @@ def choose(asked: str, head: str | None, *, device: str, tp: int, label_smoothin
         return False, "as given"
     if head is None:
         return False, "the model's head is not known"
-    return _possible(device=device, tp=tp, label_smoothing=label_smoothing)
-
-
-def _possible(*, device: str, tp: int, label_smoothing: float) -> tuple[bool, str]:
     if importlib.util.find_spec("liger_kernel") is None or importlib.util.find_spec("triton") is None:
         return False, "liger-kernel is not installed"
     import triton
@@ -70,45 +52,32 @@ def _possible(*, device: str, tp: int, label_smoothing: float) -> tuple[bool, st
     if tp > 1:
         return False, f"each of {tp} tp ranks has a part of the vocabulary"
     if label_smoothing:
-        return False, "it does not tell the cross entropy alone where labels are smoothed"
+        return False, "it does not report the cross entropy alone if labels are smoothed"
     return True, "liger-kernel is installed"
 
 
-def fused_sums(model: PreTrainedModel, hidden: Tensor, labels: Tensor, loss: Loss, kind: str) -> tuple[Tensor, Tensor]:
+def fused_sums(model: PreTrainedModel, hidden: Tensor, labels: Tensor, loss: Any, kind: str) -> tuple[Tensor, Tensor]:
     """(what is minimised, the cross entropy alone): scalar sums over the labels that are not -100.
 
     Args:
         hidden: [tokens, hidden], before the head.
+        loss: its `ignored` label and its `z_loss`, as `training.loss.TokenLoss` has them.
         kind: how the model makes its logits (`head.kind_of`).
     """
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     head: Any = model.get_output_embeddings()
     config: Any = model.config
-    weight, bias = head.weight, head.bias if hasattr(head, "bias") else None
+    weight, bias = head.weight, getattr(head, "bias", None)
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    hidden = hidden.to(weight.dtype) if hidden.dtype != weight.dtype else hidden
-    softcap = None
+    hidden = hidden.to(weight.dtype)
+    softcap = config.final_logit_softcapping if kind == "capped" else None
     if kind in ("divided", "multiplied"):
         # The head is linear: a scale of the logits is one of the hidden states, and of a bias.
         scale: Any = model.logit_scale if kind == "multiplied" else 1 / config.logits_scaling
         hidden, bias = hidden * scale, bias * scale if bias is not None else None
-    elif kind == "capped":
-        softcap = config.final_logit_softcapping
-    total, z_loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
-        hidden,
-        weight,
-        labels,
-        bias,
-        None,
-        loss.ignored,
-        loss.z_loss,
-        0.0,
-        "sum",
-        softcap,
-        bool(loss.z_loss),
-        torch.float32,
-    )
+    settings = (None, loss.ignored, loss.z_loss, 0.0, "sum", softcap, bool(loss.z_loss), torch.float32)
+    total, z_loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels, bias, *settings)
     cross_entropy = total.detach() - z_loss.detach() if z_loss is not None else total.detach()
     return total, cross_entropy

@@ -2,22 +2,22 @@
 
 A causal language model's own forward returns logits [batch, sequence, vocabulary]. Here it is replaced by one that
 takes the labels too and returns sums: the head is applied to a chunk of tokens at a time, and a chunk's logits are
-computed again in backward. What a model does to its logits behind the head (a cap, a scale) is done to each chunk; a
-model whose class is not in the table here keeps its own forward.
+computed again in backward. What a model does to its logits after the head (a cap, a scale) is done to each chunk; a
+model whose class is not in the table below keeps its own forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from threefold.model.fused_loss import Loss, fused_sums
-
+# (logits [tokens, part of the vocabulary], labels [tokens]) -> (objective, cross entropy), both sums.
+Loss: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 _CHUNK_BYTES = 256 * 1024**2
 # transformers' classes whose logits are the head's product and nothing else; `Llama` is LlamaForCausalLM.
 _PLAIN = """
@@ -86,26 +86,26 @@ def install(
 
     Args:
         chunk: tokens at a time, `auto`, or 0 for all at once.
-        whole: makes the hidden states of this rank's sequence whole where tp ranks share it.
+        whole: gathers the hidden states of the entire sequence if tp ranks share it.
         fused: head and loss in one kernel (`fused_loss.choose`).
     """
     kind, _ = kind_of(model)
     own_forward = model.forward
 
     def forward(*, labels: Tensor, token_loss: Loss, output_router_logits: bool = False, **inputs: Any) -> Sums:
-        extra = {"output_router_logits": True} if output_router_logits else {}
+        if output_router_logits:
+            inputs["output_router_logits"] = True
+        outputs = own_forward(**inputs) if kind is None else model.base_model(**inputs)
         if kind is None:
-            outputs = own_forward(**inputs, **extra)
-            objective, cross_entropy = token_loss(outputs.logits.flatten(0, 1), labels.flatten())
-            return Sums(objective, cross_entropy, _router_logits(outputs))
-        outputs = model.base_model(**inputs, **extra)
-        hidden = whole(outputs.last_hidden_state)
-        if fused:
-            sums = fused_sums(model, hidden.flatten(0, 1), labels.flatten(), token_loss, kind)
+            sums = token_loss(outputs.logits.flatten(0, 1), labels.flatten())
+        elif fused:
+            from threefold.model.fused_loss import fused_sums
+
+            hidden = whole(outputs.last_hidden_state).flatten(0, 1)
+            sums = fused_sums(model, hidden, labels.flatten(), token_loss, kind)
         else:
-            sums = _by_chunks(model, hidden, labels, token_loss, chunk, kind)
-        objective, cross_entropy = sums
-        return Sums(objective, cross_entropy, _router_logits(outputs))
+            sums = _by_chunks(model, whole(outputs.last_hidden_state), labels, token_loss, chunk, kind)
+        return Sums(*sums, tuple(getattr(outputs, "router_logits", None) or ()))
 
     model.forward = forward  # type: ignore[method-assign]
 
@@ -143,7 +143,3 @@ def _logits(model: PreTrainedModel, hidden: Tensor, kind: str) -> Tensor:
     if kind == "capped" and config.final_logit_softcapping is not None:
         return torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
     return logits
-
-
-def _router_logits(outputs: Any) -> tuple[Tensor, ...]:
-    return tuple(getattr(outputs, "router_logits", None) or ())

@@ -2,7 +2,7 @@
 
 A model is built without storage, split, and then filled: each rank reads its own part of each tensor from memory-mapped
 safetensors files. Weights that are not in such files under the model's own names (random ones, other formats, layouts
-that transformers converts) are first written there by one process of each machine, from the seed or by transformers.
+that transformers converts) are first written to such files by one process of each machine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,20 +23,20 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from threefold.config.schema import ModelConfig
 from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
-from threefold.model import lora
+from threefold.model.tensor_parallel.layers import local_part
 
 _STAGED_FILE_BYTES = 2 * 1024**3
 _SEEN_BYTES = 1024**2
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.json")
 
-# About one million parameters: what is trained where no model is named. Sizes divide by 2, 4 and 8 ranks.
+# About one million parameters: trained if no model is named. Sizes divide by 2, 4 and 8 ranks.
 EMBEDDED_DEFAULT: Mapping[str, Any] = {
     "model_type": "llama",
     "hidden_size": 128,
@@ -53,7 +53,7 @@ def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> Pretrai
     """The architecture that the user asked for.
 
     Args:
-        vocab_size: entries of the tokenizer, used where `model.config` (or nothing) is given without a size of its own.
+        vocab_size: entries of the tokenizer, used if `model.config` (or nothing) is given without a size of its own.
 
     Raises:
         ConfigError: an unknown model type, a folder without config, or a Hub model that cannot be reached.
@@ -72,8 +72,7 @@ def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> Pretrai
 
 
 def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
-    model_type = values.pop("model_type", None)
-    if model_type is None:
+    if (model_type := values.pop("model_type", None)) is None:
         raise ConfigError(
             "model.config has no model_type",
             expected="the architecture's name in transformers, next to its sizes",
@@ -109,7 +108,7 @@ def build_without_storage(config: PretrainedConfig, *, attention: str, trust_rem
 
 
 def plan_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Mapping[str, str]:
-    """The tensor-parallel plan that transformers has for this architecture; empty where it has none."""
+    """The tensor-parallel plan that transformers has for this architecture, if any."""
     model = build_without_storage(copy.deepcopy(config), attention="eager", trust_remote_code=trust_remote_code)
     return dict(model.tp_plan or {})
 
@@ -124,10 +123,8 @@ def weight_files(
         names: the model's parameters and stored buffers, tied ones once.
         seed: of random weights; they depend on it and not on the mesh.
     """
-    folder = None
     if asked.name_or_path is not None:
-        folder = Path(mesh.once_per_host("download", lambda: str(_download(asked))))
-        found = _index(folder)
+        found = _index(Path(mesh.once_per_host("download", lambda: str(_download(asked)))))
         if names <= found.keys():
             yield found
             return
@@ -162,7 +159,7 @@ def _download(asked: ModelConfig) -> Path:
     if not list(folder.glob("*.safetensors")) and not list(folder.glob("*.bin")):
         raise ConfigError(
             f"model.name_or_path = {asked.name_or_path!r} has a config but no weights",
-            expected="*.safetensors files beside config.json",
+            expected="*.safetensors files next to config.json",
             fix="point to a complete folder, or --model.config '{model_type: ...}' for random weights",
         )
     return folder
@@ -208,9 +205,9 @@ def whole(asked: ModelConfig, config: PretrainedConfig, *, seed: int, dtype: tor
 
 
 def fingerprint(asked: ModelConfig) -> str:
-    """Tells the files of a named model's weights from others: their names and sizes, and a MiB of either end of each.
+    """Identifies the weight files of a named model: by their names and sizes, and a MiB of either end of each.
 
-    `random` for random weights, which their config and seed tell.
+    `random` for random weights, which config and seed identify.
     """
     if asked.name_or_path is None:
         return "random"
@@ -232,45 +229,54 @@ def fill(
     mesh: Mesh,
     tp_placements: Mapping[str, Placement],
     fsdp_sharded: bool,
-    seed: int,
+    first_value: Callable[[str, torch.Size], Tensor],
     offloaded: bool = False,
 ) -> None:
     """Gives a split model its storage on the mesh's device and reads this rank's part of every tensor.
 
-    Adapters, which no file has, begin as `seed` gives them. A tensor is cut first over tp by its placement, then over
-    fsdp along dim 0, the order in which it was split. Peak memory beyond the shards is one tensor.
+    A tensor is cut first over tp by its placement, then over fsdp along dim 0, the order in which it was split. Peak
+    memory beyond the shards is one tensor.
+
+    Args:
+        first_value: (name, shape) -> first values of an adapter's whole weight, which no file has.
     """
     model.to_empty(device="cpu" if offloaded else mesh.device)
     for buffer_owner in model.modules() if offloaded else ():
         for name, buffer in buffer_owner.named_buffers(recurse=False):
             buffer_owner._buffers[name] = torch.empty_like(buffer, device=mesh.device)
-    # Plain parameters came out of it one by one: those that were tied are one again.
+    # `to_empty` gave each module parameters of its own: tie again those that were tied.
     for name, source in model.all_tied_weights_keys.items():
         owner, _, own = name.rpartition(".")
         model.get_submodule(owner)._parameters[own] = model.get_parameter(source)
     tied = set(model.all_tied_weights_keys)
-    fsdp_rank = (mesh.topology.coordinates(mesh.rank)[1] * mesh.topology.cp) + mesh.cp_rank
+    fsdp_rank = mesh.topology.coordinates(mesh.rank)[1] * mesh.topology.cp + mesh.cp_rank
     fsdp_size = mesh.size("fsdp") if fsdp_sharded else 1
     with torch.no_grad():
         for name, target in _stored(model):
-            stored = lora.original(name)
+            stored = original(name)
             if name in tied and stored not in files:
                 continue
-            if lora.is_adapter(name):
-                whole = lora.initial(name, target.shape, seed=seed)
-            else:
-                whole = _read(files[stored], stored)
+            whole = first_value(name, target.shape) if is_adapter(name) else _read(files[stored], stored)
             part = _cut(whole, tp_placements.get(name), mesh=mesh)
             if fsdp_size > 1 and isinstance(target, nn.Parameter):
                 pieces = part.chunk(fsdp_size, dim=0)
                 part = pieces[fsdp_rank] if fsdp_rank < len(pieces) else part[:0]
-            local = target.to_local() if isinstance(target, DTensor) else target
-            local.copy_(part)
+            local_part(target).copy_(part)
             target._is_hf_initialized = True  # type: ignore[union-attr]
     # Buffers that are not stored (rotary frequencies) are computed by the model's own initialisation.
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     model.initialize_weights()
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def original(name: str) -> str:
+    """The name that a frozen parameter has in the model without adapters."""
+    return name.replace(".base_layer.", ".")
 
 
 def stored_names(model: PreTrainedModel) -> set[str]:
@@ -279,9 +285,8 @@ def stored_names(model: PreTrainedModel) -> set[str]:
 
 
 def _stored(model: nn.Module) -> list[tuple[str, Tensor]]:
-    volatile = {name for name, _ in model.named_buffers()} - set(model.state_dict(keep_vars=True))
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name not in volatile]
-    return [*model.named_parameters(), *buffers]
+    kept = model.state_dict(keep_vars=True)
+    return [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in kept)]
 
 
 def _read(file: Path, name: str) -> Tensor:
@@ -294,13 +299,11 @@ def _cut(whole: Tensor, placement: Placement | None, *, mesh: Mesh) -> Tensor:
         return whole
     assert mesh.device_mesh is not None
     with torch.device("cpu"):
-        split = distribute_tensor(whole, mesh.device_mesh["tp"], [placement], src_data_rank=None)
-    return split.to_local()
+        return distribute_tensor(whole, mesh.device_mesh["tp"], [placement], src_data_rank=None).to_local()
 
 
 def architecture_of(config: PretrainedConfig) -> dict[str, Any]:
-    """The model's config as plain values, without what does not belong to the weights."""
+    """The model's config as plain values, without those that do not belong to the weights."""
     values = json.loads(config.to_json_string(use_diff=False))
-    for volatile in ("_name_or_path", "transformers_version", "dtype", "use_cache", "_attn_implementation"):
-        values.pop(volatile, None)
-    return values
+    volatile = ("_name_or_path", "transformers_version", "dtype", "use_cache", "_attn_implementation")
+    return {name: value for name, value in values.items() if name not in volatile}

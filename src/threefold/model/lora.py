@@ -1,14 +1,15 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) in peft's modules, split as the projections beside them are.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) in peft's modules, split in the same way as their projections.
 
-An adapter adds scale * B(A(x)) to a projection. Where tp splits the projection by columns, B is split by columns and A
-is whole; where by rows, A is split by rows and B is whole, and the adapter's part joins the sum that the projection
-makes anyway. So an adapter costs no collective of its own, but for A's gradient by columns and B's by rows, which each
-rank knows in part and which are summed once a step. The model's own weights are frozen.
+An adapter adds scale * B(A(x)) to a projection. If tp splits the projection by columns, B is split by columns and A is
+whole; if by rows, A is split by rows and B is whole, and the adapter's part joins the sum that the projection makes
+anyway. So an adapter costs no collective of its own. The exceptions are A's gradient (columns) and B's (rows), which
+each rank knows only in part: they are summed once a step. The model's own weights are frozen.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import math
@@ -21,76 +22,68 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
 from transformers import PreTrainedModel
 
 from threefold.config.schema import LoraConfig
 from threefold.errors import Problem
 from threefold.mesh.mesh import Mesh
-from threefold.model.tensor_parallel.layers import SharedInput, local_part, row_sum
+from threefold.model.load import is_adapter, original
+from threefold.model.tensor_parallel.layers import SharedInput, local_part, row_forward
 from threefold.model.tensor_parallel.plan import TensorParallelism
 
 ADAPTER = "default"
 
 
 def problems(asked: LoraConfig, build: Callable[[], PreTrainedModel], *, name: str) -> list[Problem]:
-    """What stands against training adapters of this model; empty where nothing does.
+    """Why adapters of this model cannot be trained; empty if they can.
 
     Args:
         build: makes the model without storage.
         name: of the architecture.
     """
-    if not asked.r:
-        return []
+    found = _problem(asked, build, name)
+    return [found] if found is not None else []
+
+
+def _problem(asked: LoraConfig, build: Callable[[], PreTrainedModel], name: str) -> Problem | None:
     if importlib.util.find_spec("peft") is None:
-        return [
-            Problem(
-                f"model.lora.r = {asked.r}, but peft is not installed",
-                "the package that defines the adapters",
-                "pip install 'threefold[lora]'",
-            )
-        ]
+        return Problem(
+            f"model.lora.r = {asked.r}, but peft is not installed",
+            "the package that defines the adapters",
+            "pip install 'threefold[lora]'",
+        )
     model = build()
-    if not _linear_layers(model):
-        return [
-            Problem(
-                f"model.lora.r = {asked.r}, but {name!r} has no linear layers that adapters could stand beside",
-                "an architecture whose projections are torch.nn.Linear",
-                "leave model.lora.r out: all weights are trained",
-            )
-        ]
+    if not (linear := _linear_layers(model)):
+        return Problem(
+            f"model.lora.r = {asked.r}, but {name!r} has no linear layers that adapters could be added to",
+            "an architecture whose projections are torch.nn.Linear",
+            "leave model.lora.r out: all weights are trained",
+        )
+    targets = asked.target_modules
+    listed = f"[{', '.join(targets)}]" if isinstance(targets, tuple) else targets or "null"
+    fix = "--model.lora.target_modules all-linear"
     try:
         _insert(model, asked)
     except ValueError as error:
-        linear = {each.rpartition(".")[2] for each in _linear_layers(model)}
-        return [
-            Problem(
-                f"model.lora.target_modules = {_listed(asked)} is refused by peft for {name!r}: "
-                f"{str(error).strip().splitlines()[0]}",
-                f"names of its linear layers: {', '.join(sorted(linear))}",
-                "--model.lora.target_modules all-linear",
-            )
-        ]
+        return Problem(
+            f"model.lora.target_modules = {listed} is refused by peft for {name!r}: "
+            f"{str(error).strip().splitlines()[0]}",
+            f"names of its linear layers: {', '.join(sorted({each.rpartition('.')[2] for each in linear}))}",
+            fix,
+        )
     ends = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
     odd = [each for each, module in _adapted(model) if type(module.base_layer) is not nn.Linear or id(module) in ends]
-    if odd:
-        return [
-            Problem(
-                f"model.lora.target_modules has {odd[0].rpartition('.')[2]}, which is no linear layer inside {name!r}",
-                "projections of the layers; not the embedding, the head or a layer of another kind",
-                "--model.lora.target_modules all-linear",
-            )
-        ]
-    return []
-
-
-def _listed(asked: LoraConfig) -> str:
-    targets = asked.target_modules
-    return "[" + ", ".join(targets) + "]" if isinstance(targets, tuple) else str(targets or "null")
+    if not odd:
+        return None
+    return Problem(
+        f"model.lora.target_modules has {odd[0].rpartition('.')[2]}, which is not a linear layer inside {name!r}",
+        "projections of the layers; not the embedding, the head or a layer of another kind",
+        fix,
+    )
 
 
 def inject(model: PreTrainedModel, asked: LoraConfig, tensor: TensorParallelism, mesh: Mesh) -> TensorParallelism:
-    """Puts adapters beside the projections of a model on the meta device, which may be split over tp already.
+    """Adds adapters to the projections of a model on the meta device, which may be split over tp already.
 
     Returns:
         what is split, under the names that the parameters have now.
@@ -100,19 +93,23 @@ def inject(model: PreTrainedModel, asked: LoraConfig, tensor: TensorParallelism,
     renamed = {original(name): name for name, _ in model.named_parameters()}
     placements = {renamed[name]: placement for name, placement in tensor.placements.items()}
     partial = [renamed[name] for name in tensor.partial_gradients]
+    shared, group = tensor.shared_input, mesh.group("tp")
     for name, module in _adapted(model):
-        style = tensor.projections.get(name)
-        if style is None:
+        if (style := tensor.projections.get(name)) is None:
             continue
-        first, second = module.lora_A[ADAPTER], module.lora_B[ADAPTER]
-        if style == "colwise":
-            placements[f"{name}.lora_B.{ADAPTER}.weight"] = _split(second, Shard(0), mesh)
-            partial.append(f"{name}.lora_A.{ADAPTER}.weight")
-            module.forward = _beside_columns(module, tensor.shared_input)
+        assert mesh.device_mesh is not None and group is not None
+        columns = style == "colwise"
+        (split, placement), whole = (("lora_B", Shard(0)), "lora_A") if columns else (("lora_A", Shard(1)), "lora_B")
+        layer = getattr(module, split)[ADAPTER]
+        weight = distribute_tensor(layer.weight.detach(), mesh.device_mesh["tp"], [placement], src_data_rank=None)
+        layer.weight = nn.Parameter(weight)
+        placements[f"{name}.{split}.{ADAPTER}.weight"] = placement
+        partial.append(f"{name}.{whole}.{ADAPTER}.weight")
+        if columns:
+            module.forward = _column_forward(module, shared)
         else:
-            placements[f"{name}.lora_A.{ADAPTER}.weight"] = _split(first, Shard(1), mesh)
-            partial.append(f"{name}.lora_B.{ADAPTER}.weight")
-            module.forward = _inside_rows(module, tensor.shared_input, mesh)
+            product = functools.partial(_product, module)
+            module.forward = row_forward(module.base_layer, shared, group, adapter=product)
     return dataclasses.replace(tensor, placements=placements, partial_gradients=tuple(partial))
 
 
@@ -128,33 +125,13 @@ def _as_whole(model: nn.Module) -> Iterator[None]:
         layer.weight = weight.requires_grad_(False)
 
 
-def _split(layer: nn.Linear, placement: Placement, mesh: Mesh) -> Placement:
-    assert mesh.device_mesh is not None
-    split = distribute_tensor(layer.weight.detach(), mesh.device_mesh["tp"], [placement], src_data_rank=None)
-    layer.weight = nn.Parameter(split)
-    return placement
-
-
-def _beside_columns(module: Any, shared: SharedInput | None) -> Callable[[Tensor], Tensor]:
+def _column_forward(module: Any, shared: SharedInput | None) -> Callable[[Tensor], Tensor]:
     """x [.., in] on every rank -> this rank's part [.., out / tp], its adapter's part added."""
 
     def forward(x: Tensor) -> Tensor:
         y: Tensor = module.base_layer(x)
         own = x if shared is None else shared.take(x)
         return y + _product(module, own)
-
-    return forward
-
-
-def _inside_rows(module: Any, shared: SharedInput | None, mesh: Mesh) -> Callable[[Tensor], Tensor]:
-    """This rank's part [.., in / tp] -> the sum over the ranks [.., out], the adapter's in it."""
-    group = mesh.group("tp")
-    assert group is not None
-
-    def forward(x: Tensor) -> Tensor:
-        base = module.base_layer
-        y = row_sum(F.linear(x, local_part(base.weight)) + _product(module, x), shared, group)
-        return y if base.bias is None else y + local_part(base.bias)
 
     return forward
 
@@ -166,7 +143,7 @@ def _product(module: Any, x: Tensor) -> Tensor:
 
 
 def insert_whole(model: PreTrainedModel, asked: LoraConfig, *, seed: int) -> None:
-    """Puts adapters with their first values beside the projections of a whole model that has its weights."""
+    """Adds adapters with their first values to the projections of a whole model that has its weights."""
     _insert(model, asked)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -175,7 +152,7 @@ def insert_whole(model: PreTrainedModel, asked: LoraConfig, *, seed: int) -> Non
 
 
 def merge(model: PreTrainedModel) -> None:
-    """Adds the adapters of a whole model to its weights, and takes them out."""
+    """Adds the adapters of a whole model to its weights, and removes them."""
     for name, module in _adapted(model):
         module.merge()
         owner, _, own = name.rpartition(".")
@@ -212,16 +189,6 @@ def peft_config(asked: LoraConfig, model: PreTrainedModel) -> Any:
         use_rslora=asked.rslora,
         task_type="CAUSAL_LM",
     )
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
-    return ".lora_A." in name or ".lora_B." in name
-
-
-def original(name: str) -> str:
-    """The name that a frozen parameter has in the model without adapters."""
-    return name.replace(".base_layer.", ".")
 
 
 def initial(name: str, shape: torch.Size, *, seed: int) -> Tensor:

@@ -36,9 +36,8 @@ from threefold.run.request import Asked, asked_of
 from threefold.run.resume import undamaged
 from threefold.run.watchdog import Watchdog
 from threefold.training.loop import Outcome, Run, train_loop
-from threefold.training.metrics import flops_per_token, peak_flops
 from threefold.training.nonfinite import Finite, Policy
-from threefold.training.progress import Progress
+from threefold.training.progress import Progress, flops_per_token, peak_flops
 from threefold.training.step import TrainStep, token_loss_of, warm_up_buckets
 
 log = logging.getLogger("threefold")

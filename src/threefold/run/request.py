@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from transformers import PretrainedConfig
 
@@ -15,8 +16,7 @@ from threefold.errors import ConfigError, Problem
 from threefold.integrations import trackers
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
-from threefold.model import data_parallel, fused_loss, load, lora
-from threefold.model.context_parallel import flex
+from threefold.model import data_parallel, load
 from threefold.model.context_parallel.split import split_problems
 from threefold.model.tensor_parallel.plan import expert_problems, plan_problems
 
@@ -69,24 +69,29 @@ def check(
     Raises:
         ConfigError: all that is wrong, at once.
     """
-    train, seq_len, trusted = config.train, config.data.seq_len, config.model.trust_remote_code
-    problems = [
-        *_batch_problems(config, topology),
-        *plan_problems(architecture, topology.tp, plan=load.plan_of(architecture, trust_remote_code=trusted)),
-        *expert_problems(architecture, config.mesh.ep, topology.tp),
-        *split_problems(config.mesh.cp_method, architecture, topology),
-        *data_parallel.problems(config.mesh, topology, device=device),
-        *trackers.problems(config.log.trackers),
-        *flex.problems(config.model.attention, architecture, device=device),
-        *fused_loss.problems(train.fused_loss, device=device, tp=topology.tp, label_smoothing=train.label_smoothing),
-        *lora.problems(
-            config.model.lora,
-            lambda: load.build_without_storage(
-                copy.deepcopy(architecture), attention="eager", trust_remote_code=trusted
-            ),
-            name=architecture.model_type,
-        ),
-    ]
+    problems = _batch_problems(config, topology)
+    plan = load.plan_of(architecture, trust_remote_code=config.model.trust_remote_code)
+    problems += plan_problems(architecture, topology.tp, plan=plan)
+    problems += expert_problems(architecture, config.mesh.ep, topology.tp)
+    problems += split_problems(config.mesh.cp_method, architecture, topology)
+    problems += data_parallel.problems(config.mesh, topology, device=device)
+    if config.log.trackers:
+        problems += trackers.problems(config.log.trackers)
+    if config.model.attention == "flex":
+        from threefold.model.context_parallel import flex
+
+        problems += flex.problems("flex", architecture, device=device)
+    if config.train.fused_loss == "liger":
+        from threefold.model import fused_loss
+
+        smoothing = config.train.label_smoothing
+        problems += fused_loss.problems("liger", device=device, tp=topology.tp, label_smoothing=smoothing)
+    if config.model.lora.r:
+        from threefold.model import lora
+
+        build = partial(load.build_without_storage, attention="eager", trust_remote_code=config.model.trust_remote_code)
+        name = architecture.model_type
+        problems += lora.problems(config.model.lora, lambda: build(copy.deepcopy(architecture)), name=name)
     text = architecture.get_text_config()
     if (known := getattr(text, "vocab_size", None)) is not None and known < tokenizer.vocab_size:
         problems.append(
@@ -96,7 +101,7 @@ def check(
                 f"--model.config '{{..., vocab_size: {tokenizer.vocab_size}}}', or the model's own tokenizer",
             )
         )
-    longest = getattr(text, "max_position_embeddings", None)
+    longest, seq_len = getattr(text, "max_position_embeddings", None), config.data.seq_len
     if isinstance(longest, int) and 0 < longest < seq_len:
         problems.append(
             Problem(

@@ -1,17 +1,19 @@
 """The run: steps, evaluation, save points, stop signals.
 
-Reads top to bottom. What is done in a step is `step`'s, what is kept is `checkpoint`'s; here is when. Every decision is
-taken on facts that all ranks share, so that no rank enters a collective alone.
+Reads top to bottom. `step` decides what is done in a step, `checkpoint` what is kept, this file when. Every decision is
+based on facts that all ranks share, so that no rank enters a collective alone.
 """
 
 from __future__ import annotations
 
-import logging
+import os
+import signal
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from threefold.audit.compare import Audit
 from threefold.audit.digest import TOKEN_FIELDS
@@ -21,32 +23,33 @@ from threefold.errors import RunError
 from threefold.jsonl import Metrics, Tracker
 from threefold.mesh.mesh import Mesh
 from threefold.model.build import ParallelModel
-from threefold.training.metrics import Stopwatch, peak_memory_bytes
 from threefold.training.nonfinite import Finite
 from threefold.training.optimizer import learning_rate
-from threefold.training.progress import OwnTime, Progress, Slowest, Watch
-from threefold.training.signals import StopRequest
+from threefold.training.progress import OwnTime, Progress, Slowest, Stopwatch, peak_memory_bytes
 from threefold.training.step import Batch, StepResult, TrainStep, evaluate, mean_aux_loss, mean_loss, micro_batches
 
-log = logging.getLogger("threefold")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_KEY = "threefold/stop-after"  # and who asks: the store may outlive a restart, and hold an older request
+# A terminal sends Ctrl-C to every process and a launcher passes it on: within this time it is one request.
+_ONE_REQUEST_S = 1.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run consists of; `app` puts it together.
+    """What a run consists of; `run.rank` puts it together.
 
     Attributes:
         num_steps: the last step's number (steps count from 1).
         micro_batch: rows of this dp rank in one forward.
-        keep: given (step, evaluation loss, due), saves the state where it is due or the best so far; called by every
+        keep: given (step, evaluation loss, due), saves the state if it is due or the best so far; called by every
             rank, which need not wait until it is on the disk.
-        notice: called after every step; raises, on all ranks after the same step, where saving failed meanwhile.
-        eval_batches: makes the held-out batches again, or None where there is no evaluation.
-        flops_per_token, peak_flops: for MFU; None where the device's peak is not known.
+        notice: called after every step; raises, on all ranks after the same step, if saving failed meanwhile.
+        eval_batches: makes the held-out batches again, or None without evaluation.
+        flops_per_token, peak_flops: for MFU; None if the device's peak is not known.
         audit: compares what the ranks have read, before anything is saved.
         finite: looks for numbers that are not finite, before anything is built on them.
-        progress: told where the loop is, as the step is.
-        watch: looks after the ranks while they step.
+        progress: told where the loop is, as in the step.
+        watch: watches the ranks while they step.
     """
 
     config: Config
@@ -65,7 +68,7 @@ class Run:
     audit: Audit | None = None
     finite: Finite | None = None
     progress: Progress = field(default_factory=Progress)
-    watch: Watch | None = None
+    watch: AbstractContextManager[object] | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def train_loop(run: Run, *, first_step: int) -> Outcome:
 
 
 class _Due(NamedTuple):
-    """What follows a step, on every rank alike."""
+    """What follows a step, the same on every rank."""
 
     log: bool
     evaluation: bool
@@ -142,7 +145,7 @@ def _look_for_nonfinite(run: Run, step: int, result: StepResult, batches: Sequen
             _tell(run.trackers, skipped)
     except RunError:
         if run.audit is not None:
-            run.audit.check()  # so that the record can tell what the step has read
+            run.audit.check()  # so that the record shows what the step has read
         raise
 
 
@@ -150,7 +153,7 @@ class _Window:
     """What happened since the last logged step."""
 
     def __init__(self) -> None:
-        self._watch = Stopwatch()
+        self.elapsed = Stopwatch()
         self.steps = 0
         self.own = OwnTime()
 
@@ -159,9 +162,6 @@ class _Window:
         batch = next(batches)
         self.own.read(watch.lap(), time.thread_time() - cpu_s)
         return batch
-
-    def elapsed_s(self) -> float:
-        return self._watch.lap()
 
 
 def _is_nth(step: int, every: int) -> bool:
@@ -179,7 +179,7 @@ def _step_metrics(
     slowest: Slowest,
 ) -> Metrics:
     rows, seq_len = run.config.train.global_batch, run.config.data.seq_len
-    elapsed_s = window.elapsed_s()
+    elapsed_s = window.elapsed.lap()
     step_time_s = elapsed_s / window.steps
     tokens_per_s = rows * seq_len / step_time_s
     metrics: Metrics = {
@@ -218,3 +218,49 @@ def _evaluate(run: Run, step: int) -> float:
 def _tell(trackers: Sequence[Tracker], metrics: Metrics) -> None:
     for tracker in trackers:
         tracker.log(metrics)
+
+
+class StopRequest:
+    """Listens for stop signals while it is open: a signal to any rank lets all of them finish the same step.
+
+    No collective is spent on it. The rank that is signalled in step s publishes s + 2 in the rendezvous store before it
+    enters step s + 1; no other rank can finish step s + 1 without it, so every rank reads the same answer at the end of
+    that step at the latest.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._asked_at: float | None = None
+        self._by_hand = False
+        self._stop_after: int | None = None
+        self._key = f"{_KEY}/{mesh.share('stop requests', lambda: uuid.uuid4().hex)}"
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in SIGNALS:
+            self._previous[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: object) -> None:
+        now = time.monotonic()
+        # A launcher that is interrupted twice passes the second on as SIGTERM.
+        if self._asked_at is not None and self._by_hand and now - self._asked_at > _ONE_REQUEST_S:
+            os._exit(128 + signal.SIGINT)
+        self._by_hand = self._by_hand or number == signal.SIGINT
+        self._asked_at = self._asked_at or now
+
+    def after(self, step: int) -> bool:
+        """Whether the run stops after `step`, which this rank has just finished."""
+        store = self._mesh.store
+        if store is None:
+            return self._asked_at is not None
+        if self._stop_after is None:
+            if self._asked_at is not None:
+                store.compare_set(self._key, "", str(step + 2))
+            if store.check([self._key]):
+                self._stop_after = int(store.get(self._key))
+        return self._stop_after is not None and step >= self._stop_after

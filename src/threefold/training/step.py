@@ -1,7 +1,7 @@
 """One optimizer step: micro-batches, backward, one global norm, update; and the evaluation step.
 
-The loss of the step is the sum over all target tokens of the global batch divided by their number, whatever the mesh
-and the micro-batching. No other file sees a gradient.
+The loss of the step is the sum over all target tokens of the global batch divided by their number, for any mesh and any
+micro-batching. No other file sees a gradient.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from threefold.mesh.mesh import Mesh
 from threefold.model.build import ParallelModel
 from threefold.model.data_parallel import last_backward
 from threefold.model.head import Sums
-from threefold.training.loss import TokenLoss
+from threefold.model.tensor_parallel.layers import local_part
+from threefold.training.loss import RouterLoss, TokenLoss
 from threefold.training.progress import Progress
-from threefold.training.router import RouterLoss, summed
 
 Batch = dict[str, Tensor]
 
@@ -69,8 +69,8 @@ class TrainStep:
     ) -> None:
         """Args:
         token_loss: from `token_loss_of`; by default the cross entropy alone.
-        observe: called when the gradients are whole and not yet clipped; for those who compare them.
-        progress: told in which phase the step is.
+        observe: called when the gradients are complete and not yet clipped, to compare them.
+        progress: told which phase the step is in.
         """
         self._model = model
         self._optimizer = optimizer
@@ -92,12 +92,12 @@ class TrainStep:
         ranks = self._mesh.size("loss")
         target_tokens, counting = self._count_targets(batches)
         loss_sum = torch.zeros((), device=self._mesh.device)
-        aux_loss = torch.zeros((), device=self._mesh.device) if self._router is not None else None
-        picks = self._picks_beforehand(batches) if self._router is not None and len(batches) > 1 else None
         routers = self._router is not None
+        aux_loss = torch.zeros((), device=self._mesh.device) if routers else None
+        picks = self._picks_beforehand(batches) if routers and len(batches) > 1 else None
         losses: list[Tensor] = []
         for number, batch in enumerate(batches, start=1):
-            if losses:
+            if number > 1:
                 self._progress.enter("forward")
             with (
                 last_backward(self._model.forward, number == len(batches)),
@@ -110,13 +110,13 @@ class TrainStep:
                 objective = sums.objective * (ranks / target_tokens.clamp(min=1))
                 if self._router is not None and aux_loss is not None:
                     if picks is None:
-                        picks = summed(self._router.picks(sums.router_logits), self._mesh.group("loss"))
+                        picks = _over_ranks(self._router.picks(sums.router_logits), self._mesh)
                     share = self._router.share(sums.router_logits, picks)
                     objective = objective + self._router.coefficient * ranks * share
                     aux_loss += share.detach()
                 losses.append(objective.detach())
                 self._progress.enter("backward")
-                # One where the loss is finite. Where it is not, its gradient may be: then the others would not hear.
+                # One if the loss is finite. A NaN loss can have a finite gradient: other ranks would not notice.
                 objective.backward(1 + (losses[-1] - losses[-1]))
             loss_sum += sums.cross_entropy
         self._progress.enter("reduce")
@@ -128,7 +128,7 @@ class TrainStep:
     def _update(self, grad_norm: Tensor, lr: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        # The fused kernels take a flag on the device and then change nothing: no wait for the norm.
+        # The fused kernels read a flag on the device and then change nothing: no wait for the norm.
         found = (~grad_norm.isfinite()).float()
         self._optimizer.found_inf = found.to(self._parameters_on)  # type: ignore[attr-defined]
         self._optimizer.step()
@@ -136,16 +136,16 @@ class TrainStep:
 
     @torch.no_grad()
     def _picks_beforehand(self, batches: Sequence[Batch]) -> Tensor:
-        """The routers' picks over the global batch. Costs one forward more: backward of the first needs them all."""
+        """The routers' picks over the global batch. Costs one more forward: the first backward needs all of them."""
         assert self._router is not None
         picks = torch.zeros(self._router.num_experts + 1, dtype=torch.float64, device=self._mesh.device)
         for batch in batches:
             with forward_sums(self._model, batch, self._mesh, self._token_loss, routers=True) as sums:
                 picks += self._router.picks(sums.router_logits)
-        return summed(picks, self._mesh.group("loss"))
+        return _over_ranks(picks, self._mesh)
 
     def _count_targets(self, batches: Sequence[Batch]) -> tuple[Tensor, dist.Work | None]:
-        """The number of target tokens of the global batch, and what to wait for before it is one."""
+        """The number of target tokens of the global batch, and the work to wait for before reading it."""
         counted = torch.stack([(batch["labels"] != IGNORED).sum() for batch in batches]).sum().to(self._mesh.device)
         # Counted before the cp split, so the dp ranks alone hold distinct rows; under way while forward computes.
         group = self._mesh.group("dp")
@@ -159,7 +159,7 @@ class TrainStep:
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 _place_as_parameter(parameter)
-                gradients[name in split and not split[name].is_replicate()].append(_local(parameter.grad))
+                gradients[name in split and not split[name].is_replicate()].append(local_part(parameter.grad))
         norm = self._global_norm(gradients[True], gradients[False])
         if self._observe is not None:
             self._observe()
@@ -169,9 +169,9 @@ class TrainStep:
         return norm
 
     def _sum_partial(self, gradients: Sequence[Tensor | None]) -> None:
-        """Sums over tp what each rank knows in part; once a step, in one collective."""
+        """Sums over tp the gradients that each rank knows only in part; once a step, in one collective."""
         tp = self._mesh.group("tp")
-        own = [_local(gradient) for gradient in gradients if gradient is not None]
+        own = [local_part(gradient) for gradient in gradients if gradient is not None]
         if tp is None or not own:
             return
         together = torch.cat([gradient.flatten() for gradient in own]).to(self._mesh.device)
@@ -182,12 +182,12 @@ class TrainStep:
     def _global_norm(self, split: list[Tensor], whole: list[Tensor]) -> Tensor:
         """Norm of the whole gradient; `split` differs between tp ranks, `whole` is the same on each and counts once."""
         squares = torch.stack([_square_sum(split, self._mesh.device), _square_sum(whole, self._mesh.device)])
-        # Among replicas gradients are equal; only the sharers of one copy hold different parts.
+        # Replicas have equal gradients; only ranks that share one copy hold different parts.
         if (fsdp := self._mesh.group("fsdp")) is not None:
             dist.all_reduce(squares, group=fsdp)
         if (tp := self._mesh.group("tp")) is None:
             return squares.sum().sqrt()
-        # The second is 0, and no number where `whole` is not finite: on one tp rank alone all must know.
+        # The second is 0, or NaN if `whole` is not finite on one tp rank alone: all must know.
         parts = torch.stack([squares[0], squares[1] - squares[1]])
         dist.all_reduce(parts, group=tp)
         return (parts.sum() + squares[1]).sqrt()
@@ -208,7 +208,7 @@ def token_loss_of(model: ParallelModel, mesh: Mesh, *, label_smoothing: float = 
 def forward_sums(
     model: ParallelModel, batch: Batch, mesh: Mesh, token_loss: TokenLoss, *, routers: bool = False
 ) -> Iterator[Sums]:
-    """Sums over the target tokens that this rank holds of a batch [batch, sequence]; their backward belongs inside."""
+    """Sums over this rank's target tokens of a batch [batch, sequence]; backward belongs inside the `with`."""
     tokens = {name: batch[name].to(mesh.device, non_blocking=True) for name in _PER_TOKEN if name in batch}
     with model.context.batch(tokens) as local:
         with torch.autocast(mesh.device.type, dtype=model.autocast, enabled=model.autocast is not None):
@@ -218,7 +218,7 @@ def forward_sums(
                 output_router_logits=routers,
                 input_ids=local["input_ids"],
                 position_ids=local["position_ids"],
-                # Ones keep transformers from guessing packed documents out of the positions; `context` has the masks.
+                # Ones keep transformers from inferring packed documents from the positions; `context` has the masks.
                 attention_mask=torch.ones_like(local["input_ids"]),
                 use_cache=False,
             )
@@ -226,17 +226,17 @@ def forward_sums(
 
 
 def micro_batches(batch: Batch, rows: int) -> list[Batch]:
-    """A batch in pieces of `rows` rows, the last one perhaps shorter."""
-    count = len(batch["labels"])
-    return [{name: values[start : start + rows] for name, values in batch.items()} for start in range(0, count, rows)]
+    """A batch in pieces of `rows` rows; the last one may be shorter."""
+    pieces = zip(*(values.split(rows) for values in batch.values()), strict=True)
+    return [dict(zip(batch, piece, strict=True)) for piece in pieces]
 
 
 def warm_up_buckets(model: ParallelModel, mesh: Mesh, *, rows: int, seq_len: int) -> None:
-    """One backward over [rows, seq_len] tokens, as a micro-batch has; nothing of it stays. Every rank calls it.
+    """One backward over [rows, seq_len] tokens, as a micro-batch has, without any trace. Every rank calls it.
 
     torch's DistributedDataParallel lays out its buckets again after the first backward, in the order in which the
-    gradients came. Where a gradient lies in a bucket decides in which order the ranks' parts of it are added. Without
-    this, a resumed run on more than two ranks would make its first step with other sums than one that never stopped.
+    gradients came. The place of a gradient in a bucket decides in which order the ranks' parts of it are added. Without
+    this, the first step of a resumed run on more than two ranks would have other sums than that of an unbroken run.
     """
     if not isinstance(model.forward, DistributedDataParallel):
         return
@@ -252,7 +252,7 @@ def warm_up_buckets(model: ParallelModel, mesh: Mesh, *, rows: int, seq_len: int
 
 @torch.no_grad()
 def evaluate(model: ParallelModel, batches: Iterable[Batch], mesh: Mesh) -> tuple[float, int]:
-    """Sum of the loss and number of target tokens over the rows of all dp ranks; every rank gives as many batches."""
+    """Sum of the loss and number of target tokens over the rows of all dp ranks, which give equally many batches."""
     model.module.eval()
     token_loss = token_loss_of(model, mesh)
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
@@ -273,28 +273,23 @@ def mean_loss(result: StepResult, mesh: Mesh) -> float:
 
 
 def mean_aux_loss(result: StepResult, mesh: Mesh) -> float | None:
-    """The routers' loss of the step, or None where the model has none; as `mean_loss`."""
+    """The routers' loss of the step, or None if the model has none; as `mean_loss`."""
     return None if result.aux_loss is None else _over_ranks(result.aux_loss, mesh).item()
 
 
 def _over_ranks(part: Tensor, mesh: Mesh) -> Tensor:
-    total = part.double()
+    total = part.double()  # itself, if it is already
     if (group := mesh.group("loss")) is not None:
         dist.all_reduce(total, group=group)
     return total
 
 
 def _place_as_parameter(parameter: torch.nn.Parameter) -> None:
-    """Gives a gradient its parameter's placement; autograd may leave it as a sum still to be made (embeddings do)."""
+    """Gives a gradient its parameter's placement; autograd may leave it as a pending sum (for embeddings it does)."""
     gradient = parameter.grad
-    whole = not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor)
-    if not whole and gradient.placements != parameter.placements:
+    both_split = isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
+    if both_split and gradient.placements != parameter.placements:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
-
-
-def _local(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _square_sum(tensors: list[Tensor], device: torch.device) -> Tensor:

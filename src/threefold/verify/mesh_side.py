@@ -22,9 +22,9 @@ from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
 from threefold.model import load
 from threefold.model.build import ParallelModel, build
+from threefold.model.collectives import gather_parts
 from threefold.model.context_parallel.split import gathered_positions
 from threefold.model.data_parallel import layers_of
-from threefold.model.tensor_parallel.sequence import gather
 from threefold.run import assemble, request
 from threefold.run.rank import quieten_libraries, report_failure
 from threefold.training.optimizer import adamw, learning_rate
@@ -171,7 +171,7 @@ def _first_departure(
     for number, kept in enumerate(outputs):
         local = torch.cat(kept)
         if model.tensor.sequence_group is not None:
-            local = gather(local, model.tensor.sequence_group)
+            local = gather_parts(local, model.tensor.sequence_group)
         parts = [torch.empty_like(local) for _ in range(mesh.size("cp"))]
         if group is not None:
             dist.all_gather(parts, local.contiguous(), group=group)

@@ -1,20 +1,83 @@
-"""Attention of local queries over all keys, for every term that a model adds to it.
+"""Attention of local queries over all keys, for every term that a model adds to it, and the masks that it takes.
 
-torch's fused kernel where the model's attention is plain; by blocks where the mask is made of them; a written-out one
-where a layer caps its scores (gemma2) or has sinks (gpt_oss), which the fused kernel would leave out without a word.
+A layer's mask is the model's own mask function, evaluated at true positions in the row, so windows and chunks mean what
+they mean in one process. The keys stand in the order in which the ranks deliver them. The kernel is torch's fused one
+if the model's attention is plain; flex_attention if the mask is made of blocks; one written out here if a layer caps
+its scores (gemma2) or has sinks (gpt_oss), which the fused kernel would silently leave out.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from threefold.model.context_parallel.flex import attend_blocks
-from threefold.model.context_parallel.masks import HalvedMask, Mask
+# For the head half and the tail half of the queries: (the keys that any of them sees, or None for all; their mask).
+HalvedMask: TypeAlias = tuple[tuple[Tensor | None, Tensor], ...]
+Mask: TypeAlias = Tensor | BlockMask | HalvedMask | None
+
+
+@dataclass(frozen=True)
+class BatchMasks:
+    """Makes the masks of one batch.
+
+    Attributes:
+        queries, keys: true positions of the queries that this rank computes and of all keys, int64.
+        documents: [batch, sequence] number of each token's document by its true position, or None.
+        kernel: `sdpa` with masks in memory, or `flex` with masks by blocks.
+        alone: this rank holds whole rows.
+        halved: head and tail half are computed apart, each over the keys that it sees.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    documents: Tensor | None
+    kernel: str
+    alone: bool
+    halved: bool
+
+    def mask(
+        self, batch_size: int, *, mask_function: Callable[..., Any], device: torch.device | str = "cpu", **kwargs: Any
+    ) -> Mask:
+        """The boolean mask of one kind of layer; None where one process needs none."""
+        plain = self.alone and self.documents is None
+        if self.kernel == "flex":
+            if plain and mask_function is causal_mask_function:
+                return None
+            from threefold.model.context_parallel.flex import block_mask
+
+            return block_mask(
+                mask_function, queries=self.queries, keys=self.keys, documents=self.documents, batch=batch_size
+            )
+        if plain:
+            kwargs["attention_mask"] = None  # ones, and looking at them would wait for the device
+            # Hidden states may be a part of the sequence here; attention sees all of it.
+            kwargs["q_length"] = kwargs["kv_length"] = len(self.keys)
+            return sdpa_mask(batch_size=batch_size, mask_function=mask_function, device=device, **kwargs)
+        rows = torch.arange(batch_size, device=device)[:, None, None, None]
+        heads = torch.zeros(1, dtype=torch.long, device=device)[None, :, None, None]
+        mask: Tensor = mask_function(rows, heads, self.queries[None, None, :, None], self.keys[None, None, None, :])
+        in_row = mask
+        if self.documents is not None:
+            own = self.documents.index_select(1, self.queries)[:, None, :, None]
+            mask = mask & (own == self.documents.index_select(1, self.keys)[:, None, None, :])
+        return _halved(mask, in_row) if self.halved else mask
+
+
+def _halved(mask: Tensor, in_row: Tensor) -> HalvedMask:
+    """The mask in two halves; `in_row` is the mask without documents, which decides what keys they keep."""
+    halves: list[tuple[Tensor | None, Tensor]] = []
+    for own, seen in zip(mask.chunk(2, dim=2), in_row.chunk(2, dim=2), strict=True):
+        keys = seen.any(dim=2).flatten(0, 1).any(dim=0).nonzero()[:, 0]
+        few = len(keys) < 0.9 * mask.shape[3]
+        halves.append((keys, own.index_select(3, keys)) if few else (None, own))
+    return tuple(halves)
 
 
 def attend(
@@ -28,19 +91,20 @@ def attend(
             plain causal.
         kwargs: what the model's layer passes: scaling, dropout, softcap, s_aux (sinks), sliding_window (in the mask).
     """
-    if isinstance(mask, HalvedMask):
+    if isinstance(mask, BlockMask):  # which is a tuple itself
+        from threefold.model.context_parallel.flex import attend_blocks
+
+        return attend_blocks(query, key, value, mask, **kwargs), None
+    if isinstance(mask, tuple):
         outputs = []
-        for queries, (visible, own) in zip(query.chunk(2, dim=2), mask.halves, strict=True):
+        for queries, (visible, own) in zip(query.chunk(2, dim=2), mask, strict=True):
             keys = key if visible is None else key.index_select(2, visible)
             values = value if visible is None else value.index_select(2, visible)
             outputs.append(attend(module, queries, keys, values, own, **kwargs)[0])
         # (batch, queries, heads, head)
         return torch.cat(outputs, dim=1), None
-    if isinstance(mask, BlockMask):
-        return attend_blocks(query, key, value, mask, **kwargs), None
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
-        kwargs.pop("softcap", None)
-        kwargs.pop("s_aux", None)
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("softcap", "s_aux")}
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     dropout = kwargs.pop("dropout", 0.0)
     return _written_out(query, key, value, mask, dropout=dropout if module.training else 0.0, **kwargs), None

@@ -1,4 +1,4 @@
-"""Attention under any mask without a mask in memory: torch's flex_attention, which skips the blocks that nobody sees.
+"""Attention under any mask without a mask in memory: torch's flex_attention, which skips blocks that are all hidden.
 
 For CUDA: its backward has no kernel for a CPU. A mask is a function of the places of a query and a key; here it is the
 model's own, at true positions, with the documents of each row. Blocks (128 x 128) that it leaves empty are never
@@ -22,22 +22,20 @@ from threefold.errors import Problem
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def choose(asked: str, config: PretrainedConfig, *, device: str) -> tuple[str, str]:
-    """(`flex` or `sdpa`, why) for what `model.attention` asks."""
-    if asked != "auto":
-        return asked, "as given"
+def choose(config: PretrainedConfig, *, device: str) -> tuple[str, str]:
+    """(`flex` or `sdpa`, why) for `model.attention` = auto."""
     if device != "cuda":
         return "sdpa", "flex_attention has no backward on a CPU"
     if importlib.util.find_spec("triton") is None:
         return "sdpa", "triton, which compiles flex_attention, is not installed"
     if getattr(config.get_text_config(), "attention_dropout", 0.0):
-        return "sdpa", "the model drops attention weights, which flex_attention cannot"
-    return "flex", "masks that are not plain causal cost no memory, and what they hide no time"
+        return "sdpa", "the model drops attention weights, which flex_attention cannot do"
+    return "flex", "masks that are not plain causal cost no memory, and what they hide costs no time"
 
 
 def problems(asked: str, config: PretrainedConfig, *, device: str) -> list[Problem]:
-    """What stands against blocks where they were asked for by name; empty where nothing does."""
-    chosen, why = choose("auto", config, device=device)
+    """Why blocks cannot be used although they were asked for by name; empty if they can."""
+    chosen, why = choose(config, device=device)
     if asked != "flex" or chosen == "flex":
         return []
     return [
@@ -65,7 +63,7 @@ def block_mask(
         seen = mask_function(row, head, own, other)
         return seen if documents is None else seen & (documents[row, own] == documents[row, other])
 
-    create = _compiled_mask() if queries.is_cuda else create_block_mask
+    create = _compiled(create_block_mask) if queries.is_cuda else create_block_mask
     rows = batch if documents is not None else None
     found: BlockMask = create(sees, rows, None, len(queries), len(keys), device=queries.device)
     return found
@@ -92,7 +90,7 @@ def attend_blocks(
         assert softcap is not None
         return torch.tanh(score / softcap) * softcap
 
-    flex = _compiled_attention() if query.is_cuda else flex_attention
+    flex = _compiled(flex_attention) if query.is_cuda else flex_attention
     settings: dict[str, Any] = {
         "score_mod": capped if softcap is not None else None,
         "block_mask": mask,
@@ -109,10 +107,5 @@ def attend_blocks(
 
 
 @cache
-def _compiled_attention() -> Any:
-    return torch.compile(flex_attention)
-
-
-@cache
-def _compiled_mask() -> Any:
-    return torch.compile(create_block_mask)
+def _compiled(function: Callable[..., Any]) -> Any:
+    return torch.compile(function)

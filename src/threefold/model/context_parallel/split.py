@@ -2,8 +2,8 @@
 
 A batch of rows [batch, sequence] becomes [batch, sequence / cp] on each cp rank: its head chunk and its tail chunk of
 2 x cp equal ones, so that causal work is balanced. Everything that depends on where a token stands (positions, masks,
-documents) is computed from its true position in the row before the split or from true positions after it (`masks`).
-Two methods: `gather` brings the keys and values of the whole row to every rank's queries, `ulysses` brings whole rows
+documents) is computed from true positions in the row: before the split, or after it in `BatchMasks`.
+The method `gather` brings the keys and values of the entire row to every rank's queries, `ulysses` brings entire rows
 of some heads to every rank.
 """
 
@@ -21,15 +21,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from threefold.errors import Problem, RunError
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
-from threefold.model.context_parallel.attention import attend
-from threefold.model.context_parallel.collectives import gather_sequence, heads_to_sequence, sequence_to_heads
-from threefold.model.context_parallel.masks import BatchMasks, Mask
+from threefold.model.collectives import gather_sequence, heads_to_sequence, sequence_to_heads
+from threefold.model.context_parallel.attention import BatchMasks, Mask, attend
 
 _instance_numbers = itertools.count()
 
 # Below it all-to-all costs more than it saves (on a CPU, 2 ranks: 0.80 of one process' speed at 512, 0.92 at 2048).
 _ULYSSES_FROM = 2048
-# Layers that carry a state along the sequence; none of the two methods keeps it.
+# Layers that carry a state along the sequence, which neither method keeps.
 _RECURRENT = ("mamba", "rwkv", "linear_attention", "recurrent", "xlstm", "conv", "hybrid")
 
 
@@ -65,7 +64,7 @@ def choose_method(method: str, config: PretrainedConfig, topology: Topology, *, 
 
 
 def split_problems(method: str, config: PretrainedConfig, topology: Topology) -> list[Problem]:
-    """What stands against splitting this architecture's sequences; empty where nothing does."""
+    """Why this architecture's sequences cannot be split as asked; empty if they can."""
     if topology.cp == 1:
         return []
     text = config.get_text_config()
@@ -101,8 +100,8 @@ def _heads_divide(config: PretrainedConfig, topology: Topology) -> bool:
 class ContextParallel:
     """The cp axis of one model: splits its batches and computes its attention.
 
-    Registers an attention function and a mask function under a name of its own (`name`) that the model's config is to
-    use; several models, each with its own, can live in one process.
+    Registers an attention function and a mask function under a name of its own (`name`), which the model's config must
+    name; several models, each with its own, can live in one process.
     """
 
     def __init__(self, mesh: Mesh, *, method: str = "gather", kernel: str = "sdpa") -> None:
@@ -151,8 +150,8 @@ class ContextParallel:
         if self._masks is None:
             raise RunError(
                 "the model was called outside of a batch",
-                expected="the rows that its tokens are from: which of them see one another depends on it",
-                fix="with model.context.batch(rows) as local: model.forward(...), and the backward inside it too",
+                expected="the rows that its tokens belong to: they decide which tokens see one another",
+                fix="with model.context.batch(rows) as local: model.forward(...), with the backward inside it too",
             )
         return self._masks.mask(batch_size, **kwargs)
 
@@ -170,24 +169,12 @@ class ContextParallel:
             return attend(module, query, key, value, attention_mask, **kwargs)
         if attention_mask is None:
             raise RuntimeError(f"{type(module).__name__} was given no mask under context parallelism")
-        if self._method == "ulysses":
-            return self._by_heads(module, query, key, value, attention_mask, **kwargs)
-        key, value = gather_sequence(key, value, self._group)
-        return attend(module, query, key, value, attention_mask, **kwargs)
-
-    def _by_heads(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Mask,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        assert self._group is not None
+        if self._method == "gather":
+            key, value = gather_sequence(key, value, self._group)
+            return attend(module, query, key, value, attention_mask, **kwargs)
         query, key, value = (heads_to_sequence(x, self._group) for x in (query, key, value))
         if kwargs.get("s_aux") is not None:
             kwargs["s_aux"] = kwargs["s_aux"].chunk(self.size)[self._rank]
-        output, _ = attend(module, query, key, value, mask, **kwargs)
+        output, _ = attend(module, query, key, value, attention_mask, **kwargs)
         # (batch, sequence, heads / cp, head) -> (batch, sequence / cp, heads, head)
         return sequence_to_heads(output.transpose(1, 2), self._group).transpose(1, 2).contiguous(), None

@@ -3,12 +3,18 @@
 transformers' styles run every product through DTensor and sum the gradient of a layer's input once for each projection
 that reads it. Here a projection is a plain product with the local part of its weight, and projections that read the
 same tensor (query, key and value; gate and up) share one sum of its gradient. A layer then costs two all-reduces
-forward and two backward (Megatron-LM, arXiv:1909.08053). Parameters stay DTensors, so that everything else knows them.
+forward and two backward (Megatron-LM, arXiv:1909.08053). Parameters stay DTensors for everything else.
+
+With sequence parallelism (arXiv:2205.05198) the hidden states between the split parts of a layer are [batch,
+sequence / tp, hidden]: norms, residuals and everything else that is not split would otherwise be computed by every tp
+rank. A split part (attention, MLP) gathers them at its entry, and the sum at its exit gives each rank its own part. The
+traffic is the same; the work and the memory between the parts are divided by tp. A rank then knows only a part of the
+gradient of a parameter between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from threefold.model.tensor_parallel.sequence import exchange, exchanges_directly, scatter_sum
+from threefold.model.collectives import gather_parts, scatter_sum, sum_gradient, sum_over
+
+_SPLIT_STYLES = {"colwise", "rowwise", "embedding_rowwise", "replicate"}
 
 
 class SharedInput:
@@ -32,8 +40,7 @@ class SharedInput:
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
         if self._last is None or self._last[0] is not x:
-            self._last = (x, _SumGradient.apply(x, self._group))  # type: ignore[assignment]
-        assert self._last is not None
+            self._last = (x, sum_gradient(x, self._group))
         return self._last[1]
 
     def forget(self) -> None:
@@ -54,22 +61,29 @@ def column_forward(module: nn.Linear, shared: SharedInput | None) -> Callable[[T
     return forward
 
 
-def row_forward(module: nn.Linear, shared: SharedInput | None, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """This rank's part [.., in / tp] -> the sum over the ranks [.., out], whole or (without `shared`) its own part."""
+def row_forward(
+    module: nn.Linear,
+    shared: SharedInput | None,
+    group: dist.ProcessGroup,
+    adapter: Callable[[Tensor], Tensor] | None = None,
+) -> Callable[[Tensor], Tensor]:
+    """This rank's part [.., in / tp] -> the sum over the ranks [.., out], whole or (without `shared`) its own part.
+
+    Args:
+        adapter: adds its own product of the same input before the sum.
+    """
 
     def forward(x: Tensor) -> Tensor:
-        y = row_sum(F.linear(x, local_part(module.weight)), shared, group)
+        product = F.linear(x, local_part(module.weight))
+        product = product if adapter is None else product + adapter(x)
+        if shared is None:
+            y = scatter_sum(product, group)
+        else:
+            shared.forget()
+            y = sum_over(product, group)
         return y if module.bias is None else y + local_part(module.bias)
 
     return forward
-
-
-def row_sum(product: Tensor, shared: SharedInput | None, group: dist.ProcessGroup) -> Tensor:
-    """The sum of the ranks' products [.., out], whole or (without `shared`) this rank's part of the sequence."""
-    if shared is None:
-        return scatter_sum(product, group)
-    shared.forget()
-    return _Sum.apply(product, group)  # type: ignore[return-value]
 
 
 def vocabulary_forward(
@@ -92,8 +106,7 @@ def vocabulary_forward(
         else:
             found = weight.new_zeros(*ids.shape, weight.shape[1])
         found = torch.where(own[..., None], found, 0.0)
-        y: Tensor = scatter_sum(found, group) if scattered else _Sum.apply(found, group)  # type: ignore[assignment]
-        return y
+        return scatter_sum(found, group) if scattered else sum_over(found, group)
 
     return forward
 
@@ -103,39 +116,46 @@ def local_part(parameter: Any) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of the group's tensors, the same bits on every rank; `x` stays as it is.
+def allowed(modules: Mapping[str, nn.Module], plan: Mapping[str, str], layers: list[nn.Module]) -> tuple[bool, str]:
+    """Whether the plan of this model lets the sequence be split between its split parts, and what decides.
 
-    Not in place: selective recomputation keeps the product that this is the sum of.
+    Args:
+        plan: one style for each module or parameter that is split.
     """
-    if not exchanges_directly(x, group):
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-    # a + b is b + a: the same bits on both
-    return exchange(x.contiguous(), group).add_(x)
+    others = sorted(set(plan.values()) - _SPLIT_STYLES)
+    if others:
+        return False, f"its plan has {', '.join(others)}"
+    for name in plan:
+        owner = modules[name if name in modules else name.rpartition(".")[0]]
+        if type(owner) not in (nn.Linear, nn.Embedding) and plan[name] != "replicate":
+            return False, f"{name} is not a plain layer"
+    if not layers or not all(split_parts(layer, modules, plan) for layer in layers):
+        return False, "its layers have no split parts"
+    return True, "every split part begins by columns and ends by rows"
 
 
-class _Sum(torch.autograd.Function):
-    """All-reduce forward; the gradient is on every rank already."""
+def split_parts(layer: nn.Module, modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> list[nn.Module]:
+    """The children of a layer that hold split projections, one ended by rows each; empty where one is not."""
+    split = {id(modules[name]): style for name, style in plan.items() if name in modules}
+    parts = []
+    for child in layer.children():
+        styles = [split[id(module)] for module in child.modules() if id(module) in split]
+        if "colwise" in styles or "rowwise" in styles:
+            if styles.count("rowwise") != 1:
+                return []
+            parts.append(child)
+    return parts
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _sum_over(x, group)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+def enter(part: nn.Module, group: dist.ProcessGroup) -> None:
+    """Lets a split part gather the hidden states that it is given, as its first argument or by name."""
+    inner = part.forward
 
+    def forward(*arguments: Any, **named: Any) -> Any:
+        if "hidden_states" in named:
+            named["hidden_states"] = gather_parts(named["hidden_states"], group)
+        else:
+            arguments = (gather_parts(arguments[0], group), *arguments[1:])
+        return inner(*arguments, **named)
 
-class _SumGradient(torch.autograd.Function):
-    """Identity forward; all-reduce of what each rank's columns say of the input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _sum_over(gradients[0], ctx.group), None
+    part.forward = forward  # type: ignore[method-assign]

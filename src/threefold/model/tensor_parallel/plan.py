@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -26,8 +25,8 @@ from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh
 from threefold.model.data_parallel import layers_of
 from threefold.model.head import kind_of
-from threefold.model.tensor_parallel import sequence
-from threefold.model.tensor_parallel.layers import SharedInput, column_forward, row_forward, vocabulary_forward
+from threefold.model.tensor_parallel import layers
+from threefold.model.tensor_parallel.layers import SharedInput
 
 _OUR_STYLES = {(nn.Linear, "colwise"), (nn.Linear, "rowwise"), (nn.Embedding, "embedding_rowwise")}
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
@@ -56,10 +55,10 @@ class TensorParallelism:
 
 
 def plan_problems(config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, str] | None) -> list[Problem]:
-    """What stands against splitting this architecture over `tp_size` ranks; empty where nothing does.
+    """Why this architecture cannot be split over `tp_size` ranks; empty if it can.
 
     Args:
-        plan: the model's own tensor-parallel plan; without a rule for its layers it is none.
+        plan: the model's own tensor-parallel plan; one without a rule for its layers does not count.
     """
     if tp_size == 1:
         return []
@@ -73,25 +72,23 @@ def plan_problems(config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, 
                 fix="--mesh.tp 1   (use mesh.dp, mesh.dp_shard or mesh.cp instead)",
             )
         ]
-    found = []
     heads = getattr(text, "num_attention_heads", None)
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     shared = math.gcd(*(count for count in (heads, kv_heads) if isinstance(count, int)))
     fitting = [size for size in range(1, shared + 1) if shared % size == 0]
-    for what, count in (("attention heads", heads), ("key-value heads", kv_heads)):
-        if isinstance(count, int) and count % tp_size:
-            found.append(
-                Problem(
-                    f"mesh.tp = {tp_size} cannot divide the {count} {what} of {name!r}",
-                    expected=f"whole heads on every rank: one of {', '.join(map(str, fitting))}",
-                    fix=f"--mesh.tp {max(size for size in fitting if size <= tp_size)}",
-                )
-            )
-    return found
+    return [
+        Problem(
+            f"mesh.tp = {tp_size} cannot divide the {count} {what} of {name!r}",
+            expected=f"whole heads on every rank: one of {', '.join(map(str, fitting))}",
+            fix=f"--mesh.tp {max(size for size in fitting if size <= tp_size)}",
+        )
+        for what, count in (("attention heads", heads), ("key-value heads", kv_heads))
+        if isinstance(count, int) and count % tp_size
+    ]
 
 
 def expert_problems(config: PretrainedConfig, ep_size: int, tp_size: int) -> list[Problem]:
-    """What stands against giving each of `ep_size` ranks whole experts; empty where nothing does."""
+    """Why each of `ep_size` ranks cannot be given whole experts; empty if it can."""
     if ep_size == 1:
         return []
     text = config.get_text_config()
@@ -101,7 +98,7 @@ def expert_problems(config: PretrainedConfig, ep_size: int, tp_size: int) -> lis
         return [
             Problem(
                 f"mesh.ep = {ep_size}, but transformers has no expert-parallel plan for {name!r}",
-                expected="a model with experts that can be dealt out",
+                expected="a model with experts that can be distributed",
                 fix="--mesh.ep 1",
             )
         ]
@@ -110,8 +107,8 @@ def expert_problems(config: PretrainedConfig, ep_size: int, tp_size: int) -> lis
         found.append(
             Problem(
                 f"mesh.ep = {ep_size} is not mesh.tp ({tp_size})",
-                expected="1, or the tp ranks, which hold the same tokens: shared by more, experts would be shards of "
-                "another mesh than the rest of the model, which is not built",
+                expected="1, or the number of tp ranks, which hold the same tokens: experts shared by more ranks would "
+                "be sharded over another mesh than the rest of the model, which is not supported",
                 fix=f"--mesh.ep {tp_size}",
             )
         )
@@ -125,11 +122,6 @@ def expert_problems(config: PretrainedConfig, ep_size: int, tp_size: int) -> lis
             )
         )
     return found
-
-
-def model_plan(model: PreTrainedModel) -> dict[str, str]:
-    """The model's own plan, one entry for each module or parameter that it names; empty where it has none."""
-    return _expanded(model, model.tp_plan or {})
 
 
 def _expanded(model: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, str]:
@@ -161,20 +153,26 @@ def split_over_tp(
     if mesh.size("tp") == 1:
         return TensorParallelism(), None
     group = mesh.group("tp")
-    assert group is not None
+    assert group is not None and mesh.device_mesh is not None
     head_name, head = _named(model, model.get_output_embeddings())
     embedding_name, embedding = _named(model, model.get_input_embeddings())
     tied = head is not None and embedding is not None and head.weight is embedding.weight
     plan, partial = _exact_plan(model, head_name, tied_to=embedding_name if tied else "")
     experts = _expanded(model, model.ep_plan) if whole_experts else {}
     plan = {name: style for name, style in plan.items() if name not in experts}
-    scattered, why = _sequence(model, {**plan, **experts}, asked=scatter)
+    modules = dict(model.named_modules())
+    scattered, why = _sequence(model, modules, {**plan, **experts}, asked=scatter)
     if scattered:
         plan |= _rules(model, embedding_name, "embedding_rowwise")
     shared = None if scattered else SharedInput(group)
     projections = _split(model, plan, mesh, shared)
-    _deal_out(model, experts, mesh)
-    parts = _enter_parts(model, plan, group) if scattered else []
+    if experts:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+        apply_expert_parallelism(model, mesh.device_mesh["tp"], mesh.device_mesh["tp"], experts)
+    parts = [part for layer in layers_of(model) if scattered for part in layers.split_parts(layer, modules, plan)]
+    for part in parts:
+        layers.enter(part, group)
     if tied:
         # Splitting gave each of the two modules a parameter of its own; they are one again.
         head._parameters["weight"] = embedding._parameters["weight"]
@@ -199,44 +197,35 @@ def _exact_plan(model: PreTrainedModel, head_name: str, *, tied_to: str) -> tupl
     Args:
         tied_to: name of the embedding that shares the head's weight, or empty.
     """
-    plan = model_plan(model)
+    plan = _expanded(model, model.tp_plan or {})
     partial = [name for name, style in plan.items() if style == _SUMMED_EVERY_BACKWARD]
     plan |= dict.fromkeys(partial, "replicate")
-    if head_name:
-        plan |= _rules(model, head_name, "colwise")
-    if tied_to:
-        plan |= _rules(model, tied_to, "embedding_rowwise")
-    return plan, partial
+    return plan | _rules(model, head_name, "colwise") | _rules(model, tied_to, "embedding_rowwise"), partial
 
 
 def _rules(model: PreTrainedModel, module: str, style: str) -> dict[str, str]:
-    own = [name for name in (f"{module}.weight", f"{module}.bias") if _has(model, name)]
+    if not module:
+        return {}
+    own = [f"{module}.{name}" for name, _ in model.get_submodule(module).named_parameters(recurse=False)]
     return dict.fromkeys([*own, module], style)
-
-
-def _deal_out(model: PreTrainedModel, experts: dict[str, str], mesh: Mesh) -> None:
-    """Gives each tp rank some of the experts that the plan `experts` names."""
-    if experts:
-        from transformers.distributed.expert_parallel import apply_expert_parallelism
-
-        assert mesh.device_mesh is not None
-        apply_expert_parallelism(model, mesh.device_mesh["tp"], mesh.device_mesh["tp"], experts)
 
 
 def _known_in_part(
     model: PreTrainedModel, plan: Mapping[str, str], parts: list[nn.Module], placements: Mapping[str, Placement]
 ) -> list[str]:
-    """The whole parameters that see a part of the sequence: between the split parts, and biases behind a sum."""
+    """The whole parameters that see a part of the sequence: between the split parts, and biases after a sum."""
     inside = {id(parameter) for part in parts for parameter in part.parameters()}
     biases = {f"{name}.bias" for name, style in plan.items() if style == "rowwise"}
     between = [name for name, each in model.named_parameters() if id(each) not in inside or name in biases]
     return [name for name in between if name not in placements or placements[name].is_replicate()]
 
 
-def _sequence(model: PreTrainedModel, plan: Mapping[str, str], *, asked: bool | str) -> tuple[bool, str]:
+def _sequence(
+    model: PreTrainedModel, modules: Mapping[str, nn.Module], plan: Mapping[str, str], *, asked: bool | str
+) -> tuple[bool, str]:
     if asked is False:
         return False, "as given"
-    possible, why = sequence.allowed(model, plan, layers_of(model))
+    possible, why = layers.allowed(modules, plan, layers_of(model))
     known, head_why = kind_of(model)
     if possible and known is None:
         possible, why = False, head_why
@@ -250,7 +239,7 @@ def _sequence(model: PreTrainedModel, plan: Mapping[str, str], *, asked: bool | 
 
 
 def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh, shared: SharedInput | None) -> dict[str, str]:
-    """Splits parameters as transformers' styles do, and gives plain layers the forward of `tensor_layers`.
+    """Splits parameters as transformers' styles do, and gives plain layers the forward of `layers`.
 
     Args:
         shared: None where the sequence is scattered between the split parts.
@@ -272,21 +261,15 @@ def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh, shared: Sha
             ALL_PARALLEL_STYLES[style].shard_param(owner, name.rpartition(".")[2], mesh.device_mesh["tp"])
         elif style == "embedding_rowwise":
             start = _vocabulary_start(owner, mesh)
-            owner.forward = vocabulary_forward(owner, group, start=start, scattered=shared is None)
+            owner.forward = layers.vocabulary_forward(owner, group, start=start, scattered=shared is None)
         else:
             projections[name] = style
-            owner.forward = column_forward(owner, shared) if style == "colwise" else row_forward(owner, shared, group)
+            columns = style == "colwise"
+            owner.forward = (
+                layers.column_forward(owner, shared) if columns else layers.row_forward(owner, shared, group)
+            )
     apply_tensor_parallelism(model, mesh.device_mesh["tp"], theirs)
     return projections
-
-
-def _enter_parts(model: PreTrainedModel, plan: Mapping[str, str], group: dist.ProcessGroup) -> list[nn.Module]:
-    """Lets the split parts of the layers gather what they are given; returns them."""
-    modules = dict(model.named_modules())
-    parts = [part for layer in layers_of(model) for part in sequence.split_parts(layer, modules, plan)]
-    for part in parts:
-        sequence.enter(part, group)
-    return parts
 
 
 def _vocabulary_start(head: nn.Module, mesh: Mesh) -> int:
@@ -296,12 +279,4 @@ def _vocabulary_start(head: nn.Module, mesh: Mesh) -> int:
 
 
 def _named(model: nn.Module, module: nn.Module | None) -> tuple[str, Any]:
-    for name, candidate in model.named_modules():
-        if module is not None and candidate is module:
-            return name, module
-    return "", None
-
-
-def _has(model: nn.Module, parameter_name: str) -> bool:
-    module_name, _, name = parameter_name.rpartition(".")
-    return isinstance(model.get_submodule(module_name)._parameters.get(name), torch.Tensor)
+    return next(((name, each) for name, each in model.named_modules() if each is module), ("", None))

@@ -87,12 +87,12 @@ def test_glob_without_a_match(folder: Path) -> None:
 def test_folder_without_text(folder: Path) -> None:
     (folder / "corpus").mkdir()
     what = "data.source = 'corpus': no file in this folder can be read"
-    looked_for = ".txt, .md, .py, .jsonl, .parquet files at any depth, not hidden; there "
+    looked_for = ".txt, .md, .py, .jsonl, .parquet files at any depth, not hidden; the folder has "
     fix = "--data.source FOLDER   (a folder that holds such files)"
-    assert said(read("corpus")) == [(what, looked_for + "is no file at all", fix)]
+    assert said(read("corpus")) == [(what, looked_for + "no files", fix)]
     (folder / "corpus" / "x.arrow").touch()
     (folder / "corpus" / "y.rst").touch()
-    assert said(read("corpus")) == [(what, looked_for + "are files of type .arrow, .rst", fix)]
+    assert said(read("corpus")) == [(what, looked_for + "only files of type .arrow, .rst", fix)]
 
 
 @pytest.mark.parametrize("source", ["saved", "hf:saved"])

@@ -68,7 +68,7 @@ def test_the_state_is_plain_and_names_the_order_version() -> None:
             "the saved state has num_rows = 1000, but here num_rows = 1001\n"
             "  expected: the same num_rows: in another order the saved position would repeat some samples and never "
             "read others\n"
-            "  fix: go on with the data and the settings that the run began with, or start a new run",
+            "  fix: resume with the data and settings that the run began with, or start a new run",
         ),
     ],
 )

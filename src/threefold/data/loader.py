@@ -77,7 +77,7 @@ class TokenLoader:
         pin_memory: bool = False,
     ) -> None:
         check_global_batch(order.global_batch, dp_size=dp_size)
-        self.steps_per_epoch = order.steps_per_epoch
+        self.steps_per_epoch = order.steps.per_epoch
         self.rows = rows
         self.order = order
         self._dataset = _StepDataset(rows, order, (dp_rank, dp_size), document_mask=document_mask)

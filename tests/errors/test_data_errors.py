@@ -28,8 +28,8 @@ from threefold.errors import EXIT_WRONG_REQUEST, ConfigError, DataError, RunErro
 BYTES = ByteTokenizer()
 SKIP = "--data.skip_bad_lines true (data prepare: --skip-bad-lines) to count it instead"
 CORRECT = f"correct the line, or {SKIP}"
-REMAKE = "threefold data prepare --source TEXT --tokenizer TOKENIZER --to DIR   (makes a store anew)"
-COPY = f"copy the .bin and .idx again from where they were made, or\n       {REMAKE}"
+REMAKE = "threefold data prepare --source TEXT --tokenizer TOKENIZER --to DIR   (makes a new store)"
+COPY = f"copy the .bin and .idx again from their origin, or\n       {REMAKE}"
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +176,7 @@ def test_source_of_single_tokens(folder: Path) -> None:
     made.prefix.with_suffix(".json").unlink()
     assert said(lambda: PaddedRows(TokenStore(made.prefix), seq_len=8)) == [
         (
-            "data.source has 3 documents, none of two tokens or more: not one row",
+            "data.source has 3 documents, none with 2 or more tokens: not one row",
             "a document with a token and one to predict after it",
             "--data.packing concat   (or a larger source)",
         )
@@ -355,7 +355,7 @@ def test_tokenizer_that_is_not_there(folder: Path) -> None:
         )
     ]
     ((what, _, fix),) = said(lambda: load_tokenizer("owner/name"))
-    assert what.startswith("data.tokenizer = 'owner/name' is no folder here, and the Hub cannot be reached: ")
+    assert what.startswith("data.tokenizer = 'owner/name' is not a local folder, and the Hub could not be reached: ")
     assert fix == "hf download owner/name   on a machine with internet, then --data.tokenizer FOLDER (or bytes)"
 
 
@@ -364,7 +364,7 @@ def test_folder_without_tokenizer(folder: Path) -> None:
     (folder / "model" / "config.json").write_text('{"model_type": "llama"}')
     assert said(lambda: load_tokenizer("model")) == [
         (
-            "data.tokenizer = 'model' holds no tokenizer",
+            "data.tokenizer = 'model' contains no tokenizer",
             "tokenizer.json, or an older vocabulary "
             "(*.model, vocab.json, vocab.txt, merges.txt, *.tiktoken, tekken.json), in model",
             "--data.tokenizer bytes   (or the id or folder of a model that comes with its tokenizer)",
@@ -453,7 +453,7 @@ def test_store_that_is_not_there(store: Path) -> None:
 
 def test_alien_index(store: Path) -> None:
     expected = r"a Megatron-LM .idx file, which begins with b'MMIDIDX\x00\x00'"
-    what = "st/tokens.idx is no index of a token store: it "
+    what = "st/tokens.idx is not the index of a token store: it "
     assert with_index(store, b"") == [(what + "is empty", expected, REMAKE)]
     old = index_of(lengths=[4], bounds=[0, 1], magic=b"TNTIDX\x00\x00\x00")
     assert with_index(store, old) == [(what + r"begins with b'TNTIDX\x00\x00\x00'", expected, REMAKE)]
@@ -470,15 +470,15 @@ def test_cut_index(store: Path) -> None:
     whole = index_of(lengths=[4], bounds=[0, 1])
     expected = "62 bytes for the 1 sequences and 2 bounds of its header"
     assert with_index(store, whole[:20]) == [
-        ("st/tokens.idx is cut: 20 bytes", "at least the 34 bytes of the header", COPY)
+        ("st/tokens.idx is truncated: 20 bytes", "at least the 34 bytes of the header", COPY)
     ]
-    assert with_index(store, whole[:-3]) == [("st/tokens.idx is cut: 59 bytes", expected, COPY)]
+    assert with_index(store, whole[:-3]) == [("st/tokens.idx is truncated: 59 bytes", expected, COPY)]
     assert with_index(store, whole + b"12345") == [("st/tokens.idx is too long: 67 bytes", expected, COPY)]
 
 
 def test_cut_tokens(store: Path) -> None:
     tokens = store.with_suffix(".bin").read_bytes()
-    expected = "8 bytes, as tokens.idx says: the two files belong together"
+    expected = "8 bytes according to tokens.idx: the two files belong together"
     for data, how in ((tokens[:-2], "cut: 6"), (tokens + b"\0", "too long: 9")):
         store.with_suffix(".bin").write_bytes(data)
         assert said(lambda: TokenStore(store)) == [(f"st/tokens.bin is {how} bytes", expected, COPY)]
@@ -611,7 +611,7 @@ def test_packing_settings_without_effect_are_named_together(store: Path) -> None
     assert said(rows("st", truncate=True, lookahead=3), ConfigError) == [
         (
             "data.truncate = true has no effect with data.packing = concat",
-            "data.packing best_fit or none: concat cuts no document short",
+            "data.packing best_fit or none: concat truncates no document",
             "remove data.truncate, or --data.packing best_fit",
         ),
         (
@@ -624,5 +624,5 @@ def test_packing_settings_without_effect_are_named_together(store: Path) -> None
 
 def test_unknown_packing(folder: Path) -> None:
     assert said(rows("nowhere", packing="bestfit"), ConfigError) == [
-        ("data.packing = 'bestfit' is no packing", "concat, best_fit, none", "--data.packing concat")
+        ("data.packing = 'bestfit' is not a packing", "concat, best_fit, none", "--data.packing concat")
     ]

@@ -345,7 +345,7 @@ def test_defaults_come_from_the_dp_axis_of_a_device_mesh(rank: int) -> None:
     assert (on_world.num_replicas, on_world.rank) == (8, rank)
     assert str(raised.value) == (
         "the mesh given to DistributedSampler has the dims (tp)\n"
-        "  expected: dims among dp, dp_replicate, dp_shard: only these say which ranks read different samples\n"
+        "  expected: dims among dp, dp_replicate, dp_shard: only these show which ranks read different samples\n"
         "  fix: pass the mesh that threefold.init_mesh returned, or num_replicas= and rank="
     )
 
@@ -399,7 +399,7 @@ def test_defaults_come_from_the_active_mesh(monkeypatch: pytest.MonkeyPatch) -> 
         (
             {"weights": [1, 2]},
             "there are 2 weights for 10 samples\n  expected: one weight for each sample of the dataset\n"
-            "  fix: pass 10 weights, 0 for samples that are never to be drawn",
+            "  fix: pass 10 weights, 0 for samples that must never be drawn",
         ),
         (
             {"weights": [1] * 10, "shuffle": False},

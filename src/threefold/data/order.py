@@ -165,12 +165,17 @@ class Cursor:
         Raises:
             DataError: a value is missing or is not what `state_dict` writes, or the order version is unknown.
         """
-        numbers = {name: _count(state, name) for name in ("epoch", "position", "order_version")}
-        fingerprint = state.get("fingerprint")
-        if not isinstance(fingerprint, Mapping):
-            raise _malformed("fingerprint", state)
-        check_order_version(numbers["order_version"])
-        return cls(numbers["epoch"], numbers["position"], dict(fingerprint), numbers["order_version"])
+        for name in ("epoch", "position", "order_version", "fingerprint"):
+            value, wanted = state.get(name), "a mapping" if name == "fingerprint" else "an integer >= 0"
+            if not (isinstance(value, Mapping) if name == "fingerprint" else type(value) is int and value >= 0):
+                found = f"{name} = {value!r}" if name in state else f"no {name}"
+                raise DataError(
+                    f"this is not a saved order of samples: it has {found}",
+                    expected=f"a state_dict() of threefold's sampler or loader, with {wanted} under {name!r}",
+                    fix="load the state that the same sampler or loader saved, or start a new run",
+                )
+        check_order_version(state["order_version"])
+        return cls(state["epoch"], state["position"], dict(state["fingerprint"]), state["order_version"])
 
     def check(self, fingerprint: Mapping[str, Plain]) -> None:
         """Refuse to resume in an order that was made from something else.
@@ -264,20 +269,3 @@ def steps_without(num_steps: int, *, skip: Iterable[StepRange]) -> int:
 def num_batches(ranges: Iterable[StepRange]) -> int:
     """How many batches the ranges leave out."""
     return sum(last - first + 1 for first, last in ranges)
-
-
-def _count(state: Mapping[str, Any], name: str) -> int:
-    value = state.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise _malformed(name, state)
-    return value
-
-
-def _malformed(name: str, state: Mapping[str, Any]) -> DataError:
-    found = f"{name} = {state[name]!r}" if name in state else f"no {name}"
-    wanted = "a mapping" if name == "fingerprint" else "an integer >= 0"
-    return DataError(
-        f"this is not a saved order of samples: it has {found}",
-        expected=f"what state_dict() of threefold's sampler or loader returned, with {wanted} under {name!r}",
-        fix="load the state that the same sampler or loader saved, or start a new run",
-    )

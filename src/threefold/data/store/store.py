@@ -20,8 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -151,12 +150,10 @@ class StoreWriter:
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         self._bin: BinaryIO = self._temporary(".bin").open("wb")
 
-    def __enter__(self) -> StoreWriter:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bin.close()
         for suffix in (".bin", ".idx", ".json"):
             self._temporary(suffix).unlink(missing_ok=True)

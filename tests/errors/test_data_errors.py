@@ -479,7 +479,7 @@ def test_cut_index(store: Path) -> None:
 def test_cut_tokens(store: Path) -> None:
     tokens = store.with_suffix(".bin").read_bytes()
     expected = "8 bytes according to tokens.idx: the two files belong together"
-    for data, how in ((tokens[:-2], "cut: 6"), (tokens + b"\0", "too long: 9")):
+    for data, how in ((tokens[:-2], "truncated: 6"), (tokens + b"\0", "too long: 9")):
         store.with_suffix(".bin").write_bytes(data)
         assert said(lambda: TokenStore(store)) == [(f"st/tokens.bin is {how} bytes", expected, COPY)]
 

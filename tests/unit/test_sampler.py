@@ -378,8 +378,7 @@ def test_defaults_come_from_the_active_mesh(monkeypatch: pytest.MonkeyPatch) -> 
         (
             {"mesh": SimpleNamespace(dp_size=8, dp_rank=0)},
             "DistributedSampler got mesh= together with num_replicas= or rank=\n"
-            "  expected: one of them: the mesh's dp axis already says how many replicas there are and which this one "
-            "is\n"
+            "  expected: one of them: the mesh's dp axis already gives the number of replicas and the rank\n"
             "  fix: leave out num_replicas and rank",
         ),
         ({"order": "random"}, "order = 'random'\n  expected: threefold or torch\n  fix: order='threefold'"),
@@ -393,7 +392,7 @@ def test_defaults_come_from_the_active_mesh(monkeypatch: pytest.MonkeyPatch) -> 
         (
             {"dataset": iter([])},
             "the dataset (list_iterator) has no length\n"
-            "  expected: a map-style dataset, with __len__ and __getitem__: an order is made of its indices\n"
+            "  expected: a map-style dataset, with __len__ and __getitem__: the order consists of its indices\n"
             "  fix: pass a map-style dataset, or give a stream to the DataLoader without a sampler",
         ),
         (

@@ -108,16 +108,16 @@ def test_world_size(folder: Path) -> None:
 def test_missing_source(folder: Path) -> None:
     assert refused(folder, *ALONE, "--data.source", "nowhere") == (
         "data.source = 'nowhere' does not exist\n"
-        f"  expected: stdlib, hf:ID, a prepared folder, or a file, folder or glob, seen from {folder}\n"
-        "  fix: --data.source PATH   (or stdlib, or hf:ID for a dataset of the Hub)\n"
+        f"  expected: stdlib, hf:ID, a prepared folder, or a file, folder or glob, relative to {folder}\n"
+        "  fix: --data.source PATH   (or stdlib, or hf:ID for a dataset on the Hub)\n"
     )
 
 
 def test_missing_source_of_the_evaluation_is_named_by_its_own_key(folder: Path) -> None:
     assert refused(folder, *ALONE, "--eval.source", "nowhere") == (
         "eval.source = 'nowhere' does not exist\n"
-        f"  expected: stdlib, hf:ID, a prepared folder, or a file, folder or glob, seen from {folder}\n"
-        "  fix: --eval.source PATH   (or stdlib, or hf:ID for a dataset of the Hub)\n"
+        f"  expected: stdlib, hf:ID, a prepared folder, or a file, folder or glob, relative to {folder}\n"
+        "  fix: --eval.source PATH   (or stdlib, or hf:ID for a dataset on the Hub)\n"
     )
 
 
@@ -125,7 +125,7 @@ def test_line_that_does_not_parse(folder: Path) -> None:
     (folder / "rows.jsonl").write_text('{"text": "good"}\n{"text": \n')
     message = refused(folder, *ALONE, "--data.source", "rows.jsonl", **ONE_RANK)
     assert message.startswith(
-        "rows.jsonl, line 2: not JSON: Expecting value at character 8\n  expected: one JSON object a line\n"
+        "rows.jsonl, line 2: not JSON: Expecting value at character 8\n  expected: one JSON object per line\n"
     )
 
 

@@ -19,17 +19,17 @@ from threefold.data.rows.packing import Packing, open_rows
 from threefold.data.rows.padded import PaddedRows
 from threefold.data.store import parts
 from threefold.data.store.prepare import prepare
-from threefold.data.store.resolve import open_store
+from threefold.data.store.resolve import open_store, open_text
 from threefold.data.store.store import TokenStore
-from threefold.data.text.source import Source, open_text
+from threefold.data.text.source import Source
 from threefold.data.tokens import ByteTokenizer, load_tokenizer
 from threefold.errors import EXIT_WRONG_REQUEST, ConfigError, DataError, RunError, ThreefoldError
 
 BYTES = ByteTokenizer()
 SKIP = "--data.skip_bad_lines true (data prepare: --skip-bad-lines) to count it instead"
 CORRECT = f"correct the line, or {SKIP}"
-REMAKE = "threefold data prepare --source TEXT --tokenizer TOKENIZER --to DIR   (makes a store anew)"
-COPY = f"copy the .bin and .idx again from where they were made, or\n       {REMAKE}"
+REMAKE = "threefold data prepare --source TEXT --tokenizer TOKENIZER --to DIR   (makes a new store)"
+COPY = f"copy the .bin and .idx again from their origin, or\n       {REMAKE}"
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +66,8 @@ def rows(source: str, **options: Any) -> Callable[[], Any]:
 
 
 def test_missing_source(folder: Path) -> None:
-    expected = f"stdlib, hf:ID, a prepared folder, or a file, folder or glob, seen from {folder}"
-    fix = "--data.source PATH   (or stdlib, or hf:ID for a dataset of the Hub)"
+    expected = f"stdlib, hf:ID, a prepared folder, or a file, folder or glob, relative to {folder}"
+    fix = "--data.source PATH   (or stdlib, or hf:ID for a dataset on the Hub)"
     assert said(read("corpus")) == [("data.source = 'corpus' does not exist", expected, fix)]
     (folder / "corpora").mkdir()
     assert said(read("corpra"))[0][2] == "--data.source corpora"
@@ -78,7 +78,7 @@ def test_glob_without_a_match(folder: Path) -> None:
     assert said(read("*.txt")) == [
         (
             "data.source = '*.txt' matches no file",
-            f"at least one .txt, .md, .py, .jsonl, .parquet file, seen from {folder}",
+            f"at least one .txt, .md, .py, .jsonl, .parquet file, relative to {folder}",
             "check the pattern with   ls *.txt",
         )
     ]
@@ -87,12 +87,12 @@ def test_glob_without_a_match(folder: Path) -> None:
 def test_folder_without_text(folder: Path) -> None:
     (folder / "corpus").mkdir()
     what = "data.source = 'corpus': no file in this folder can be read"
-    looked_for = ".txt, .md, .py, .jsonl, .parquet files at any depth, hidden ones left out; there "
+    looked_for = ".txt, .md, .py, .jsonl, .parquet files at any depth, not hidden; the folder has "
     fix = "--data.source FOLDER   (a folder that holds such files)"
-    assert said(read("corpus")) == [(what, looked_for + "is no file at all", fix)]
+    assert said(read("corpus")) == [(what, looked_for + "no files", fix)]
     (folder / "corpus" / "x.arrow").touch()
     (folder / "corpus" / "y.rst").touch()
-    assert said(read("corpus")) == [(what, looked_for + "are files of type .arrow, .rst", fix)]
+    assert said(read("corpus")) == [(what, looked_for + "only files of type .arrow, .rst", fix)]
 
 
 @pytest.mark.parametrize("source", ["saved", "hf:saved"])
@@ -101,7 +101,7 @@ def test_folder_of_save_to_disk(folder: Path, source: str) -> None:
     (folder / "saved" / "dataset_info.json").write_text("{}")
     (folder / "saved" / "state.json").write_text("{}")
     ((what, _, fix),) = said(read(source))
-    assert what == f"data.source = '{source}' is a folder of datasets' save_to_disk"
+    assert what == f"data.source = '{source}' is a folder written by datasets' save_to_disk"
     assert fix == "dataset.to_parquet('data.parquet')   in Python, then --data.source data.parquet"
 
 
@@ -109,10 +109,10 @@ def test_unknown_extension(folder: Path) -> None:
     (folder / "a.json").touch()
     assert said(read("a.json")) == [
         (
-            "data.source = 'a.json': files of type .json are not read",
+            "data.source = 'a.json': files of type .json are not supported",
             "one of .txt, .md, .py, .jsonl, .parquet",
             "rename or convert the file, for example as a.jsonl; "
-            "the files of one type in a folder: --data.source './*.txt'",
+            "to read one type from a folder: --data.source './*.txt'",
         )
     ]
 
@@ -148,7 +148,7 @@ def test_source_without_text(folder: Path) -> None:
     (folder / "a.txt").touch()
     assert said(rows("a.txt")) == [
         (
-            "data.source = 'a.txt' holds no text (empty documents: 1, skipped: 0)",
+            "data.source = 'a.txt' contains no text (empty documents: 1, skipped: 0)",
             "at least one document with text",
             "--data.source PATH   (a file or folder with text)",
         )
@@ -176,7 +176,7 @@ def test_source_of_single_tokens(folder: Path) -> None:
     made.prefix.with_suffix(".json").unlink()
     assert said(lambda: PaddedRows(TokenStore(made.prefix), seq_len=8)) == [
         (
-            "data.source has 3 documents, none of two tokens or more: not one row",
+            "data.source has 3 documents, none with 2 or more tokens: not one row",
             "a document with a token and one to predict after it",
             "--data.packing concat   (or a larger source)",
         )
@@ -199,8 +199,8 @@ def test_lines_that_cannot_be_used_are_named_together(folder: Path) -> None:
     (folder / "x.jsonl").write_text("\n".join(lines))
     problems = said(rows("x.jsonl"))
     assert [(what, expected) for what, expected, _ in problems] == [
-        ("x.jsonl, line 2: not JSON: Expecting value at character 8", "one JSON object a line"),
-        ("x.jsonl, line 3: a JSON list, not an object", 'one JSON object a line, as {"text": "..."}'),
+        ("x.jsonl, line 2: not JSON: Expecting value at character 8", "one JSON object per line"),
+        ("x.jsonl, line 3: a JSON list, not an object", 'one JSON object per line: {"text": "..."}'),
         ("x.jsonl, line 4: no field 'text'; it has body", "the text's field in every row"),
         ("x.jsonl, line 5: field 'text' is null, not text", "a text in every row"),
         ("x.jsonl, line 6: field 'text' is a number, not text", "a text in every row"),
@@ -220,8 +220,8 @@ def test_field_that_no_row_has(folder: Path) -> None:
     (folder / "x.jsonl").write_text('{"txt": "a", "id": 1}\n{"txt": "b", "url": ""}\n')
     error = [
         (
-            "data.text_field = 'text': x.jsonl: none of the first 2 rows has such a field",
-            "one of the fields there are: txt, id, url",
+            "data.text_field = 'text': x.jsonl: none of the first 2 rows has this field",
+            "one of the existing fields: txt, id, url",
             "--data.text_field txt",
         )
     ]
@@ -236,7 +236,7 @@ def test_parquet_field(folder: Path) -> None:
     assert said(read("*.parquet", text_field="contents")) == [
         (
             f"data.text_field = 'contents': {name}.parquet: no such field",
-            "one of the fields there are: content, n",
+            "one of the existing fields: content, n",
             "--data.text_field content",
         )
         for name in ("a", "b")
@@ -244,7 +244,7 @@ def test_parquet_field(folder: Path) -> None:
     assert said(read("a.parquet", text_field="n")) == [
         (
             "data.text_field = 'n': a.parquet: the field is int64, not text",
-            "a field of text; tokens that were made elsewhere are read as a .bin/.idx store",
+            "a field of text; tokens made by other programs are read as a .bin/.idx store",
             "--data.text_field NAME   (a field that holds text)",
         )
     ]
@@ -254,7 +254,7 @@ def test_file_that_is_no_parquet(folder: Path) -> None:
     (folder / "a.parquet").write_bytes(b"PAR1 and then nothing")
     ((what, expected, fix),) = said(read("a.parquet"))
     assert what.startswith("a.parquet is not readable as .parquet: ")
-    assert (expected, fix) == ("a whole .parquet file", "copy or make the file again")
+    assert (expected, fix) == ("a complete .parquet file", "copy or make the file again")
 
 
 # --- datasets of the Hub -----------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_dataset_field(dataset: Path) -> None:
     assert said(read("hf:ds")) == [
         (
             "data.text_field = 'text': hf:ds: no such field",
-            "one of the fields there are: body, n",
+            "one of the existing fields: body, n",
             "--data.text_field body",
         )
     ]
@@ -292,8 +292,8 @@ def test_dataset_folder_that_is_missing_or_empty(folder: Path) -> None:
     fix = "--data.source hf:FOLDER   (a folder with .jsonl, .parquet, .csv or .txt files)"
     assert said(read("hf:./nope")) == [
         (
-            "data.source = 'hf:./nope': there is no such folder",
-            f"hf:OWNER/NAME as on the Hub, or hf:FOLDER, seen from {folder}",
+            "data.source = 'hf:./nope' is not a folder",
+            f"hf:OWNER/NAME as on the Hub, or hf:FOLDER, relative to {folder}",
             fix,
         )
     ]
@@ -305,15 +305,15 @@ def test_dataset_folder_that_is_missing_or_empty(folder: Path) -> None:
 def test_dataset_with_a_broken_file(dataset: Path) -> None:
     (dataset / "train.jsonl").write_text('{"body": "a"}\nnope\n')
     ((what, expected, fix),) = said(read("hf:ds", text_field="body"))
-    assert what.startswith("data.source = 'hf:ds' is there, but one of its files cannot be read: JSON parse error")
+    assert what.startswith("data.source = 'hf:ds' exists, but one of its files cannot be read: JSON parse error")
     assert expected == "data files that datasets.load_dataset can read"
     assert fix == "--data.source ds   (reads the files of a folder directly, and names the line)"
 
 
 def test_dataset_without_a_way_to_the_hub(folder: Path) -> None:
     ((what, expected, fix),) = said(read("hf:owner/name"))
-    assert what.startswith("data.source = 'hf:owner/name' is not in the cache, and the Hub cannot be reached: ")
-    assert expected == "a dataset that was downloaded before, a folder, or a way to the Hub"
+    assert what.startswith("data.source = 'hf:owner/name' is not in the cache, and the Hub could not be reached: ")
+    assert expected == "a dataset downloaded before, a folder, or a connection to the Hub"
     assert fix == (
         "hf download --repo-type dataset owner/name   on a machine with internet, then --data.source hf:FOLDER"
     )
@@ -328,7 +328,7 @@ def test_dataset_that_is_not_on_the_hub(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("datasets.load_dataset", not_found)
     assert said(read("hf:owner/name")) == [
         (
-            "data.source = 'hf:owner/name' is not on the Hub, or not open to you: "
+            "data.source = 'hf:owner/name' is not on the Hub, or you have no access: "
             "Dataset 'owner/name' doesn't exist on the Hub or cannot be accessed.",
             "hf:OWNER/NAME as on the Hub, or hf:FOLDER",
             "check the name and the revision; for a gated dataset   hf auth login",
@@ -355,7 +355,7 @@ def test_tokenizer_that_is_not_there(folder: Path) -> None:
         )
     ]
     ((what, _, fix),) = said(lambda: load_tokenizer("owner/name"))
-    assert what.startswith("data.tokenizer = 'owner/name' is no folder here, and the Hub cannot be reached: ")
+    assert what.startswith("data.tokenizer = 'owner/name' is not a local folder, and the Hub could not be reached: ")
     assert fix == "hf download owner/name   on a machine with internet, then --data.tokenizer FOLDER (or bytes)"
 
 
@@ -364,7 +364,7 @@ def test_folder_without_tokenizer(folder: Path) -> None:
     (folder / "model" / "config.json").write_text('{"model_type": "llama"}')
     assert said(lambda: load_tokenizer("model")) == [
         (
-            "data.tokenizer = 'model' holds no tokenizer",
+            "data.tokenizer = 'model' contains no tokenizer",
             "tokenizer.json, or an older vocabulary "
             "(*.model, vocab.json, vocab.txt, merges.txt, *.tiktoken, tekken.json), in model",
             "--data.tokenizer bytes   (or the id or folder of a model that comes with its tokenizer)",
@@ -398,7 +398,7 @@ def test_text_without_tokenizer(folder: Path) -> None:
     (folder / "a.txt").write_text("text")
     assert said(rows("a.txt", tokenizer=None)) == [
         (
-            "data.source = 'a.txt' is text, and there is no tokenizer for it",
+            "data.source = 'a.txt' is text, but no tokenizer is set",
             "a tokenizer, or a folder made by `threefold data prepare`",
             "--data.tokenizer bytes   (or a Hub id or folder)",
         )
@@ -453,7 +453,7 @@ def test_store_that_is_not_there(store: Path) -> None:
 
 def test_alien_index(store: Path) -> None:
     expected = r"a Megatron-LM .idx file, which begins with b'MMIDIDX\x00\x00'"
-    what = "st/tokens.idx is no index of a token store: it "
+    what = "st/tokens.idx is not the index of a token store: it "
     assert with_index(store, b"") == [(what + "is empty", expected, REMAKE)]
     old = index_of(lengths=[4], bounds=[0, 1], magic=b"TNTIDX\x00\x00\x00")
     assert with_index(store, old) == [(what + r"begins with b'TNTIDX\x00\x00\x00'", expected, REMAKE)]
@@ -470,16 +470,16 @@ def test_cut_index(store: Path) -> None:
     whole = index_of(lengths=[4], bounds=[0, 1])
     expected = "62 bytes for the 1 sequences and 2 bounds of its header"
     assert with_index(store, whole[:20]) == [
-        ("st/tokens.idx is cut: 20 bytes", "at least the 34 bytes of the header", COPY)
+        ("st/tokens.idx is truncated: 20 bytes", "at least the 34 bytes of the header", COPY)
     ]
-    assert with_index(store, whole[:-3]) == [("st/tokens.idx is cut: 59 bytes", expected, COPY)]
+    assert with_index(store, whole[:-3]) == [("st/tokens.idx is truncated: 59 bytes", expected, COPY)]
     assert with_index(store, whole + b"12345") == [("st/tokens.idx is too long: 67 bytes", expected, COPY)]
 
 
 def test_cut_tokens(store: Path) -> None:
     tokens = store.with_suffix(".bin").read_bytes()
-    expected = "8 bytes, as tokens.idx says: the two files belong together"
-    for data, how in ((tokens[:-2], "cut: 6"), (tokens + b"\0", "too long: 9")):
+    expected = "8 bytes according to tokens.idx: the two files belong together"
+    for data, how in ((tokens[:-2], "truncated: 6"), (tokens + b"\0", "too long: 9")):
         store.with_suffix(".bin").write_bytes(data)
         assert said(lambda: TokenStore(store)) == [(f"st/tokens.bin is {how} bytes", expected, COPY)]
 
@@ -512,16 +512,16 @@ def test_record_beside_the_store(store: Path) -> None:
     record.write_text(json.dumps(other))
     assert said(lambda: TokenStore(store)) == [
         (
-            "st/tokens.json belongs to another store: it counts 5 tokens in 1 documents",
+            "st/tokens.json belongs to another store: it describes 5 tokens in 1 documents",
             "the 4 tokens in 1 documents of the .bin and .idx",
-            "remove the .json to read the store as one made elsewhere, or copy all three files again",
+            "remove the .json to read the store as one made by another program, or copy all three files again",
         )
     ]
     for text, why in (("{}", "its format is not threefold-store-1"), ("[]", ""), ("{", ""), ('{"format": 1}', "")):
         record.write_text(text)
         ((what, expected, _),) = said(lambda: TokenStore(store))
         assert what.startswith(f"st/tokens.json does not describe a token store: {why}")
-        assert expected == "a record of format threefold-store-1, written beside the .bin and .idx"
+        assert expected == "a record of format threefold-store-1, written next to the .bin and .idx"
 
 
 def test_store_of_another_tokenizer(store: Path, tokenizer: Path) -> None:
@@ -529,7 +529,7 @@ def test_store_of_another_tokenizer(store: Path, tokenizer: Path) -> None:
     assert said(rows("st", tokenizer=load_tokenizer("tok"))) == [
         (
             "data.tokenizer = 'tok': st was made with another tokenizer, 'bytes' (257 ids, end token 256)",
-            "the store's tokenizer; 'tok' has 1 ids, end token 0, and gives the same ids another meaning",
+            "the store's tokenizer; 'tok' has 1 ids, end token 0, and uses the same ids for other tokens",
             "--data.tokenizer bytes   (or prepare the text again with tok)",
         )
     ]
@@ -552,9 +552,9 @@ def test_store_that_was_never_finished(folder: Path) -> None:
     (folder / "half" / ".parts-0").mkdir(parents=True)
     assert said(lambda: open_store(Source("half"), tokenizer=None, cache=folder)) == [
         (
-            "data.source = 'half' is a token store whose making was interrupted",
-            "a whole store: .bin, .idx and .json",
-            "run the same   threefold data prepare ... --to half   again: it goes on where it stopped",
+            "data.source = 'half' is an unfinished token store",
+            "a complete store: .bin, .idx and .json",
+            "run the same   threefold data prepare ... --to half   again: it resumes where it stopped",
         )
     ]
 
@@ -563,7 +563,7 @@ def test_another_store_is_not_written_over(folder: Path, store: Path) -> None:
     before = store.with_suffix(".bin").read_bytes()
     error = [
         (
-            "st holds another token store already: tokens.json",
+            "st already holds another token store: tokens.json",
             "an empty folder, or the store of the same source and the same tokenizer",
             "--to st-2   (or remove st/tokens.bin, st/tokens.idx and st/tokens.json)",
         )
@@ -571,7 +571,7 @@ def test_another_store_is_not_written_over(folder: Path, store: Path) -> None:
     assert said(lambda: prepare(open_text_of(folder, "other"), BYTES, to=Path("st"))) == error
     store.with_suffix(".json").unlink()
     ((what, _, _),) = said(lambda: prepare(open_text_of(folder, "other"), BYTES, to=Path("st")))
-    assert what == "st holds another token store already: tokens.idx"
+    assert what == "st already holds another token store: tokens.idx"
     assert store.with_suffix(".bin").read_bytes() == before
 
 
@@ -583,8 +583,8 @@ def test_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(lambda: prepare(open_text_of(folder, "abc"), BYTES, to=Path("st")), RunError) == [
         (
             "no space left on the disk of st",
-            "room for twice the tokens, 2 bytes each (4 for a vocabulary above 65,536): the parts and the store",
-            "make room, or choose another folder, and run the same command again: finished parts are used again",
+            "space for twice the tokens, 2 bytes each (4 for a vocabulary above 65,536): parts and store",
+            "free space or choose another folder, then run the same command again: finished parts are reused",
         )
     ]
 
@@ -598,8 +598,8 @@ def test_document_too_long_for_the_index(monkeypatch: pytest.MonkeyPatch) -> Non
     assert said(lambda: parts.joined(documents, end_id=0, dtype=np.dtype("<u2"))) == [
         (
             "a document of 2,147,483,648 tokens",
-            "at most 2,147,483,647 tokens a document: a store's index counts them in 32 bits",
-            "cut that document into several, for example one a line in a .jsonl file",
+            "at most 2,147,483,647 tokens per document: a store's index counts them in 32 bits",
+            "split that document into several, for example one per line of a .jsonl file",
         )
     ]
 
@@ -611,7 +611,7 @@ def test_packing_settings_without_effect_are_named_together(store: Path) -> None
     assert said(rows("st", truncate=True, lookahead=3), ConfigError) == [
         (
             "data.truncate = true has no effect with data.packing = concat",
-            "data.packing best_fit or none: concat cuts no document short",
+            "data.packing best_fit or none: concat truncates no document",
             "remove data.truncate, or --data.packing best_fit",
         ),
         (
@@ -624,5 +624,5 @@ def test_packing_settings_without_effect_are_named_together(store: Path) -> None
 
 def test_unknown_packing(folder: Path) -> None:
     assert said(rows("nowhere", packing="bestfit"), ConfigError) == [
-        ("data.packing = 'bestfit' is no packing", "concat, best_fit, none", "--data.packing concat")
+        ("data.packing = 'bestfit' is not a packing", "concat, best_fit, none", "--data.packing concat")
     ]

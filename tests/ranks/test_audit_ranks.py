@@ -239,7 +239,7 @@ def test_range_that_is_done_is_refused(folder: Path) -> None:
     more = ("train", "config.yaml", "--log.dir", "late", "--mesh.dp", "1", "--train.steps", "13", "--data.skip")
     refused = command(folder, *more, "[[5, 6]]")
     assert refused.returncode == 2
-    assert refused.stderr.startswith("data.skip has [5, 6], but step 5 is done: the run goes on with step 13\n")
+    assert refused.stderr.startswith("data.skip has [5, 6], but step 5 is done: the run resumes with step 13\n")
     done = command(folder, *more, "[[11, 12]]")
     assert done.returncode == 0, done.stderr
     assert command(folder, "data", "audit", "late").returncode == 0

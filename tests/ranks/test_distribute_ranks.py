@@ -156,7 +156,7 @@ def test_loader_without_a_distributed_sampler_is_refused() -> None:
         assert plain == (
             "the training loader (DataLoader) has no distributed sampler, and there are 2 ranks",
             f"a loader that reads the share of dp rank {rank} of 2: with this one the ranks would train on the same "
-            "rows, or on orders that do not fit together",
+            "rows, or on unrelated orders",
             "loader = threefold.distribute(loader)",
         )
         assert some_list is not None

@@ -23,7 +23,7 @@ from threefold.audit.proof import prove, stretches_of
 from threefold.audit.record import Line, SegmentLine, SkipLine, StepsLine, described, place_after, standing
 from threefold.data.mixture import Mixture
 from threefold.data.order import Order, Place
-from threefold.data.partition import rows_for_step
+from threefold.data.partition import Steps
 from threefold.data.permutation import Permutation
 from threefold.errors import ConfigError, RunError, ranks_text, rows_text
 from threefold.mesh.topology import Topology
@@ -137,9 +137,7 @@ def test_rows_of_steps_are_the_partition_of_the_order(
         epoch, position = order.begin(order.after(place, number))
         permutation = Permutation(num_rows, seed=5, epoch=epoch)
         for dp_rank in range(dp_size):
-            own = rows_for_step(
-                position, num_rows=num_rows, global_batch=8, dp_rank=dp_rank, dp_size=dp_size, tail=tail
-            )
+            own = Steps(num_rows, 8, tail).of_rank(position, dp_rank=dp_rank, dp_size=dp_size)
             expected = permutation.at(own.positions) if shuffle else own.positions
             assert rows[number, dp_rank::dp_size].tolist() == [*expected.tolist(), *[-1] * own.num_ignored]
             read, num_ignored = order.rows_of_rank(Place(epoch, position), dp_rank=dp_rank, dp_size=dp_size)

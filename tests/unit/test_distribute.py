@@ -342,8 +342,8 @@ def test_batches_of_another_form_are_ignored_as_the_caller_says(n: int, size: in
 
 
 EXPECTED_LABELS = (
-    "a dict with integer `labels`, one row for each sample: some dp rank has no sample in the last round, and the row "
-    "that keeps it in step is ignored by labels of -100"
+    "a dict with integer `labels`, one row for each sample: a dp rank without a sample in the last round reads an "
+    "extra row, which labels of -100 mark as ignored"
 )
 
 
@@ -353,7 +353,7 @@ EXPECTED_LABELS = (
         ([(0, 1)] * 5, "a list"),
         ([{"x": 0}] * 5, "a dict of x"),
         ([{"x": 0, "labels": "no"}] * 5, "a dict of x, labels whose labels are a list"),
-        ([{"labels": 0.5}] * 5, "a dict whose labels are torch.float64, for which -100 is a value like any other"),
+        ([{"labels": 0.5}] * 5, "a dict whose labels are torch.float64, for which -100 is an ordinary value"),
     ],
 )
 def test_batch_that_cannot_be_ignored_is_refused_on_every_rank_at_once(samples: list[Any], found: str) -> None:
@@ -398,10 +398,10 @@ DATA = Labelled(6)
     [
         ([1, 2], "distribute got a list", "threefold.distribute(DataLoader("),
         (DataLoader(Stream()), "the loader's dataset (Stream) is a stream", "threefold.data.streaming.StreamingLoader"),
-        (OwnLoader(DATA), "distribute got a OwnLoader, which iterates in a way of its own", "pass the DataLoader that"),
+        (OwnLoader(DATA), "distribute got a OwnLoader, which has its own iteration", "pass the DataLoader that"),
         (
             distribute(DataLoader(DATA), place(0, 2)),
-            "distribute got a DistributedLoader, which iterates",
+            "distribute got a DistributedLoader, which has its own iteration",
             "pass the DataLoader that",
         ),
         (

@@ -131,20 +131,20 @@ def test_ten_thousand_sources_have_a_turn_each() -> None:
         (
             {"a": 5, "b": 5},
             {"a": 1, "c": 1},
-            "the mixture weighs a, c, and there are the sources a, b\n  expected: one weight for each source\n"
+            "the mixture has weights for a, c, but the sources are a, b\n  expected: one weight for each source\n"
             "  fix: data.mixture: {a: 1, b: 1}",
         ),
         (
             {},
             {},
-            "the mixture weighs (none), and there are the sources (none)\n  expected: one weight for each source\n"
+            "the mixture has weights for (none), but the sources are (none)\n  expected: one weight for each source\n"
             "  fix: data.mixture: {NAME: 1}",
         ),
         (
             {"a": 5},
             {"a": 0},
             "the mixture's weight of a is 0\n"
-            "  expected: a positive number; a source that is not to be read is left out\n"
+            "  expected: a positive number; to skip a source, remove it\n"
             "  fix: data.mixture: {a: 1, ...}, or remove a",
         ),
         (
@@ -168,9 +168,9 @@ def test_a_weight_that_is_no_positive_number_is_refused(weight: Any) -> None:
 
 
 def test_no_position_is_below_zero() -> None:
-    with pytest.raises(IndexError, match="-1 is no position"):
+    with pytest.raises(IndexError, match="-1 is not a position"):
         mixture_of([(3, 1)]).locate(np.array([4, -1]))
-    with pytest.raises(IndexError, match="-1 is no position"):
+    with pytest.raises(IndexError, match="-1 is not a position"):
         WeightedDraws([1.0]).at(np.array([4, -1]))
 
 
@@ -277,5 +277,5 @@ def test_wrong_weights_are_refused(weights: Any, what: str) -> None:
         WeightedDraws(weights)
     assert str(raised.value).endswith(
         "\n  expected: one finite number >= 0 for each row, and at least one above 0\n"
-        "  fix: pass one weight for each row, 0 for rows that are never to be drawn"
+        "  fix: pass one weight for each row, 0 for rows that must never be drawn"
     )

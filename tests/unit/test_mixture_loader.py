@@ -24,7 +24,7 @@ from threefold.data.loader import TokenLoader
 from threefold.data.mixture import Mixture
 from threefold.data.order import Order
 from threefold.data.rows.concat import PackingReport
-from threefold.data.rows.mixed import MixedRows
+from threefold.data.rows.packing import MixedRows
 from threefold.data.tokens import ByteTokenizer
 from threefold.errors import ConfigError, DataError
 from threefold.mesh.mesh import init_mesh

@@ -68,7 +68,7 @@ def test_the_state_is_plain_and_names_the_order_version() -> None:
             "the saved state has num_rows = 1000, but here num_rows = 1001\n"
             "  expected: the same num_rows: in another order the saved position would repeat some samples and never "
             "read others\n"
-            "  fix: go on with the data and the settings that the run began with, or start a new run",
+            "  fix: resume with the data and settings that the run began with, or start a new run",
         ),
     ],
 )
@@ -111,7 +111,7 @@ def test_a_damaged_state_is_refused(changes: dict[str, Any], found: str) -> None
         Cursor.from_state_dict({**Cursor(0, 8, SAVED).state_dict(), **changes})
     assert str(raised.value) == (
         f"this is not a saved order of samples: it has {found}\n"
-        f"  expected: what state_dict() of threefold's sampler or loader returned, with an integer >= 0 under "
+        f"  expected: a state_dict() of threefold's sampler or loader, with an integer >= 0 under "
         f"{name!r}\n"
         "  fix: load the state that the same sampler or loader saved, or start a new run"
     )
@@ -126,5 +126,5 @@ def test_a_foreign_state_is_refused() -> None:
 
 
 def test_a_state_of_a_later_order_is_refused() -> None:
-    with pytest.raises(DataError, match="order version 9 is not known to this release"):
+    with pytest.raises(DataError, match="this release does not support order version 9"):
         Cursor.from_state_dict(Cursor(0, 0, SAVED, order_version=9).state_dict())

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threefold.data.rows.best_fit import best_fit
 from threefold.data.rows.concat import IGNORED, PADDING, ConcatRows, Rows
 from threefold.data.rows.packing import Packing
-from threefold.data.rows.padded import PaddedRows, cut_documents
+from threefold.data.rows.padded import PaddedRows, best_fit, cut_documents
 from threefold.data.store.store import StoreInfo, StoreWriter, TokenStore
 
 END = 60_000

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from threefold.data import partition
-from threefold.data.partition import StepRows, Tail
+from threefold.data.partition import StepRows, Steps, Tail
 from threefold.errors import ConfigError
 
 DP_SIZES = st.integers(1, 9)
@@ -17,10 +17,7 @@ TAILS = st.sampled_from(partition.TAILS)
 
 def step_of_all(position: int, *, num_rows: int, global_batch: int, dp_size: int, tail: Tail) -> list[StepRows]:
     return [
-        partition.rows_for_step(
-            position, num_rows=num_rows, global_batch=global_batch, dp_rank=rank, dp_size=dp_size, tail=tail
-        )
-        for rank in range(dp_size)
+        Steps(num_rows, global_batch, tail).of_rank(position, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)
     ]
 
 
@@ -41,7 +38,7 @@ def test_dp_ranks_take_turns_in_a_step(step: int, per_rank: int, dp_size: int) -
 @given(num_rows=st.integers(1, 300), per_rank=st.integers(1, 5), dp_size=DP_SIZES, tail=TAILS)
 def test_an_epoch_is_covered_once_with_equal_steps(num_rows: int, per_rank: int, dp_size: int, tail: Tail) -> None:
     batch = per_rank * dp_size
-    steps = partition.steps_left(0, num_rows=num_rows, global_batch=batch, tail=tail)
+    steps = Steps(num_rows, batch, tail).left(0)
     read: list[int] = []
     for step in range(steps):
         shares = step_of_all(step * batch, num_rows=num_rows, global_batch=batch, dp_size=dp_size, tail=tail)
@@ -70,9 +67,7 @@ def test_another_mesh_and_batch_go_on_where_the_first_stopped(
     position, read = 0, []
     for number, (per_rank, dp_size) in enumerate((first, second)):
         batch, made = per_rank * dp_size, 0
-        while partition.steps_left(position, num_rows=num_rows, global_batch=batch, tail=tail) and (
-            number or made < stop
-        ):
+        while Steps(num_rows, batch, tail).left(position) and (number or made < stop):
             read += read_in_order(
                 step_of_all(position, num_rows=num_rows, global_batch=batch, dp_size=dp_size, tail=tail)
             )
@@ -106,22 +101,22 @@ def test_many_steps_at_once_end_where_single_steps_do(
 ) -> None:
     if tail == "drop" and num_rows < batch:
         return
-    walked = partition.step_begin(3, start, num_rows=num_rows, global_batch=batch, tail=tail)
+    walked = Steps(num_rows, batch, tail).begin(3, start)
     for _ in range(ahead):
         epoch, position = walked
-        walked = partition.step_begin(epoch, position + batch, num_rows=num_rows, global_batch=batch, tail=tail)
-        assert partition.steps_left(walked[1], num_rows=num_rows, global_batch=batch, tail=tail) > 0
-    assert walked == partition.after_steps(3, start, ahead, num_rows=num_rows, global_batch=batch, tail=tail)
+        walked = Steps(num_rows, batch, tail).begin(epoch, position + batch)
+        assert Steps(num_rows, batch, tail).left(walked[1]) > 0
+    assert walked == Steps(num_rows, batch, tail).after(3, start, ahead)
 
 
 def test_steps_across_epochs() -> None:
-    assert partition.steps_per_epoch(10, global_batch=4, tail="drop") == 2
-    assert partition.steps_per_epoch(10, global_batch=4, tail="pad") == 3
-    assert partition.steps_per_epoch(10, global_batch=4, tail="exact") == 3
-    assert partition.after_steps(0, 4, 1, num_rows=10, global_batch=4, tail="drop") == (1, 0)
-    assert partition.after_steps(0, 4, 1, num_rows=10, global_batch=4, tail="exact") == (0, 8)
-    assert partition.after_steps(0, 8, 1, num_rows=10, global_batch=4, tail="exact") == (1, 0)
-    assert partition.after_steps(0, 0, 10**12, num_rows=10, global_batch=4, tail="drop") == (5 * 10**11, 0)
+    assert Steps(10, 4, "drop").per_epoch == 2
+    assert Steps(10, 4, "pad").per_epoch == 3
+    assert Steps(10, 4, "exact").per_epoch == 3
+    assert Steps(10, 4, "drop").after(0, 4, 1) == (1, 0)
+    assert Steps(10, 4, "exact").after(0, 4, 1) == (0, 8)
+    assert Steps(10, 4, "exact").after(0, 8, 1) == (1, 0)
+    assert Steps(10, 4, "drop").after(0, 0, 10**12) == (5 * 10**11, 0)
 
 
 def test_an_exact_last_step() -> None:
@@ -155,28 +150,28 @@ def test_shares_of_a_bare_sampler(num_rows: int, start: int, dp_size: int, tail:
 
 def test_a_batch_that_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ConfigError) as raised:
-        partition.rows_for_step(0, num_rows=90, global_batch=30, dp_rank=0, dp_size=4, tail="drop")
+        Steps(90, 30, "drop").of_rank(0, dp_rank=0, dp_size=4)
     assert str(raised.value) == (
         "train.global_batch = 30 cannot be divided equally among 4 dp ranks\n"
         "  expected: a multiple of mesh.dp (4), so that every dp rank makes the same number of steps\n"
         "  fix: --train.global_batch 32   (or 28)"
     )
     with pytest.raises(ConfigError, match=r"fix: --train\.global_batch 4$"):
-        partition.rows_for_step(0, num_rows=9, global_batch=3, dp_rank=0, dp_size=4, tail="drop")
+        Steps(9, 3, "drop").of_rank(0, dp_rank=0, dp_size=4)
     with pytest.raises(ConfigError, match=r"fix: --train\.global_batch 4$"):
         partition.check_global_batch(0, dp_size=4)
 
 
 def test_an_epoch_without_a_step_is_refused() -> None:
     with pytest.raises(ConfigError) as raised:
-        partition.steps_per_epoch(10, global_batch=16, tail="drop")
+        _ = Steps(10, 16, "drop").per_epoch
     assert str(raised.value) == (
         "the data has 10 rows and train.global_batch is 16: an epoch has no step\n"
         "  expected: at least one full global batch, because the incomplete one at an epoch's end is dropped\n"
         "  fix: --train.global_batch 10 or less, a shorter data.seq_len, or more data"
     )
     with pytest.raises(ConfigError) as raised:
-        partition.step_begin(0, 0, num_rows=0, global_batch=16, tail="exact")
+        Steps(0, 16, "exact").begin(0, 0)
     assert str(raised.value) == (
         "the data has 0 rows and train.global_batch is 16: an epoch has no step\n"
         "  expected: at least one row\n"
@@ -187,4 +182,4 @@ def test_an_epoch_without_a_step_is_refused() -> None:
 @pytest.mark.parametrize("position", [-4, 8, 12])
 def test_a_step_that_does_not_exist_is_refused(position: int) -> None:
     with pytest.raises(IndexError, match=f"no step begins at position {position} of 10 rows with 4 rows a step"):
-        partition.rows_for_step(position, num_rows=10, global_batch=4, dp_rank=0, dp_size=2, tail="drop")
+        Steps(10, 4, "drop").of_rank(position, dp_rank=0, dp_size=2)

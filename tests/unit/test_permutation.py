@@ -191,8 +191,8 @@ def test_an_unknown_version_is_refused() -> None:
     with pytest.raises(DataError) as raised:
         Permutation(5, version=ORDER_VERSION + 1)
     assert str(raised.value) == (
-        "order version 2 is not known to this release\n"
-        "  expected: one of 1; another algorithm would read other samples than the run began with\n"
+        "this release does not support order version 2\n"
+        "  expected: one of 1; another algorithm reads different samples\n"
         "  fix: install the release of threefold that began the run, or start a new run"
     )
 

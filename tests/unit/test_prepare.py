@@ -17,9 +17,9 @@ import pytest
 
 from threefold.data.store import parts, prepare
 from threefold.data.store.prepare import PreparedStore, PrepareProgress, request_of
-from threefold.data.store.resolve import cached_store
+from threefold.data.store.resolve import cached_store, open_text
 from threefold.data.store.store import TokenStore
-from threefold.data.text.source import Piece, ReadLog, Source, open_text
+from threefold.data.text.source import Piece, ReadLog, Source
 from threefold.data.tokens import ByteTokenizer
 from threefold.errors import DataError, RunError
 
@@ -156,7 +156,7 @@ def test_bad_lines_are_counted_when_skipped(tmp_path: Path) -> None:
     made = make(tmp_path / "x.jsonl", tmp_path / "to", skip_bad=True)
     assert (made.info.num_documents, made.info.num_skipped) == (2, 1)
     # The strict request is another one: the store that left lines out does not pass for it.
-    with pytest.raises(DataError, match="holds another token store"):
+    with pytest.raises(DataError, match="already holds another token store"):
         make(tmp_path / "x.jsonl", tmp_path / "to")
 
 

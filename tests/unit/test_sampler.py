@@ -345,7 +345,7 @@ def test_defaults_come_from_the_dp_axis_of_a_device_mesh(rank: int) -> None:
     assert (on_world.num_replicas, on_world.rank) == (8, rank)
     assert str(raised.value) == (
         "the mesh given to DistributedSampler has the dims (tp)\n"
-        "  expected: dims among dp, dp_replicate, dp_shard: only these say which ranks read different samples\n"
+        "  expected: dims among dp, dp_replicate, dp_shard: only these show which ranks read different samples\n"
         "  fix: pass the mesh that threefold.init_mesh returned, or num_replicas= and rank="
     )
 
@@ -378,8 +378,7 @@ def test_defaults_come_from_the_active_mesh(monkeypatch: pytest.MonkeyPatch) -> 
         (
             {"mesh": SimpleNamespace(dp_size=8, dp_rank=0)},
             "DistributedSampler got mesh= together with num_replicas= or rank=\n"
-            "  expected: one of them: the mesh's dp axis already says how many replicas there are and which this one "
-            "is\n"
+            "  expected: one of them: the mesh's dp axis already gives the number of replicas and the rank\n"
             "  fix: leave out num_replicas and rank",
         ),
         ({"order": "random"}, "order = 'random'\n  expected: threefold or torch\n  fix: order='threefold'"),
@@ -393,13 +392,13 @@ def test_defaults_come_from_the_active_mesh(monkeypatch: pytest.MonkeyPatch) -> 
         (
             {"dataset": iter([])},
             "the dataset (list_iterator) has no length\n"
-            "  expected: a map-style dataset, with __len__ and __getitem__: an order is made of its indices\n"
+            "  expected: a map-style dataset, with __len__ and __getitem__: the order consists of its indices\n"
             "  fix: pass a map-style dataset, or give a stream to the DataLoader without a sampler",
         ),
         (
             {"weights": [1, 2]},
             "there are 2 weights for 10 samples\n  expected: one weight for each sample of the dataset\n"
-            "  fix: pass 10 weights, 0 for samples that are never to be drawn",
+            "  fix: pass 10 weights, 0 for samples that must never be drawn",
         ),
         (
             {"weights": [1] * 10, "shuffle": False},

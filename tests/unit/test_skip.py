@@ -95,8 +95,8 @@ def test_steps_that_are_done_cannot_be_left_out() -> None:
     with pytest.raises(ConfigError) as caught:
         skips_ahead(SKIP, first_step=5, left_out=[(3, 5)])
     assert str(caught.value) == (
-        "data.skip has [3, 4], but step 3 is done: the run goes on with step 5\n"
-        "  expected: ranges of steps that are still to come: what was trained on cannot be left out afterwards\n"
+        "data.skip has [3, 4], but step 3 is done: the run resumes with step 5\n"
+        "  expected: ranges of future steps: batches that were trained on cannot be left out afterwards\n"
         "  fix: --checkpoint.resume RUN/checkpoints/step-...   (one before step 3), or leave the range out"
     )
 

@@ -13,8 +13,8 @@ from threefold.data.rows.concat import ConcatRows
 from threefold.data.rows.packing import Packing, open_rows
 from threefold.data.rows.padded import PaddedRows
 from threefold.data.store.prepare import prepare
-from threefold.data.store.resolve import open_store, store_prefix
-from threefold.data.text.source import Source, open_text
+from threefold.data.store.resolve import open_store, open_text, store_prefix
+from threefold.data.text.source import Source
 from threefold.data.tokens import ByteTokenizer
 
 BYTES = ByteTokenizer()

@@ -166,7 +166,7 @@ def test_data_with_indices_is_refused() -> None:
         loader(Dataset.from_dict({"i": [1]}))  # type: ignore[arg-type]
     assert problem_of(caught) == (
         "StreamingLoader got a Dataset",
-        "a datasets.IterableDataset, which knows how to be split among ranks",
+        "a datasets.IterableDataset, which can be split among ranks",
         "threefold.distribute(DataLoader(dataset, ...)) for data with indices, or "
         "datasets.load_dataset(..., streaming=True)",
     )
@@ -177,7 +177,7 @@ def test_stream_that_is_split_already_is_refused() -> None:
         loader(split_dataset_by_node(stream(), rank=0, world_size=2))
     assert problem_of(caught) == (
         "the stream is already split by split_dataset_by_node",
-        "a whole stream: split twice, ranks would read only a part of their part",
+        "an unsplit stream: split twice, ranks would read only a part of their part",
         "leave split_dataset_by_node out",
     )
 
@@ -189,7 +189,7 @@ def test_seek_without_torchdata_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         loader(stream(), resume="seek")
     assert problem_of(caught) == (
         "resume = 'seek' without torchdata",
-        "torchdata's StatefulDataLoader, which asks the stream and its workers where they are",
+        "torchdata's StatefulDataLoader, which asks the stream and its workers for their place",
         "pip install 'threefold[streaming]'   (or resume='replay')",
     )
 
@@ -204,7 +204,7 @@ def test_epoch_without_a_batch_is_refused() -> None:
     with pytest.raises(DataError) as caught:
         next(loader(stream(2), 1, 2, drop_last=True).endless())
     assert problem_of(caught) == (
-        "an epoch of the stream has not one batch on dp rank 1 of 2",
-        "at least one batch for each dp rank and epoch",
+        "an epoch of the stream has no batch on dp rank 1 of 2",
+        "at least one batch per dp rank and epoch",
         "fewer dp ranks, a smaller batch_size, or no drop_last",
     )

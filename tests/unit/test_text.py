@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from threefold.data.store.resolve import open_text
 from threefold.data.text import files as text_files
 from threefold.data.text import hub
 from threefold.data.text import rows as text_rows
-from threefold.data.text.source import Piece, ReadLog, Source, TextSource, log_error, open_text
+from threefold.data.text.source import Piece, ReadLog, Source, TextSource, log_error
 from threefold.errors import DataError
 
 

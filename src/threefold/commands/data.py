@@ -46,7 +46,8 @@ def prepare(
 ) -> None:
     """Make a memory-mapped token store (Megatron-LM's .bin and .idx) from a text source."""
     from threefold.data.store import prepare as stores
-    from threefold.data.text.source import Source, open_text
+    from threefold.data.store.resolve import open_text
+    from threefold.data.text.source import Source
     from threefold.data.tokens import load_tokenizer
 
     text = open_text(Source(source, text_field=text_field, split=split, config_name=config_name, revision=revision))

@@ -1,7 +1,7 @@
-"""The dp axis of this process: how many ranks read different samples, and which of them this one is.
+"""The dp axis of this process: how many ranks read different samples, and this one's place among them.
 
-It is taken from a mesh (threefold's or torch's), else from the process group's world. cp and tp ranks of one dp rank
-have the same place on it.
+It comes from a mesh (threefold's or torch's), else from the process group's world. cp and tp ranks of one dp rank have
+the same place on it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _DP_DIMS = ("dp", "dp_replicate", "dp_shard")
 
 
 class DataAxis(Protocol):
-    """What the sampler wants to know of a mesh; threefold's `Mesh` has it."""
+    """The part of a mesh that a sampler needs; threefold's `Mesh` has it."""
 
     @property
     def dp_size(self) -> int: ...
@@ -28,17 +28,28 @@ def data_axis(mesh: DataAxis | Any | None = None) -> tuple[int, int]:
     """(number of dp ranks, this one) of the given mesh, else of the active one, else of the process group's world.
 
     Raises:
-        ConfigError: a mesh whose dims do not say which ranks read different samples, or neither mesh nor group.
+        ConfigError: a mesh whose dims do not show which ranks read different samples, or neither mesh nor group.
     """
-    return _axis_of_mesh(mesh) or _world()
+    from threefold.mesh.mesh import active_mesh
+
+    mesh = active_mesh() if mesh is None else mesh
+    if mesh is not None:
+        return _axis_of_mesh(mesh)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size(), torch.distributed.get_rank()
+    raise ConfigError(
+        "DistributedSampler does not know its rank: there is no mesh and no process group",
+        expected="a mesh or a process group first; without one every rank would read every sample",
+        fix="call threefold.init_mesh() before, or pass num_replicas=1, rank=0 for a single process",
+    )
 
 
 def place_on_axis(num_replicas: int | None, rank: int | None, mesh: Any) -> tuple[int, int]:
-    """(number of dp ranks, this one), from what is given, the mesh or the world, in this order."""
+    """(number of dp ranks, this one) from the given numbers, the mesh or the world, in this order."""
     if mesh is not None and (num_replicas is not None or rank is not None):
         raise ConfigError(
             "DistributedSampler got mesh= together with num_replicas= or rank=",
-            expected="one of them: the mesh's dp axis already says how many replicas there are and which this one is",
+            expected="one of them: the mesh's dp axis already gives the number of replicas and the rank",
             fix="leave out num_replicas and rank",
         )
     if num_replicas is None or rank is None:
@@ -54,10 +65,7 @@ def place_on_axis(num_replicas: int | None, rank: int | None, mesh: Any) -> tupl
     return num_replicas, rank
 
 
-def _axis_of_mesh(mesh: Any) -> tuple[int, int] | None:
-    mesh = _active_mesh() if mesh is None else mesh
-    if mesh is None:
-        return None
+def _axis_of_mesh(mesh: Any) -> tuple[int, int]:
     if hasattr(mesh, "dp_size"):
         return mesh.dp_size, mesh.dp_rank
     names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
@@ -65,7 +73,7 @@ def _axis_of_mesh(mesh: Any) -> tuple[int, int] | None:
     if not dims or "fsdp" in names:
         raise ConfigError(
             f"the mesh given to DistributedSampler has the dims ({', '.join(names)})",
-            expected=f"dims among {', '.join(_DP_DIMS)}: only these say which ranks read different samples",
+            expected=f"dims among {', '.join(_DP_DIMS)}: only these show which ranks read different samples",
             fix="pass the mesh that threefold.init_mesh returned, or num_replicas= and rank=",
         )
     size, rank = 1, 0
@@ -73,19 +81,3 @@ def _axis_of_mesh(mesh: Any) -> tuple[int, int] | None:
         along = mesh.size(names.index(name))
         size, rank = size * along, rank * along + mesh.get_local_rank(name)
     return size, rank
-
-
-def _active_mesh() -> DataAxis | None:
-    from threefold.mesh.mesh import active_mesh
-
-    return active_mesh()
-
-
-def _world() -> tuple[int, int]:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise ConfigError(
-            "DistributedSampler does not know its rank: there is no mesh and no process group",
-            expected="a mesh or a process group first; without one every rank would read every sample",
-            fix="call threefold.init_mesh() before, or pass num_replicas=1, rank=0 for a single process",
-        )
-    return torch.distributed.get_world_size(), torch.distributed.get_rank()

@@ -1,13 +1,13 @@
-"""An ordinary DataLoader, made to read this dp rank's share: the sampler that users expect to be there.
+"""An ordinary DataLoader that reads this dp rank's share.
 
-In: a map-style `torch.utils.data.DataLoader`. Out: a DataLoader with threefold's sampler in the place of its own and
-every other argument as it was; `batch_size` is rows per dp rank, as with torch's DistributedSampler. What stays true:
-all dp ranks make the same number of steps; the state is where the loop is, whatever the workers prefetched; the state
-is the same on every rank and resumes with another number of ranks, of workers, or another batch size.
+In: a map-style `torch.utils.data.DataLoader`. Out: a DataLoader with threefold's sampler instead of its own and every
+other argument unchanged; `batch_size` is rows per dp rank, as with torch's DistributedSampler. What stays true: all dp
+ranks make the same number of steps; the state is the place of the loop, independent of what workers prefetched; it is
+the same on every rank and resumes with another number of ranks, of workers, or another batch size.
 
 The end of an epoch is the sampler's `drop` or `pad`, or `exact`: nothing dropped, nothing repeated. With `exact` a rank
-that has no sample in the last round repeats one as the last row of its last batch, and that row is marked as ignored:
-in a dict batch its labels become -100; for batches of another form the caller says how.
+without a sample in the last round repeats one as the last row of its last batch, and that row is marked as ignored: in
+a dict batch its labels become -100; for other batches the caller passes a function.
 """
 
 from __future__ import annotations
@@ -58,26 +58,26 @@ def distribute(
 ) -> DistributedLoader:
     """The same loader, reading the share of this dp rank.
 
-    Whether it shuffles is taken from the loader: `shuffle=True` gives a new order in every epoch, from `seed` and not
-    from the loader's generator; a WeightedRandomSampler gives the sampler's `weights`.
+    The loader decides whether to shuffle: `shuffle=True` gives a new order in every epoch, from `seed` and not from the
+    loader's generator; a WeightedRandomSampler gives the sampler's `weights`.
 
     Args:
-        loader: a map-style DataLoader with torch's own sampler; it is left as it is.
+        loader: a map-style DataLoader with torch's own sampler; it is not changed.
         mesh: threefold's mesh or a torch DeviceMesh; default: the active mesh, else the process group's world.
         seed: of the order; the same on every rank.
         tail: `drop`, `pad` or `exact`, as for the sampler; default: `drop` if the loader has drop_last, else `pad`.
-        order: `threefold`, or `torch` for the very indices of torch's DistributedSampler.
-        ignore_last_row: with `exact` and batches that are no dict with integer `labels`: returns a batch whose last row
-            counts for nothing.
+        order: `threefold`, or `torch` for exactly the indices of torch's DistributedSampler.
+        ignore_last_row: with `exact` and batches that are not a dict with integer `labels`: returns a batch whose last
+            row is ignored.
 
     Raises:
-        ConfigError: a loader that cannot be distributed, or no way to know the rank.
+        ConfigError: a loader that cannot be distributed, or an unknown rank.
     """
     check_loader(loader)
     if ignore_last_row is not None and tail != "exact":
         raise ConfigError(
             f"ignore_last_row has no effect with tail = {tail!r}",
-            expected="tail='exact', which alone adds a row that counts for nothing",
+            expected="tail='exact': only it adds a row that must be ignored",
             fix="distribute(loader, tail='exact', ignore_last_row=...), or leave ignore_last_row out",
         )
     sampler = DistributedSampler.for_loop(
@@ -93,9 +93,9 @@ def distribute(
 
 
 class DistributedLoader(DataLoader[Any]):
-    """A DataLoader over one dp rank's share that knows where the loop is; made by `distribute`.
+    """A DataLoader over one dp rank's share that counts what the loop received; made by `distribute`.
 
-    `len` is the number of batches of a whole epoch, the same on every dp rank.
+    `len` is the number of batches of an entire epoch, the same on every dp rank.
     """
 
     sampler: DistributedSampler
@@ -110,7 +110,7 @@ class DistributedLoader(DataLoader[Any]):
         """The rest of the epoch after `load_state_dict`, else the epoch from its head; exhausted, the epoch advances.
 
         Raises:
-            ConfigError: tail = exact, and a batch has no integer labels, a row each, that could be ignored.
+            ConfigError: tail = exact, and a batch has no integer labels, one row per sample, to mark as ignored.
         """
         now = self.sampler.open_pass()
         return self._counting(super().__iter__(), now)
@@ -127,12 +127,12 @@ class DistributedLoader(DataLoader[Any]):
         """Resume where `state_dict` was taken, with any number of ranks and workers and any batch size.
 
         Raises:
-            DataError: no state of a loader, or one of another seed, data, size or order.
+            DataError: not a state of a loader, or one of another seed, data, size or order.
         """
         self.sampler.load_state_dict(state)
 
     def rows_left(self) -> int:
-        """Rows of this rank from the place of the loop to the end of the epoch; the same number on every rank."""
+        """Rows of this rank from the loop's place to the end of the epoch; the same number on every rank."""
         return self.sampler.rows_left()
 
     def _counting(self, batches: Iterator[Any], now: Pass) -> Iterator[Any]:
@@ -143,7 +143,7 @@ class DistributedLoader(DataLoader[Any]):
         for batch in batches:
             rows = min(self.batch_size or 1, len(now.positions) - now.had)
             if some_rank_lacks_one and now.had == 0 and self._ignore_last_row is None:
-                # On the first batch, where every rank finds the same, and not on the last, where one alone would.
+                # On the first batch all ranks find the same problem; on the last, only one would.
                 _check_labels(batch, rows)
             now.count(rows)
             last = now.had == len(now.positions)
@@ -154,20 +154,19 @@ class DistributedLoader(DataLoader[Any]):
 def ignore_last_labels(batch: Any) -> Any:
     """A copy of a dict batch with `labels` [rows, ...] in which the last row's are all -100."""
     marked = copy.copy(batch)
-    labels = marked["labels"].clone()
-    labels[-1] = IGNORED
-    marked["labels"] = labels
+    marked["labels"] = batch["labels"].clone()
+    marked["labels"][-1] = IGNORED
     return marked
 
 
 def require_distributed(loader: Any, mesh: DataAxis | Any | None = None) -> None:
-    """Refuses a loader that would give other data to a dp rank than its share; for loaders that users bring.
+    """Refuses a user's loader that would give a dp rank other data than its share.
 
-    With one process there is nothing to share. Else the loader (or its sampler) must say `num_replicas` and `rank`,
-    as distributed samplers do, and they must be those of the dp axis.
+    With one process there is nothing to share. Else the loader (or its sampler) must have `num_replicas` and `rank`, as
+    distributed samplers do, equal to those of the dp axis.
 
     Raises:
-        ConfigError: no distributed sampler, or one for other ranks than those of the dp axis.
+        ConfigError: no distributed sampler, or one for ranks other than the dp axis's.
     """
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if world == 1:
@@ -178,7 +177,7 @@ def require_distributed(loader: Any, mesh: DataAxis | Any | None = None) -> None
         raise ConfigError(
             f"the training loader ({type(loader).__name__}) has no distributed sampler, and there are {world} ranks",
             expected=f"a loader that reads the share of dp rank {rank} of {size}: with this one the ranks would train "
-            "on the same rows, or on orders that do not fit together",
+            "on the same rows, or on unrelated orders",
             fix="loader = threefold.distribute(loader)",
         )
     if found != (size, rank):
@@ -191,7 +190,7 @@ def require_distributed(loader: Any, mesh: DataAxis | Any | None = None) -> None
 
 
 def _replica_of(loader: Any) -> tuple[int, int] | None:
-    """(number of replicas, this one) that a loader reads as, where it says so."""
+    """(number of replicas, this one) of a loader; None if it does not show them."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     for holder in (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
         size, rank = getattr(holder, "num_replicas", None), getattr(holder, "rank", None)
@@ -203,7 +202,7 @@ def _replica_of(loader: Any) -> tuple[int, int] | None:
 
 
 def draw_of(sampler: Any, num_rows: int) -> dict[str, Any]:
-    """The arguments of our sampler that say the same as torch's."""
+    """The arguments of our sampler that are equivalent to torch's sampler."""
     if type(sampler) is SequentialSampler:
         return {"shuffle": False}
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == num_rows:
@@ -214,15 +213,15 @@ def draw_of(sampler: Any, num_rows: int) -> dict[str, Any]:
     if hasattr(sampler, "num_replicas"):
         raise ConfigError(
             f"the loader already has a distributed sampler ({name})",
-            expected="a loader with torch's own sampler, which distribute replaces by a distributed one",
-            fix="build it with shuffle=True or False and no sampler, or use it as it is, without distribute",
+            expected="a loader with torch's own sampler, which distribute replaces with a distributed one",
+            fix="build it with shuffle=True or False and no sampler, or use it without distribute",
         )
     if type(sampler) in (RandomSampler, WeightedRandomSampler):
         name += f" with replacement={sampler.replacement}, num_samples={sampler.num_samples}"
     raise ConfigError(
         f"the loader has a sampler that cannot be distributed: {name}",
-        expected="shuffle=True or False over all samples, or a WeightedRandomSampler with replacement: only of these "
-        "is it known what they draw",
+        expected="shuffle=True or False over all samples, or a WeightedRandomSampler with replacement: only these "
+        "draw in a known way",
         fix="shuffle=True instead of the sampler, or sampler=threefold.DistributedSampler(dataset, ...) without "
         "distribute",
     )
@@ -237,34 +236,34 @@ def check_loader(loader: Any) -> None:
         )
     if isinstance(loader.dataset, IterableDataset):
         raise ConfigError(
-            f"the loader's dataset ({type(loader.dataset).__name__}) is a stream: it has no indices to share out",
+            f"the loader's dataset ({type(loader.dataset).__name__}) is a stream: it has no indices to distribute",
             expected="a map-style dataset, with __len__ and __getitem__",
             fix="threefold.data.streaming.StreamingLoader(dataset, batch_size=...) for a stream of the datasets "
             "library, or load the data without streaming=True",
         )
     if isinstance(loader, DistributedLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         raise ConfigError(
-            f"distribute got a {type(loader).__name__}, which iterates in a way of its own",
-            expected="a plain torch.utils.data.DataLoader, which can be built anew with another sampler",
+            f"distribute got a {type(loader).__name__}, which has its own iteration",
+            expected="a plain torch.utils.data.DataLoader, which can be rebuilt with another sampler",
             fix="pass the DataLoader that it was made from, or build one with the same arguments",
         )
     if loader.batch_size is None and loader.batch_sampler is not None:
         raise ConfigError(
             f"the loader has a batch_sampler ({type(loader.batch_sampler).__name__})",
-            expected="batch_size: it is not known which samples a batch_sampler would put together for one dp rank",
+            expected="batch_size: a batch_sampler's samples for one dp rank are not known",
             fix="DataLoader(dataset, batch_size=..., shuffle=...) without batch_sampler",
         )
     if not loader.in_order and loader.num_workers:
         raise ConfigError(
             "the loader has in_order = False",
             expected="batches in the order of the sampler: in the order in which workers finish, a step would read "
-            "other samples in every run, and no state could say which were read",
+            "different samples in every run, and no state could record them",
             fix="leave in_order out",
         )
 
 
 def _check_labels(batch: Any, rows: int) -> None:
-    """Refuses a batch of which no row could be ignored by its labels (ConfigError)."""
+    """Refuses a batch whose labels cannot mark a row as ignored (ConfigError)."""
     if not isinstance(batch, Mapping):
         found = f"a {type(batch).__name__}"
     elif not isinstance(labels := batch.get("labels"), Tensor):
@@ -272,15 +271,15 @@ def _check_labels(batch: Any, rows: int) -> None:
             f" whose labels are a {type(labels).__name__}" if labels is not None else ""
         )
     elif labels.is_floating_point():
-        found = f"a dict whose labels are {labels.dtype}, for which {IGNORED} is a value like any other"
+        found = f"a dict whose labels are {labels.dtype}, for which {IGNORED} is an ordinary value"
     elif labels.ndim == 0 or len(labels) != rows:
         found = f"a dict whose labels have the shape {list(labels.shape)} for {rows} samples"
     else:
         return
     raise ConfigError(
         f"tail = 'exact', and the loader's batch is {found}",
-        expected="a dict with integer `labels`, one row for each sample: some dp rank has no sample in the last round, "
-        f"and the row that keeps it in step is ignored by labels of {IGNORED}",
-        fix="distribute(loader, tail='exact', ignore_last_row=FUNCTION), which returns a batch whose last row counts "
-        "for nothing; or tail='drop' or 'pad'",
+        expected="a dict with integer `labels`, one row for each sample: a dp rank without a sample in the last round "
+        f"reads an extra row, which labels of {IGNORED} mark as ignored",
+        fix="distribute(loader, tail='exact', ignore_last_row=FUNCTION), which returns a batch whose last row is "
+        "ignored; or tail='drop' or 'pad'",
     )

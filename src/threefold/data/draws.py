@@ -1,11 +1,12 @@
 """Draws by weight: each position draws a row with replacement, independently of all others. Pure functions.
 
-In: a weight for each row. Out: the row of any position, in O(1). What stays true: a draw depends on nothing but (seed,
-epoch, position) and the weights, so resuming and dividing the draws among ranks is only arithmetic.
+In: a weight for each row. Out: the row of any position, in O(1). What stays true: a draw depends only on (seed, epoch,
+position) and the weights, so resuming and dividing the draws among ranks is only arithmetic.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -24,8 +25,7 @@ _LOW_HALF = np.uint64(2**32 - 1)
 class WeightedDraws:
     """Rows drawn with replacement, each with probability weight / sum of weights; any draw in O(1).
 
-    An alias table (Walker 1977; 16 bytes a row) and a counter-based generator: draw p of (seed, epoch) depends on
-    nothing but p, so resuming and dividing the draws among ranks is only arithmetic.
+    An alias table (Walker 1977; 16 bytes per row) and a counter-based generator.
     """
 
     def __init__(self, weights: Sequence[float] | npt.NDArray[Any], *, seed: int = 0, epoch: int = 0) -> None:
@@ -41,28 +41,26 @@ class WeightedDraws:
 
     @classmethod
     def of_rows(cls, weights: Sequence[float] | npt.NDArray[Any], *, seed: int, num_rows: int) -> WeightedDraws:
-        """The draws of `num_rows` rows; a ConfigError where there is not one weight for each."""
+        """The draws of `num_rows` rows; a ConfigError if there is not one weight for each."""
         draws = cls(weights, seed=seed)
         if len(draws.weights) != num_rows:
             raise ConfigError(
                 f"there are {len(draws.weights)} weights for {num_rows} samples",
                 expected="one weight for each sample of the dataset",
-                fix=f"pass {num_rows} weights, 0 for samples that are never to be drawn",
+                fix=f"pass {num_rows} weights, 0 for samples that must never be drawn",
             )
         return draws
 
     def in_epoch(self, epoch: int) -> WeightedDraws:
         """The same weights in another epoch; the table is shared, not built again."""
-        other = object.__new__(WeightedDraws)
-        other.weights, other._keep, other._alias = self.weights, self._keep, self._alias
-        other.seed, other.epoch = self.seed, epoch
-        other._keys = key_words("weighted draws", self.seed, epoch, count=2)
+        other = copy.copy(self)
+        other.epoch, other._keys = epoch, key_words("weighted draws", self.seed, epoch, count=2)
         return other
 
     def at(self, positions: npt.NDArray[Any]) -> IntArray:
         """Index of the row drawn at each of `positions` (integers >= 0, any shape)."""
         if positions.size and int(positions.min()) < 0:
-            raise IndexError(f"{int(positions.min())} is no position")
+            raise IndexError(f"{int(positions.min())} is not a position")
         counters = positions.astype(np.uint64)
         bucket = _scaled(hash_counters(counters, key=self._keys[0]), len(self.weights))
         # 53 bits: what a float64 in [0, 1) holds.
@@ -78,7 +76,7 @@ def _alias_table(weights: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float
     """(probability to keep a bucket, the row that it gives otherwise), [n] each.
 
     Light rows (p n <= 1) are filled up by heavy ones in order; a heavy row whose surplus is used up is itself filled
-    up by the next. Prefix sums of what is missing and of what is left over tell who fills whom, without a loop.
+    up by the next. Prefix sums of the deficits and of the surpluses give the filler of each row, without a loop.
     """
     n = len(weights)
     # fsum: the same bits on every machine, whatever its vector width.
@@ -121,5 +119,5 @@ def _checked_weights(weights: Sequence[float] | npt.NDArray[Any]) -> npt.NDArray
     raise ConfigError(
         what,
         expected="one finite number >= 0 for each row, and at least one above 0",
-        fix="pass one weight for each row, 0 for rows that are never to be drawn",
+        fix="pass one weight for each row, 0 for rows that must never be drawn",
     )

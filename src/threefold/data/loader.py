@@ -1,14 +1,15 @@
 """Rows to batches of tensors for one dp rank, prefetched by workers, resumable at any step.
 
-What the loader hands out is the dp rank's part of one global batch. Workers are given whole steps, named by where they
-begin (epoch, position), and keep no state of their own; so the state counts what the loop consumed, whatever was
-prefetched, and a run may stop with four workers and resume with none.
+Each batch is the dp rank's part of one global batch. Workers receive entire steps, named by where they begin (epoch,
+position), and keep no state; so the state counts the batches that the loop consumed, not those prefetched, and a run
+may stop with four workers and resume with none.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,25 +24,26 @@ from threefold.data.rows.concat import IGNORED, Rows
 Batch = dict[str, Tensor]
 
 
+@dataclass(frozen=True)
 class _StepDataset(Dataset[Batch]):
-    """Place -> the batch of one dp rank in the step that begins there; picklable, so that workers can have it."""
+    """Place -> the batch of one dp rank in the step that begins there; workers receive it pickled."""
 
-    def __init__(self, rows: Rows, order: Order, axis: tuple[int, int], *, document_mask: bool) -> None:
-        self._rows = rows
-        self._order = order
-        self._dp_rank, self._dp_size = axis
-        self._document_mask = document_mask
+    rows: Rows
+    order: Order
+    dp_rank: int
+    dp_size: int
+    document_mask: bool
 
     def __getitem__(self, begin: Place) -> Batch:
-        indices, num_ignored = self._order.rows_of_rank(begin, dp_rank=self._dp_rank, dp_size=self._dp_size)
-        return read_batch(self._rows, indices, num_ignored, document_mask=self._document_mask)
+        indices, num_ignored = self.order.rows_of_rank(begin, dp_rank=self.dp_rank, dp_size=self.dp_size)
+        return read_batch(self.rows, indices, num_ignored, document_mask=self.document_mask)
 
 
 def read_batch(rows: Rows, indices: np.ndarray[Any, Any], num_ignored: int, *, document_mask: bool) -> Batch:
     """Rows as int64 tensors [rows, seq_len], with `num_ignored` more whose labels are all ignored.
 
-    Besides the rows' own keys there is `indices` [rows], -1 for an ignored one: a row's number in `rows`, so that it is
-    unique over the sources of a mixture too. `document_ids` are left out where attention does not stop at documents.
+    In addition to the rows' own keys there is `indices` [rows]: a row's number in `rows`, unique over the sources of a
+    mixture too, -1 for an ignored row. `document_ids` are left out if attention does not stop at documents.
     """
     taken = indices if len(indices) else np.zeros(1, dtype=np.int64)
     batch = {name: torch.from_numpy(values) for name, values in rows.rows(taken).items()}
@@ -77,17 +79,19 @@ class TokenLoader:
         pin_memory: bool = False,
     ) -> None:
         check_global_batch(order.global_batch, dp_size=dp_size)
-        self.steps_per_epoch = order.steps_per_epoch
+        self.steps_per_epoch = order.steps.per_epoch
         self.rows = rows
         self.order = order
-        self._dataset = _StepDataset(rows, order, (dp_rank, dp_size), document_mask=document_mask)
+        self._dataset = _StepDataset(rows, order, dp_rank, dp_size, document_mask)
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self._place = Place(0, 0)
         self._step = 1
         self._planned: dict[int, StepRange] = {}
-        self._left_out: list[StepRange] = []
-        self._rows_read = 0
+        self.left_out: list[StepRange] = []
+        """Ranges of steps whose batches were left out so far."""
+        self.rows_read = 0
+        """Rows of the steps so far, over all dp ranks; those of `data.skip` were in no step."""
 
     @property
     def epoch(self) -> int:
@@ -96,7 +100,7 @@ class TokenLoader:
 
     @property
     def place(self) -> Place:
-        """Where the next step begins, behind what is left out before it."""
+        """Where the next step begins, after the batches that are left out before it."""
         return self._begin_of(self._step, self._place)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -108,39 +112,29 @@ class TokenLoader:
             pin_memory=self._pin_memory,
             # A fork of a process with live communication threads can hang; the server has none.
             multiprocessing_context=multiprocessing.get_context("forkserver") if self._num_workers else None,
-            # torch draws a seed here; from the global generator a resumed run would be a random number ahead.
+            # torch draws a seed here; drawn from the global generator, it would put a resumed run one number ahead.
             generator=torch.Generator(),
         )
         for batch in loader:
             self._place = self.order.after(self.place, 1)
             if (step_range := self._planned.get(self._step)) is not None:
-                self._left_out.append(step_range)
+                self.left_out.append(step_range)
             self._step += 1
-            self._rows_read += self.order.global_batch
+            self.rows_read += self.order.global_batch
             yield batch
 
     def leave_out(self, skip: Sequence[StepRange], *, first_step: int) -> None:
-        """Leaves the batches of some steps out when the run comes to them (see `order`).
+        """Leaves the batches of some steps out when the run reaches them (see `order`).
 
         Args:
-            skip: ranges of steps; those that the loaded state has left out already are passed over.
+            skip: ranges of steps; those that the loaded state has left out already are ignored.
             first_step: number of the step that reads the next batch.
 
         Raises:
             ConfigError: a range begins with a step that is done.
         """
-        self._planned = skips_ahead(skip, first_step=first_step, left_out=self._left_out)
+        self._planned = skips_ahead(skip, first_step=first_step, left_out=self.left_out)
         self._step = first_step
-
-    @property
-    def rows_read(self) -> int:
-        """Rows of the steps so far, over all dp ranks; those of `data.skip` were in no step."""
-        return self._rows_read
-
-    @property
-    def left_out(self) -> list[StepRange]:
-        """Ranges of steps whose batches were left out so far."""
-        return list(self._left_out)
 
     @property
     def planned(self) -> dict[int, StepRange]:
@@ -152,7 +146,7 @@ class TokenLoader:
         return Cursor(*self._place, self.fingerprint(), self.order.version)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the order was made from."""
+        """The ingredients of the order."""
         order = self.order
         mixture = {} if order.mixture is None else {"mixture": order.mixture.fingerprint()["mixture"]}
         return {
@@ -164,9 +158,9 @@ class TokenLoader:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor as plain values, and what was left out: counts the batches handed out, not those prefetched."""
-        left_out = [list(step_range) for step_range in self._left_out]
-        return {**self.cursor().state_dict(), "left_out": left_out, "rows_read": self._rows_read}
+        """The cursor as plain values, and the ranges left out; counts batches handed out, not those prefetched."""
+        left_out = [list(step_range) for step_range in self.left_out]
+        return {**self.cursor().state_dict(), "left_out": left_out, "rows_read": self.rows_read}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes where `state_dict` was taken, on any mesh and with any number of workers.
@@ -177,8 +171,8 @@ class TokenLoader:
         cursor = Cursor.from_state_dict(state)
         cursor.check(self.fingerprint())
         self._place = cursor.place
-        self._left_out = [(first, last) for first, last in state.get("left_out", [])]
-        self._rows_read = state.get("rows_read", cursor.epoch * self.order.epoch_size + cursor.position)
+        self.left_out = [(first, last) for first, last in state.get("left_out", [])]
+        self.rows_read = state.get("rows_read", cursor.epoch * self.order.epoch_size + cursor.position)
 
     def _begins(self) -> Iterator[Place]:
         step, place = self._step, self.place
@@ -187,7 +181,7 @@ class TokenLoader:
             step, place = step + 1, self._begin_of(step + 1, self.order.after(place, 1))
 
     def _begin_of(self, step: int, place: Place) -> Place:
-        """Where `step` really begins: at the place given, or behind what is left out before it."""
+        """Where `step` really begins: at the given place, or after the batches left out before it."""
         if (step_range := self._planned.get(step)) is not None:
             return self.order.after(place, num_batches([step_range]))
         return self.order.begin(place)
@@ -196,7 +190,7 @@ class TokenLoader:
 def evaluation_batches(
     rows: Rows, *, rows_per_rank: int, dp_rank: int, dp_size: int, document_mask: bool = False
 ) -> Iterator[Batch]:
-    """Every row once over all dp ranks, in order; each rank gives the same number of equally large batches."""
+    """Every row once over all dp ranks, in order; each rank yields the same number of equally large batches."""
     order = Order(rows.num_rows, rows_per_rank * dp_size, seed=0, shuffle=False, tail="exact")
     for position in range(0, rows.num_rows, order.global_batch):
         indices, num_ignored = order.rows_of_rank(Place(0, position), dp_rank=dp_rank, dp_size=dp_size)

@@ -1,7 +1,7 @@
 """Several sources read as one: position -> (source, position in source). Pure functions.
 
-In: weights, and the number of rows of each source. Out: for any positions, in any sequence, where to read, at a price
-that does not depend on how far along they are. What stays true of a `Mixture`:
+In: weights, and the number of rows of each source. Out: where to read for any positions, in any sequence, at a cost
+that does not depend on the positions. What stays true of a `Mixture`:
 
 - The sources take turns by a table of one period. Every window of `period` consecutive positions, wherever it begins,
   holds each source exactly `quotas[source]` times.
@@ -9,8 +9,8 @@ that does not depend on how far along they are. What stays true of a `Mixture`:
   time more or less often than r * quota / period.
 - Each source is read in epochs of its own, every row once in each, shuffled by a key of (seed, source, epoch).
 
-So the proportion is kept by construction and not on average, and a small source begins its next epoch when it is
-through, whatever the others do. `draws` are the other thing that people call weighting.
+So proportions hold by construction and not on average, and a small source begins its next epoch at its own end,
+independent of the others. `draws` is the other meaning of weighting.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Mixture:
     """An endless order over several sources with exact proportions."""
 
     def __init__(self, sizes: Mapping[str, int], weights: Mapping[str, Weight], *, seed: int = 0) -> None:
-        """Work out the turns of one period (some microseconds a turn).
+        """Compute the turns of one period (some microseconds per turn).
 
         Args:
             sizes: rows of each source, by name; the names and their order are part of the order.
-            weights: of the same sources, > 0, in any unit. Decimals count as they are written: 0.7 is 7/10.
-            seed: of the order of rows; each source gets its own key from it and its name.
+            weights: of the same sources, > 0, in any unit. Decimals are exact: 0.7 is 7/10.
+            seed: of the order of rows; each source's key is made of it and the source's name.
 
         Raises:
             ConfigError: names differ, a weight is not a positive number or a source has no rows.
@@ -73,7 +73,7 @@ class Mixture:
     def locate(self, positions: npt.NDArray[Any]) -> Turns:
         """Source, epoch and position in that epoch for each of `positions` (integers >= 0, any shape)."""
         if positions.size and int(positions.min()) < 0:
-            raise IndexError(f"{int(positions.min())} is no position")
+            raise IndexError(f"{int(positions.min())} is not a position")
         period, turn = np.divmod(positions.astype(np.int64), self.period)
         source = self._source_at[turn]
         nth = period * np.array(self.quotas)[source] + self._read_before[turn]
@@ -106,14 +106,14 @@ class Mixture:
         return Permutation(self.sizes[source], seed=self._seeds[source], epoch=epoch)
 
     def fingerprint(self) -> dict[str, int | str]:
-        """What the order is made from, as plain values for a `Cursor`."""
+        """The ingredients of the order, as plain values for a `Cursor`."""
         parts = zip(self.names, self.sizes, self.quotas, strict=True)
         described = ", ".join(f"{name} ({size} rows) x {quota}" for name, size, quota in parts)
         return {"seed": self.seed, "mixture": described}
 
 
 def quotas(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Turns of each source in one period: the weights' exact ratio where its period is at most 10,000.
+    """Turns of each source in one period: the weights' exact ratio if its period is at most 10,000.
 
     Else the nearest ratio with a period of 10,000 (largest remainders, at least 1 turn each).
 
@@ -137,7 +137,7 @@ def quotas(weights: Sequence[Fraction]) -> tuple[int, ...]:
     missing = MAX_PERIOD - sum(turns)
     for number in by_remainder[: max(missing, 0)]:
         turns[number] += 1
-    # The turns given to sources that would have had none come from the sources with the most.
+    # Turns for sources that would have none are taken from the sources with the most.
     richest = [(-count, number) for number, count in enumerate(turns)]
     heapq.heapify(richest)
     for _ in range(-missing):
@@ -179,8 +179,8 @@ def _earlier_turns(source_at: IntArray, num_sources: int) -> IntArray:
 def _check_sources(sizes: Mapping[str, int], weights: Mapping[str, Any]) -> None:
     if set(sizes) != set(weights) or not sizes:
         raise ConfigError(
-            f"the mixture weighs {', '.join(weights) or '(none)'}, "
-            f"and there are the sources {', '.join(sizes) or '(none)'}",
+            f"the mixture has weights for {', '.join(weights) or '(none)'}, "
+            f"but the sources are {', '.join(sizes) or '(none)'}",
             expected="one weight for each source",
             fix="data.mixture: {" + ", ".join(f"{name}: {weights.get(name, 1)}" for name in sizes or ["NAME"]) + "}",
         )
@@ -188,7 +188,7 @@ def _check_sources(sizes: Mapping[str, int], weights: Mapping[str, Any]) -> None
         if not _is_positive(weight):
             raise ConfigError(
                 f"the mixture's weight of {name} is {weight}",
-                expected="a positive number; a source that is not to be read is left out",
+                expected="a positive number; to skip a source, remove it",
                 fix=f"data.mixture: {{{name}: 1, ...}}, or remove {name}",
             )
     for name, size in sizes.items():

@@ -5,16 +5,16 @@ that samplers, loaders and checkpoints keep. What stays true: nothing here depen
 is the same on every rank and mesh and for every number of workers; an order made from something else (another seed,
 size, data or algorithm) is refused by name instead of being read from a place that means nothing in it.
 
-The loader asks for the rows of its dp rank, which `partition` deals out (`Order.rows_of_rank`). The audit asks for the
-rows of whole steps (`Order.rows`) and deals them out itself, so that a wrong loader cannot agree with it. A sampler
-goes through an epoch in a `Pass`, which counts what the loop has had.
+The loader asks for the rows of its dp rank, which `partition` computes (`Order.rows_of_rank`). The audit asks for the
+rows of entire steps (`Order.rows`) and divides them itself, so that a wrong loader cannot agree with it. A sampler
+iterates over an epoch in a `Pass`, which counts the samples that the loop received.
 
-`data.skip` leaves batches out, as people do after a spike of the loss. A range [first, last] stands for the batches
-that the steps first to last would have read. They are left out in one go when the run comes to step `first`, which then
-reads the batch that step last + 1 would have read. So step numbers have no holes, every step trains, and the place in
-the order moves by last - first + 1 batches more. A range counts in the run as it is: where one was left out before,
-later ranges mean the steps of the run that has left it out. The state keeps the ranges that were left out, so a resume
-after step `first` does not leave them out again, and a resume before it does.
+`data.skip` leaves batches out, for example after a loss spike. A range [first, last] stands for the batches that the
+steps first to last would have read. They are left out together when the run reaches step `first`, which then reads the
+batch that step last + 1 would have read. So step numbers have no gaps, every step trains, and the place in the order
+moves by last - first + 1 extra batches. Later ranges count the steps of the run that has left out the earlier ones. The
+state keeps the ranges that were left out, so a resume after step `first` does not leave them out again, and a resume
+before it does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from threefold.data.mixture import Mixture
-from threefold.data.partition import Tail, after_steps, rows_for_step, step_begin, steps_left, steps_per_epoch
+from threefold.data.partition import Steps, Tail
 from threefold.data.permutation import MAX_ROWS, ORDER_VERSION, IntArray, Permutation, check_order_version
 from threefold.errors import ConfigError, DataError, Problem
 
@@ -40,7 +40,7 @@ _REMEDY = {
     "order": "pass order={saved!r}, or start a new run",
     "num_samples": "pass num_samples={saved}, or start a new run",
 }
-_OTHER_REMEDY = "go on with the data and the settings that the run began with, or start a new run"
+_OTHER_REMEDY = "resume with the data and settings that the run began with, or start a new run"
 
 StepRange = tuple[int, int]
 """First and last step, both included."""
@@ -76,31 +76,30 @@ class Order:
         return self.num_rows if self.mixture is None else MAX_ROWS
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Steps of a whole epoch, at least 1; a ConfigError where no epoch has a step."""
-        return steps_per_epoch(self.epoch_size, global_batch=self.global_batch, tail=self.tail)
+    def steps(self) -> Steps:
+        """The steps of an epoch."""
+        return Steps(self.epoch_size, self.global_batch, self.tail)
 
     def begin(self, place: Place) -> Place:
-        """Where a step that is to begin at `place` really does: there, or at the head of the next epoch."""
-        return Place(*step_begin(*place, **self._sizes()))
+        """Where a step at `place` really begins: there, or at the head of the next epoch."""
+        return Place(*self.steps.begin(*place))
 
     def after(self, place: Place, num_steps: int) -> Place:
         """Where the step begins that follows `num_steps` steps from `place`."""
-        return Place(*after_steps(*place, num_steps, **self._sizes()))
+        return Place(*self.steps.after(*place, num_steps))
 
     def before(self, place: Place) -> Place | None:
         """Where the step before the one at `place` began; None at the very beginning."""
         epoch, position = self.begin(place)
         if position >= self.global_batch:
             return Place(epoch, position - self.global_batch)
-        steps = steps_left(0, **self._sizes())
-        return Place(epoch - 1, (steps - 1) * self.global_batch) if epoch else None
+        return Place(epoch - 1, (self.steps.per_epoch - 1) * self.global_batch) if epoch else None
 
     def stretches(self, place: Place, num_steps: int) -> Iterator[tuple[Place, int]]:
         """(place, number of steps) of each run of steps inside one epoch, `num_steps` together, from `place`."""
         while num_steps > 0:
             place = self.begin(place)
-            count = min(num_steps, steps_left(place.position, **self._sizes()))
+            count = min(num_steps, self.steps.left(place.position))
             yield place, count
             place, num_steps = self.after(place, count), num_steps - count
 
@@ -117,7 +116,7 @@ class Order:
 
     def rows_of_rank(self, place: Place, *, dp_rank: int, dp_size: int) -> tuple[IntArray, int]:
         """(row indices [rows] that one dp rank reads in the step at `place`, ignored rows to add)."""
-        step = rows_for_step(place.position, dp_rank=dp_rank, dp_size=dp_size, **self._sizes())
+        step = self.steps.of_rank(place.position, dp_rank=dp_rank, dp_size=dp_size)
         return self.rows_at(place.epoch, step.positions), step.num_ignored
 
     def rows_at(self, epoch: int, positions: IntArray) -> IntArray:
@@ -128,16 +127,11 @@ class Order:
 
     def permutation(self, epoch: int) -> Permutation:
         """The shuffle of one epoch; without a mixture."""
-        return _permutation(self.num_rows, self.seed, epoch, self.version)
-
-    def _sizes(self) -> dict[str, Any]:
-        return {"num_rows": self.epoch_size, "global_batch": self.global_batch, "tail": self.tail}
+        return _permutation(self.num_rows, seed=self.seed, epoch=epoch, version=self.version)
 
 
-@lru_cache(maxsize=4)
-def _permutation(num_rows: int, seed: int, epoch: int, version: int) -> Permutation:
-    """Kept, because a small one is a table."""
-    return Permutation(num_rows, seed=seed, epoch=epoch, version=version)
+# Cached, because a small one is a table.
+_permutation = lru_cache(maxsize=4)(Permutation)
 
 
 @dataclass(frozen=True)
@@ -171,12 +165,17 @@ class Cursor:
         Raises:
             DataError: a value is missing or is not what `state_dict` writes, or the order version is unknown.
         """
-        numbers = {name: _count(state, name) for name in ("epoch", "position", "order_version")}
-        fingerprint = state.get("fingerprint")
-        if not isinstance(fingerprint, Mapping):
-            raise _malformed("fingerprint", state)
-        check_order_version(numbers["order_version"])
-        return cls(numbers["epoch"], numbers["position"], dict(fingerprint), numbers["order_version"])
+        for name in ("epoch", "position", "order_version", "fingerprint"):
+            value, wanted = state.get(name), "a mapping" if name == "fingerprint" else "an integer >= 0"
+            if not (isinstance(value, Mapping) if name == "fingerprint" else type(value) is int and value >= 0):
+                found = f"{name} = {value!r}" if name in state else f"no {name}"
+                raise DataError(
+                    f"this is not a saved order of samples: it has {found}",
+                    expected=f"a state_dict() of threefold's sampler or loader, with {wanted} under {name!r}",
+                    fix="load the state that the same sampler or loader saved, or start a new run",
+                )
+        check_order_version(state["order_version"])
+        return cls(state["epoch"], state["position"], dict(state["fingerprint"]), state["order_version"])
 
     def check(self, fingerprint: Mapping[str, Plain]) -> None:
         """Refuse to resume in an order that was made from something else.
@@ -184,20 +183,27 @@ class Cursor:
         Raises:
             DataError: one problem for each value that differs, naming it, what was saved and what is given now.
         """
-        names = [*self.fingerprint, *(name for name in fingerprint if name not in self.fingerprint)]
+        pairs = {
+            name: (self.fingerprint.get(name, _ABSENT), fingerprint.get(name, _ABSENT))
+            for name in {**self.fingerprint, **fingerprint}
+        }
         problems = [
-            _difference(name, self.fingerprint.get(name, _ABSENT), fingerprint.get(name, _ABSENT))
-            for name in names
-            if self.fingerprint.get(name, _ABSENT) != fingerprint.get(name, _ABSENT)
+            Problem(
+                f"the saved state has {name} = {saved}, but here {name} = {given}",
+                f"the same {name}: in another order the saved position would repeat some samples and never read others",
+                _REMEDY.get(name, _OTHER_REMEDY).format(saved=saved, yaml=str(saved).lower()),
+            )
+            for name, (saved, given) in pairs.items()
+            if saved != given
         ]
         if problems:
             raise DataError.of(problems)
 
 
 class Pass:
-    """One iteration over an epoch: where it begins, this rank's positions, and how many of them were had.
+    """One iteration over an epoch: where it begins, this rank's positions, and how many the loop received.
 
-    Without a loop that counts its rows, what was handed out counts, without a step of Python for each index.
+    Without a loop that counts its rows, indices handed out are counted, without a step of Python for each index.
     """
 
     def __init__(self, epoch: int, begin: int, positions: range, *, by_loop: bool = False) -> None:
@@ -208,13 +214,13 @@ class Pass:
 
     @property
     def had(self) -> int:
-        """Positions whose samples the loop had, or whose indices were handed out."""
-        # A list's iterator knows how many items it still has.
+        """Positions whose samples the loop received, or whose indices were handed out."""
+        # A list's iterator knows how many items are left.
         ahead = 0 if self._by_loop else self._block.__length_hint__()  # type: ignore[attr-defined]
         return self._counted - ahead
 
     def count(self, rows: int) -> None:
-        """The loop was given `rows` more."""
+        """The loop received `rows` more."""
         self._counted += rows
 
     def hand_out(self, indices: list[int]) -> Iterator[int]:
@@ -230,9 +236,9 @@ def skips_ahead(skip: Sequence[StepRange], *, first_step: int, left_out: Sequenc
     """The ranges still to be left out, each by the step before whose batch that happens.
 
     Args:
-        skip: what `data.skip` asks for.
+        skip: the value of `data.skip`.
         first_step: the next step of the run.
-        left_out: ranges that the run has left out already; they are passed over.
+        left_out: ranges that the run has left out already; they are ignored.
 
     Raises:
         ConfigError: a range begins with a step that is done.
@@ -240,8 +246,8 @@ def skips_ahead(skip: Sequence[StepRange], *, first_step: int, left_out: Sequenc
     ahead = [(first, last) for first, last in skip if (first, last) not in set(left_out)]
     problems = [
         Problem(
-            f"data.skip has [{first}, {last}], but step {first} is done: the run goes on with step {first_step}",
-            "ranges of steps that are still to come: what was trained on cannot be left out afterwards",
+            f"data.skip has [{first}, {last}], but step {first} is done: the run resumes with step {first_step}",
+            "ranges of future steps: batches that were trained on cannot be left out afterwards",
             f"--checkpoint.resume RUN/checkpoints/step-...   (one before step {first}), or leave the range out",
         )
         for first, last in ahead
@@ -253,7 +259,7 @@ def skips_ahead(skip: Sequence[StepRange], *, first_step: int, left_out: Sequenc
 
 
 def steps_without(num_steps: int, *, skip: Iterable[StepRange]) -> int:
-    """Steps of a run whose batches are `num_steps`, without those that are left out."""
+    """Steps of a run with `num_steps` batches, without those that are left out."""
     for first, last in sorted(skip):
         if first <= num_steps:
             num_steps = max(first - 1, num_steps - num_batches([(first, last)]))
@@ -263,28 +269,3 @@ def steps_without(num_steps: int, *, skip: Iterable[StepRange]) -> int:
 def num_batches(ranges: Iterable[StepRange]) -> int:
     """How many batches the ranges leave out."""
     return sum(last - first + 1 for first, last in ranges)
-
-
-def _difference(name: str, saved: Plain, given: Plain) -> Problem:
-    return Problem(
-        f"the saved state has {name} = {saved}, but here {name} = {given}",
-        f"the same {name}: in another order the saved position would repeat some samples and never read others",
-        _REMEDY.get(name, _OTHER_REMEDY).format(saved=saved, yaml=str(saved).lower()),
-    )
-
-
-def _count(state: Mapping[str, Any], name: str) -> int:
-    value = state.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise _malformed(name, state)
-    return value
-
-
-def _malformed(name: str, state: Mapping[str, Any]) -> DataError:
-    found = f"{name} = {state[name]!r}" if name in state else f"no {name}"
-    wanted = "a mapping" if name == "fingerprint" else "an integer >= 0"
-    return DataError(
-        f"this is not a saved order of samples: it has {found}",
-        expected=f"what state_dict() of threefold's sampler or loader returned, with {wanted} under {name!r}",
-        fix="load the state that the same sampler or loader saved, or start a new run",
-    )

@@ -1,11 +1,11 @@
 """Which positions of an epoch a step reads, and which of them one dp rank takes: pure arithmetic.
 
-In: where a step begins (a global position in its epoch), the global batch and the dp axis. Out: positions, to be turned
-into rows by a permutation or a mixture. What stays true: a step owns consecutive positions whatever the number of dp
-ranks, who take turns in it, so every mesh reads the same set of samples in a step; all dp ranks make the same number of
-steps; a position is read by exactly one dp rank.
+In: where a step begins (a global position in its epoch), the global batch and the dp axis. Out: positions, which a
+permutation or a mixture turns into rows. What stays true: a step owns consecutive positions for any number of dp ranks,
+which take turns in it, so every mesh reads the same set of samples in a step; all dp ranks make the same number of
+steps; each position is read by exactly one dp rank.
 
-The end of an epoch that the global batch does not divide has three treatments (`Tail`):
+If the global batch does not divide an epoch, there are three ways to end it (`Tail`):
 
 - `drop`: the incomplete step is left out.
 - `pad`: the last step is filled up with the epoch's head, as torch's sampler does.
@@ -37,82 +37,83 @@ class StepRows:
     """rows to add whose labels are all ignored (only with the tail `exact`)."""
 
 
-def rows_for_step(
-    position: int, *, num_rows: int, global_batch: int, dp_rank: int, dp_size: int, tail: Tail
-) -> StepRows:
-    """What one dp rank reads in the step that begins at `position` of its epoch.
+@dataclass(frozen=True)
+class Steps:
+    """The steps of epochs of `num_rows` positions, each read in global batches.
 
     A step is named by where it begins, not by its number, so that a run may resume with another global batch.
-
-    Raises:
-        ConfigError: global_batch is not a multiple of dp_size.
-        IndexError: the epoch has no step that begins there.
     """
-    check_global_batch(global_batch, dp_size=dp_size)
-    if position < 0 or steps_left(position, num_rows=num_rows, global_batch=global_batch, tail=tail) == 0:
-        raise IndexError(f"no step begins at position {position} of {num_rows} rows with {global_batch} rows a step")
-    wanted = np.arange(position + dp_rank, position + global_batch, dp_size, dtype=np.int64)
-    if tail == "exact":
-        wanted = wanted[wanted < num_rows]
-    return StepRows(wanted % num_rows, num_ignored=global_batch // dp_size - len(wanted))
 
+    num_rows: int
+    global_batch: int
+    tail: Tail = "drop"
 
-def steps_left(position: int, *, num_rows: int, global_batch: int, tail: Tail) -> int:
-    """Steps that an epoch of num_rows still has from `position` on; 0 at its end."""
-    rows = max(num_rows - position, 0)
-    return rows // global_batch if tail == "drop" else -(-rows // global_batch)
+    def of_rank(self, position: int, *, dp_rank: int, dp_size: int) -> StepRows:
+        """What one dp rank reads in the step that begins at `position` of its epoch.
 
+        Raises:
+            ConfigError: global_batch is not a multiple of dp_size.
+            IndexError: the epoch has no step that begins there.
+        """
+        check_global_batch(self.global_batch, dp_size=dp_size)
+        if position < 0 or self.left(position) == 0:
+            raise IndexError(
+                f"no step begins at position {position} of {self.num_rows} rows with {self.global_batch} rows a step"
+            )
+        wanted = np.arange(position + dp_rank, position + self.global_batch, dp_size, dtype=np.int64)
+        if self.tail == "exact":
+            wanted = wanted[wanted < self.num_rows]
+        return StepRows(wanted % self.num_rows, num_ignored=self.global_batch // dp_size - len(wanted))
 
-def steps_per_epoch(num_rows: int, *, global_batch: int, tail: Tail) -> int:
-    """Steps of a whole epoch, at least 1.
+    def left(self, position: int) -> int:
+        """Steps that an epoch still has from `position` on; 0 at its end."""
+        rows = max(self.num_rows - position, 0)
+        return rows // self.global_batch if self.tail == "drop" else -(-rows // self.global_batch)
 
-    Raises:
-        ConfigError: there are no rows, or with `drop` fewer than one global batch, so that no epoch has a step.
-    """
-    steps = steps_left(0, num_rows=num_rows, global_batch=global_batch, tail=tail)
-    if steps == 0:
+    @property
+    def per_epoch(self) -> int:
+        """Steps of an entire epoch, at least 1.
+
+        Raises:
+            ConfigError: there are no rows, or with `drop` fewer than one global batch, so that no epoch has a step.
+        """
+        if steps := self.left(0):
+            return steps
+        expected = "at least one row"
+        fix = "check data.source, or shorten data.seq_len: a row needs data.seq_len + 1 tokens"
+        if self.num_rows:
+            expected = "at least one full global batch, because the incomplete one at an epoch's end is dropped"
+            fix = f"--train.global_batch {self.num_rows} or less, a shorter data.seq_len, or more data"
         raise ConfigError(
-            f"the data has {num_rows} rows and train.global_batch is {global_batch}: an epoch has no step",
-            expected="at least one full global batch, because the incomplete one at an epoch's end is dropped"
-            if num_rows
-            else "at least one row",
-            fix=f"--train.global_batch {num_rows} or less, a shorter data.seq_len, or more data"
-            if num_rows
-            else "check data.source, or shorten data.seq_len: a row needs data.seq_len + 1 tokens",
+            f"the data has {self.num_rows} rows and train.global_batch is {self.global_batch}: an epoch has no step",
+            expected=expected,
+            fix=fix,
         )
-    return steps
 
+    def begin(self, epoch: int, position: int) -> tuple[int, int]:
+        """(epoch, position) where the next step really begins: here, or at the next epoch's head if this one is over.
 
-def step_begin(epoch: int, position: int, *, num_rows: int, global_batch: int, tail: Tail) -> tuple[int, int]:
-    """(epoch, position) where the next step really begins: here, or at the next epoch's head where this one is over.
+        Raises:
+            ConfigError: no epoch has a step.
+        """
+        # per_epoch refuses an epoch without a step.
+        return (epoch, position) if self.left(position) or not self.per_epoch else (epoch + 1, 0)
 
-    Raises:
-        ConfigError: no epoch has a step.
-    """
-    if steps_left(position, num_rows=num_rows, global_batch=global_batch, tail=tail):
-        return epoch, position
-    steps_per_epoch(num_rows, global_batch=global_batch, tail=tail)
-    return epoch + 1, 0
-
-
-def after_steps(
-    epoch: int, position: int, steps: int, *, num_rows: int, global_batch: int, tail: Tail
-) -> tuple[int, int]:
-    """(epoch, position) of the step that follows `steps` steps from (epoch, position), without walking them."""
-    epoch, position = step_begin(epoch, position, num_rows=num_rows, global_batch=global_batch, tail=tail)
-    left = steps_left(position, num_rows=num_rows, global_batch=global_batch, tail=tail)
-    if steps < left:
-        return epoch, position + steps * global_batch
-    per_epoch = steps_per_epoch(num_rows, global_batch=global_batch, tail=tail)
-    epochs, steps_in_epoch = divmod(steps - left, per_epoch)
-    return epoch + 1 + epochs, steps_in_epoch * global_batch
+    def after(self, epoch: int, position: int, steps: int) -> tuple[int, int]:
+        """(epoch, position) of the step that follows `steps` steps from (epoch, position), without walking them."""
+        epoch, position = self.begin(epoch, position)
+        left = self.left(position)
+        if steps < left:
+            return epoch, position + steps * self.global_batch
+        epochs, steps_in_epoch = divmod(steps - left, self.per_epoch)
+        return epoch + 1 + epochs, steps_in_epoch * self.global_batch
 
 
 def share(start: int, *, num_rows: int, dp_rank: int, dp_size: int, tail: Tail, multiple: int | None = None) -> range:
-    """Positions that one dp rank reads from `start` to the end of the epoch, without regard to steps.
+    """Positions that one dp rank reads from `start` to the end of the epoch, independent of steps.
 
-    For a sampler: the tail is that of whole rounds (one sample per dp rank); `drop` leaves out what does not fill
-    `multiple` samples (whole rounds; default: one). From 0 it is torch's partition. With `pad` a position
+    For a sampler: the tail is that of full rounds (one sample per dp rank); `drop` leaves out samples that do not fill
+    `multiple` (a multiple of the round; default: one round). From 0 it is torch's partition. With `pad` a position
     p >= num_rows stands for the head again: p % num_rows. With `exact` the lengths differ by at most 1.
     """
     left = max(num_rows - start, 0)
@@ -124,7 +125,7 @@ def share(start: int, *, num_rows: int, dp_rank: int, dp_size: int, tail: Tail, 
 
 
 def tail_of_sampler(tail: str | None, *, drop_last: bool) -> Tail:
-    """The tail that `tail` and torch's `drop_last` ask for together; without `tail` what torch does.
+    """The tail for `tail` and torch's `drop_last` together; without `tail` it is torch's behaviour.
 
     Raises:
         ConfigError: an unknown tail, or one that contradicts drop_last.

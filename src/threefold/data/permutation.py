@@ -1,7 +1,7 @@
 """A shuffled order without a table: position -> index, a keyed bijection of [0, n), and its inverse.
 
 In: n, a seed and an epoch. Out: any part of that epoch's order, in any sequence, in O(1) time and memory per index, so
-the first index of 10^12 rows costs what the first of 1,000 does, and resuming is only arithmetic. What stays true:
+the first index of 10^12 rows costs as much as the first of 1,000, and resuming is only arithmetic. What stays true:
 `at` is a bijection for every n, `inverse` undoes it, and one (version, n, seed, epoch) gives one order on every
 machine, every numpy release and every world size: only integer arithmetic and SHAKE-128 (for the keys) take part.
 
@@ -10,8 +10,8 @@ Two constructions, by n:
 - n > 8,192: position p is split into (p // b, p % b) on Z_a x Z_b with a = ceil(sqrt(n)) and b = ceil(n / a), then
   eight rounds add a keyed hash of one half to the other half, modulo a and b in turn (a Feistel network with modular
   additions). a * b exceeds n by less than sqrt(n); the few results outside [0, n) walk their cycle until inside.
-- n <= 8,192, where the halves are too few to hide the rounds' structure: a table sorted by keyed hash, made at first
-  use (16 KiB and a third of a millisecond at most).
+- n <= 8,192, too few for the halves to hide the rounds' structure: a table sorted by keyed hash, made at first use (at
+  most 16 KiB and a third of a millisecond).
 
 `ORDER_VERSION` names this algorithm. States and runs record it: a later algorithm gets a later number, and a run that
 has begun keeps the order it began with.
@@ -23,7 +23,7 @@ import math
 import operator
 from functools import cached_property
 from hashlib import shake_128
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ KNOWN_ORDER_VERSIONS = (1,)
 MAX_ROWS = 2**62
 
 IntArray = npt.NDArray[np.int64]
+IntOrArray = TypeVar("IntOrArray", int, npt.NDArray[Any])
 _Words = npt.NDArray[Any]  # uint32 or uint64
 
 _TABLE_ROWS = 2**13
@@ -49,7 +50,7 @@ _GOLDEN_64 = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Permutation:
-    """The order of n rows in one epoch: a bijection of [0, n), computed where it is asked for."""
+    """The order of n rows in one epoch: a bijection of [0, n), computed on demand."""
 
     def __init__(self, n: int, *, seed: int = 0, epoch: int = 0, version: int = ORDER_VERSION) -> None:
         """Derive the keys (some microseconds, no table).
@@ -61,7 +62,7 @@ class Permutation:
 
         Raises:
             ConfigError: n, seed or epoch is out of range.
-            DataError: `version` is an order that this release does not know.
+            DataError: this release does not support the order `version`.
         """
         self.n = _checked(n, "the number of rows", low=1, high=MAX_ROWS)
         self.seed = _checked(seed, "the seed of the order", low=0)
@@ -82,11 +83,7 @@ class Permutation:
     def __repr__(self) -> str:
         return f"Permutation({self.n}, seed={self.seed}, epoch={self.epoch}, version={self.version})"
 
-    @overload
-    def at(self, positions: int) -> int: ...
-    @overload
-    def at(self, positions: npt.NDArray[Any]) -> IntArray: ...
-    def at(self, positions: int | npt.NDArray[Any]) -> int | IntArray:
+    def at(self, positions: IntOrArray) -> IntOrArray:
         """Indices of the rows at `positions`.
 
         Args:
@@ -101,15 +98,11 @@ class Permutation:
         """
         return self._map(positions, inverse=False)
 
-    @overload
-    def inverse(self, indices: int) -> int: ...
-    @overload
-    def inverse(self, indices: npt.NDArray[Any]) -> IntArray: ...
-    def inverse(self, indices: int | npt.NDArray[Any]) -> int | IntArray:
+    def inverse(self, indices: IntOrArray) -> IntOrArray:
         """Positions at which the rows `indices` are read: `inverse(at(p)) == p`. Shapes and errors as for `at`."""
         return self._map(indices, inverse=True)
 
-    def _map(self, values: int | npt.NDArray[Any], *, inverse: bool) -> int | IntArray:
+    def _map(self, values: IntOrArray, *, inverse: bool) -> IntOrArray:
         if not isinstance(values, np.ndarray):
             return int(self._map_flat(np.array([operator.index(values)]), inverse=inverse)[0])
         if values.dtype.kind not in "iu":
@@ -123,8 +116,7 @@ class Permutation:
                 raise IndexError(f"{lowest if lowest < 0 else highest} is outside [0, {self.n})")
         if self.n > _TABLE_ROWS:
             return self._walk(flat, inverse=inverse)
-        table = self._inverse_table if inverse else self._table
-        return table[flat].astype(np.int64)
+        return (self._inverse_table if inverse else self._table)[flat].astype(np.int64)
 
     @cached_property
     def _table(self) -> npt.NDArray[np.uint16]:
@@ -138,12 +130,10 @@ class Permutation:
 
     @cached_property
     def _inverse_table(self) -> npt.NDArray[np.uint16]:
-        table = np.empty_like(self._table)
-        table[self._table] = np.arange(self.n, dtype=np.uint16)
-        return table
+        return np.argsort(self._table).astype(np.uint16)
 
     def _walk(self, flat: npt.NDArray[Any], *, inverse: bool) -> IntArray:
-        """Apply the rounds chunk by chunk; what lands outside [0, n) goes round again until it is inside."""
+        """Apply the rounds chunk by chunk; results outside [0, n) are mapped again until they are inside."""
         mapped = np.empty(flat.size, dtype=np.int64)
         last = self._word(self.n - 1)
         chunk = _CHUNK_BYTES // self._word().itemsize
@@ -160,7 +150,7 @@ class Permutation:
         return mapped
 
     def _rounds(self, values: _Words, *, inverse: bool) -> None:
-        """Replace `values`, each in [0, a * b), by their images under the Feistel network (or its inverse)."""
+        """Replace `values`, each in [0, a * b), with their images under the Feistel network (or its inverse)."""
         scratch, hashed = np.empty_like(values), np.empty_like(values)
         width = self._sides[1]
         high = np.floor_divide(values, width)
@@ -168,18 +158,14 @@ class Permutation:
         low = np.subtract(values, scratch, out=values)
 
         halves = (high, low)
-        order = reversed(range(_ROUNDS)) if inverse else range(_ROUNDS)
-        for number in order:
+        for number in reversed(range(_ROUNDS)) if inverse else range(_ROUNDS):
             target, source = halves[number % 2], halves[1 - number % 2]
             side = self._sides[number % 2]
             _hash_modulo(source, side, key=self._round_keys[number], out=hashed, scratch=scratch)
             # Unsigned: the wrong one of (sum, sum - side) or (difference, difference + side) is the larger.
-            if inverse:
-                np.subtract(target, hashed, out=target)
-                np.add(target, side, out=scratch)
-            else:
-                np.add(target, hashed, out=target)
-                np.subtract(target, side, out=scratch)
+            forth, back = (np.subtract, np.add) if inverse else (np.add, np.subtract)
+            forth(target, hashed, out=target)
+            back(target, side, out=scratch)
             np.minimum(target, scratch, out=target)
 
         np.multiply(high, width, out=high)
@@ -189,10 +175,9 @@ class Permutation:
 def check_order_version(version: int) -> None:
     """Refuse an order version that this release cannot reproduce (DataError)."""
     if version not in KNOWN_ORDER_VERSIONS:
-        known = ", ".join(str(number) for number in KNOWN_ORDER_VERSIONS)
         raise DataError(
-            f"order version {version} is not known to this release",
-            expected=f"one of {known}; another algorithm would read other samples than the run began with",
+            f"this release does not support order version {version}",
+            expected=f"one of {', '.join(map(str, KNOWN_ORDER_VERSIONS))}; another algorithm reads different samples",
             fix="install the release of threefold that began the run, or start a new run",
         )
 
@@ -222,7 +207,7 @@ def hash_counters(counters: npt.NDArray[np.uint64], *, key: np.uint64) -> npt.ND
 
 
 def _hash_modulo(source: _Words, modulus: Any, *, key: Any, out: _Words, scratch: _Words) -> None:
-    """out = hash(source, key) modulo `modulus`; the modulus is so far below the word's range that its bias is nil."""
+    """out = hash(source, key) modulo `modulus`, which is far below the word's range: its bias is negligible."""
     np.add(source, key, out=out)
     _mix(out, _MIX_32 if out.dtype == np.uint32 else _MIX_64, scratch=scratch)
     # numpy divides by a scalar with vector instructions; its remainder does not.

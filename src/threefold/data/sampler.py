@@ -7,7 +7,7 @@ state is (epoch, global position), the same on every rank after the same number 
 of replicas or another batch size resumes from it without a repeated or a lost sample.
 
 An iteration is a `Pass`. A bare sampler counts the indices that it hands out. A DataLoader asks for indices ahead of
-the loop, so a loader's sampler (`for_loop`) is given its pass: the loader opens it, counts the loop's rows, closes it.
+the loop, so the loader of a `for_loop` sampler opens the pass, counts the loop's rows and closes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +31,6 @@ from threefold.data.permutation import ORDER_VERSION, IntArray, Permutation
 from threefold.errors import ConfigError
 
 OrderName = Literal["threefold", "torch"]
-
-_Indices = Callable[[IntArray], IntArray]
 
 # Indices are computed and handed to Python in blocks: small first, so that the first index is there at once, then as
 # large as a core's own cache holds.
@@ -62,14 +60,14 @@ class DistributedSampler(Sampler[int]):
         """Fix the order; no index is computed yet.
 
         Args:
-            dataset: anything with a length; where it has a `fingerprint` (a string), the state remembers it.
-            num_replicas, rank: number of dp ranks and this one's place; default: the mesh's dp axis where a mesh is
-                given or active, else the process group's world.
+            dataset: anything with a length; its `fingerprint` (a string), if it has one, is kept in the state.
+            num_replicas, rank: number of dp ranks and this one's place; default: the dp axis of the given or active
+                mesh, else the process group's world.
             shuffle: another order in every epoch, or 0, 1, 2, ...
             seed: of the shuffle; the same on every rank.
             drop_last: leave out the last samples that the replicas cannot share equally.
-            order: `threefold`: computed where it is read, O(1) memory; `torch`: the very indices of torch's sampler, at
-                4 bytes a sample on every rank.
+            order: `threefold`: computed on demand, O(1) memory; `torch`: exactly the indices of torch's sampler, at
+                4 bytes per sample on every rank.
             tail: `drop`, `pad` (repeat the head, as torch does) or `exact` (every sample once; the replicas' counts
                 differ by at most 1). Default: `drop` if drop_last, else `pad`.
             weights: one for each sample: draw with replacement, in proportion to them.
@@ -77,7 +75,7 @@ class DistributedSampler(Sampler[int]):
             mesh: threefold's mesh, or a torch DeviceMesh with dims among dp, dp_replicate, dp_shard.
 
         Raises:
-            ConfigError: settings that contradict one another, or no way to know the rank.
+            ConfigError: contradictory settings, or an unknown rank.
         """
         super().__init__()
         self.num_replicas, self.rank = place_on_axis(num_replicas, rank, mesh)
@@ -95,11 +93,15 @@ class DistributedSampler(Sampler[int]):
         self._stand_in: Callable[[int], int] | None = None
         self._set_multiple(self.num_replicas)
         if order == "torch" and shuffle and self._num_rows > _MOST_INT32:
-            warnings.warn(_large_table(self._num_rows), stacklevel=2)
+            warnings.warn(
+                f"order='torch' keeps 8 bytes for each of {self._num_rows} samples on every rank "
+                f"({self._num_rows / 2**27:.0f} GiB), 4 up to {_MOST_INT32}; order='threefold' keeps none",
+                stacklevel=2,
+            )
         self.epoch = 0
         self._order_version = ORDER_VERSION
         self._begin = 0
-        # The pass that the state counts, and the one that is read: torch begins to read later than a loader opens.
+        # The pass that the state counts, and the one that is read: torch begins to read after a loader opens.
         self._pass: Pass | None = None
         self._opened: Pass | None = None
 
@@ -114,13 +116,12 @@ class DistributedSampler(Sampler[int]):
     ) -> Self:
         """A sampler for one loader, whose state is that of the loop.
 
-        With the tail `exact` every rank has as many positions as the others: a rank without a sample in the last round
-        has a position past the end of the epoch, which stands for the epoch's head. The loader ignores that row.
+        With the tail `exact` all ranks have the same number of positions: a rank without a sample in the last round has
+        a position past the end of the epoch, which stands for the epoch's head. The loader ignores that row.
 
         Args:
-            global_batch: with the tail `drop`, an incomplete one is left out as a whole; default: a round, a sample
-                for each dp rank.
-            stand_in: what to hand out for that last position, instead of the index of the head; None: the index.
+            global_batch: with the tail `drop`, an incomplete one is left out; default: a round, a sample per dp rank.
+            stand_in: replaces the index of the head at that last position.
             settings: those of the constructor.
         """
         sampler = cls(dataset, **settings)
@@ -130,22 +131,24 @@ class DistributedSampler(Sampler[int]):
 
     @property
     def weighted(self) -> bool:
-        """Samples are drawn with weights: as often as they are drawn, and some never."""
+        """Samples are drawn with weights: some several times, some never."""
         return self._draws is not None
 
     def __len__(self) -> int:
-        """Indices of this rank in a whole epoch."""
+        """Indices of this rank in an entire epoch."""
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
         """The rest of the epoch after `load_state_dict`, else the epoch from its head.
 
-        When it is exhausted, the epoch advances by itself (not with order="torch", as torch's does not). For a loader:
-        the indices of the pass that it has opened.
+        When it is exhausted, the epoch advances (not with order="torch", as in torch). For a loader: the indices of the
+        pass that it has opened.
         """
         if not self._by_loop:
-            return self._indices(self.open_pass())
-        return self._indices(self._opened or Pass(self.epoch, self._begin, self._share(self._begin)))
+            now = self.open_pass()
+        else:
+            now = self._opened or Pass(self.epoch, self._begin, self._share(self._begin))
+        return itertools.chain.from_iterable(self._blocks(now))
 
     def open_pass(self) -> Pass:
         """Begins an iteration: the rest of the epoch after `load_state_dict`, else the epoch from its head."""
@@ -154,7 +157,7 @@ class DistributedSampler(Sampler[int]):
         return self._pass
 
     def close_pass(self, over: Pass) -> None:
-        """The iteration is through: the epoch advances (not with order="torch", as torch's does not)."""
+        """Ends an iteration: the epoch advances (not with order="torch", as in torch)."""
         if self._opened is over:
             self._opened = None
         if self._pass is over and self.order != "torch":
@@ -170,11 +173,10 @@ class DistributedSampler(Sampler[int]):
             self.epoch, self._begin, self._pass = epoch, 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values: the epoch, the global position after the last index handed out, what the order is made from.
+        """Plain values: the epoch, the global position after the last index handed out, the ingredients of the order.
 
         Valid while an iterator is open; it counts the newest one. A DataLoader with workers asks for indices ahead of
-        the loop, so there it counts what was handed to the workers; `distribute` gives a loader whose state is the
-        loop's.
+        the loop, so this counts indices handed to the workers; the state of `distribute`'s loader is the loop's.
         """
         return Cursor(*self._place(), self._made_from, self._order_version).state_dict()
 
@@ -182,7 +184,7 @@ class DistributedSampler(Sampler[int]):
         """Resume where `state_dict` was taken, with any number of replicas and any batch size.
 
         Raises:
-            DataError: no state of a sampler, or one of another seed, data, size or order.
+            DataError: not a state of a sampler, or one of another seed, data, size or order.
         """
         cursor = Cursor.from_state_dict(state)
         cursor.check(self._made_from)
@@ -192,8 +194,7 @@ class DistributedSampler(Sampler[int]):
     @cached_property
     def _made_from(self) -> dict[str, Plain]:
         """The cursor's fingerprint; equal for every number of replicas, rank, batch size and tail."""
-        made_from: dict[str, Plain] = {"order": self.order, "seed": self.seed, "shuffle": self.shuffle}
-        made_from["num_rows"] = self._num_rows
+        made_from = {name: getattr(self, name) for name in ("order", "seed", "shuffle")} | {"num_rows": self._num_rows}
         if self._draws is not None:
             made_from |= {"weights": self._draws.fingerprint(), "num_samples": self.epoch_size}
         data = getattr(self.dataset, "fingerprint", None)
@@ -221,9 +222,6 @@ class DistributedSampler(Sampler[int]):
             multiple=self.global_batch,
         )
 
-    def _indices(self, now: Pass) -> Iterator[int]:
-        return itertools.chain.from_iterable(self._blocks(now))
-
     def _blocks(self, now: Pass) -> Iterator[Iterator[int]]:
         """The share of an epoch in blocks of Python ints; after the last, the epoch of a bare sampler advances."""
         positions, done, size = now.positions, 0, _FIRST_BLOCK
@@ -232,9 +230,7 @@ class DistributedSampler(Sampler[int]):
             block = positions[done : done + size]
             wanted = np.arange(block.start, block.stop, block.step, dtype=np.int64)
             past_end = block[-1] >= self.epoch_size
-            if past_end:  # padded: the head again
-                wanted %= self.epoch_size
-            indices = indices_at(wanted).tolist()
+            indices = indices_at(wanted % self.epoch_size if past_end else wanted).tolist()  # padded: the head again
             if past_end and self._stand_in is not None and self.tail == "exact":
                 indices[-1] = self._stand_in(indices[-1])
             yield now.hand_out(indices)
@@ -242,31 +238,21 @@ class DistributedSampler(Sampler[int]):
         if not self._by_loop:
             self.close_pass(now)
 
-    def _indices_at(self, epoch: int) -> _Indices:
+    def _indices_at(self, epoch: int) -> Callable[[IntArray], IntArray]:
         """positions in an epoch -> indices of the dataset."""
         if self._draws is not None:
             return self._draws.in_epoch(epoch).at
         if not self.shuffle:
-            return lambda positions: positions
+            return np.copy
         if self.order == "torch":
-            table = _torch_order(self._num_rows, seed=self.seed + epoch)
-            return lambda positions: table[positions]
+            return _torch_order(self._num_rows, seed=self.seed + epoch).__getitem__
         return Permutation(self._num_rows, seed=self.seed, epoch=epoch, version=self._order_version).at
 
 
 def _torch_order(num_rows: int, *, seed: int) -> npt.NDArray[Any]:
-    """torch's own shuffle; int32 draws the same permutation as torch's int64 at half the bytes."""
-    generator = torch.Generator()
-    generator.manual_seed(seed)
+    """torch's own shuffle; int32 draws the same permutation as torch's int64 in half the memory."""
     dtype = torch.int32 if num_rows <= _MOST_INT32 else torch.int64
-    return cast("npt.NDArray[Any]", torch.randperm(num_rows, generator=generator, dtype=dtype).numpy())
-
-
-def _large_table(num_rows: int) -> str:
-    return (
-        f"order='torch' keeps 8 bytes for each of {num_rows} samples on every rank ({num_rows / 2**27:.0f} GiB), 4 up "
-        f"to {_MOST_INT32}; order='threefold' keeps none"
-    )
+    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed), dtype=dtype).numpy()
 
 
 def _length(dataset: Any) -> int:
@@ -275,7 +261,7 @@ def _length(dataset: Any) -> int:
     except TypeError:
         raise ConfigError(
             f"the dataset ({type(dataset).__name__}) has no length",
-            expected="a map-style dataset, with __len__ and __getitem__: an order is made of its indices",
+            expected="a map-style dataset, with __len__ and __getitem__: the order consists of its indices",
             fix="pass a map-style dataset, or give a stream to the DataLoader without a sampler",
         ) from None
 

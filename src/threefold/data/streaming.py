@@ -1,18 +1,18 @@
-"""Batches of one dp rank from a stream of the `datasets` library, for data that has no indices.
+"""Batches of one dp rank from a stream of the `datasets` library, for data without indices.
 
 In: a `datasets.IterableDataset`. Out: a loader over this dp rank's part of it, split by datasets' own
-`split_dataset_by_node`, and a state. A stream has no positions, so it gets less than what `threefold.distribute` gives:
+`split_dataset_by_node`, and a state. A stream has no positions, so it gets less than `threefold.distribute` gives:
 
-- Kept: every sample is read once per epoch, by one dp rank, with any number of shards and workers: whole shards go to
-  ranks where the number of shards is a multiple of the dp ranks, else each rank reads everything and keeps its turn.
-- Kept: a resume with the same ranks, workers and batch size begins at the next batch. `replay` reads again, and throws
-  away, what the epoch has given so far: exact for every stream that is itself the same in each reading. `seek` (needs
-  torchdata) asks the stream to begin there: at once, exact without a shuffle buffer; with one, the rows that were in
-  the buffer are lost, some may come twice, and datasets 5.2 cannot do it with several workers.
-- Not kept: another number of ranks, workers or rows goes on nowhere; it is refused. Nor is the global batch the same
-  set of samples on another mesh.
+- Kept: every sample is read once per epoch, by one dp rank, with any number of shards and workers: entire shards go to
+  ranks if the number of shards is a multiple of the dp ranks, else each rank reads everything and keeps its share.
+- Kept: a resume with the same ranks, workers and batch size begins at the next batch. `replay` reads the epoch's
+  earlier batches again and discards them: exact for every stream that gives the same rows in each reading. `seek`
+  (needs torchdata) asks the stream to begin there: immediate, exact without a shuffle buffer; with one, the rows that
+  were in the buffer are lost, some may come twice, and datasets 5.2 cannot do it with several workers.
+- Not kept: a resume with another number of ranks, workers or rows; it is refused. Nor is the global batch the same set
+  of samples on another mesh.
 - Not kept: equal counts. Ranks may differ by the rows of a shard, so a loop with collectives takes a number of steps
-  from `endless`, where a rank begins its next epoch when it is through, and not an epoch.
+  from `endless`, where each rank begins its next epoch at its own end, and not an epoch.
 - Not kept: the audit, which needs indices.
 """
 
@@ -50,14 +50,14 @@ class StreamingLoader:
         """Split the stream; nothing is read yet.
 
         Args:
-            dataset: a stream that is not split yet; where it shuffles, with a seed that is the same on every rank.
+            dataset: a stream that is not split yet; if it shuffles, with the same seed on every rank.
             mesh: threefold's mesh or a torch DeviceMesh; default: the active mesh, else the process group's world.
             batch_size: rows per dp rank.
-            resume: how a state is returned to: `replay` or `seek`.
+            resume: how to return to a state: `replay` or `seek`.
             loader_settings: further arguments of torch's DataLoader.
 
         Raises:
-            ConfigError: no stream of datasets, one that is split already, or `seek` without torchdata.
+            ConfigError: not a stream of datasets, one that is split already, or `seek` without torchdata.
         """
         self.num_replicas, self.rank = data_axis(mesh)
         _check_stream(dataset)
@@ -66,22 +66,12 @@ class StreamingLoader:
         self.epoch = 0
         self._dataset = dataset
         self._loader_class = _stateful_loader() if resume == "seek" else DataLoader
-        self._settings = {
-            "batch_size": batch_size,
-            "num_workers": num_workers,
-            "collate_fn": collate_fn,
-            **loader_settings,
-        }
+        sizes: dict[str, Plain] = {"num_workers": num_workers, "batch_size": batch_size}
+        self._settings = {**sizes, "collate_fn": collate_fn, **loader_settings}
         self._resume = resume
         self._loader: Any = None
-        self._made_from: dict[str, Plain] = {
-            "num_replicas": self.num_replicas,
-            "rank": self.rank,
-            "num_workers": num_workers,
-            "batch_size": batch_size,
-            "num_shards": dataset.num_shards,
-            "resume": resume,
-        }
+        axis: dict[str, Plain] = {"num_replicas": self.num_replicas, "rank": self.rank}
+        self._made_from = {**axis, **sizes, "num_shards": dataset.num_shards, "resume": resume}
         self._begin = 0
         self._done = 0
         self._seek_to: Any = None
@@ -101,7 +91,7 @@ class StreamingLoader:
             self.epoch, self._done = epoch + 1, 0
 
     def _open(self, epoch: int) -> Any:
-        # Anew for each pass: a stream remembers the state it was given, also when it is to begin at its head.
+        # A new one for each pass: a stream keeps the state that it was given, even when it should begin at its head.
         part = split_dataset_by_node(self._dataset, rank=self.rank, world_size=self.num_replicas)
         part.set_epoch(epoch)
         loader = self._loader_class(part, **self._settings)
@@ -113,7 +103,7 @@ class StreamingLoader:
         """Epoch after epoch, for a loop that counts steps.
 
         Raises:
-            DataError: an epoch has not one batch on this rank.
+            DataError: an epoch has no batch on this rank.
         """
         while True:
             resumed = self._begin > 0
@@ -123,8 +113,8 @@ class StreamingLoader:
                 yield batch
             if empty and not resumed:
                 raise DataError(
-                    f"an epoch of the stream has not one batch on dp rank {self.rank} of {self.num_replicas}",
-                    expected="at least one batch for each dp rank and epoch",
+                    f"an epoch of the stream has no batch on dp rank {self.rank} of {self.num_replicas}",
+                    expected="at least one batch per dp rank and epoch",
                     fix="fewer dp ranks, a smaller batch_size, or no drop_last",
                 )
 
@@ -134,9 +124,9 @@ class StreamingLoader:
             self.epoch, self._begin, self._done, self._seek_to = epoch, 0, 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank's loop is in its stream; each rank keeps its own.
+        """The place of this rank's loop in its stream; each rank keeps its own.
 
-        Plain values with `replay`; with `seek` also what torchdata and datasets keep, under `stream`.
+        Plain values with `replay`; with `seek` also the state of torchdata and datasets, under `stream`.
         """
         place = self._begin or self._done
         state = Cursor(self.epoch, place, self._made_from).state_dict()
@@ -148,7 +138,7 @@ class StreamingLoader:
         """Resume where `state_dict` was taken.
 
         Raises:
-            DataError: no state of a stream, or one of another rank, number of ranks or workers, or batch size.
+            DataError: not a state of a stream, or one of another rank, number of ranks or workers, or batch size.
         """
         cursor = Cursor.from_state_dict(state)
         cursor.check(self._made_from)
@@ -160,14 +150,14 @@ def _check_stream(dataset: Any) -> None:
     if not isinstance(dataset, IterableDataset):
         raise ConfigError(
             f"StreamingLoader got a {type(dataset).__name__}",
-            expected="a datasets.IterableDataset, which knows how to be split among ranks",
+            expected="a datasets.IterableDataset, which can be split among ranks",
             fix="threefold.distribute(DataLoader(dataset, ...)) for data with indices, or "
             "datasets.load_dataset(..., streaming=True)",
         )
     if getattr(dataset, "_distributed", None) is not None:
         raise ConfigError(
             "the stream is already split by split_dataset_by_node",
-            expected="a whole stream: split twice, ranks would read only a part of their part",
+            expected="an unsplit stream: split twice, ranks would read only a part of their part",
             fix="leave split_dataset_by_node out",
         )
 
@@ -178,7 +168,7 @@ def _stateful_loader() -> Any:
     except ImportError:
         raise ConfigError(
             "resume = 'seek' without torchdata",
-            expected="torchdata's StatefulDataLoader, which asks the stream and its workers where they are",
+            expected="torchdata's StatefulDataLoader, which asks the stream and its workers for their place",
             fix="pip install 'threefold[streaming]'   (or resume='replay')",
         ) from None
     return StatefulDataLoader

@@ -1,12 +1,11 @@
 """Tokenizers: text in, arrays of ids out, and the id that ends a document.
 
-Two kinds behind one interface: `bytes`, which needs nothing, and a Hugging Face id or folder. Neither adds special
-tokens of its own; whoever writes documents down appends `end_id`. A tokenizer pickles, so that the processes that
-prepare a corpus can use it.
+Two kinds with one interface: `bytes`, which needs nothing, and a Hugging Face id or folder. Neither adds special
+tokens; the writer of documents appends `end_id`. A tokenizer pickles, for the processes that prepare a corpus.
 
-Where there is a tokenizer.json, the `tokenizers` library reads it and no torch is loaded; a folder with a vocabulary of
-an older form goes through AutoTokenizer. No code from the repository runs. The id that ends a document is the model's
-own end-of-sequence token. As in transformers, a special token that is spelled out in a document becomes its id.
+The `tokenizers` library reads a tokenizer.json, and no torch is loaded; AutoTokenizer reads folders with an older form
+of vocabulary. No code from the repository runs. A document ends with the model's own end-of-sequence token. As in
+transformers, a special token that is spelled out in a document becomes its id.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,30 +32,6 @@ VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "merges.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-class Tokenizer(Protocol):
-    """What a corpus is encoded with.
-
-    `vocab_size` is the largest id + 1, so that an embedding of that many rows suffices. `fingerprint` is equal for
-    equal ids: it names the content of the tokenizer, not its place.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def end_id(self) -> int: ...
-    @property
-    def fingerprint(self) -> str: ...
-    def encode_batch(self, texts: list[str]) -> list[npt.NDArray[Any]]:
-        """Ids of each text, without special tokens; arrays of an integer type that holds the vocabulary."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; the end token and other special tokens are left out."""
-        ...
-
-
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255, and 256 to end a document: 257 ids, not padded to a round number."""
 
@@ -70,32 +45,17 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; bytes that are no UTF-8 (a cut character) become U+FFFD."""
+        """The text of `ids`; bytes that are not UTF-8 (a cut character) become U+FFFD."""
         return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
 
 
 @dataclass(frozen=True)
-class FastTokenizer:
-    """A tokenizer of the `tokenizers` library; encodes a batch on all cores."""
+class VocabularyTokenizer:
+    """A tokenizer of the `tokenizers` library, which encodes a batch on all cores, or of transformers, in Python.
 
-    name: str
-    backend: Backend
-    vocab_size: int
-    end_id: int
-    fingerprint: str
-
-    def encode_batch(self, texts: list[str]) -> list[npt.NDArray[Any]]:
-        """Ids of each text, int32."""
-        encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encoded]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
-
-
-@dataclass(frozen=True)
-class SlowTokenizer:
-    """A tokenizer that transformers has in Python only."""
+    `vocab_size` is the largest id + 1, so an embedding of that many rows suffices. `fingerprint` identifies the content
+    of the tokenizer, not its place: it is equal for equal ids.
+    """
 
     name: str
     backend: Any
@@ -104,11 +64,18 @@ class SlowTokenizer:
     fingerprint: str
 
     def encode_batch(self, texts: list[str]) -> list[npt.NDArray[Any]]:
-        """Ids of each text, int32."""
+        """Ids of each text, without special tokens, int32."""
+        if hasattr(self.backend, "encode_batch_fast"):
+            encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [np.array(encoding.ids, np.int32) for encoding in encoded]
         return [np.array(self.backend.encode(text, add_special_tokens=False), np.int32) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+        """The text of `ids`, without the end token and other special tokens."""
+        return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=True))
+
+
+Tokenizer = ByteTokenizer | VocabularyTokenizer
 
 
 def load_tokenizer(name: str, *, revision: str | None = None) -> Tokenizer:
@@ -128,50 +95,57 @@ def load_tokenizer(name: str, *, revision: str | None = None) -> Tokenizer:
         folder = _download(name, revision=revision)
     if not any(next(folder.glob(pattern), None) for pattern in VOCABULARIES):
         raise DataError(
-            f"data.tokenizer = {name!r} holds no tokenizer",
+            f"data.tokenizer = {name!r} contains no tokenizer",
             expected=f"tokenizer.json, or an older vocabulary ({', '.join(VOCABULARIES[1:])}), in {folder}",
             fix="--data.tokenizer bytes   (or the id or folder of a model that comes with its tokenizer)",
         )
     from tokenizers import Tokenizer as Backend
 
     file = folder / "tokenizer.json"
-    if not file.is_file():
-        return _through_transformers(name, folder)
     try:
-        backend = Backend.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
-        raise _unreadable(name, error) from error
-    return _fast(name, backend, end_id=_end_id(folder, backend), content=file.read_bytes())
+        if file.is_file():
+            loaded: Any = Backend.from_file(str(file))
+        else:
+            from transformers import AutoTokenizer  # loads torch: only for vocabularies of an older form
 
-
-def _fast(name: str, backend: Backend, *, end_id: int | None, content: bytes) -> FastTokenizer:
-    # A file may ask for truncation or padding to a model's length: a document is encoded whole.
-    backend.no_truncation()
-    backend.no_padding()
-    end_id = _with_end(name, end_id)
-    vocab_size = max([end_id, *backend.get_vocab(with_added_tokens=True).values()]) + 1
-    return FastTokenizer(name, backend, vocab_size, end_id, _fingerprint(content, end_id))
-
-
-def _through_transformers(name: str, folder: Path) -> FastTokenizer | SlowTokenizer:
-    from tokenizers import Tokenizer as Backend
-    from transformers import AutoTokenizer  # loads torch: only for vocabularies of an older form
-
-    try:
-        loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+            loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # a missing package, a damaged file, an unknown class: all the same to the user
-        raise _unreadable(name, error) from error
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"data.tokenizer = {name!r} cannot be read: {first}",
+            expected="a tokenizer that the installed tokenizers or transformers can read",
+            fix="download or save the tokenizer again, or   "
+            "pip install -U tokenizers transformers sentencepiece tiktoken",
+        ) from error
+    if file.is_file():
+        return _with_vocabulary(name, loaded, end_id=_end_id(folder, loaded), content=file.read_bytes())
     backend = getattr(loaded, "backend_tokenizer", None)
     if isinstance(backend, Backend):
-        return _fast(name, backend, end_id=loaded.eos_token_id, content=backend.to_str().encode())
-    end_id = _with_end(name, loaded.eos_token_id)
-    vocabulary = loaded.get_vocab()
-    content = f"{type(loaded).__name__} {sorted(vocabulary.items())!r}".encode()
-    return SlowTokenizer(name, loaded, max([end_id, *vocabulary.values()]) + 1, end_id, _fingerprint(content, end_id))
+        return _with_vocabulary(name, backend, end_id=loaded.eos_token_id, content=backend.to_str().encode())
+    content = f"{type(loaded).__name__} {sorted(loaded.get_vocab().items())!r}".encode()
+    return _with_vocabulary(name, loaded, end_id=loaded.eos_token_id, content=content)
+
+
+def _with_vocabulary(name: str, backend: Any, *, end_id: int | None, content: bytes) -> VocabularyTokenizer:
+    if end_id is None:
+        raise DataError(
+            f"data.tokenizer = {name!r} names no end token",
+            expected=f'"eos_token" or "eos_token_id" in one of {", ".join(CONFIGS)}: it ends each document',
+            fix='add   "eos_token": "TOKEN"   to tokenizer_config.json, a token of the vocabulary',
+        )
+    if hasattr(backend, "encode_batch_fast"):
+        # A file may ask for truncation or padding to a model's length: a document is encoded completely.
+        backend.no_truncation()
+        backend.no_padding()
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+    else:
+        vocabulary = backend.get_vocab()
+    fingerprint = hashlib.blake2b(content + f"\0{end_id}".encode(), digest_size=16).hexdigest()
+    return VocabularyTokenizer(name, backend, max(end_id, *vocabulary.values()) + 1, end_id, fingerprint)
 
 
 def _download(name: str, *, revision: str | None) -> Path:
-    """Folder with the tokenizer's files from the Hub, or from its cache where the Hub cannot be reached."""
+    """Folder with the tokenizer's files from the Hub, or from its cache if the Hub cannot be reached."""
     if not _HUB_ID.fullmatch(name):
         raise DataError(
             f"data.tokenizer = {name!r} does not exist",
@@ -185,20 +159,21 @@ def _download(name: str, *, revision: str | None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=[*CONFIGS, *VOCABULARIES]))
     except HfHubHTTPError as error:
         raise DataError(
-            f"data.tokenizer = {name!r} is not on the Hub, or not open to you: {str(error).splitlines()[0]}",
+            f"data.tokenizer = {name!r} is not on the Hub, or you have no access: {str(error).splitlines()[0]}",
             expected="bytes, a folder with tokenizer.json, or an id on the Hub as owner/name",
             fix="check the name and the revision; for a gated model   hf auth login",
         ) from error
     except (OSError, ValueError) as error:
         raise DataError(
-            f"data.tokenizer = {name!r} is no folder here, and the Hub cannot be reached: {type(error).__name__}",
-            expected="a folder with tokenizer.json, an id that is in the Hub's cache, or a way to the Hub",
+            f"data.tokenizer = {name!r} is not a local folder, and the Hub could not be reached: "
+            f"{type(error).__name__}",
+            expected="a folder with tokenizer.json, an id in the Hub's cache, or a connection to the Hub",
             fix=f"hf download {name}   on a machine with internet, then --data.tokenizer FOLDER (or bytes)",
         ) from error
 
 
 def _end_id(folder: Path, backend: Backend) -> int | None:
-    """The end-of-sequence token that the files beside tokenizer.json name, the tokenizer's own before the model's."""
+    """The end-of-sequence token in the files next to tokenizer.json; the tokenizer's own precedes the model's."""
     for config in _configs(folder):
         token = config.get("eos_token")
         if isinstance(token, dict):
@@ -229,26 +204,3 @@ def _configs(folder: Path) -> Iterator[dict[str, Any]]:
             ) from error
         if isinstance(config, dict):
             yield config
-
-
-def _with_end(name: str, end_id: int | None) -> int:
-    if end_id is None:
-        raise DataError(
-            f"data.tokenizer = {name!r} names no end token",
-            expected=f'"eos_token" or "eos_token_id" in one of {", ".join(CONFIGS)}: it ends each document',
-            fix='add   "eos_token": "TOKEN"   to tokenizer_config.json, a token of the vocabulary',
-        )
-    return end_id
-
-
-def _fingerprint(content: bytes, end_id: int) -> str:
-    return hashlib.blake2b(content + f"\0{end_id}".encode(), digest_size=16).hexdigest()
-
-
-def _unreadable(name: str, error: Exception) -> DataError:
-    first = (str(error).splitlines() or [type(error).__name__])[0]
-    return DataError(
-        f"data.tokenizer = {name!r} cannot be read: {first}",
-        expected="a tokenizer that the installed tokenizers or transformers can read",
-        fix="download or save the tokenizer again, or   pip install -U tokenizers transformers sentencepiece tiktoken",
-    )

@@ -19,8 +19,7 @@ from threefold.data.mixture import Mixture
 from threefold.data.order import Order, steps_without
 from threefold.data.permutation import seed_of
 from threefold.data.rows.concat import Rows
-from threefold.data.rows.mixed import MixedRows
-from threefold.data.rows.packing import Packing, open_rows
+from threefold.data.rows.packing import MixedRows, Packing, open_rows
 from threefold.data.text.source import Source
 from threefold.data.tokens import Tokenizer
 from threefold.errors import Problem, ThreefoldError

@@ -1,15 +1,15 @@
 """Rows of fixed length from the documents of a token store: index arithmetic, no communication.
 
-In: a store and three ways to cut it. Out: an object that knows how many rows there are and reads any of them:
+In: a store and three ways to cut it. Out: an object with a number of rows that reads any of them:
 
     concat     row i holds the tokens [i*S, i*S + S] of the stream: S inputs, and the labels one to the right
-    best_fit   whole documents side by side, chosen so that little is padded (`best_fit`); longer ones are cut
-    none       a document a row, padded; a longer one continues in the next row, or is truncated
+    best_fit   complete documents next to one another, chosen for little padding (`padded`); longer ones are cut
+    none       one document per row, padded; a longer one continues in the next row, or is truncated
 
-What stays true: which row holds what depends on the store and the settings only, never on the mesh. Labels are shifted
-already and -100 where nothing is to be predicted. With `document_mask`, `document_ids` count the documents inside a row
-and positions begin again with each of them; without, a row is one document, 0, at positions 0 to S-1. Padding has the
-document id -1. No label is dropped by the mask: an end token's label is the token after it in the row.
+What stays true: the content of a row depends on the store and the settings only, never on the mesh. Labels are shifted
+already, and -100 if nothing is to be predicted. With `document_mask`, `document_ids` count the documents inside a row
+and positions restart with each of them; without, a row is one document, 0, at positions 0 to S-1. Padding has the
+document id -1. The mask drops no label: an end token's label is the token after it in the row.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class PackingReport:
-    """What packing did with a store.
+    """The result of packing a store.
 
-    `dropped_tokens` are neither input nor label of any row; `padding_share` is the share of the rows' places that hold
-    no token (0 to 1).
+    `dropped_tokens` are neither input nor label of any row; `padding_share` is the share of the rows' places without a
+    token (0 to 1).
     """
 
     num_rows: int
@@ -53,10 +53,9 @@ class PackingReport:
         parts = [f"{rows} of {counted(self.num_tokens, 'token')} in {documents}"]
         if self.padding_share:
             parts.append(f"{self.padding_share:.2%} padding")
-        if self.split_documents:
-            parts.append(f"{counted(self.split_documents, 'document')} split")
-        if self.truncated_documents:
-            parts.append(f"{counted(self.truncated_documents, 'document')} truncated")
+        for number, what in ((self.split_documents, "split"), (self.truncated_documents, "truncated")):
+            if number:
+                parts.append(f"{counted(number, 'document')} {what}")
         parts.append(f"{counted(self.dropped_tokens, 'token')} dropped")
         return ", ".join(parts)
 
@@ -70,14 +69,12 @@ class Rows(Protocol):
     def num_rows(self) -> int: ...
     @property
     def fingerprint(self) -> str:
-        """Equal for rows that are equal: of the store and the way it is cut."""
-        ...
+        """Equal for equal rows: of the store and the way it is cut."""
 
     @property
     def report(self) -> PackingReport: ...
     def rows(self, indices: npt.NDArray[np.integer[Any]]) -> RowArrays:
         """`input_ids`, `labels`, `position_ids` and `document_ids` of some rows, each [len(indices), seq_len] int64."""
-        ...
 
 
 class ConcatRows:
@@ -147,7 +144,7 @@ def mark_documents(begins: npt.NDArray[np.bool_], starts: Int64, ends: Int64) ->
 
 
 def numbered(begins: npt.NDArray[np.bool_]) -> tuple[Int64, Int64]:
-    """Positions that begin again at each mark, and the number of marks up to each place; both [rows, length]."""
+    """Positions that restart at each mark, and the number of marks up to each place; both [rows, length]."""
     places = np.arange(begins.shape[1], dtype=np.int64)
     last_begin = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
     return places - last_begin, np.cumsum(begins, axis=1, dtype=np.int64)
@@ -162,7 +159,7 @@ def checked(indices: npt.NDArray[np.integer[Any]], num_rows: int) -> Int64:
 
 
 def fingerprint_of(store: TokenStore, *settings: object) -> str:
-    """Identity of rows: of the store's content and of everything that decides how it is cut."""
+    """Identity of rows: the store's content and every setting of the cut."""
     recipe = f"{store.fingerprint} {settings!r}"
     return hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
 

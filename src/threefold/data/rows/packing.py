@@ -1,15 +1,23 @@
-"""From a source to rows that can be read: the path that the loader, the audit and the commands share.
+"""From sources to rows that can be read: the path that the loader, the audit and the commands share.
 
-The source's token store (`store.resolve`) is cut into rows of equal length, by one of three packings (see `concat`).
+A source's token store (`store.resolve`) is cut into rows of equal length, by one of three packings (see `concat`). The
+rows of several sources have one numbering: first all rows of the first source, then of the second, and so on, as in
+`Mixture.rows_at`. So a reader of rows does not know that there are several sources.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from threefold.data.rows.best_fit import DEFAULT_LOOKAHEAD
-from threefold.data.rows.concat import ConcatRows, Rows
+import numpy as np
+import numpy.typing as npt
+
+from threefold.data.rows.concat import ConcatRows, PackingReport, RowArrays, Rows, checked
 from threefold.data.rows.padded import PaddedRows
 from threefold.data.store.resolve import open_store
 from threefold.data.store.store import TokenStore
@@ -18,21 +26,22 @@ from threefold.data.tokens import Tokenizer
 from threefold.errors import ConfigError, Problem
 
 PACKINGS = ("concat", "best_fit", "none")
+DEFAULT_LOOKAHEAD = 8192
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a store is cut into rows, in the words of the config's `data` section.
+    """How a store is cut into rows, with the keys of the config's `data` section.
 
     Args:
         seq_len: tokens of a row.
         packing: `concat`, `best_fit` or `none`.
-        document_mask: number the documents inside a row and begin positions again with each.
+        document_mask: number the documents inside a row and restart positions with each.
         truncate: `best_fit` and `none`: keep the first row of a longer document, drop the rest.
         lookahead: `best_fit`: pieces to choose from at a time; None: 8192.
 
     Raises:
-        ConfigError: a setting without effect in this packing.
+        ConfigError: a setting that has no effect with this packing.
     """
 
     seq_len: int
@@ -44,19 +53,24 @@ class Packing:
     def __post_init__(self) -> None:
         if self.packing not in PACKINGS:
             raise ConfigError(
-                f"data.packing = {self.packing!r} is no packing",
+                f"data.packing = {self.packing!r} is not a packing",
                 expected=", ".join(PACKINGS),
                 fix="--data.packing concat",
             )
-        problems = []
+        without_effect = []
         if self.truncate and self.packing == "concat":
-            expected = "best_fit or none: concat cuts no document short"
-            problems.append(_no_effect("truncate", True, self.packing, expected))
+            without_effect.append(("truncate", "true", "best_fit or none: concat truncates no document"))
         if self.lookahead is not None and self.packing != "best_fit":
-            expected = "best_fit: only it chooses among documents"
-            problems.append(_no_effect("lookahead", self.lookahead, self.packing, expected))
-        if problems:
-            raise ConfigError.of(problems)
+            without_effect.append(("lookahead", str(self.lookahead), "best_fit: only it chooses among documents"))
+        if without_effect:
+            raise ConfigError.of(
+                Problem(
+                    f"data.{key} = {value} has no effect with data.packing = {self.packing}",
+                    f"data.packing {expected}",
+                    f"remove data.{key}, or --data.packing best_fit",
+                )
+                for key, value, expected in without_effect
+            )
 
     def pack(self, store: TokenStore) -> Rows:
         """The rows of a store.
@@ -76,7 +90,7 @@ class Packing:
 
 
 def open_rows(source: Source, packing: Packing, *, tokenizer: Tokenizer | None, cache: Path) -> Rows:
-    """Rows of a source: the store it is, or the cached store of its text (in the folder `cache`), packed.
+    """The packed rows of a source: of its store, or of its text's cached store in the folder `cache`.
 
     Raises:
         DataError: the source cannot be read, its store belongs to another tokenizer, or it gives not one row.
@@ -84,10 +98,51 @@ def open_rows(source: Source, packing: Packing, *, tokenizer: Tokenizer | None, 
     return packing.pack(open_store(source, tokenizer=tokenizer, cache=cache))
 
 
-def _no_effect(key: str, value: object, packing: str, expected: str) -> Problem:
-    shown = str(value).lower() if isinstance(value, bool) else value
-    return Problem(
-        f"data.{key} = {shown} has no effect with data.packing = {packing}",
-        f"data.packing {expected}",
-        f"remove data.{key}, or --data.packing {expected.split(':')[0].split(' ')[0]}",
-    )
+class MixedRows:
+    """Rows of several sources, read by one number."""
+
+    def __init__(self, parts: Mapping[str, Rows]) -> None:
+        """Number the rows of `parts`, which have one length; their order is part of the numbering."""
+        self.parts = dict(parts)
+        self._rows = list(self.parts.values())
+        self._ends = np.cumsum([part.num_rows for part in self._rows], dtype=np.int64)
+        self.num_rows = int(self._ends[-1])
+        self.seq_len = self._rows[0].seq_len
+        assert {part.seq_len for part in self._rows} == {self.seq_len}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Rows of each source, by name."""
+        return {name: part.num_rows for name, part in self.parts.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        recipe = repr([(name, part.fingerprint) for name, part in self.parts.items()])
+        return hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def report(self) -> PackingReport:
+        reports = [part.report for part in self._rows]
+        sums = {field.name: sum(getattr(report, field.name) for report in reports) for field in fields(PackingReport)}
+        padding = sum(report.padding_share * report.num_rows for report in reports)
+        return PackingReport(**{**sums, "padding_share": padding / self.num_rows})
+
+    def locate(self, row: int) -> tuple[str, int]:
+        """(name of the source, number of the row in it) of one row."""
+        part = int(np.searchsorted(self._ends, row, side="right"))
+        name = list(self.parts)[part]
+        return name, row - (int(self._ends[part]) - self._rows[part].num_rows)
+
+    def rows(self, indices: npt.NDArray[np.integer[Any]]) -> RowArrays:
+        """As `Rows.rows`; each source is asked once."""
+        wanted = checked(indices, self.num_rows)
+        part_of = np.searchsorted(self._ends, wanted, side="right")
+        batch: RowArrays = {}
+        for number in np.unique(part_of):
+            part = self._rows[number]
+            mine = np.flatnonzero(part_of == number)
+            read = part.rows(wanted[mine] - (self._ends[number] - part.num_rows))
+            for name, values in read.items():
+                # values: (rows of this source, seq_len)
+                batch.setdefault(name, np.empty((len(wanted), *values.shape[1:]), np.int64))[mine] = values
+        return batch

@@ -1,16 +1,21 @@
-"""Rows that hold whole documents, padded where they end: `none` (a document a row) and `best_fit` (several).
+"""Rows of complete documents with padding at the end: `none` (one document per row) and `best_fit` (several).
 
 A document longer than a row is cut every S tokens, or truncated. A piece is a stretch of the stream inside one
-document; a row is one or several pieces side by side, then padding. A place's label is the token after it in the row,
-and at the end of a piece that was cut the document's next token, so that a cut loses no label. The end of a row's
-last document has nothing to predict: -100.
+document; a row is one or several adjacent pieces, then padding. A place's label is the token after it in the row; at
+the end of a piece that was cut it is the document's next token, so that a cut loses no label. The end of a row's last
+document has nothing to predict: -100.
 
-Two kinds of single tokens make no piece: a document of one token, which is counted as dropped, and what a cut would
-leave behind of a document of k*S + 1 tokens, which the row before it has as a label.
+Two kinds of single tokens make no piece: a document of one token, which is counted as dropped, and the last token of a
+document of k*S + 1 tokens, which is a label in the row before it.
+
+Best-fit decreasing takes pieces `lookahead` at a time: inside such a group the longest goes first, and each goes to the
+row with the least room for it. So rows hold only near neighbours of the corpus, memory for the open rows is bounded,
+and the plan depends on the lengths alone.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -18,7 +23,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from threefold.data.rows.best_fit import best_fit
 from threefold.data.rows.concat import (
     IGNORED,
     PADDING,
@@ -36,9 +40,9 @@ from threefold.errors import DataError
 
 @dataclass(frozen=True)
 class Pieces:
-    """Stretches of the stream in its order, and what cutting the documents into them cost.
+    """Stretches of the stream in its order, and what was lost by cutting the documents.
 
-    `starts` and `lengths` are [pieces]; `cut` is true where the document continues behind the piece.
+    `starts` and `lengths` are [pieces]; `cut` is true if the document continues after the piece.
     """
 
     starts: Int64
@@ -75,10 +79,10 @@ def cut_documents(ends: Int64, *, seq_len: int, truncate: bool) -> Pieces:
 
 
 class PaddedRows:
-    """Rows of pieces, the places behind them filled with the end token (0 in a store made elsewhere).
+    """Rows of pieces, padded with the end token (0 in a store made by another program).
 
     Args:
-        lookahead: pieces that `best_fit` chooses from at a time; None: a piece a row.
+        lookahead: pieces that `best_fit` chooses from at a time; None: one piece per row.
         truncate: keep the first row of a longer document instead of cutting it.
 
     Raises:
@@ -103,7 +107,7 @@ class PaddedRows:
         num_pieces = len(self._pieces.starts)
         if num_pieces == 0:
             raise DataError(
-                f"data.source has {counted(store.num_documents, 'document')}, none of two tokens or more: not one row",
+                f"data.source has {counted(store.num_documents, 'document')}, none with 2 or more tokens: not one row",
                 expected="a document with a token and one to predict after it",
                 fix="--data.packing concat   (or a larger source)",
             )
@@ -171,3 +175,59 @@ class PaddedRows:
                 labels[-1] = self.store.tokens[start + length]
         labels[: used - 1] = input_ids[1:used]
         return used
+
+
+def best_fit(lengths: Int64, *, capacity: int, lookahead: int) -> tuple[Int64, Int64]:
+    """Rows of pieces whose lengths sum to `capacity` at most.
+
+    Args:
+        lengths: of the pieces, [pieces], each from 1 to `capacity`.
+        lookahead: pieces that are placed together.
+
+    Returns:
+        (order, row_ends): the pieces row by row, [pieces], and one past each row's last piece in it, [rows]. Inside a
+        row pieces keep their order; rows are ordered by their first piece within each group.
+    """
+    order = np.empty(len(lengths), np.int64)
+    row_ends: list[Int64] = []
+    for start in range(0, len(lengths), lookahead):
+        group = lengths[start : start + lookahead]
+        row_of_piece = _rows_of_group(group, capacity=capacity)
+        # Rows are numbered as they were opened; renumber them by the first piece each holds.
+        _, first_piece, row_of_piece = np.unique(row_of_piece, return_index=True, return_inverse=True)
+        rank = np.empty(len(first_piece), np.int64)
+        rank[np.argsort(first_piece)] = np.arange(len(first_piece))
+        row_of_piece = rank[row_of_piece]
+        order[start : start + len(group)] = start + np.argsort(row_of_piece, kind="stable")
+        row_ends.append(start + np.cumsum(np.bincount(row_of_piece)))
+    return order, np.concatenate(row_ends) if row_ends else np.empty(0, np.int64)
+
+
+def _rows_of_group(lengths: Int64, *, capacity: int) -> Int64:
+    """Row number of each piece, by best-fit decreasing.
+
+    `rooms` has bit r set while some open row has r tokens of room: the tightest row for a piece of length n is the
+    lowest bit from n on, found in one operation on an integer of `capacity` bits.
+    """
+    rows_with_room: defaultdict[int, list[int]] = defaultdict(list)
+    rooms = 0
+    num_rows = 0
+    row_of_piece = np.empty(len(lengths), np.int64)
+    longest_first = np.argsort(-lengths, kind="stable")
+    for piece, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = rows_with_room[room].pop()
+            if not rows_with_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, row = capacity, num_rows
+            num_rows += 1
+        row_of_piece[piece] = row
+        left = room - length
+        if left:
+            if not rows_with_room[left]:
+                rooms |= 1 << left
+            rows_with_room[left].append(row)
+    return row_of_piece

@@ -4,8 +4,8 @@
     | n lengths in tokens (i32) | n offsets in bytes (i64) | d document bounds in sequences (i64)
     | a mode for each sequence (i8, multimodal stores only: ignored)
 
-All little-endian. A sequence is a document in the stores made here; others may cut documents into several sequences.
-The d bounds begin with 0 and end with n: document i is the sequences [bounds[i], bounds[i + 1]).
+All little-endian. A sequence is a document in our stores; other programs may cut documents into several sequences. The
+d bounds begin with 0 and end with n: document i is the sequences [bounds[i], bounds[i + 1]).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ DTYPE_OF_CODE = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: 
 _CODE_OF_DTYPE = {np.dtype(name): code for code, name in DTYPE_OF_CODE.items()}
 _HEADER = struct.Struct("<9sQBQQ")
 _CHUNK = 1 << 20
-_REMAKE = "threefold data prepare --source TEXT --tokenizer TOKENIZER --to DIR   (makes a store anew)"
-_COPY_AGAIN = f"copy the .bin and .idx again from where they were made, or\n       {_REMAKE}"
+_REMAKE = "threefold data prepare --source TEXT --tokenizer TOKENIZER --to DIR   (makes a new store)"
+_COPY_AGAIN = f"copy the .bin and .idx again from their origin, or\n       {_REMAKE}"
 
 
 @dataclass(frozen=True)
 class StoreIndex:
-    """The header of an .idx file that was checked against the sizes of both files."""
+    """The header of an .idx file, checked against the sizes of both files."""
 
     path: Path
     dtype: np.dtype[Any]
@@ -54,13 +54,11 @@ class StoreIndex:
         return self._mapped("<i8", _HEADER.size + 12 * self.num_sequences, self.num_bounds)
 
     def _mapped(self, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
-        if count == 0:
-            return np.empty(0, dtype)
-        return np.memmap(self.path, dtype, mode="r", offset=offset, shape=(count,))
+        return np.memmap(self.path, dtype, mode="r", offset=offset, shape=(count,)) if count else np.empty(0, dtype)
 
 
 def write_index(file: BinaryIO, lengths: npt.NDArray[np.int32], *, dtype: np.dtype[Any]) -> None:
-    """Writes the index of a store whose sequences are its documents, in that order and without gaps."""
+    """Writes the index of a store whose sequences are its documents, in order and without gaps."""
     n = len(lengths)
     file.write(_HEADER.pack(MAGIC, VERSION, _CODE_OF_DTYPE[np.dtype(dtype)], n, n + 1))
     file.write(np.ascontiguousarray(lengths, "<i4").data.cast("B") if n else b"")
@@ -77,10 +75,10 @@ def write_index(file: BinaryIO, lengths: npt.NDArray[np.int32], *, dtype: np.dty
 def read_index(idx: Path, bin: Path) -> StoreIndex:
     """The index at `idx`, whose tokens lie in `bin`.
 
-    Checks what costs no reading of the arrays: the header, and that both files have the size it promises.
+    Checks the header and the sizes of both files, without reading the arrays.
 
     Raises:
-        DataError: a file is missing, cut, or of another format.
+        DataError: a file is missing, truncated, or of another format.
     """
     for path in (idx, bin):
         if not path.is_file():
@@ -91,13 +89,9 @@ def read_index(idx: Path, bin: Path) -> StoreIndex:
             )
     dtype, num_sequences, num_bounds = _read_header(idx)
     arrays = _HEADER.size + 12 * num_sequences + 8 * num_bounds
-    size = idx.stat().st_size
-    if size not in (arrays, arrays + num_sequences):
-        raise DataError(
-            f"{idx} is {'cut' if size < arrays else 'too long'}: {size:,} bytes",
-            expected=f"{arrays:,} bytes for the {num_sequences:,} sequences and {num_bounds:,} bounds of its header",
-            fix=_COPY_AGAIN,
-        )
+    if idx.stat().st_size != arrays + num_sequences:  # the modes of a multimodal store
+        header = f"for the {num_sequences:,} sequences and {num_bounds:,} bounds of its header"
+        _check_size(idx, arrays, header)
     index = StoreIndex(idx, dtype, num_sequences, num_bounds, bin.stat().st_size // dtype.itemsize)
     _check_ends(index, bin)
     return index
@@ -106,7 +100,7 @@ def read_index(idx: Path, bin: Path) -> StoreIndex:
 def check_arrays(index: StoreIndex) -> None:
     """Refuses an index whose sequences do not follow one another without gaps, or whose documents go backwards.
 
-    Reads the arrays once, in chunks; for stores that others made.
+    Reads the arrays once, in chunks; for stores made by other programs.
     """
     lengths, offsets, bounds = index.lengths(), index.offsets(), index.bounds()
     expected = 0
@@ -131,13 +125,13 @@ def _read_header(idx: Path) -> tuple[np.dtype[Any], int, int]:
     if raw[: len(MAGIC)] != MAGIC:
         begins = "is empty" if not raw else f"begins with {raw[: len(MAGIC)]!r}"
         raise DataError(
-            f"{idx} is no index of a token store: it {begins}",
+            f"{idx} is not the index of a token store: it {begins}",
             expected=f"a Megatron-LM .idx file, which begins with {MAGIC!r}",
             fix=_REMAKE,
         )
     if len(raw) < _HEADER.size:
         raise DataError(
-            f"{idx} is cut: {len(raw)} bytes",
+            f"{idx} is truncated: {len(raw)} bytes",
             expected=f"at least the {_HEADER.size} bytes of the header",
             fix=_COPY_AGAIN,
         )
@@ -152,18 +146,21 @@ def _read_header(idx: Path) -> tuple[np.dtype[Any], int, int]:
 
 
 def _check_ends(index: StoreIndex, bin: Path) -> None:
-    """The last sequence ends where the .bin ends, the first document begins with the first sequence and so on."""
+    """Checks that the last sequence ends at the end of the .bin, and the documents' first and last bound."""
     bounds = index.bounds()
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != index.num_sequences:
         raise _bad_bounds(index)
     end = 0
     if index.num_sequences:
         end = int(index.offsets()[-1]) + int(index.lengths()[-1]) * index.dtype.itemsize
-    size = bin.stat().st_size
-    if size != end:
+    _check_size(bin, end, f"according to {index.path.name}: the two files belong together")
+
+
+def _check_size(path: Path, expected: int, reason: str) -> None:
+    if (size := path.stat().st_size) != expected:
         raise DataError(
-            f"{bin} is {'cut' if size < end else 'too long'}: {size:,} bytes",
-            expected=f"{end:,} bytes, as {index.path.name} says: the two files belong together",
+            f"{path} is {'truncated' if size < expected else 'too long'}: {size:,} bytes",
+            expected=f"{expected:,} bytes {reason}",
             fix=_COPY_AGAIN,
         )
 

@@ -1,9 +1,8 @@
 """The parts of a store that is being made: one process encodes a part into a file of its own.
 
-A part is a run of a source's pieces, of about 8 MiB of text, or more where there would be over 4,096 of them. Its
-three files are NUMBER.bin (tokens), NUMBER.len (tokens of each document, int32) and NUMBER.json, written last and
-renamed into place: a part whose .json is there is finished. Parts are dealt to processes one at a time, and an
-exception in one travels back.
+A part is a run of a source's pieces with about 8 MiB of text, or more if that would give over 4,096 parts. Its three
+files are NUMBER.bin (tokens), NUMBER.len (tokens of each document, int32) and NUMBER.json, written last and renamed
+into place: a part with a .json is finished. Each process gets one part at a time; its exceptions are raised here.
 """
 
 from __future__ import annotations
@@ -15,14 +14,15 @@ import signal
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from threefold.data.store.store import dtype_for
+from threefold.data.store.store import dtype_for, sync
 from threefold.data.text.source import Piece, ReadLog, TextSource
 from threefold.data.tokens import Tokenizer
 from threefold.errors import DataError, RunError
@@ -45,7 +45,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PartDone:
-    """A part that was encoded: its counts and what was met on the way."""
+    """A part that was encoded: its counts, and the problems found in it."""
 
     part: Part
     num_tokens: int
@@ -58,7 +58,7 @@ class PartMaker:
     """Encodes parts into `folder`. Pickles with its source and tokenizer.
 
     Args:
-        encode_at_once: documents a call of the tokenizer; 1 keeps one that has threads of its own to a single thread.
+        encode_at_once: documents per call of the tokenizer; 1 keeps a tokenizer with its own threads to one thread.
     """
 
     source: TextSource
@@ -68,61 +68,57 @@ class PartMaker:
     encode_at_once: int = _BATCH_DOCUMENTS
 
     def make(self, part: Part) -> PartDone:
-        """Encodes one part. Where documents are bad, nothing is kept and the log says why."""
+        """Encodes one part. If documents are bad, nothing is kept and the log has the problems."""
         log = ReadLog(skip_bad=self.skip_bad)
-        dtype = dtype_for(self.tokenizer.vocab_size)
         temporary = self.folder / f"{part.number:05}.{os.getpid()}.tmp"
         all_lengths: list[npt.NDArray[np.int32]] = []
         num_tokens = 0
         try:
             with temporary.open("wb") as file:
                 for texts in self._batches(part, log):
-                    tokens, lengths = joined(self._encoded(texts), end_id=self.tokenizer.end_id, dtype=dtype)
+                    tokens, lengths = joined(self._encoded(texts), end_id=self.tokenizer.end_id, dtype=self._dtype)
                     file.write(tokens.data)
                     all_lengths.append(lengths)
                     num_tokens += len(tokens)
-                file.flush()
-                os.fsync(file.fileno())
-            lengths = np.concatenate(all_lengths) if all_lengths else np.empty(0, np.int32)
-            done = PartDone(part, num_tokens, len(lengths), log)
+                sync(file)
+            lengths = np.concatenate([np.empty(0, np.int32), *all_lengths])
             if not log.num_bad:
                 os.replace(temporary, self._path(part, "bin"))
-                _write_synced(temporary, lengths.tobytes())
-                os.replace(temporary, self._path(part, "len"))
                 record = {"num_tokens": num_tokens, "num_documents": len(lengths), "log": asdict(log)}
-                _write_synced(temporary, json.dumps(record).encode())
-                os.replace(temporary, self._path(part, "json"))
-            return done
+                for kind, data in (("len", lengths.tobytes()), ("json", json.dumps(record).encode())):
+                    with temporary.open("wb") as file:
+                        file.write(data)
+                        sync(file)
+                    os.replace(temporary, self._path(part, kind))
+            return PartDone(part, num_tokens, len(lengths), log)
         finally:
             temporary.unlink(missing_ok=True)
 
     def finished(self, part: Part) -> PartDone | None:
-        """The part as an earlier, interrupted run left it, None where it is not whole."""
+        """The part that an earlier, interrupted run made; None if it is missing or damaged."""
         try:
             record = json.loads(self._path(part, "json").read_bytes())
             done = PartDone(part, record["num_tokens"], record["num_documents"], ReadLog(**record["log"]))
-            whole = (
-                self._path(part, "bin").stat().st_size
-                == done.num_tokens * dtype_for(self.tokenizer.vocab_size).itemsize
-                and self._path(part, "len").stat().st_size == done.num_documents * 4
-            )
+            sizes = tuple(self._path(part, kind).stat().st_size for kind in ("bin", "len"))
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return done if whole else None
+        return done if sizes == (done.num_tokens * self._dtype.itemsize, done.num_documents * 4) else None
 
     def read(self, done: PartDone) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
         """Tokens (memory-mapped) and document lengths of a finished part."""
-        dtype = dtype_for(self.tokenizer.vocab_size)
         lengths = np.fromfile(self._path(done.part, "len"), np.int32)
         if not done.num_tokens:
-            return np.empty(0, dtype), lengths
-        return np.memmap(self._path(done.part, "bin"), dtype, mode="r"), lengths
+            return np.empty(0, self._dtype), lengths
+        return np.memmap(self._path(done.part, "bin"), self._dtype, mode="r"), lengths
+
+    @property
+    def _dtype(self) -> np.dtype[Any]:
+        return dtype_for(self.tokenizer.vocab_size)
 
     def _encoded(self, texts: list[str]) -> list[npt.NDArray[Any]]:
-        ids: list[npt.NDArray[Any]] = []
-        for start in range(0, len(texts), self.encode_at_once):
-            ids.extend(self.tokenizer.encode_batch(texts[start : start + self.encode_at_once]))
-        return ids
+        step = self.encode_at_once
+        batches = (texts[start : start + step] for start in range(0, len(texts), step))
+        return [ids for batch in batches for ids in self.tokenizer.encode_batch(batch)]
 
     def _batches(self, part: Part, log: ReadLog) -> Iterator[list[str]]:
         batch: list[str] = []
@@ -161,13 +157,13 @@ def plan_parts(pieces: Sequence[Piece]) -> list[Part]:
 def joined(
     ids: Sequence[npt.NDArray[Any]], *, end_id: int, dtype: np.dtype[Any]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-    """The documents of a batch one after the other, each ended by `end_id`, and their lengths with it."""
+    """The documents of a batch, concatenated, each ended by `end_id`; and their lengths, including it."""
     lengths = np.array([len(document) + 1 for document in ids], np.int64)
     if lengths.max() > np.iinfo(np.int32).max:
         raise DataError(
             f"a document of {int(lengths.max()):,} tokens",
-            expected="at most 2,147,483,647 tokens a document: a store's index counts them in 32 bits",
-            fix="cut that document into several, for example one a line in a .jsonl file",
+            expected="at most 2,147,483,647 tokens per document: a store's index counts them in 32 bits",
+            fix="split that document into several, for example one per line of a .jsonl file",
         )
     ends = np.cumsum(lengths)
     tokens = np.full(int(ends[-1]), end_id, dtype)
@@ -176,48 +172,50 @@ def joined(
     return tokens, lengths.astype(np.int32)
 
 
-def make_here(maker: PartMaker, parts: Sequence[Part]) -> Generator[PartDone, None, None]:
-    """Encodes parts in this process, in order."""
-    for part in parts:
-        yield maker.make(part)
-
-
 def make_in_processes(maker: PartMaker, parts: Sequence[Part], *, num_workers: int) -> Generator[PartDone, None, None]:
     """Encodes parts in `num_workers` new processes; yields each as it is done, in any order.
 
     Closing the iterator ends the processes.
 
     Raises:
-        RunError: a process ended without a word, most often killed for want of memory.
+        RunError: a process ended without an error, most often because it ran out of memory and was killed.
     """
     context = multiprocessing.get_context("spawn")
-    waiting = list(reversed(parts))
+    waiting = iter(parts)
     busy: dict[Connection, Part] = {}
     processes = []
+
+    def send_next(worker: Connection) -> None:
+        for part in islice(waiting, 1):
+            busy[worker] = part
+            # The recv that follows notices a process that is already dead.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                worker.send(part)
+
     try:
         for _ in range(min(num_workers, len(parts))):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, maker), daemon=True)
-            process.start()
+            processes.append(context.Process(target=_work, args=(theirs, maker), daemon=True))
+            processes[-1].start()
             theirs.close()
-            processes.append(process)
-            busy[ours] = waiting.pop()
-            _send(ours, busy[ours])
+            send_next(ours)
         while busy:
-            for ready in wait(list(busy)):
-                assert isinstance(ready, Connection)
+            for ready in cast("list[Connection]", wait(list(busy))):
+                part = busy.pop(ready)
                 try:
                     answer = ready.recv()
                 except (EOFError, OSError):
-                    raise _died(busy[ready]) from None
+                    raise RunError(
+                        f"a process that prepares tokens ended while it encoded part {part.number} "
+                        f"({part.size_bytes:,} bytes of text)",
+                        expected="every process to finish; one that ends without an error was most often killed "
+                        "because memory ran out",
+                        fix="run the same command again with fewer processes (--num-workers 1): finished parts are "
+                        "reused",
+                    ) from None
                 if isinstance(answer, BaseException):
                     raise answer
-                if waiting:
-                    busy[ready] = waiting.pop()
-                    _send(ready, busy[ready])
-                else:
-                    del busy[ready]
-                    ready.close()
+                send_next(ready)
                 yield answer
     finally:
         for process in processes:
@@ -226,7 +224,7 @@ def make_in_processes(maker: PartMaker, parts: Sequence[Part], *, num_workers: i
 
 
 def _work(connection: Connection, maker: PartMaker) -> None:
-    """A process: encodes the parts it is sent until the other end closes."""
+    """In a new process: encodes the parts that it receives until the other end closes."""
     # Ctrl-C reaches the whole group; the parent ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(EOFError, OSError):
@@ -237,24 +235,3 @@ def _work(connection: Connection, maker: PartMaker) -> None:
             except Exception as error:
                 answer = error
             connection.send(answer)
-
-
-def _send(connection: Connection, part: Part) -> None:
-    # A process that is already dead is met by the recv that follows.
-    with suppress(BrokenPipeError, ConnectionResetError):
-        connection.send(part)
-
-
-def _died(part: Part) -> RunError:
-    return RunError(
-        f"a process that prepares tokens ended while it encoded part {part.number} ({part.size_bytes:,} bytes of text)",
-        expected="every process to finish; one that ends without an error was most often killed for want of memory",
-        fix="run the same command again with fewer processes (--num-workers 1): finished parts are used again",
-    )
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

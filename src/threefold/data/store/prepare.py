@@ -1,14 +1,15 @@
-"""Making a token store: documents, each ended by the end token, encoded in parallel and kept in the documents' order.
+"""Making a token store: documents, each ended by the end token, encoded in parallel and kept in order.
 
 In: a text source and a tokenizer. Out: a folder with `tokens.bin`, `tokens.idx` and `tokens.json`. The source is cut
-into parts, each encoded into a file of its own (`parts`), and the parts are joined in order at the end. So the store
-is the same, byte for byte, for any number of processes, and after a kill the parts that were finished are used again.
-One process makes a folder's store while others on the machine wait; a whole store of the same content and tokenizer
-is used as it is. Memory: one batch of a megabyte of text a process, or the longest document where that is more.
+into parts, each encoded into its own file (`parts`), and the parts are joined in order at the end. So the store is the
+same, byte for byte, for any number of processes, and finished parts are reused after a kill. One process makes a
+folder's store while others on the machine wait; a complete store of the same content and tokenizer is reused.
+Memory: one batch of a megabyte of text per process, or the longest document if that is larger.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import multiprocessing
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from threefold.data.store.parts import Part, PartDone, PartMaker, make_here, make_in_processes, plan_parts
+from threefold.data.store.parts import Part, PartDone, PartMaker, make_in_processes, plan_parts
 from threefold.data.store.store import StoreInfo, StoreWriter, TokenStore, dtype_for, read_info, with_suffix
 from threefold.data.text.source import ReadLog, TextSource, log_error
 from threefold.data.tokens import Tokenizer
@@ -31,13 +32,13 @@ STORE_NAME = "tokens"
 
 # Starting processes (0.5 s and more each) costs more than it saves below this much text.
 _SMALL_BYTES = 64 << 20
-# Part of every request's name: a change to how parts are cut or encoded must not meet old parts.
+# Part of every request's name: after a change to how parts are cut or encoded, old parts are not reused.
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """How far the making of a store has come; bytes are those of the source."""
+    """Progress of making a store; bytes are those of the source."""
 
     done_bytes: int
     total_bytes: int
@@ -47,7 +48,7 @@ class PrepareProgress:
 
 @dataclass(frozen=True)
 class PreparedStore:
-    """A whole store on disk; `reused` where it was there already."""
+    """A complete store on disk; `reused` if it existed already."""
 
     prefix: Path
     info: StoreInfo
@@ -66,16 +67,15 @@ def prepare(
     num_workers: int | None = None,
     progress: Callable[[PrepareProgress], None] | None = None,
 ) -> PreparedStore:
-    """Makes the store of a source in the folder `to`, or finds it there.
+    """Makes the store of a source in the folder `to`, or reuses the one there.
 
     Args:
         skip_bad: count lines, rows and files that cannot be read instead of refusing them.
-        num_workers: processes that encode; None: one for a source below 64 MiB, else one a CPU core.
+        num_workers: processes that encode; None: one for a source below 64 MiB, else one per CPU core.
         progress: called after each part.
 
     Raises:
-        DataError: documents that cannot be read (all that were met, up to ten), no text at all, or another store in
-            `to`.
+        DataError: documents that cannot be read (named, up to ten), no text at all, or another store in `to`.
         RunError: a process was killed, or the disk is full.
     """
     request = request_of(source, tokenizer, skip_bad=skip_bad)
@@ -97,14 +97,18 @@ def prepare(
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            raise _disk_full(to) from error
+            raise RunError(
+                f"no space left on the disk of {to}",
+                expected="space for twice the tokens, 2 bytes each (4 for a vocabulary above 65,536): parts and store",
+                fix="free space or choose another folder, then run the same command again: finished parts are reused",
+            ) from error
         for left in to.glob(".parts-*"):
             shutil.rmtree(left)
         return PreparedStore(prefix, info, reused=False)
 
 
 def request_of(source: TextSource, tokenizer: Tokenizer, *, skip_bad: bool) -> str:
-    """Name of what is asked for: content, tokenizer and the way documents are read."""
+    """Name of a request: content, tokenizer and the way documents are read."""
     recipe = f"{_FORMAT} {source.fingerprint} {tokenizer.fingerprint} {skip_bad}"
     return hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
 
@@ -121,24 +125,16 @@ def _found(prefix: Path, request: str) -> PreparedStore | None:
 
 
 def _refuse_other(prefix: Path, *, request: str, begun: bool) -> None:
-    """Another request's store, or one made elsewhere, is not written over; our own unfinished or damaged one is."""
+    """Refuses to overwrite another request's or another program's store; our own unfinished or damaged one is ours."""
     there = [path for path in (with_suffix(prefix, s) for s in (".json", ".idx", ".bin")) if path.exists()]
     info = read_info(prefix)
     ours = begun if info is None else info.request == request
     if there and not ours:
         raise DataError(
-            f"{prefix.parent} holds another token store already: {there[0].name}",
+            f"{prefix.parent} already holds another token store: {there[0].name}",
             expected="an empty folder, or the store of the same source and the same tokenizer",
             fix=f"--to {prefix.parent}-2   (or remove {prefix}.bin, {prefix}.idx and {prefix}.json)",
         )
-
-
-def _disk_full(to: Path) -> RunError:
-    return RunError(
-        f"no space left on the disk of {to}",
-        expected="room for twice the tokens, 2 bytes each (4 for a vocabulary above 65,536): the parts and the store",
-        fix="make room, or choose another folder, and run the same command again: finished parts are used again",
-    )
 
 
 def _make_parts(
@@ -149,29 +145,20 @@ def _make_parts(
     progress: Callable[[PrepareProgress], None] | None,
 ) -> list[PartDone]:
     """All parts of `plan`, in order: those found from an earlier run and those made now."""
-    total = sum(part.size_bytes for part in plan)
     done = {part.number: found for part in plan if (found := maker.finished(part))}
 
     def report() -> None:
         if progress is not None:
-            parts = done.values()
-            progress(
-                PrepareProgress(
-                    sum(d.part.size_bytes for d in parts),
-                    total,
-                    sum(d.num_documents for d in parts),
-                    sum(d.num_tokens for d in parts),
-                )
-            )
+            counts = [(made.part.size_bytes, made.num_documents, made.num_tokens) for made in done.values()]
+            done_bytes, num_documents, num_tokens = map(sum, zip((0, 0, 0), *counts, strict=True))
+            progress(PrepareProgress(done_bytes, sum(part.size_bytes for part in plan), num_documents, num_tokens))
 
     report()
     missing = [part for part in plan if part.number not in done]
     workers = _num_workers(num_workers, len(missing), sum(part.size_bytes for part in missing))
+    made = (maker.make(part) for part in missing)
     if workers > 1:
-        one_thread = PartMaker(maker.source, maker.tokenizer, maker.folder, maker.skip_bad, encode_at_once=1)
-        made = make_in_processes(one_thread, missing, num_workers=workers)
-    else:
-        made = make_here(maker, missing)
+        made = make_in_processes(dataclasses.replace(maker, encode_at_once=1), missing, num_workers=workers)
     with closing(made):
         for part_done in made:
             done[part_done.part.number] = part_done
@@ -185,7 +172,7 @@ def _make_parts(
 
 def _num_workers(asked: int | None, num_parts: int, size_bytes: int) -> int:
     if multiprocessing.current_process().daemon:
-        return 1  # a daemonic process may have no children
+        return 1  # a daemonic process cannot have children
     if asked is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         asked = 1 if size_bytes < _SMALL_BYTES else cores
@@ -198,19 +185,17 @@ def _refuse_bad(source: TextSource, done: Sequence[PartDone]) -> None:
         log.merge(part_done.log)
     if log.num_bad or (source.text_field is not None and log.num_rows and not log.num_with_field):
         raise log_error(source, log)
-    num_tokens = sum(d.num_tokens for d in done)
     num_documents = sum(d.num_documents for d in done)
-    if num_tokens == num_documents:
+    if sum(d.num_tokens for d in done) == num_documents:
         counts = f"empty documents: {num_documents:,}, skipped: {log.num_skipped:,}"
         raise DataError(
-            f"data.source = {source.name!r} holds no text ({counts})",
+            f"data.source = {source.name!r} contains no text ({counts})",
             expected="at least one document with text",
             fix="--data.source PATH   (a file or folder with text)",
         )
 
 
 def _join(maker: PartMaker, done: Sequence[PartDone], *, prefix: Path, request: str) -> StoreInfo:
-    """Writes the store from its parts, in order."""
     tokenizer, source = maker.tokenizer, maker.source
 
     def info(writer: StoreWriter) -> StoreInfo:

@@ -1,7 +1,7 @@
 """From what `data.source` names to its token store.
 
-A prepared folder, or the prefix of a .bin/.idx pair, is opened as it is. Anything else is text: it is encoded once into
-a cached store, by one process while the others of the machine wait.
+A prepared folder, or the prefix of a .bin/.idx pair, is opened directly. Anything else is text: one process encodes it
+once into a cached store while the machine's other processes wait.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from pathlib import Path
 
 from threefold.data.store.prepare import PreparedStore, prepare, request_of
 from threefold.data.store.store import TokenStore, with_suffix
-from threefold.data.text.source import Source, TextSource, open_text
+from threefold.data.text.files import open_files, open_stdlib
+from threefold.data.text.hub import open_hub
+from threefold.data.text.source import Source, TextSource
 from threefold.data.tokens import Tokenizer
 from threefold.errors import DataError
 
@@ -19,8 +21,8 @@ def open_store(source: Source, *, tokenizer: Tokenizer | None, cache: Path) -> T
     """The token store of a source.
 
     Args:
-        tokenizer: for text; a store is compared with it where both say what they are. None: a store is expected.
-        cache: folder for the stores made of text.
+        tokenizer: for text; a store that records its tokenizer is compared with it. None: only a store is accepted.
+        cache: folder for the stores made from text.
 
     Raises:
         DataError: the source cannot be read, or its store belongs to another tokenizer.
@@ -33,11 +35,22 @@ def open_store(source: Source, *, tokenizer: Tokenizer | None, cache: Path) -> T
     text = open_text(source)
     if tokenizer is None:
         raise DataError(
-            f"data.source = {source.name!r} is text, and there is no tokenizer for it",
+            f"data.source = {source.name!r} is text, but no tokenizer is set",
             expected="a tokenizer, or a folder made by `threefold data prepare`",
             fix="--data.tokenizer bytes   (or a Hub id or folder)",
         )
     return cached_store(text, tokenizer, cache=cache, skip_bad=source.skip_bad_lines).open()
+
+
+def open_text(source: Source) -> TextSource:
+    """The documents that a source names.
+
+    Raises:
+        DataError: nothing is there, or not in a form that can be read.
+    """
+    if source.name.startswith("hf:"):
+        return open_hub(source)
+    return open_stdlib() if source.name == "stdlib" else open_files(source.name, text_field=source.text_field)
 
 
 def cached_store(text: TextSource, tokenizer: Tokenizer, *, cache: Path, skip_bad: bool = False) -> PreparedStore:
@@ -47,12 +60,10 @@ def cached_store(text: TextSource, tokenizer: Tokenizer, *, cache: Path, skip_ba
 
 
 def store_prefix(source: str) -> Path | None:
-    """Prefix of the store that `source` is, None where it is text.
-
-    A folder is a store's if it holds an .idx; the prefix or either file of a pair names it too.
+    """Prefix of the store that `source` names (by a folder with an .idx, a prefix or either file); None for text.
 
     Raises:
-        DataError: a folder holds several stores, or one whose making was interrupted.
+        DataError: a folder holds several stores, or an unfinished one.
     """
     if source == "stdlib" or source.startswith("hf:"):
         return None
@@ -67,9 +78,9 @@ def store_prefix(source: str) -> Path | None:
             )
         if not prefixes and any(path.glob(".parts-*")):
             raise DataError(
-                f"data.source = {source!r} is a token store whose making was interrupted",
-                expected="a whole store: .bin, .idx and .json",
-                fix=f"run the same   threefold data prepare ... --to {path}   again: it goes on where it stopped",
+                f"data.source = {source!r} is an unfinished token store",
+                expected="a complete store: .bin, .idx and .json",
+                fix=f"run the same   threefold data prepare ... --to {path}   again: it resumes where it stopped",
             )
         return prefixes[0] if prefixes else None
     if path.suffix in (".bin", ".idx"):
@@ -87,6 +98,6 @@ def _check_tokenizer(source: str, store: TokenStore, tokenizer: Tokenizer | None
         f"data.tokenizer = {tokenizer.name!r}: {source} was made with another tokenizer, {info.tokenizer!r} "
         f"({info.vocab_size:,} ids, end token {info.end_id})",
         expected=f"the store's tokenizer; {tokenizer.name!r} has {tokenizer.vocab_size:,} ids, end token "
-        f"{tokenizer.end_id}, and gives the same ids another meaning",
+        f"{tokenizer.end_id}, and uses the same ids for other tokens",
         fix=f"--data.tokenizer {info.tokenizer}   (or prepare the text again with {tokenizer.name})",
     )

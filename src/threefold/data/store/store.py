@@ -6,8 +6,8 @@ The layout is Megatron-LM's, so that stores made elsewhere can be read and ours 
     PREFIX.idx   where documents begin and end (`index`)
     PREFIX.json  ours, written last: what the store was made of (`StoreInfo`); stores made elsewhere have none
 
-A store whose .json is present is whole: the writer renames .bin and .idx into place before it. What is read is always
-one flat stream of tokens and the documents' ends in it; a cut or alien file is refused with its reason.
+A store with a .json is complete: the writer renames .bin and .idx into place before it. Reading gives one flat stream
+of tokens and the documents' ends in it; a truncated or foreign file is refused with the reason.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +40,8 @@ _BLOCK = 1 << 20
 class StoreInfo:
     """What a store was made of.
 
-    `fingerprint` is of the tokens, the documents' lengths and the tokenizer; `request` names the source, the tokenizer
-    and the way it was read, before anything was.
+    `fingerprint` identifies the tokens, the documents' lengths and the tokenizer; `request` the source, the tokenizer
+    and the way the source is read, and is known before anything is read.
     """
 
     fingerprint: str
@@ -64,12 +63,12 @@ def dtype_for(vocab_size: int) -> np.dtype[Any]:
 
 
 class TokenStore:
-    """A store that was opened: the flat `tokens` (memory-mapped) and the documents' ends in it.
+    """An open store: the flat `tokens` (memory-mapped) and the documents' ends in it.
 
     Pickles as its prefix, so that a loader's worker maps the files itself.
 
     Raises:
-        DataError: a file is missing, cut, or not of this format.
+        DataError: a file is missing, truncated, or not of this format.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -83,10 +82,10 @@ class TokenStore:
             check_arrays(self._index)
         elif (self.info.num_tokens, self.info.num_documents) != (self.num_tokens, self.num_documents):
             raise DataError(
-                f"{with_suffix(self.prefix, '.json')} belongs to another store: it counts "
+                f"{with_suffix(self.prefix, '.json')} belongs to another store: it describes "
                 f"{self.info.num_tokens:,} tokens in {self.info.num_documents:,} documents",
                 expected=f"the {self.num_tokens:,} tokens in {self.num_documents:,} documents of the .bin and .idx",
-                fix="remove the .json to read the store as one made elsewhere, or copy all three files again",
+                fix="remove the .json to read the store as one made by another program, or copy all three files again",
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -94,7 +93,7 @@ class TokenStore:
 
     @cached_property
     def tokens(self) -> Tokens:
-        """The whole stream, [num_tokens], read-only and memory-mapped."""
+        """The entire stream, [num_tokens], read-only and memory-mapped."""
         if self.num_tokens == 0:
             return np.empty(0, self.dtype)
         return np.memmap(with_suffix(self.prefix, ".bin"), self.dtype, mode="r")
@@ -108,15 +107,15 @@ class TokenStore:
 
     @property
     def end_id(self) -> int | None:
-        """Id of the end token, None for a store made elsewhere: its documents are taken as they are."""
+        """Id of the end token; None for a store made by another program, whose documents are not changed."""
         return self.info.end_id if self.info else None
 
     @cached_property
     def fingerprint(self) -> str:
         """Identity of tokens, documents and tokenizer; the same after the files are moved.
 
-        A store made elsewhere records none: its sizes and 16 blocks of 1 MiB, evenly spread over both files, stand for
-        it, so that opening stays cheap at any size.
+        A store made by another program records none: the sizes and 16 blocks of 1 MiB, evenly spread over each file,
+        identify it, so that opening stays cheap at any size.
         """
         if self.info:
             return self.info.fingerprint
@@ -133,9 +132,9 @@ class TokenStore:
 
 
 class StoreWriter:
-    """Writes a store document by document; it appears under its name only once `finish` is done.
+    """Writes a store document by document; its files get their names only in `finish`.
 
-    Use as a context manager: leaving it without `finish` removes what was written.
+    Use as a context manager: leaving it without `finish` removes the temporary files.
 
     Args:
         prefix: path without suffix.
@@ -151,18 +150,16 @@ class StoreWriter:
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         self._bin: BinaryIO = self._temporary(".bin").open("wb")
 
-    def __enter__(self) -> StoreWriter:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bin.close()
         for suffix in (".bin", ".idx", ".json"):
             self._temporary(suffix).unlink(missing_ok=True)
 
     def add_block(self, tokens: Tokens, lengths: npt.NDArray[np.int32]) -> None:
-        """Appends documents of `lengths`, [documents] int32, whose tokens lie one after the other in `tokens`."""
+        """Appends documents of `lengths`, [documents] int32, whose tokens are concatenated in `tokens`."""
         data = np.ascontiguousarray(tokens, self.dtype).data.cast("B") if len(tokens) else b""
         self._bin.write(data)
         self._digest.update(data)
@@ -176,20 +173,20 @@ class StoreWriter:
         return digest.hexdigest()
 
     def finish(self, info: Callable[[StoreWriter], StoreInfo]) -> StoreInfo:
-        """Puts .bin and .idx in place, then the .json that `info` makes of this writer, and returns that.
+        """Puts .bin, .idx and the .json from `info(self)` in place, in this order; returns the info.
 
-        Each file is synced to the disk before it gets its name, so a power cut leaves no store that looks whole.
+        Each file is synced to the disk before it gets its name, so a power cut leaves no store that looks complete.
         """
-        _sync(self._bin)
+        sync(self._bin)
         self._bin.close()
         lengths = np.frombuffer(self._lengths, np.int32)
         with self._temporary(".idx").open("wb") as file:
             write_index(file, lengths, dtype=self.dtype)
-            _sync(file)
+            sync(file)
         made = info(self)
         with self._temporary(".json").open("wb") as file:
             file.write(json.dumps({"format": INFO_FORMAT, **asdict(made)}, indent=2).encode() + b"\n")
-            _sync(file)
+            sync(file)
         for suffix in (".bin", ".idx", ".json"):
             os.replace(self._temporary(suffix), with_suffix(self.prefix, suffix))
         return made
@@ -209,10 +206,10 @@ def with_suffix(prefix: str | Path, suffix: str) -> Path:
 
 
 def read_info(prefix: str | Path) -> StoreInfo | None:
-    """What the .json beside a store says, None where there is none.
+    """The .json of a store; None if there is none.
 
     Raises:
-        DataError: there is one, but not of this project or not readable.
+        DataError: it is not readable, or not of this project.
     """
     path = with_suffix(prefix, ".json")
     try:
@@ -225,11 +222,11 @@ def read_info(prefix: str | Path) -> StoreInfo | None:
     except (ValueError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path} does not describe a token store: {error}",
-            expected=f"a record of format {INFO_FORMAT}, written beside the .bin and .idx",
-            fix="remove the .json to read the store as one made elsewhere, or prepare it again",
+            expected=f"a record of format {INFO_FORMAT}, written next to the .bin and .idx",
+            fix="remove the .json to read the store as one made by another program, or prepare it again",
         ) from error
 
 
-def _sync(file: BinaryIO) -> None:
+def sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())

@@ -1,9 +1,8 @@
 """Documents from files: a file, a folder, a glob, or the running Python's own standard library.
 
-.txt, .md and .py files are a document each; .jsonl and .parquet hold one a row (`rows`). Files are read in the
-order of their paths relative to the folder, with `/` between the parts, and named by these in the fingerprint, so
-that a folder that was moved or copied is the same source. Text is UTF-8, taken as it is: line ends stay what they
-are.
+.txt, .md and .py files are a document each; .jsonl and .parquet files hold one per row (`rows`). Files are read in the
+order of their paths relative to the folder, with `/` between the parts. The fingerprint names them by these paths, so
+a folder that was moved or copied is the same source. Text is UTF-8 and is not changed: line ends are kept.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from functools import cached_property
 from pathlib import Path
 
 from threefold.data.text import rows as text_rows
-from threefold.data.text.source import EXTENSIONS, Piece, ReadLog
+from threefold.data.text.source import EXTENSIONS, MAX_PROBLEMS, Piece, ReadLog
 from threefold.errors import DataError, Problem
 
 ROW_EXTENSIONS = (".jsonl", ".parquet")
-TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
-PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
+# Of the standard library: no tests and no installed packages.
+EXCLUDED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,11 @@ class Files:
     """Files under one root, in order.
 
     Args:
-        name: what the user called the source.
+        name: the source as the user wrote it.
         root: folder that the paths are relative to.
         paths: relative, with `/`, sorted.
-        text_field: field of the text in rows; None where all files are plain text.
-        skip_undecodable: leave files out that are no UTF-8, and count them.
+        text_field: field of the text in rows; None if all files are plain text.
+        skip_undecodable: leave out files that are not UTF-8, and count them.
     """
 
     name: str
@@ -50,7 +49,17 @@ class Files:
         """Hash of every file's relative path, size and content, and of the field that is read."""
         digest = hashlib.blake2b(f"files 1 {self.text_field!r} {self.skip_undecodable}".encode(), digest_size=16)
         for path in self.paths:
-            size, content = _size_and_hash(self.root / path)
+            full = self.root / path
+            try:
+                with full.open("rb") as file:
+                    content = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+                    size = file.tell()
+            except OSError as error:
+                raise DataError(
+                    f"{full} cannot be read: {error.strerror}",
+                    expected="files that this user may read",
+                    fix=f"chmod u+r {full}   (or leave the file out of the source)",
+                ) from error
             digest.update(f"\n{path}\0{size}\0{content}".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
@@ -60,28 +69,26 @@ class Files:
         problems: list[Problem] = []
         for i, path in enumerate(self.paths):
             full = self.root / path
-            if path.lower().endswith(".parquet"):
-                assert self.text_field is not None
+            kind = path.lower().rpartition(".")[2]
+            if kind == "parquet":
                 try:
-                    pieces.extend(text_rows.parquet_pieces(full, file=i, text_field=self.text_field))
+                    pieces += text_rows.parquet_pieces(full, file=i, text_field=str(self.text_field))
                 except DataError as error:
-                    problems.extend(error.problems)
-            elif path.lower().endswith(".jsonl"):
-                pieces.extend(text_rows.jsonl_pieces(full, file=i))
+                    problems += error.problems
+            elif kind == "jsonl":
+                pieces += text_rows.jsonl_pieces(full, file=i)
             else:
                 size = full.stat().st_size
                 pieces.append(Piece(i, 0, size, size))
         if problems:
-            raise DataError.of(problems[: text_rows.MAX_FILES_NAMED])
+            raise DataError.of(problems[:MAX_PROBLEMS])
         return pieces
 
     def read(self, piece: Piece, log: ReadLog) -> Iterator[str]:
-        path = self.paths[piece.file]
-        full = self.root / path
-        if path.lower().endswith(ROW_EXTENSIONS):
-            assert self.text_field is not None
-            read = text_rows.read_parquet if path.lower().endswith(".parquet") else text_rows.read_jsonl
-            yield from read(full, piece, text_field=self.text_field, log=log)
+        full = self.root / self.paths[piece.file]
+        if full.name.lower().endswith(ROW_EXTENSIONS):
+            read = text_rows.read_jsonl if full.name.lower().endswith(".jsonl") else text_rows.read_parquet
+            yield from read(full, piece, text_field=str(self.text_field), log=log)
             return
         try:
             text = full.read_bytes().decode()
@@ -101,7 +108,7 @@ class Files:
 def open_stdlib() -> Files:
     """The running Python's standard library without installed packages and test folders: about 12 MB of .py files."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = _walk(root, excluded=TEST_FOLDERS | PACKAGE_FOLDERS, extensions=(".py",))
+    found = _walk(root, excluded=EXCLUDED_FOLDERS, extensions=(".py",))
     if not found:
         raise DataError(
             f"data.source = 'stdlib': no .py file in {root}",
@@ -112,7 +119,7 @@ def open_stdlib() -> Files:
 
 
 def open_files(source: str, *, text_field: str) -> Files:
-    """The files that a path or a glob names; folders with all that is in them, hidden files and folders left out.
+    """The files that a path or a glob names; a folder stands for all files in it at any depth, without hidden ones.
 
     Raises:
         DataError: nothing is there, or nothing that can be read.
@@ -121,8 +128,8 @@ def open_files(source: str, *, text_field: str) -> Files:
     if path.is_file():
         if not path.name.lower().endswith(EXTENSIONS):
             raise _unknown_extension(source, path)
+        root: Path = path.parent
         found: tuple[str, ...] = (path.name,)
-        root = path.parent
     elif path.is_dir():
         root, found = path, _walk(path, excluded=frozenset(), extensions=EXTENSIONS)
         if not found:
@@ -130,28 +137,15 @@ def open_files(source: str, *, text_field: str) -> Files:
     elif glob.has_magic(source):
         root, found = _match(str(path))
         if not found:
-            raise _nothing_matched(source)
+            raise DataError(
+                f"data.source = {source!r} matches no file",
+                expected=f"at least one {', '.join(EXTENSIONS)} file, relative to {Path.cwd()}",
+                fix="check the pattern with   ls " + source,
+            )
     else:
         raise _not_there(source, path)
     rows = any(name.lower().endswith(ROW_EXTENSIONS) for name in found)
     return Files(source, root, found, text_field if rows else None)
-
-
-def _size_and_hash(path: Path) -> tuple[int, str]:
-    digest = hashlib.blake2b(digest_size=16)
-    size = 0
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-                size += len(block)
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}",
-            expected="files that this user may read",
-            fix=f"chmod u+r {path}   (or leave the file out of the source)",
-        ) from error
-    return size, digest.hexdigest()
 
 
 def _walk(root: Path, *, excluded: frozenset[str], extensions: tuple[str, ...]) -> tuple[str, ...]:
@@ -177,33 +171,25 @@ def _unknown_extension(source: str, path: Path) -> DataError:
     nearest = difflib.get_close_matches(path.suffix.lower(), EXTENSIONS, 1)
     hint = f", for example as {path.with_suffix(nearest[0]).name}" if nearest else ""
     return DataError(
-        f"data.source = {source!r}: files of type {path.suffix or '(no extension)'} are not read",
+        f"data.source = {source!r}: files of type {path.suffix or '(no extension)'} are not supported",
         expected=f"one of {', '.join(EXTENSIONS)}",
-        fix=f"rename or convert the file{hint}; the files of one type in a folder: --data.source '{path.parent}/*.txt'",
+        fix=f"rename or convert the file{hint}; to read one type from a folder: --data.source '{path.parent}/*.txt'",
     )
 
 
 def _nothing_readable(source: str, folder: Path) -> DataError:
     if (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists():
         return DataError(
-            f"data.source = {source!r} is a folder of datasets' save_to_disk",
+            f"data.source = {source!r} is a folder written by datasets' save_to_disk",
             expected="text files, or a folder that datasets.load_dataset reads",
             fix="dataset.to_parquet('data.parquet')   in Python, then --data.source data.parquet",
         )
     there = sorted({path.suffix or "(no extension)" for path in folder.rglob("*") if path.is_file()})[:10]
     return DataError(
         f"data.source = {source!r}: no file in this folder can be read",
-        expected=f"{', '.join(EXTENSIONS)} files at any depth, hidden ones left out; "
-        f"there {'are files of type ' + ', '.join(there) if there else 'is no file at all'}",
+        expected=f"{', '.join(EXTENSIONS)} files at any depth, not hidden; "
+        f"the folder has {'only files of type ' + ', '.join(there) if there else 'no files'}",
         fix="--data.source FOLDER   (a folder that holds such files)",
-    )
-
-
-def _nothing_matched(source: str) -> DataError:
-    return DataError(
-        f"data.source = {source!r} matches no file",
-        expected=f"at least one {', '.join(EXTENSIONS)} file, seen from {Path.cwd()}",
-        fix="check the pattern with   ls " + source,
     )
 
 
@@ -211,11 +197,11 @@ def _not_there(source: str, path: Path) -> DataError:
     parent = path.parent
     names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
     nearest = difflib.get_close_matches(path.name, [*names, "stdlib"], 1)
-    fix = "--data.source PATH   (or stdlib, or hf:ID for a dataset of the Hub)"
+    fix = "--data.source PATH   (or stdlib, or hf:ID for a dataset on the Hub)"
     if nearest:
         fix = f"--data.source {nearest[0] if nearest[0] == 'stdlib' else parent / nearest[0]}"
     return DataError(
         f"data.source = {source!r} does not exist",
-        expected=f"stdlib, hf:ID, a prepared folder, or a file, folder or glob, seen from {Path.cwd()}",
+        expected=f"stdlib, hf:ID, a prepared folder, or a file, folder or glob, relative to {Path.cwd()}",
         fix=fix,
     )

@@ -1,13 +1,14 @@
 """Documents from a dataset of the Hugging Face Hub, or from a folder that `datasets` reads, one a row.
 
-The dataset is loaded as Arrow files, memory-mapped, in the cache of `datasets`; only the text's column is read. Its
-own fingerprint names the content. It pickles as the paths of those files, so that other processes map them too. No
-code from the dataset's repository runs.
+The dataset is loaded as memory-mapped Arrow files in the cache of `datasets`; only the text column is read. Its own
+fingerprint identifies the content. It pickles as the paths of those files, so other processes map them too. No code
+from the dataset's repository runs.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from threefold.data.text.rows import not_text, rows_of_texts
 from threefold.data.text.source import Piece, ReadLog, Source, missing_field
-from threefold.errors import DataError
+from threefold.errors import DataError, Problem, ThreefoldError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -49,7 +50,7 @@ class HubRows:
 
 
 def open_hub(source: Source) -> HubRows:
-    """One split of the dataset `hf:ID`, where ID is an id on the Hub or a folder.
+    """One split of the dataset `hf:ID`, with an id on the Hub or a folder as ID.
 
     Raises:
         DataError: it cannot be reached or read, or has no such split, configuration or text field.
@@ -60,8 +61,8 @@ def open_hub(source: Source) -> HubRows:
     folder = Path(dataset_id).expanduser()
     if dataset_id.startswith((".", "/", "~")) and not folder.is_dir():
         raise DataError(
-            f"data.source = 'hf:{dataset_id}': there is no such folder",
-            expected=f"hf:OWNER/NAME as on the Hub, or hf:FOLDER, seen from {Path.cwd()}",
+            f"data.source = 'hf:{dataset_id}' is not a folder",
+            expected=f"hf:OWNER/NAME as on the Hub, or hf:FOLDER, relative to {Path.cwd()}",
             fix="--data.source hf:FOLDER   (a folder with .jsonl, .parquet, .csv or .txt files)",
         )
     try:
@@ -73,55 +74,41 @@ def open_hub(source: Source) -> HubRows:
         )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise _not_loaded(source, error) from error
-    name = source.name
     if text_field not in dataset.column_names:
-        raise missing_field(name, field=text_field, fields=dataset.column_names)
+        raise missing_field(source.name, field=text_field, fields=dataset.column_names)
     kind = getattr(dataset.features[text_field], "dtype", type(dataset.features[text_field]).__name__)
     if kind not in ("string", "large_string"):
-        raise not_text(name, field=text_field, kind=str(kind))
+        raise not_text(source.name, field=text_field, kind=str(kind))
     recipe = f"hub 1 {dataset._fingerprint} {text_field!r}"
     fingerprint = hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
-    return HubRows(name, dataset.select_columns([text_field]), text_field, fingerprint)
+    return HubRows(source.name, dataset.select_columns([text_field]), text_field, fingerprint)
 
 
-def _not_loaded(source: Source, error: Exception) -> DataError:
-    """What the error of `load_dataset` means for who asked."""
+def _not_loaded(source: Source, error: Exception) -> ThreefoldError:
+    """The user's error for an error of `load_dataset`."""
     import datasets
 
-    # What is wrong with a file is the cause of an error that only says where it happened.
-    said = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
-    reason = (str(said).splitlines() or [type(error).__name__])[0]
-    for sign, what, expected, fix in _known_failures(source, reason):
-        if sign in reason if isinstance(sign, str) else isinstance(error, sign):
-            return DataError(what, expected=expected, fix=fix)
-    return DataError(
-        f"data.source = {source.name!r} cannot be loaded: {reason}",
-        expected="a dataset that datasets.load_dataset reads",
-        fix="pip install -U datasets   (or read the files directly: --data.source FOLDER)",
-    )
-
-
-def _known_failures(source: Source, reason: str) -> list[tuple[type[Exception] | str, str, str, str]]:
-    """(class of the error or a word of its text, then what, expected and fix), the first that fits to be taken."""
-    import datasets
-
+    # A generation error only reports where it happened; its cause is the problem with the file.
+    cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+    reason = (str(cause).splitlines() or [type(error).__name__])[0]
     name, dataset_id = f"data.source = {source.name!r}", source.name.removeprefix("hf:")
-    return [
+    # Class of the error or a word of its text, then what, expected and fix; the first match counts.
+    known: list[tuple[type[Exception] | str, str, str, str]] = [
         (
             datasets.exceptions.DatasetNotFoundError,
-            f"{name} is not on the Hub, or not open to you: {reason}",
+            f"{name} is not on the Hub, or you have no access: {reason}",
             "hf:OWNER/NAME as on the Hub, or hf:FOLDER",
             "check the name and the revision; for a gated dataset   hf auth login",
         ),
         (
             ConnectionError,
-            f"{name} is not in the cache, and the Hub cannot be reached: {reason}",
-            "a dataset that was downloaded before, a folder, or a way to the Hub",
+            f"{name} is not in the cache, and the Hub could not be reached: {reason}",
+            "a dataset downloaded before, a folder, or a connection to the Hub",
             f"hf download --repo-type dataset {dataset_id}   on a machine with internet, then --data.source hf:FOLDER",
         ),
         (
             datasets.exceptions.DatasetsError,
-            f"{name} is there, but one of its files cannot be read: {reason}",
+            f"{name} exists, but one of its files cannot be read: {reason}",
             "data files that datasets.load_dataset can read",
             f"--data.source {dataset_id}   (reads the files of a folder directly, and names the line)",
         ),
@@ -133,7 +120,7 @@ def _known_failures(source: Source, reason: str) -> list[tuple[type[Exception] |
         ),
         (
             "save_to_disk",
-            f"{name} is a folder of datasets' save_to_disk",
+            f"{name} is a folder written by datasets' save_to_disk",
             "a folder or an id that datasets.load_dataset reads",
             "dataset.to_parquet('data.parquet')   in Python, then --data.source data.parquet",
         ),
@@ -149,4 +136,12 @@ def _known_failures(source: Source, reason: str) -> list[tuple[type[Exception] |
             "a configuration of the dataset",
             "--data.config_name NAME   (one of those above)",
         ),
+        (
+            Exception,
+            f"{name} cannot be loaded: {reason}",
+            "a dataset that datasets.load_dataset reads",
+            "pip install -U datasets   (or read the files directly: --data.source FOLDER)",
+        ),
     ]
+    found = (sign in reason if isinstance(sign, str) else isinstance(error, sign) for sign, *_ in known)
+    return DataError.of([Problem(*next(itertools.compress(known, found))[1:])])

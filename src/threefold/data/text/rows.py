@@ -1,8 +1,8 @@
-"""Documents from the rows of .jsonl and .parquet files: pieces of a few megabytes, and what is wrong by line or row.
+"""Documents from the rows of .jsonl and .parquet files: pieces of a few megabytes, and errors by line or row.
 
 A .jsonl is cut by bytes: a piece holds the lines that begin inside it, so that pieces can be made without reading the
-file. A .parquet is cut by row groups, of which only the text's column is read. A row without the text, with null or
-with something that is not text is as bad as a line that does not parse: it is refused by file and line, or counted.
+file. A .parquet is cut by row groups; only the text column is read. A row whose text is missing, null or not a string
+is treated like a line that does not parse: it is refused by file and line, or counted.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from threefold.data.text.source import MAX_PROBLEMS, Piece, ReadLog, missing_field
+from threefold.data.text.source import Piece, ReadLog, missing_field
 from threefold.errors import DataError
 
-MAX_FILES_NAMED = MAX_PROBLEMS
 SKIP = "--data.skip_bad_lines true (data prepare: --skip-bad-lines) to count it instead"
 
 _PIECE_BYTES = 4 << 20
@@ -34,11 +33,11 @@ def jsonl_pieces(path: Path, *, file: int) -> list[Piece]:
 
 def read_jsonl(path: Path, piece: Piece, *, text_field: str, log: ReadLog) -> Iterator[str]:
     """The texts of the lines that begin inside `piece`; empty lines count for nothing."""
-    first_line: int | None = None
+    lines_before: int | None = None
     with path.open("rb") as file:
         at = piece.start
         if at:
-            # Land behind the line that began before this piece; one that begins right here is kept.
+            # Skip the line that began before this piece; one that begins right here is kept.
             file.seek(at - 1)
             at += len(file.readline()) - 1
         line = 0
@@ -52,11 +51,11 @@ def read_jsonl(path: Path, piece: Piece, *, text_field: str, log: ReadLog) -> It
             if isinstance(text, str):
                 yield text
                 continue
-            if first_line is None:
-                first_line = _newlines_before(path, start) - line + 2
+            if lines_before is None:
+                lines_before = _newlines_before(path, start) - line + 1
             what, expected = text
             log.bad(
-                f"{path}, line {first_line + line - 1}: {what}", expected=expected, fix=f"correct the line, or {SKIP}"
+                f"{path}, line {lines_before + line}: {what}", expected=expected, fix=f"correct the line, or {SKIP}"
             )
             if log.num_bad >= _ENOUGH_ROWS:
                 return
@@ -78,7 +77,7 @@ def parquet_pieces(path: Path, *, file: int, text_field: str) -> list[Piece]:
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
             f"{path} is not readable as .parquet: {str(error).splitlines()[0]}",
-            expected="a whole .parquet file",
+            expected="a complete .parquet file",
             fix="copy or make the file again",
         ) from error
     if text_field not in schema.names:
@@ -97,14 +96,14 @@ def read_parquet(path: Path, piece: Piece, *, text_field: str, log: ReadLog) -> 
 
     with pyarrow.parquet.ParquetFile(path) as parquet:
         row = sum(parquet.metadata.row_group(i).num_rows for i in range(piece.start))
-        groups = range(piece.start, piece.stop)
-        for batch in parquet.iter_batches(batch_size=1024, row_groups=list(groups), columns=[text_field]):
+        groups = list(range(piece.start, piece.stop))
+        for batch in parquet.iter_batches(batch_size=1024, row_groups=groups, columns=[text_field]):
             yield from rows_of_texts(batch.column(0).to_pylist(), where=str(path), first_row=row, log=log)
             row += batch.num_rows
 
 
 def rows_of_texts(texts: list[Any], *, where: str, first_row: int, log: ReadLog) -> Iterator[str]:
-    """The texts of rows whose field is known to be there; what is null is bad. Rows count from 0."""
+    """The texts of rows that are known to have the field; null is bad. Rows count from 0."""
     log.num_rows += len(texts)
     log.num_with_field += len(texts)
     for i, text in enumerate(texts):
@@ -115,24 +114,27 @@ def rows_of_texts(texts: list[Any], *, where: str, first_row: int, log: ReadLog)
 
 
 def not_text(where: str, *, field: str, kind: str) -> DataError:
-    """The error for a column that is there but holds no text."""
+    """The error for a column that holds no text."""
     return DataError(
         f"data.text_field = {field!r}: {where}: the field is {kind}, not text",
-        expected="a field of text; tokens that were made elsewhere are read as a .bin/.idx store",
+        expected="a field of text; tokens made by other programs are read as a .bin/.idx store",
         fix="--data.text_field NAME   (a field that holds text)",
     )
 
 
 def _text_of_line(raw: bytes, *, text_field: str, log: ReadLog) -> str | tuple[str, str]:
-    """The text of one line, or what is wrong with the line and what was expected."""
+    """The text of one line, or (what is wrong, what was expected)."""
     try:
         row = json.loads(raw.strip())
     except json.JSONDecodeError as error:
-        return f"not JSON: {error.msg} at character {error.pos}", "one JSON object a line"
+        return f"not JSON: {error.msg} at character {error.pos}", "one JSON object per line"
     except (ValueError, RecursionError) as error:
-        return f"not JSON: {error}", "one JSON object a line"
+        return f"not JSON: {error}", "one JSON object per line"
     if not isinstance(row, dict):
-        return f"a JSON {type(row).__name__}, not an object", f'one JSON object a line, as {{"{text_field}": "..."}}'
+        return (
+            f"a JSON {type(row).__name__}, not an object",
+            f'one JSON object per line: {{"{text_field}": "..."}}',
+        )
     log.num_rows += 1
     if text_field not in row:
         log.saw_fields(list(row))
@@ -142,7 +144,7 @@ def _text_of_line(raw: bytes, *, text_field: str, log: ReadLog) -> str | tuple[s
     if not isinstance(text, str):
         return f"field {text_field!r} is {_json_kind(text)}, not text", "a text in every row"
     # JSON can escape half of a surrogate pair, which no UTF-8 can hold.
-    if b"\\ud" in raw.lower() and not _is_unicode(text):
+    if b"\\ud" in raw.lower() and any("\ud800" <= character <= "\udfff" for character in text):
         return "half of a surrogate pair (\\ud8xx) in the text", "text that can be written as UTF-8"
     return text
 
@@ -152,19 +154,6 @@ def _json_kind(value: Any) -> str:
     return kinds.get(type(value), "an object")
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _newlines_before(path: Path, offset: int) -> int:
-    """Number of line ends in the first `offset` bytes."""
-    count = 0
     with path.open("rb") as file:
-        while offset > 0 and (block := file.read(min(offset, 1 << 20))):
-            count += block.count(b"\n")
-            offset -= len(block)
-    return count
+        return sum(file.read(min(1 << 20, offset - at)).count(b"\n") for at in range(0, offset, 1 << 20))

@@ -2,15 +2,16 @@
 
 A source knows its `fingerprint` and its `pieces` before any document is decoded. A piece is a whole text file, some
 lines of a .jsonl, some row groups of a .parquet or some rows of a Hub dataset; pieces are small, in the documents'
-order and the same on every machine, so that the work on them can be shared out, stopped and taken up again. What is
-wrong with the documents collects in a `ReadLog`, so that one error names several lines.
+order and the same on every machine, so that the work on them can be shared out, stopped and resumed. Problems with the
+documents are collected in a `ReadLog`, so that one error names several lines.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 from threefold.errors import DataError, Problem
 
@@ -51,7 +52,7 @@ class Piece:
 
 @dataclass
 class ReadLog:
-    """What was met while reading: counts, and the first problems.
+    """Counts of what was read, and the first problems.
 
     Args:
         skip_bad: count bad lines, rows and files instead of keeping them as problems.
@@ -75,16 +76,14 @@ class ReadLog:
             self.problems.append(Problem(what, expected, fix))
 
     def saw_fields(self, names: Sequence[str]) -> None:
-        """Remembers the names of a row's fields, for the message when no row has the one asked for."""
+        """Remembers a row's field names, for the error if no row has the wanted one."""
         if len(self.fields) < MAX_FIELDS:
             self.fields.extend(name for name in names if name not in self.fields)
 
     def merge(self, other: ReadLog) -> None:
-        """Adds what another log, of later pieces, has met."""
-        self.num_rows += other.num_rows
-        self.num_with_field += other.num_with_field
-        self.num_skipped += other.num_skipped
-        self.num_bad += other.num_bad
+        """Adds the log of later pieces."""
+        for count in ("num_rows", "num_with_field", "num_skipped", "num_bad"):
+            setattr(self, count, getattr(self, count) + getattr(other, count))
         self.problems = (self.problems + other.problems)[:MAX_PROBLEMS]
         self.saw_fields(other.fields)
 
@@ -97,57 +96,34 @@ class TextSource(Protocol):
     @property
     def fingerprint(self) -> str:
         """Identity of the content and of the way it is read; needs no decoding."""
-        ...
 
     @property
     def text_field(self) -> str | None:
-        """Field that holds the text, None where documents are whole files."""
-        ...
+        """Field that holds the text; None if each file is one document."""
 
     @property
     def pieces(self) -> Sequence[Piece]: ...
     def read(self, piece: Piece, log: ReadLog) -> Iterator[str]:
-        """The documents of one piece; what is wrong with them goes to `log`."""
-        ...
-
-
-def open_text(source: Source) -> TextSource:
-    """The documents that a source names.
-
-    Raises:
-        DataError: nothing is there, or not in a form that can be read.
-    """
-    if source.name.startswith("hf:"):
-        from threefold.data.text.hub import open_hub
-
-        return open_hub(source)
-    from threefold.data.text.files import open_files, open_stdlib
-
-    return open_stdlib() if source.name == "stdlib" else open_files(source.name, text_field=source.text_field)
+        """The documents of one piece; problems with them go to `log`."""
 
 
 def log_error(source: TextSource, log: ReadLog) -> DataError:
-    """One error of what a log holds; the field that no row has comes before the rows that lack it."""
+    """One error for the problems of a log; a field that no row has hides the rows that lack it."""
     if source.text_field is not None and log.num_rows and not log.num_with_field:
         return missing_field(source.name, field=source.text_field, fields=log.fields, num_rows=log.num_rows)
     problems = list(log.problems)
-    if log.num_bad > len(problems):
-        more = log.num_bad - len(problems)
+    if more := log.num_bad - len(problems):
         last = problems[-1]
         problems[-1] = Problem(f"{last.what}\n  (and {more:,} more like these)", last.expected, last.fix)
-    error = DataError.of(problems)
-    assert isinstance(error, DataError)
-    return error
+    return cast("DataError", DataError.of(problems))
 
 
 def missing_field(where: str, *, field: str, fields: Sequence[str], num_rows: int | None = None) -> DataError:
-    """The error for a text field that no row has: names the fields there are, and the nearest as the fix."""
-    import difflib
-
-    rows = f"none of the first {num_rows:,} rows has such a field" if num_rows is not None else "no such field"
+    """The error for a text field that no row has: names the existing fields, and the nearest as the fix."""
+    rows = f"none of the first {num_rows:,} rows has this field" if num_rows is not None else "no such field"
     nearest = (difflib.get_close_matches(field, fields, 1, 0.5) or list(fields[:1]) or ["NAME"])[0]
     return DataError(
         f"data.text_field = {field!r}: {where}: {rows}",
-        expected=f"one of the fields there are: {', '.join(fields) or 'none'}",
+        expected=f"one of the existing fields: {', '.join(fields) or 'none'}",
         fix=f"--data.text_field {nearest}",
     )

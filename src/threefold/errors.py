@@ -86,8 +86,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 def rows_text(rows: Iterable[int]) -> str:
     """`row 7`, `rows 7, 12, 3`; if there are many, the first ones and how many more."""
-    found = [int(row) for row in rows if row >= 0]
-    if not found:
+    if not (found := [int(row) for row in rows if row >= 0]):
         return "no row"
     named = ", ".join(map(str, found[:_NUM_NAMED]))
     more = f" and {len(found) - _NUM_NAMED:,} more" if len(found) > _NUM_NAMED else ""

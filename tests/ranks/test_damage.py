@@ -28,7 +28,7 @@ def _two_checkpoints(folder: str) -> None:
     for step in (1, 2):
         run.advance(1)
         run.checkpointer.save(step, None, True)
-    run.checkpointer.wait()
+    run.checkpointer.saver.wait()
 
 
 @pytest.fixture(scope="module")

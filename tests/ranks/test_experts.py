@@ -54,7 +54,7 @@ def _steps(sizes: Sizes, folder: str, ep: int, steps: int) -> Any:
     run = Miniature(sizes, folder, model={"config": model}, mesh={"ep": ep})
     curve = [(loss, norm) for loss, norm, _ in run.advance(steps)]
     run.checkpointer.save(run.done, None, True)
-    run.checkpointer.wait()
+    run.checkpointer.saver.wait()
     return curve, [name for name, _ in run.model.module.named_parameters() if "expert" in name]
 
 

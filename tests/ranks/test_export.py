@@ -39,7 +39,7 @@ def _trained(sizes: Sizes, folder: str, model: dict[str, Any]) -> Any:
     run = Miniature(sizes, folder, model={"config": model})
     run.advance(1)
     run.checkpointer.save(1, None, True)
-    run.checkpointer.wait()
+    run.checkpointer.saver.wait()
     named = dict(run.model.module.named_parameters())
     return {
         name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().numpy()

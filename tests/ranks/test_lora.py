@@ -134,7 +134,7 @@ def _some_steps(sizes: Sizes, folder: str, steps: int, model: dict[str, Any]) ->
     run = Miniature(sizes, folder, model=model)
     curve = run.advance(steps)
     run.checkpointer.save(run.done, None, True)
-    run.checkpointer.wait()
+    run.checkpointer.saver.wait()
     return [(loss, norm) for loss, norm, _ in curve]
 
 
@@ -206,4 +206,4 @@ def _named_steps(sizes: Sizes, folder: str, values: dict[str, Any]) -> None:
     run = Miniature(sizes, folder, **values)
     run.advance(3)
     run.checkpointer.save(3, None, True)
-    run.checkpointer.wait()
+    run.checkpointer.saver.wait()

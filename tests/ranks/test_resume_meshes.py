@@ -29,7 +29,7 @@ def _begin(sizes: Sizes, folder: str) -> Any:
     run = Miniature(sizes, folder, micro_batch=MESHES[sizes])
     before = run.advance(3)
     run.checkpointer.save(3, None, True)
-    return before + run.advance(3), run.checkpointer.wait()
+    return before + run.advance(3), run.checkpointer.saver.wait()
 
 
 def _go_on(sizes: Sizes, folders: list[str], num_workers: int) -> Any:
@@ -97,7 +97,7 @@ def _with_dropout(sizes: Sizes, folder: str) -> Any:
     if run.done == 2 and curve:
         run.checkpointer.save(2, None, True)
     curve += run.advance(2)
-    run.checkpointer.wait()
+    run.checkpointer.saver.wait()
     return curve
 
 
@@ -125,7 +125,7 @@ def _experts(sizes: Sizes, folder: str, last: int) -> Any:
     run = Miniature(sizes, folder, model={"config": MOE})
     curve = run.advance(last - run.done)
     run.checkpointer.save(run.done, None, True)
-    run.checkpointer.wait()
+    run.checkpointer.saver.wait()
     return curve
 
 

@@ -44,9 +44,9 @@ def _steps_until_failure(folder: str, mode: str, on_error: str, failing: int) ->
         try:
             for step in range(1, 7):
                 run.advance(1)
-                run.checkpointer.check(step)
+                run.checkpointer.saver.check(step)
                 run.checkpointer.save(step, None, step % 2 == 0)
-            run.checkpointer.wait()
+            run.checkpointer.saver.wait()
         except RunError as raised:
             error = str(raised)
     kept = [checkpoint.step for checkpoint in run.folder.checkpoints.all()]
@@ -93,7 +93,7 @@ def _folder_gone(folder: str, mode: str) -> Any:
     run.mesh.barrier()
     try:
         run.checkpointer.save(1, None, True)
-        run.checkpointer.wait()
+        run.checkpointer.saver.wait()
     except RunError as error:
         return str(error)
 
@@ -123,7 +123,7 @@ def _save_and_go_on(folder: str, mode: str) -> Any:
     run.checkpointer.save(2, None, True)
     torch.rand(3)
     run.advance(3)
-    run.checkpointer.wait()
+    run.checkpointer.saver.wait()
     saved = find(Path(folder))
     index = Index.read(saved.state)
     assert saved.step == 2 and saved.damage() is None
@@ -146,7 +146,7 @@ def _keep_some(folder: str) -> Any:
     for step, eval_loss in enumerate([5.0, 4.0, 4.5, 4.4, 4.3, 4.2, 4.1], start=1):
         run.advance(1)
         run.checkpointer.save(step, eval_loss, True)
-    run.checkpointer.wait()
+    run.checkpointer.saver.wait()
     return [checkpoint.step for checkpoint in run.folder.checkpoints.complete()], run.folder.checkpoints.best()
 
 

@@ -145,7 +145,7 @@ class Saver:
         self._running = threading.Thread(target=self._run, args=work, name=name, daemon=True)
         self._running.start()
 
-    def notice(self, step: int) -> None:
+    def check(self, step: int) -> None:
         """Call this after every step: ends the run on all ranks in the same step if a background save failed.
 
         Raises:

@@ -37,7 +37,7 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     If some parameters are frozen, returns only the others: the frozen ones still have the model's original values.
     """
     parameters = list(model.named_parameters())
-    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    trained = [pair for pair in parameters if pair[1].requires_grad]
     stored = set(model.state_dict(keep_vars=True)) if len(trained) == len(parameters) else set()
     tensors = [*trained, *(pair for pair in model.named_buffers() if pair[0] in stored)]
     return {f"model.{name}": tensor.detach() for name, tensor in tensors}

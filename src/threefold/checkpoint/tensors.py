@@ -122,8 +122,7 @@ def index_of_dcp(folder: Path) -> Index:
                 entry = entries.setdefault(name, Entry(dtype, reach))
                 entry.shape = tuple(map(max, entry.shape, reach))
                 entry.chunks += [Chunk(path.name, start, box)] if box.numel else []
-        wrong = [f"{name}: {problem}" for name, entry in entries.items() if (problem := entry.problem())]
-        if wrong:
+        if wrong := [f"{name}: {problem}" for name, entry in entries.items() if (problem := entry.problem())]:
             raise ValueError(wrong[0])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(

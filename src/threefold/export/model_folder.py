@@ -205,8 +205,11 @@ def _byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", clean_up_tokenization_spaces=False)
 
 
+@torch.no_grad()
 def _compare(model: Any, reloaded: Any, to: Path, *, trained: str) -> None:
-    expected, found = _probe(model.eval()), _probe(reloaded.eval())
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
+    expected, found = (each.eval()(input_ids=ids, use_cache=False).logits for each in (model, reloaded))
     if not torch.equal(found, expected):
         raise RunError(
             f"{to} reloads to logits that differ from those of {trained} by up to "
@@ -214,14 +217,6 @@ def _compare(model: Any, reloaded: Any, to: Path, *, trained: str) -> None:
             expected="equal logits; the folder has been removed",
             fix="report it with the model's config; --no-verify keeps the folder",
         )
-
-
-@torch.no_grad()
-def _probe(model: Any) -> Tensor:
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits
-    return logits
 
 
 def load_whole(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> tuple[Any, Config]:

@@ -62,8 +62,7 @@ def write_weights(
 
 def _tensors(state: Path, index: Index, names: list[str], convert: Convert) -> Iterator[tuple[str, Tensor]]:
     def layer(name: str) -> str:
-        found = _LAYER.match(name)
-        return found[1] if found else name
+        return found[1] if (found := _LAYER.match(name)) else name
 
     for _, group in itertools.groupby(sorted(names, key=lambda name: (layer(name), name)), key=layer):
         yield from convert({name: read_whole(state, index.entries[f"model.{name}"]) for name in group}).items()

@@ -31,8 +31,8 @@ def introduce(console: Console, run: Built, why: str) -> None:
     config, mesh = run.config, run.mesh
     name = config.model.name_or_path or f"random weights from seed {config.train.seed}"
     ranks = f"{mesh.world_size} ranks" if mesh.world_size > 1 else "1 process"
-    drawn = not config.model.name_or_path
-    origin = (config.model.config or load.EMBEDDED_DEFAULT)["model_type"] + ", " if drawn else ""
+    sizes = config.model.config or load.EMBEDDED_DEFAULT
+    origin = "" if config.model.name_or_path else f"{sizes['model_type']}, "
     seq_len, source = config.data.seq_len, config.data.source
     if config.data.mixture is not None:
         source = " + ".join(f"{each.weight:g} {name}" for name, each in config.data.mixture.items())

@@ -197,8 +197,7 @@ def _seen(mark: Path) -> bool:
 
 
 def _judge(folder: Path, parts: list[str]) -> str:
-    blind = sorted({part for part in parts if part})
-    if blind:
+    if blind := sorted({part for part in parts if part}):
         raise ConfigError(
             f"log.dir = {folder} on {' and '.join(blind)} is not the folder that rank 0 writes to",
             expected="one folder that all hosts share: each rank writes its part of a checkpoint there",

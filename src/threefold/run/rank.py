@@ -44,6 +44,8 @@ log = logging.getLogger("threefold")
 
 # The watchdog must report before the collectives' own limit, which would end the run with a bare timeout.
 _REPORT_BEFORE = 0.9
+# A running save may finish before a failed run ends.
+_LINGER_S = 60.0
 # How gloo and NCCL report that a peer's process is gone; the traceback only shows where this rank waited for it.
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 
@@ -183,9 +185,9 @@ def _watched(run: Built, audit: Audit, trackers: list[Tracker]) -> Outcome:
     checkpointer.start()
     try:
         outcome = train_loop(_loop_of(run, audit, trackers), first_step=run.done + 1)
-        checkpointer.wait()
+        checkpointer.saver.wait()
     except ThreefoldError:
-        checkpointer.linger()
+        checkpointer.saver.join(_LINGER_S)
         raise
     finally:
         for tracker in trackers:
@@ -222,7 +224,7 @@ def _loop_of(run: Built, audit: Audit, trackers: list[Tracker]) -> Run:
         run.num_steps,
         run.micro_batch,
         run.checkpointer.save,
-        run.checkpointer.check,
+        run.checkpointer.saver.check,
         eval_batches=assemble.held_out_of(run),
         trackers=trackers,
         flops_per_token=flops,

@@ -31,7 +31,7 @@ def tokenizer_name(config: Config) -> tuple[str, str]:
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    """The tokenizer that the config asks for."""
+    """Returns the tokenizer that the config asks for."""
     name, _ = tokenizer_name(config)
     revision = config.model.revision if name == config.model.name_or_path else None
     return load_tokenizer(name, revision=revision)

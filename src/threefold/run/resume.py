@@ -34,8 +34,6 @@ from threefold.model.build import ParallelModel
 from threefold.model.load import architecture_of
 from threefold.run.folder import RunFolder
 
-_LINGER_S = 60.0
-
 
 @dataclass
 class Checkpointer:
@@ -52,7 +50,7 @@ class Checkpointer:
     def __post_init__(self) -> None:
         best = self.mesh.share("best", self.folder.checkpoints.best)
         self._best: float | None = best[1] if best else None
-        self._saver: Saver  # made by `start`, as the next
+        self.saver: Saver  # made by `start`, as the next
         self._held: list[run_state.Holding]
         # Adapters only work with the base weights they were trained on.
         adapted = bool(self.config.model.lora.r)
@@ -64,7 +62,7 @@ class Checkpointer:
         self._held = run_state.holdings(state, self.mesh)
         # Only the last state is saved: no steps would run in parallel, so a copy would waste memory.
         once = not asked.every and not (self.config.eval.source and self.config.eval.every)
-        self._saver = Saver(
+        self.saver = Saver(
             self.mesh,
             self._parts,
             background=asked.mode == "async" and not once,
@@ -90,21 +88,9 @@ class Checkpointer:
 
         state = checkpoints.partial(step) / "state"
         begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
-        self._saver.save(Job(step, state, begin, commit, abandon))
+        self.saver.save(Job(step, state, begin, commit, abandon))
         if best is not None:
             self._best = best
-
-    def check(self, step: int) -> None:
-        """Call this after every step; raises RunError on all ranks if a background save failed."""
-        self._saver.notice(step)
-
-    def wait(self) -> None:
-        """Waits until everything is saved; raises RunError on all ranks if a save failed."""
-        self._saver.wait()
-
-    def linger(self) -> None:
-        """Gives a running save time to finish before a failed run ends."""
-        self._saver.join(_LINGER_S)
 
     def _parts(self) -> list[Part]:
         state = run_state.state_of(self.model.module, self.optimizer)
@@ -170,7 +156,7 @@ def undamaged(folder: RunFolder, mesh: Mesh) -> RunFolder:
     """
     chosen, passed = newest_undamaged(folder.candidates, lambda each: run_state.damage_found(each, mesh))
     resuming = folder.resuming(chosen, passed)
-    if mesh.rank == 0:
-        for checkpoint, reason in passed:
+    for checkpoint, reason in passed:
+        if mesh.rank == 0:
             print(f"skipped {checkpoint.path}: {reason}", file=sys.stderr)
     return resuming

@@ -40,8 +40,7 @@ class Report:
     @property
     def waits(self) -> bool:
         """Whether the main thread is inside a collective, as far as Python shows."""
-        innermost = self.stack.splitlines()[-_INNERMOST_LINES:]
-        return any(name in line for line in innermost for name in _COLLECTIVES)
+        return any(name in line for line in self.stack.splitlines()[-_INNERMOST_LINES:] for name in _COLLECTIVES)
 
     def place(self) -> str:
         return f"in {self.phase} of step {self.step}" if self.step else "before its first step"

@@ -68,8 +68,7 @@ def train(config: Config | Mapping[str, Any] | str | Path | None = None) -> Resu
             expected="exit code 0, or 75 after a stop signal",
             fix="see the reason above, or in logs/ of the run's folder",
         )
-    folder = loaded.config.log.dir
-    return Result(code, Path(folder) if folder is not None else None)
+    return Result(code, Path(folder) if (folder := loaded.config.log.dir) is not None else None)
 
 
 def train_command(loaded: Loaded, *, max_restarts: int = 0) -> int:

@@ -27,7 +27,6 @@ from threefold.training.progress import Progress
 
 log = logging.getLogger("threefold")
 
-_KEY = "threefold/watch"
 _REPORT_EVERY_S = 1.0
 _BEATS_MISSED = 8
 _STACK_FROM = 0.6
@@ -64,7 +63,7 @@ class Watchdog:
         self._main = threading.get_ident()
         if self.mesh.store is None:
             return self
-        self._prefix = f"{_KEY}/{self.mesh.share('watch', lambda: uuid.uuid4().hex)}"
+        self._prefix = f"threefold/watch/{self.mesh.share('watch', lambda: uuid.uuid4().hex)}"
         self._reached_at = time.monotonic()
         # A thread that waits for an answer holds its connection, so the threads need a store of their own.
         store = self.mesh.store.clone()

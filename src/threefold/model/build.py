@@ -109,7 +109,7 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
     if config.train.activation_checkpointing != "none":
         _checkpoint_layers(model, config.train.activation_checkpointing)
     if config.train.compile:
-        for layer in data_parallel.layers_of(model):
+        for layer in load.layers_of(model):
             layer.compile()
     loss_choices = _install_head(model, config, tensor, mesh)
     kind, why = data_parallel.choose(mesh.topology)

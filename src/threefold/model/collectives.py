@@ -126,3 +126,8 @@ def gather_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tup
     # One collective for both; they may differ in the last dim.
     gathered = _gather_rows(torch.cat([key, value], dim=-1), group)
     return gathered.split([key.shape[-1], value.shape[-1]], dim=-1)  # type: ignore[return-value]
+
+
+def local_part(parameter: Any) -> Any:
+    """This rank's part of a parameter, or all of a plain one."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

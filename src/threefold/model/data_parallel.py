@@ -23,7 +23,8 @@ from threefold.config.schema import MeshConfig
 from threefold.errors import Problem
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
-from threefold.model.tensor_parallel.layers import local_part
+from threefold.model.collectives import local_part
+from threefold.model.load import layers_of
 
 # A collective over less than this is mostly latency.
 _UNIT_BYTES = 8 * 1024**2
@@ -116,12 +117,6 @@ def replicate(model: PreTrainedModel, mesh: Mesh) -> DistributedDataParallel:
     return DistributedDataParallel(
         model, device_ids=devices, process_group=mesh.group("dp"), gradient_as_bucket_view=True, **{buffers: False}
     )
-
-
-def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's repeated blocks, in order."""
-    blocks = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in blocks]
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from threefold.config.schema import ModelConfig
 from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
-from threefold.model.tensor_parallel.layers import local_part
+from threefold.model.collectives import local_part
 
 _STAGED_FILE_BYTES = 2 * 1024**3
 _SEEN_BYTES = 1024**2
@@ -307,3 +307,9 @@ def architecture_of(config: PretrainedConfig) -> dict[str, Any]:
     values = json.loads(config.to_json_string(use_diff=False))
     volatile = ("_name_or_path", "transformers_version", "dtype", "use_cache", "_attn_implementation")
     return {name: value for name, value in values.items() if name not in volatile}
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The model's repeated blocks, in order."""
+    blocks = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in blocks]

@@ -27,8 +27,9 @@ from transformers import PreTrainedModel
 from threefold.config.schema import LoraConfig
 from threefold.errors import Problem
 from threefold.mesh.mesh import Mesh
+from threefold.model.collectives import local_part
 from threefold.model.load import is_adapter, original
-from threefold.model.tensor_parallel.layers import SharedInput, local_part, row_forward
+from threefold.model.tensor_parallel.layers import SharedInput, row_forward
 from threefold.model.tensor_parallel.plan import TensorParallelism
 
 ADAPTER = "default"

@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from threefold.data.rows.concat import IGNORED
 from threefold.mesh.mesh import Mesh
 from threefold.model.build import ParallelModel
+from threefold.model.collectives import local_part
 from threefold.model.data_parallel import last_backward
 from threefold.model.head import Sums
-from threefold.model.tensor_parallel.layers import local_part
 from threefold.training.loss import RouterLoss, TokenLoss
 from threefold.training.progress import Progress
 

@@ -24,7 +24,7 @@ from threefold.model import load
 from threefold.model.build import ParallelModel, build
 from threefold.model.collectives import gather_parts
 from threefold.model.context_parallel.split import gathered_positions
-from threefold.model.data_parallel import layers_of
+from threefold.model.load import layers_of
 from threefold.run import assemble, request
 from threefold.run.rank import quieten_libraries, report_failure
 from threefold.training.optimizer import adamw, learning_rate

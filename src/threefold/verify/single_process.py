@@ -120,7 +120,7 @@ class _Outputs:
     """Collects each layer's outputs for the current row and document."""
 
     def __init__(self, model: Any, num_rows: int) -> None:
-        from threefold.model.data_parallel import layers_of
+        from threefold.model.load import layers_of
 
         self.row = 0
         self.place = torch.empty(0)

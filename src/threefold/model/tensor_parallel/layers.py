@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from threefold.model.collectives import gather_parts, scatter_sum, sum_gradient, sum_over
+from threefold.model.collectives import gather_parts, local_part, scatter_sum, sum_gradient, sum_over
 
 _SPLIT_STYLES = {"colwise", "rowwise", "embedding_rowwise", "replicate"}
 
@@ -109,11 +108,6 @@ def vocabulary_forward(
         return scatter_sum(found, group) if scattered else sum_over(found, group)
 
     return forward
-
-
-def local_part(parameter: Any) -> Any:
-    """This rank's part of a parameter, or all of a plain one."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def allowed(modules: Mapping[str, nn.Module], plan: Mapping[str, str], layers: list[nn.Module]) -> tuple[bool, str]:

@@ -23,8 +23,8 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_
 
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh
-from threefold.model.data_parallel import layers_of
 from threefold.model.head import kind_of
+from threefold.model.load import layers_of
 from threefold.model.tensor_parallel import layers
 from threefold.model.tensor_parallel.layers import SharedInput
 

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 Collective: TypeAlias = Callable[[Tensor, dist.ProcessGroup], Tensor]
 

@@ -35,7 +35,7 @@ _ONE_CONNECTION_S = 2.0
 _PORT_FREE_WITHIN_S = 5.0
 _FAREWELL_S = 5.0
 
-# Process groups one after another in one process use the same store; all ranks count alike.
+# Process groups one after another in one process use the same store; all ranks count in the same order.
 _numbers = itertools.count()
 
 
@@ -65,7 +65,7 @@ def join_group(info: LaunchInfo, device: torch.device, timeout_s: float, facts: 
         except RuntimeError as error:
             failures.append(str(error))
 
-    # gloo tries for five times its limit where a peer has given up; the first rank to give up tells the others.
+    # gloo tries for five times its limit if a peer has given up; the first rank to give up tells the others.
     attempt = threading.Thread(target=make, name="connect", daemon=True)
     attempt.start()
     verdicts, pauses, own = store.clone(), _pauses(), str(info.rank)
@@ -95,7 +95,7 @@ def rendezvous(info: LaunchInfo, *, timeout_s: float, facts: Mapping[str, str]) 
         facts: what must be the same on every rank, by a readable name: `torch`, `the mesh`.
 
     Raises:
-        RendezvousError: within `timeout_s`: the port is taken, nobody answers, ranks are missing, two have one number,
+        RendezvousError: within `timeout_s`: the port is taken, no rank answers, ranks are missing, two have one number,
             or facts differ.
     """
     deadline = time.monotonic() + timeout_s

@@ -122,7 +122,7 @@ def twice(info: LaunchInfo, before: Mapping[str, Any], now: Mapping[str, Any]) -
 
 
 def missing(info: LaunchInfo, absent: Sequence[int], *, timeout_s: float, unreachable: str | None) -> Problem:
-    """Ranks that did not come; `unreachable`: why rank 0 does not reach itself by the address that all have."""
+    """Ranks that did not come; `unreachable`: why rank 0 does not reach itself at the address that all use."""
     there = info.world_size - len(absent)
     reached = f"; and rank 0, on host {info.host}, does not reach itself at {_place(info)}: {unreachable}"
     return Problem(

@@ -42,7 +42,7 @@ def choose(asked: str, head: str | None, *, device: str, tp: int, label_smoothin
     if asked == "none":
         return False, "as given"
     if head is None:
-        return False, "the model's head is not known"
+        return False, "the model's head is of an unknown kind"
     if importlib.util.find_spec("liger_kernel") is None or importlib.util.find_spec("triton") is None:
         return False, "liger-kernel is not installed"
     import triton

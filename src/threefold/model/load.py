@@ -89,14 +89,12 @@ def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
 
 
 def _unreachable(name: str, error: Exception) -> ConfigError:
-    local = Path(name).is_dir()
-    return ConfigError(
-        f"model.name_or_path = {name!r} cannot be read: {str(error).strip().splitlines()[0]}",
-        expected="a folder with config.json and weights"
-        if local
-        else "a local folder, or a Hub id that can be reached",
-        fix="check the path" if local else "check the name, your connection, and `hf auth login` for gated models",
-    )
+    expected, fix = "a folder with config.json and weights", "check the path"
+    if not Path(name).is_dir():
+        expected = "a local folder, or a Hub id that can be reached"
+        fix = "check the name, your connection, and `hf auth login` for gated models"
+    what = f"model.name_or_path = {name!r} cannot be read: {str(error).strip().splitlines()[0]}"
+    return ConfigError(what, expected=expected, fix=fix)
 
 
 def build_without_storage(config: PretrainedConfig, *, attention: str, trust_remote_code: bool = False) -> Any:
@@ -166,8 +164,7 @@ def _download(asked: ModelConfig) -> Path:
 
 
 def _index(folder: Path) -> dict[str, Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
+    if (index := folder / "model.safetensors.index.json").exists():
         weight_map = json.loads(index.read_text())["weight_map"]
         # Only names inside the folder: an index is somebody else's text.
         return {name: folder / Path(file).name for name, file in weight_map.items()}

@@ -1,7 +1,7 @@
 """Cross entropy over target tokens, also if logits are split over the vocabulary, and what may be added to it.
 
 Sums, not means: the loss of a step is the sum divided by the number of target tokens of the whole global batch (labels
-of -100 do not count), and only `step` knows that count. Computed in float32 whatever the type of the logits.
+of -100 do not count), and only `step` knows that count. Computed in float32 for logits of any type.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class TokenLoss:
 class _SplitLoss(torch.autograd.Function):
     """Cross entropy over a vocabulary that several ranks share (Megatron-LM, arXiv:1909.08053, section 3).
 
-    A few numbers per token travel, never a logit: the largest logit; the sum of exponentials, the target's logit, and
-    the sum of the logits where labels are smoothed.
+    A few numbers per token are sent, never all of its logits: the largest one; the sum of exponentials, the target's
+    logit, and the sum of the logits if labels are smoothed.
     """
 
     @staticmethod

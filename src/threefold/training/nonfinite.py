@@ -1,9 +1,9 @@
-"""Numbers that go wrong: a loss or a gradient that is not finite on any rank is seen by all, and updates nothing.
+"""A loss or a gradient that is not finite on any rank is noticed by all ranks, and updates nothing.
 
-The step sees to both on the device: a loss that is not finite makes its rank's gradient so, the reduction of gradients
-carries that to all ranks, and the optimizer leaves everything as it is where the norm is not finite. Here the norm is
-read: at once on a CPU, one step later on an accelerator, where reading it at once would let the device run dry. Who it
-was travels over the rendezvous store, and only when it has happened.
+The step handles both on the device: a loss that is not finite makes its rank's gradient so, the reduction of gradients
+carries that to all ranks, and the optimizer changes nothing if the norm is not finite. The norm is read here: at once
+on a CPU, one step later on an accelerator, where reading it at once would let the device run dry. Which rank it was
+travels over the rendezvous store, and only when it has happened.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,13 +38,12 @@ class Policy:
     run: str = "RUN"
 
 
-@dataclass(frozen=True)
-class _Unread:
+class _Unread(NamedTuple):
     number: int
     norm: Tensor
     copied: Any
     losses: tuple[Tensor, ...]
-    rows: list[list[int]] = field(default_factory=list)
+    rows: list[list[int]]
 
 
 class Finite:
@@ -65,7 +64,7 @@ class Finite:
         """Takes a step and reads the ones before it; `now` reads this one too, before anything is built on it.
 
         Returns:
-            for each step that was skipped: `step` and `skipped`, which says why.
+            for each step that was skipped: `step` and `skipped`, the reason.
 
         Raises:
             RunError: a step was not finite and the policy is to end, or too many in a row were not.
@@ -74,11 +73,9 @@ class Finite:
         rows = [batch["indices"].tolist() if "indices" in batch else [] for batch in batches]
         norm, copied = (result.grad_norm, None) if on_cpu else _copy_to_host(result.grad_norm)
         self._unread.append(_Unread(step, norm, copied, result.micro_losses, rows))
-        found = []
-        while len(self._unread) > (0 if now or on_cpu else 1):
-            if (skipped := self._read(self._unread.pop(0))) is not None:
-                found.append(skipped)
-        return found
+        ready = len(self._unread) - (0 if now or on_cpu else 1)
+        found = [self._read(self._unread.pop(0)) for _ in range(ready)]
+        return [skipped for skipped in found if skipped is not None]
 
     def _read(self, step: _Unread) -> dict[str, Any] | None:
         if step.copied is not None:
@@ -104,14 +101,14 @@ class Finite:
             raise RunError(
                 f"{what}: the {_ordinal(self._in_a_row)} step in a row without an update",
                 expected=f"fewer than train.nonfinite_limit = {self._policy.limit} in a row: skipping does not help",
-                fix="go on from a checkpoint with a smaller rate, --optimizer.lr; "
+                fix="resume from a checkpoint with a smaller rate, --optimizer.lr; "
                 f"or look at the rows: threefold data order {self._policy.run} --step {step.number} --show",
             )
         return {"step": step.number, "skipped": what}
 
 
 def _copy_to_host(value: Tensor) -> tuple[Tensor, Any]:
-    """A copy that is under way, and the event that says when it is there."""
+    """A copy in progress, and the event that marks its end."""
     host = torch.empty_like(value, device="cpu", pin_memory=True)
     host.copy_(value, non_blocking=True)
     copied = torch.cuda.Event()
@@ -120,14 +117,11 @@ def _copy_to_host(value: Tensor) -> tuple[Tensor, Any]:
 
 
 def _what(step: int, norm: float, told: Sequence[dict[str, Any]]) -> str:
-    """What went wrong where, from what each rank says of its own losses."""
+    """What went wrong where, from what each rank reports of its own losses."""
     wrong = {rank: part["wrong"] for rank, part in enumerate(told) if part["wrong"] is not None}
     if not wrong:
-        rows = sorted({row for part in told for rows in part["rows"] for row in rows})
-        return (
-            f"step {step}: the gradient's norm is {norm}, with finite losses on all ranks; the step read "
-            f"{rows_text(rows)}"
-        )
+        read = rows_text(sorted({row for part in told for rows in part["rows"] for row in rows}))
+        return f"step {step}: the gradient's norm is {norm}, with finite losses on all ranks; the step read {read}"
     # The cp and tp ranks of a dp rank read the same rows.
     rows = list(dict.fromkeys(row for part in wrong.values() for row in part))
     return f"step {step}: the loss is not finite on {ranks_text(wrong)}: {rows_text(rows)}"

@@ -14,30 +14,24 @@ from threefold.config.schema import OptimizerConfig
 def adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over the parameters as they are now; build it right after the model and before any forward.
 
-    Weight decay falls on matrices only. A group holds parameters of one mesh, because torch's fused kernel takes no
-    mix.
+    Only matrices have weight decay. A group holds parameters of one mesh: torch's fused kernel does not mix them.
     """
     groups: dict[tuple[object, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups.setdefault((mesh, parameter.ndim >= 2), []).append(parameter)
-    return torch.optim.AdamW(
-        [
-            {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
-            for (_, decays), parameters in groups.items()
-        ],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
+    asked = [
+        {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
+        for (_, decays), parameters in groups.items()
+    ]
+    return torch.optim.AdamW(asked, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def learning_rate(step: int, *, num_steps: int, config: OptimizerConfig) -> float:
     """The rate used in `step` (from 1): lr * min(1, step / warmup_steps) * shape.
 
-    The shape is 1 up to the first step with the full rate, which is step 1 without warm-up; a falling one then goes to
+    The shape is 1 up to the first step with the full rate, which is step 1 without warm-up; it may then fall to
     min_lr / lr at the last step.
     """
     full = max(1, config.warmup_steps)

@@ -39,7 +39,7 @@ class StepResult:
         loss_sum: cross entropy over this rank's target tokens; sum it over the `loss` group for the step's own.
         target_tokens: number of target tokens of the global batch.
         grad_norm: of the global gradient, before clipping.
-        aux_loss: this rank's share of the routers' loss, or None where the model has none.
+        aux_loss: this rank's share of the routers' loss, or None if the model has none.
         micro_losses: what this rank minimised in each micro-batch.
     """
 

@@ -45,7 +45,7 @@ class BatchMasks:
     def mask(
         self, batch_size: int, *, mask_function: Callable[..., Any], device: torch.device | str = "cpu", **kwargs: Any
     ) -> Mask:
-        """The boolean mask of one kind of layer; None where one process needs none."""
+        """The boolean mask of one kind of layer; None if one process needs none."""
         plain = self.alone and self.documents is None
         if self.kernel == "flex":
             if plain and mask_function is causal_mask_function:
@@ -87,7 +87,7 @@ def attend(
 
     Args:
         query: [batch, heads, queries, head]; key, value: [batch, kv heads, keys, head].
-        mask: boolean [batch, 1, queries, keys], true where a query sees a key, its halves or its blocks; None for
+        mask: boolean [batch, 1, queries, keys], true if a query sees a key, its halves or its blocks; None for
             plain causal.
         kwargs: what the model's layer passes: scaling, dropout, softcap, s_aux (sinks), sliding_window (in the mask).
     """

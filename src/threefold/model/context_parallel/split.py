@@ -36,7 +36,7 @@ def local_positions(sequence: int, *, cp_size: int, cp_rank: int) -> Tensor:
     """True positions in the row of the tokens that a cp rank holds, in the order in which it holds them.
 
     Args:
-        sequence: length of the whole row, a multiple of 2 x cp_size (of 1 where cp_size is 1).
+        sequence: length of the entire row, a multiple of 2 x cp_size (any length if cp_size is 1).
 
     Returns:
         int64 [sequence / cp_size]: chunk cp_rank, then chunk 2 x cp_size - 1 - cp_rank.
@@ -91,10 +91,9 @@ def split_problems(method: str, config: PretrainedConfig, topology: Topology) ->
 
 
 def _heads_divide(config: PretrainedConfig, topology: Topology) -> bool:
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    return heads % (topology.tp * topology.cp) == 0 and kv_heads % (topology.tp * topology.cp) == 0
+    text, ranks = config.get_text_config(), topology.tp * topology.cp
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return text.num_attention_heads % ranks == 0 and kv_heads % ranks == 0
 
 
 class ContextParallel:

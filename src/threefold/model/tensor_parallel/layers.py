@@ -51,7 +51,7 @@ def column_forward(module: nn.Linear, shared: SharedInput | None) -> Callable[[T
     """x [.., in] on every rank -> this rank's part [.., out / tp].
 
     Args:
-        shared: sums the gradient of x; None where x was gathered, which sums it already.
+        shared: sums the gradient of x; None if x was gathered, which sums it already.
     """
 
     def forward(x: Tensor) -> Tensor:

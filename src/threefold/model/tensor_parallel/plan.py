@@ -40,10 +40,10 @@ class TensorParallelism:
     Attributes:
         placements: parameter name -> its placement on the tp axis, for the parameters that are split.
         partial_gradients: names of the replicated parameters whose gradient each tp rank knows only in part.
-        vocabulary_start: first vocabulary entry of this rank's logits; None where its logits are complete.
-        sequence_group: the tp ranks that share the sequence between the split parts; None where each holds all of it.
+        vocabulary_start: first vocabulary entry of this rank's logits; None if its logits are complete.
+        sequence_group: the tp ranks that share the sequence between the split parts; None if each holds all of it.
         projections: name of each plain layer split by `colwise` or `rowwise` -> which.
-        shared_input: sums the gradient of what projections read; None where the sequence is shared, which does.
+        shared_input: sums the gradient of what projections read; None if the sequence is shared, which sums it already.
     """
 
     placements: Mapping[str, Placement] = field(default_factory=dict)
@@ -141,10 +141,10 @@ def _expanded(model: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, str]
 def split_over_tp(
     model: PreTrainedModel, mesh: Mesh, *, scatter: bool | str = "auto", whole_experts: bool = False
 ) -> tuple[TensorParallelism, tuple[str, str] | None]:
-    """Splits `model` (on the meta device) over the tp axis; says what was split, and what was chosen and why.
+    """Splits `model` (on the meta device) over the tp axis; returns what was split, and (the choice, why).
 
     Args:
-        scatter: sequence parallelism between the split parts; `auto` where the plan allows it.
+        scatter: sequence parallelism between the split parts; `auto`: if the plan allows it.
         whole_experts: give each tp rank some experts instead of a part of all.
 
     Raises:
@@ -242,7 +242,7 @@ def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh, shared: Sha
     """Splits parameters as transformers' styles do, and gives plain layers the forward of `layers`.
 
     Args:
-        shared: None where the sequence is scattered between the split parts.
+        shared: None if the sequence is scattered between the split parts.
 
     Returns:
         plain layers that were split by columns or rows -> which.

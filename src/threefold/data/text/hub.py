@@ -1,4 +1,4 @@
-"""Documents from a dataset of the Hugging Face Hub, or from a folder that `datasets` reads, one a row.
+"""Documents from a dataset of the Hugging Face Hub, or from a folder that `datasets` reads, one per row.
 
 The dataset is loaded as memory-mapped Arrow files in the cache of `datasets`; only the text column is read. Its own
 fingerprint identifies the content. It pickles as the paths of those files, so other processes map them too. No code

@@ -18,9 +18,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,16 +32,12 @@ MAX_PERIOD = 10_000
 Weight = float | str | Fraction
 
 
-@dataclass(frozen=True, eq=False)
-class Turns:
-    """Where to read: int64 arrays of one shape."""
+class Turns(NamedTuple):
+    """Where to read, int64 arrays of one shape: the source's number, its epoch, and the position in that epoch."""
 
     source: IntArray
-    """number of the source, in the order in which the sources were given."""
     epoch: IntArray
-    """epoch of that source."""
     position: IntArray
-    """position in that epoch's order; [0, number of rows of the source)."""
 
 
 class Mixture:

@@ -1,4 +1,4 @@
-"""The order of samples: which rows a step reads, where a run stands in it, and what is left out of it.
+"""The order of samples: the rows of each step, the place of a run in it, and the batches left out of it.
 
 In: a few numbers (rows, global batch, seed, ...). Out: the rows of any step, the place of any later step, and the state
 that samplers, loaders and checkpoints keep. What stays true: nothing here depends on the number of ranks, so the state
@@ -181,7 +181,7 @@ class Cursor:
         """Refuse to resume in an order that was made from something else.
 
         Raises:
-            DataError: one problem for each value that differs, naming it, what was saved and what is given now.
+            DataError: one problem for each value that differs, with its name, the saved and the given value.
         """
         pairs = {
             name: (self.fingerprint.get(name, _ABSENT), fingerprint.get(name, _ABSENT))

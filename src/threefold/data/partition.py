@@ -16,7 +16,7 @@ If the global batch does not divide an epoch, there are three ways to end it (`T
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +27,14 @@ Tail = Literal["drop", "pad", "exact"]
 TAILS: tuple[Tail, ...] = ("drop", "pad", "exact")
 
 
-@dataclass(frozen=True, eq=False)
-class StepRows:
-    """What one dp rank reads in one step: `len(positions) + num_ignored` rows, the same number on every dp rank."""
+class StepRows(NamedTuple):
+    """What one dp rank reads in one step: `len(positions) + num_ignored` rows, the same number on every dp rank.
+
+    `positions` are [rows] in [0, num_rows), in reading order; ignored rows occur only with the tail `exact`.
+    """
 
     positions: npt.NDArray[np.int64]
-    """[rows] positions in [0, num_rows), in reading order."""
     num_ignored: int
-    """rows to add whose labels are all ignored (only with the tail `exact`)."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def share(start: int, *, num_rows: int, dp_rank: int, dp_size: int, tail: Tail, 
     if tail == "exact":
         return range(start + dp_rank, start + left, dp_size)
     multiple = multiple or dp_size
-    whole = left // multiple * multiple if tail == "drop" else -(-left // dp_size) * dp_size
-    return range(start + dp_rank, start + dp_rank + whole, dp_size)
+    kept = left // multiple * multiple if tail == "drop" else -(-left // dp_size) * dp_size
+    return range(start + dp_rank, start + dp_rank + kept, dp_size)
 
 
 def tail_of_sampler(tail: str | None, *, drop_last: bool) -> Tail:

@@ -57,7 +57,7 @@ class Permutation:
 
         Args:
             n: number of rows, 1 to 2^62.
-            seed, epoch: integers >= 0 of any size; every pair is an order of its own.
+            seed, epoch: integers >= 0 of any size; every pair has its own order.
             version: the algorithm that a run recorded; the newest for a new run.
 
         Raises:

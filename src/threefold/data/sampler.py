@@ -93,11 +93,7 @@ class DistributedSampler(Sampler[int]):
         self._stand_in: Callable[[int], int] | None = None
         self._set_multiple(self.num_replicas)
         if order == "torch" and shuffle and self._num_rows > _MOST_INT32:
-            warnings.warn(
-                f"order='torch' keeps 8 bytes for each of {self._num_rows} samples on every rank "
-                f"({self._num_rows / 2**27:.0f} GiB), 4 up to {_MOST_INT32}; order='threefold' keeps none",
-                stacklevel=2,
-            )
+            warnings.warn(_large_table(self._num_rows), stacklevel=2)
         self.epoch = 0
         self._order_version = ORDER_VERSION
         self._begin = 0
@@ -253,6 +249,13 @@ def _torch_order(num_rows: int, *, seed: int) -> npt.NDArray[Any]:
     """torch's own shuffle; int32 draws the same permutation as torch's int64 in half the memory."""
     dtype = torch.int32 if num_rows <= _MOST_INT32 else torch.int64
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed), dtype=dtype).numpy()
+
+
+def _large_table(num_rows: int) -> str:
+    return (
+        f"order='torch' keeps 8 bytes for each of {num_rows} samples on every rank ({num_rows / 2**27:.0f} GiB), 4 up "
+        f"to {_MOST_INT32}; order='threefold' keeps none"
+    )
 
 
 def _length(dataset: Any) -> int:

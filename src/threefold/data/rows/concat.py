@@ -15,8 +15,8 @@ document id -1. The mask drops no label: an end token's label is the token after
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -77,6 +77,7 @@ class Rows(Protocol):
         """`input_ids`, `labels`, `position_ids` and `document_ids` of some rows, each [len(indices), seq_len] int64."""
 
 
+@dataclass(eq=False)
 class ConcatRows:
     """The stream cut into windows: row i holds the tokens [i*S, i*S + S].
 
@@ -84,20 +85,19 @@ class ConcatRows:
         DataError: the store is shorter than one row.
     """
 
-    def __init__(self, store: TokenStore, *, seq_len: int, document_mask: bool = False) -> None:
-        self.store = store
-        self.seq_len = seq_len
-        self.document_mask = document_mask
-        self.num_rows = max(0, store.num_tokens - 1) // seq_len
+    store: TokenStore
+    _: KW_ONLY
+    seq_len: int
+    document_mask: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_rows = max(0, self.store.num_tokens - 1) // self.seq_len
         if self.num_rows == 0:
             raise DataError(
-                f"data.source has {counted(store.num_tokens, 'token')}: not one row",
-                expected=f"more than data.seq_len = {seq_len:,} tokens",
-                fix=f"--data.seq_len {max(1, (store.num_tokens - 1) // 2)}   (or a larger source)",
+                f"data.source has {counted(self.store.num_tokens, 'token')}: not one row",
+                expected=f"more than data.seq_len = {self.seq_len:,} tokens",
+                fix=f"--data.seq_len {max(1, (self.store.num_tokens - 1) // 2)}   (or a larger source)",
             )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(ConcatRows, seq_len=self.seq_len, document_mask=self.document_mask), (self.store,)
 
     @cached_property
     def fingerprint(self) -> str:

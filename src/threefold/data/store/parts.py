@@ -1,4 +1,4 @@
-"""The parts of a store that is being made: one process encodes a part into a file of its own.
+"""The parts of an unfinished store: one process encodes each part into its own file.
 
 A part is a run of a source's pieces with about 8 MiB of text, or more if that would give over 4,096 parts. Its three
 files are NUMBER.bin (tokens), NUMBER.len (tokens of each document, int32) and NUMBER.json, written last and renamed
@@ -225,7 +225,7 @@ def make_in_processes(maker: PartMaker, parts: Sequence[Part], *, num_workers: i
 
 def _work(connection: Connection, maker: PartMaker) -> None:
     """In a new process: encodes the parts that it receives until the other end closes."""
-    # Ctrl-C reaches the whole group; the parent ends its workers itself.
+    # Ctrl-C reaches the entire process group; the parent ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(EOFError, OSError):
         while True:

@@ -1,10 +1,10 @@
-"""The token store: every token of a corpus in one flat memory-mapped file, and where its documents lie.
+"""The token store: every token of a corpus in one flat memory-mapped file, and an index of its documents.
 
-The layout is Megatron-LM's, so that stores made elsewhere can be read and ours can be read elsewhere:
+The layout is Megatron-LM's, so stores made by other programs can be read here, and ours there:
 
-    PREFIX.bin   the tokens, nothing else (uint16 where the vocabulary allows, else int32), little-endian
+    PREFIX.bin   only the tokens (uint16 if the vocabulary allows, else int32), little-endian
     PREFIX.idx   where documents begin and end (`index`)
-    PREFIX.json  ours, written last: what the store was made of (`StoreInfo`); stores made elsewhere have none
+    PREFIX.json  written last: the origin of the store (`StoreInfo`); stores made by other programs have none
 
 A store with a .json is complete: the writer renames .bin and .idx into place before it. Reading gives one flat stream
 of tokens and the documents' ends in it; a truncated or foreign file is refused with the reason.
@@ -58,7 +58,7 @@ class StoreInfo:
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
-    """uint16 where every id of the vocabulary fits, else int32."""
+    """uint16 if every id of the vocabulary fits, else int32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<i4")
 
 

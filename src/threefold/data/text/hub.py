@@ -1,4 +1,4 @@
-"""Documents from a dataset of the Hugging Face Hub, or from a folder that `datasets` reads, one a row.
+"""Documents from a dataset of the Hugging Face Hub, or from a folder that `datasets` reads, one per row.
 
 The dataset is loaded as memory-mapped Arrow files in the cache of `datasets`; only the text column is read. Its own
 fingerprint identifies the content. It pickles as the paths of those files, so other processes map them too. No code
@@ -85,14 +85,13 @@ def open_hub(source: Source) -> HubRows:
 
 
 def _not_loaded(source: Source, error: Exception) -> ThreefoldError:
-    """The user's error for an error of `load_dataset`."""
+    """The user's error for an error of `load_dataset`: the first known one whose class, or word of the text, fits."""
     import datasets
 
     # A generation error only reports where it happened; its cause is the problem with the file.
     cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
     reason = (str(cause).splitlines() or [type(error).__name__])[0]
     name, dataset_id = f"data.source = {source.name!r}", source.name.removeprefix("hf:")
-    # Class of the error or a word of its text, then what, expected and fix; the first match counts.
     known: list[tuple[type[Exception] | str, str, str, str]] = [
         (
             datasets.exceptions.DatasetNotFoundError,

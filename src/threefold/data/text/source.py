@@ -1,6 +1,6 @@
 """Documents from sources: what `data.source` names, as pieces that are read one by one.
 
-A source knows its `fingerprint` and its `pieces` before any document is decoded. A piece is a whole text file, some
+A source has its `fingerprint` and its `pieces` before any document is decoded. A piece is an entire text file, some
 lines of a .jsonl, some row groups of a .parquet or some rows of a Hub dataset; pieces are small, in the documents'
 order and the same on every machine, so that the work on them can be shared out, stopped and resumed. Problems with the
 documents are collected in a `ReadLog`, so that one error names several lines.
@@ -42,7 +42,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of one file: bytes of a .jsonl, row groups of a .parquet, rows of a Hub dataset, a whole text file."""
+    """A stretch of one file: bytes of a .jsonl, row groups of a .parquet, rows of a Hub dataset, or a text file."""
 
     file: int
     start: int

@@ -10,8 +10,7 @@ import pytest
 from ranks.runs import command, prepare, torchrun
 from threefold.errors import ConfigError
 from threefold.mesh.topology import Topology
-from threefold.verify.comparison import Comparison, compare_runs, group_of
-from threefold.verify.verdict import diagnose
+from threefold.verify.comparison import Comparison, compare_runs, diagnose, group_of
 
 RIGHT = Comparison([(1.0, 1.0)], [(2.0, 2.0)], {"w": 0.0})
 WRONG = Comparison([(1.0, 1.5)], [(2.0, 2.0)], {"w": 0.0})

@@ -27,8 +27,8 @@ def command(
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, which AutoModelForCausalLM.from_pretrained loads.
 
-    It takes one process, for a run on any mesh, and memory for one file of weights and one layer. If the run trained
-    adapters (model.lora.r), it merges them into the complete model, which takes memory for the model.
+    One process exports a run from any mesh, with memory for one file of weights and one layer. If the run trained
+    adapters (model.lora.r), they are merged into the complete model, which needs memory for that model.
     """
     from threefold.commands.arguments import num_bytes
 

@@ -47,7 +47,7 @@ def slurm(
     gpus_per_node: _Gpus = None,
     cpus_per_task: Annotated[int | None, typer.Option(min=1, help="Cores of each rank.")] = None,
     mem: Annotated[str | None, typer.Option(help="Memory of each host: 64G.")] = None,
-    time: Annotated[str | None, typer.Option(help="Limit, as sbatch takes it: 12:00:00.")] = None,
+    time: Annotated[str | None, typer.Option(help="Time limit in sbatch's form: 12:00:00.")] = None,
     partition: Annotated[str | None, typer.Option(help="Partition.")] = None,
     account: Annotated[str | None, typer.Option(help="Account.")] = None,
     qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
@@ -62,7 +62,7 @@ def slurm(
     requeue: Annotated[
         bool, typer.Option("--requeue/--no-requeue", help="Queue again after a stop that saved.")
     ] = True,
-    setup: Annotated[str | None, typer.Option(help="Shell file that the job sources first.")] = None,
+    setup: Annotated[str | None, typer.Option(help="Shell file to source first: modules, an environment.")] = None,
     options: Annotated[
         list[str] | None, typer.Option("--option", help="Another sbatch option: --option=--exclusive.")
     ] = None,

@@ -52,7 +52,7 @@ def verify_command(loaded: Loaded, options: Options) -> int:
     """Verifies the mesh of the config and returns the exit code: 0 it follows the single process, 1 it does not."""
     from threefold.mesh import environment, local_ranks
     from threefold.mesh.topology import resolve
-    from threefold.verify.verdict import diagnose, table
+    from threefold.verify.comparison import diagnose, table
 
     info = environment.current()
     if info.launcher is not None:

@@ -105,7 +105,7 @@ class MeshConfig(_Section):
     cp: AxisSize = Field(None, description="ranks that share one sequence")
     tp: AxisSize = Field(None, description="ranks that share one layer")
     ep: PositiveInt = Field(
-        1, description="tp ranks that divide the experts, each with whole ones; 1: each has a part of all"
+        1, description="tp ranks that divide the experts, each with complete ones; 1: each has a part of all"
     )
     sequence_parallel: bool | Literal["auto"] = Field("auto", description="tp ranks share the sequence between layers")
     cp_method: Literal["auto", "gather", "ulysses"] = Field(
@@ -224,7 +224,7 @@ class Config(_Section):
 
 
 def every_key() -> list[str]:
-    """Every `section.key`, and `section.key.key` where a section has one inside, in the order of the schema."""
+    """Every `section.key`, and `section.key.key` for a section inside a section, in the order of the schema."""
     return [f"{section}.{key}" for section in Config.model_fields for key in keys_of(section)]
 
 

@@ -60,24 +60,46 @@ def parse(text: str, origin: str) -> Any:
 
 
 def read_yaml(text: str) -> Any:
-    """The value of YAML text, mappings and lists as plain ones; ruamel's own errors where it is not YAML."""
+    """The value of YAML text, mappings and lists as plain ones; ruamel's own errors if it is not YAML."""
     from ruamel.yaml import YAML
 
     return _plain(YAML(typ="safe", pure=True).load(text))
 
 
-def dump(config: BaseModel) -> str:
-    """A config as YAML text that `loading.load` reads back."""
+def dump(config: BaseModel, *, nulls: bool = True) -> str:
+    """A config as YAML text that `loading.load` reads back.
+
+    Args:
+        nulls: whether to write keys whose value is null.
+    """
+    return as_document(config.model_dump(mode="json", exclude_none=not nulls))
+
+
+def as_document(*documents: Mapping[str, Any]) -> str:
+    """Returns plain mappings as YAML documents, with multi-line text as lines."""
     import io
 
     from ruamel.yaml import YAML
+    from ruamel.yaml.representer import SafeRepresenter
 
+    class InLines(SafeRepresenter):
+        pass
+
+    def in_lines(representer: Any, text: str) -> Any:
+        return representer.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+    InLines.add_representer(str, in_lines)
     yaml = YAML(typ="safe", pure=True)
+    yaml.Representer = InLines
     yaml.default_flow_style = False
+    yaml.width = 10_000
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    buffer = io.StringIO()
-    yaml.dump(config.model_dump(mode="json"), buffer)
-    return buffer.getvalue()
+    texts = []
+    for document in documents:
+        buffer = io.StringIO()
+        yaml.dump(document, buffer)
+        texts.append(buffer.getvalue())
+    return "---\n".join(texts)
 
 
 def _plain(value: Any) -> Any:

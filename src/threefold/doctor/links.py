@@ -32,14 +32,14 @@ _FEWEST_JUDGED = 3
 class StuckError(Exception):
     """A test did not end in time: its name, the ranks that take part, and those that have not begun it."""
 
-    def __init__(self, test: str, ranks: Sequence[int], missing: Sequence[int], said: str) -> None:
+    def __init__(self, test: str, ranks: Sequence[int], missing: Sequence[int], reason: str) -> None:
         super().__init__(test)
-        self.test, self.ranks, self.missing, self.said = test, list(ranks), list(missing), said
+        self.test, self.ranks, self.missing, self.reason = test, list(ranks), list(missing), reason
 
     def finding(self, limit_s: float) -> Finding:
         """The error as a finding."""
         names = "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
-        came = f"all ranks joined, so the network between them is at fault ({self.said})"
+        came = f"all ranks joined, so the network between them is at fault ({self.reason})"
         fix = f"open all ports between the machines; set {names} on all; NCCL_DEBUG=INFO"
         if self.missing:
             came = f"{ranks_text(self.missing)} did not join"
@@ -50,7 +50,7 @@ class StuckError(Exception):
 
 @dataclass(frozen=True)
 class Timing:
-    """One rank's view of one test: seconds of a barrier and of a small all-reduce, bytes a second of a large one."""
+    """One rank's view of one test: seconds of a barrier and of a small all-reduce, bytes/s of a large one."""
 
     ranks: list[int]
     barrier_s: float
@@ -89,8 +89,7 @@ def meet(mesh: Mesh, *, limit_s: float) -> None:
     Raises:
         StuckError: some rank did not, within `limit_s`.
     """
-    with _Test(mesh, "barrier", range(mesh.world_size), limit_s) as run:
-        run(lambda: dist.barrier(async_op=True))
+    _begun(mesh, "barrier", range(mesh.world_size), limit_s)(lambda: dist.barrier(async_op=True))
 
 
 def measure(mesh: Mesh, *, limit_s: float, hosts: Sequence[str]) -> Measured:
@@ -193,79 +192,67 @@ def _time_axis(mesh: Mesh, name: str, limit_s: float) -> Timing:
     def all_reduce(values: torch.Tensor) -> Any:
         return dist.all_reduce(values, group=group, async_op=True)
 
-    with _Test(mesh, f"all-reduce over {name}", ranks, limit_s) as run:
-        run(lambda: all_reduce(one))
-        right = bool(one.item() == len(ranks))
-        one.fill_(0)
-        latency_s = statistics.median(run(lambda: all_reduce(one)) for _ in range(_NUM_TIMED))
-        barrier_s = statistics.median(
-            run(lambda: dist.barrier(group, async_op=True)) for _ in range(1 + _NUM_TIMED // 2)
-        )
-        large.zero_()
-        seconds = min(run(lambda: all_reduce(large)) for _ in range(_NUM_LARGE))
+    run = _begun(mesh, f"all-reduce over {name}", ranks, limit_s)
+    run(lambda: all_reduce(one))
+    right = bool(one.item() == len(ranks))
+    one.fill_(0)
+    latency_s = statistics.median(run(lambda: all_reduce(one)) for _ in range(_NUM_TIMED))
+    barrier_s = statistics.median(run(lambda: dist.barrier(group, async_op=True)) for _ in range(1 + _NUM_TIMED // 2))
+    large.zero_()
+    seconds = min(run(lambda: all_reduce(large)) for _ in range(_NUM_LARGE))
     # What each rank of a ring sends and receives, which makes axes of different sizes comparable.
     moved = 2 * (len(ranks) - 1) / len(ranks) * large.numel() * 4
     return Timing(ranks, barrier_s, latency_s, moved / seconds, right)
 
 
 def _time_pair(mesh: Mesh, pair: tuple[int, int], test: str, limit_s: float) -> tuple[float, float]:
-    """(seconds one way, bytes a second) of a message there and back."""
+    """(seconds one way, bytes/s) of a message there and back."""
     first, partner = mesh.rank == pair[0], pair[1] if mesh.rank == pair[0] else pair[0]
     one = torch.ones(1, device=mesh.device)
     large = torch.ones(_BYTES[mesh.device.type] // 16, device=mesh.device)
 
-    with _Test(mesh, test, pair, limit_s) as run:
+    run = _begun(mesh, test, pair, limit_s)
 
-        def there_and_back(values: torch.Tensor) -> float:
-            sent, received = (lambda: dist.isend(values, partner)), (lambda: dist.irecv(values, partner))
-            ways: tuple[Callable[[], Any], ...] = (sent, received) if first else (received, sent)
-            return sum(map(run, ways)) / 2
+    def there_and_back(values: torch.Tensor) -> float:
+        sent, received = (lambda: dist.isend(values, partner)), (lambda: dist.irecv(values, partner))
+        ways: tuple[Callable[[], Any], ...] = (sent, received) if first else (received, sent)
+        return sum(map(run, ways)) / 2
 
-        there_and_back(one)
-        latency_s = statistics.median(there_and_back(one) for _ in range(_NUM_TIMED))
-        seconds = min(there_and_back(large) for _ in range(_NUM_LARGE))
+    there_and_back(one)
+    latency_s = statistics.median(there_and_back(one) for _ in range(_NUM_TIMED))
+    seconds = min(there_and_back(large) for _ in range(_NUM_LARGE))
     return latency_s, large.numel() * 4 / seconds
 
 
-class _Test:
-    """Runs the operations of one test within its time, and finds out which ranks are missing if one does not end."""
+def _begun(mesh: Mesh, test: str, ranks: Sequence[int], limit_s: float) -> Callable[[Callable[[], Any]], float]:
+    """Notes that this rank begins a test; returns a function that runs one operation and returns the seconds it takes.
 
-    def __init__(self, mesh: Mesh, test: str, ranks: Sequence[int], limit_s: float) -> None:
-        self._mesh, self._test, self._ranks, self._limit_s = mesh, test, ranks, limit_s
+    Raises (the returned function): StuckError, with the missing ranks, once the test's time is over.
+    """
+    store, ends = mesh.store, time.monotonic() + limit_s
+    assert store is not None
+    store.set(f"{_KEY}/{test}/{mesh.rank}", b"1")
 
-    def __enter__(self) -> Callable[[Callable[[], Any]], float]:
-        assert self._mesh.store is not None
-        self._mesh.store.set(self._key(self._mesh.rank), b"1")
-        self._ends = time.monotonic() + self._limit_s
-        return self._run
+    def stuck(reason: str) -> StuckError:
+        try:
+            missing = [rank for rank in ranks if not store.check([f"{_KEY}/{test}/{rank}"])]
+        except RuntimeError:  # the store went with rank 0
+            missing = [0]
+        return StuckError(test, ranks, missing, reason)
 
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def _run(self, begin: Callable[[], Any]) -> float:
-        """Seconds that an operation takes."""
+    def run(begin: Callable[[], Any]) -> float:
         started = time.perf_counter()
         try:
             work = begin()
-            if work is not None and not work.wait(timedelta(seconds=max(0.001, self._ends - time.monotonic()))):
-                raise self._stuck("no answer")
+            if work is not None and not work.wait(timedelta(seconds=max(0.001, ends - time.monotonic()))):
+                raise stuck("no answer")
         except RuntimeError as error:
-            raise self._stuck(str(error).strip().splitlines()[0]) from error
-        if self._mesh.device.type == "cuda":
-            torch.cuda.synchronize(self._mesh.device)
+            raise stuck(str(error).strip().splitlines()[0]) from error
+        if mesh.device.type == "cuda":
+            torch.cuda.synchronize(mesh.device)
         return time.perf_counter() - started
 
-    def _stuck(self, said: str) -> StuckError:
-        store = self._mesh.store
-        assert store is not None
-        try:
-            missing = [rank for rank in self._ranks if not store.check([self._key(rank)])]
-        except RuntimeError:  # the store went with rank 0
-            missing = [0]
-        return StuckError(self._test, self._ranks, missing, said)
-
-    def _key(self, rank: int) -> str:
-        return f"{_KEY}/{self._test}/{rank}"
+    return run
 
 
 def _time(seconds: float) -> str:

@@ -49,7 +49,7 @@ def fetch_secrets(environ: dict[str, str]) -> None:
 def main() -> None:
     environ = dict(os.environ)
     fetch_secrets(environ)
-    # Ranks of a host share its network interface. In a container, gloo does not find the interface's name by itself.
+    # Ranks of a host share its network interface. In a container, gloo does not find the interface's name.
     if "SM_NETWORK_INTERFACE_NAME" in environ:
         environ.setdefault("GLOO_SOCKET_IFNAME", environ["SM_NETWORK_INTERFACE_NAME"])
     become = command(environ, os.path.dirname(os.path.abspath(__file__)))

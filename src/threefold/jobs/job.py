@@ -11,9 +11,8 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from threefold.config.schema import Config, MeshConfig
+from threefold.config.schema import MeshConfig
 from threefold.errors import ConfigError, Problem, RunError
 from threefold.mesh.topology import Topology, resolve
 
@@ -133,35 +132,3 @@ def handed_to(program: str, *arguments: str, text: str, missing: tuple[str, str]
         what = f"{program} did not accept the job: {done.stderr.strip()}"
         raise RunError(what, expected=refused[0], fix=refused[1])
     return done.stdout.strip()
-
-
-def config_document(config: Config) -> str:
-    """Returns a config as YAML."""
-    return as_document(config.model_dump(mode="json", exclude_none=True))
-
-
-def as_document(*documents: Mapping[str, Any]) -> str:
-    """Returns plain mappings as YAML documents, with multi-line text as lines."""
-    import io
-
-    from ruamel.yaml import YAML
-    from ruamel.yaml.representer import SafeRepresenter
-
-    class InLines(SafeRepresenter):
-        pass
-
-    def in_lines(representer: Any, text: str) -> Any:
-        return representer.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-    InLines.add_representer(str, in_lines)
-    yaml = YAML(typ="safe", pure=True)
-    yaml.Representer = InLines
-    yaml.default_flow_style = False
-    yaml.width = 10_000
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    texts = []
-    for document in documents:
-        buffer = io.StringIO()
-        yaml.dump(document, buffer)
-        texts.append(buffer.getvalue())
-    return "---\n".join(texts)

@@ -13,8 +13,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from threefold.config.schema import Config
+from threefold.config.text import as_document, dump
 from threefold.errors import Problem
-from threefold.jobs.job import Ranks, as_document, checked_name, config_document, handed_to
+from threefold.jobs.job import Ranks, checked_name, handed_to
 
 KINDS = ("pytorchjob", "trainjob", "jobset")
 _CONFIG_FOLDER = "/etc/threefold"
@@ -26,15 +27,7 @@ _GPU = "nvidia.com/gpu"
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """Settings of a Kubernetes job that are not in a config.
-
-    Attributes:
-        kind: one of KINDS.
-        volumes: maps a PersistentVolumeClaim to the folder where pods see it.
-        secrets: maps a variable to `SECRET/KEY`.
-        restarts: how often pods are restarted.
-        runtime: a TrainJob's runtime.
-    """
+    """Settings of a Kubernetes job that are not in a config; `threefold submit kubernetes --help` describes them."""
 
     name: str
     image: str
@@ -75,12 +68,8 @@ def manifests(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[
     """Returns the ConfigMap and the job."""
     checked_name(options.name, longest=50, lower=True)
     builders = {"pytorchjob": _pytorch_job, "trainjob": _train_job, "jobset": _job_set}
-    config_map = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": _metadata(options, f"{options.name}-config"),
-        "data": {"config.yaml": config_document(config)},
-    }
+    config_map = _resource(options, "v1", "ConfigMap", name=f"{options.name}-config")
+    config_map["data"] = {"config.yaml": dump(config, nulls=False)}
     return [config_map, builders[options.kind](config, ranks, options)]
 
 
@@ -100,9 +89,10 @@ def submit(documents: list[dict[str, Any]]) -> str:
     )
 
 
-def _metadata(options: KubernetesOptions, name: str) -> dict[str, Any]:
+def _resource(options: KubernetesOptions, version: str, kind: str, *, name: str | None = None) -> dict[str, Any]:
     namespace = {"namespace": options.namespace} if options.namespace is not None else {}
-    return {"name": name, **namespace, "labels": {"app.kubernetes.io/name": "threefold"}}
+    metadata = {"name": name or options.name, **namespace, "labels": {"app.kubernetes.io/name": "threefold"}}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata}
 
 
 def _environment(config: Config, options: KubernetesOptions) -> list[dict[str, Any]]:
@@ -172,9 +162,7 @@ def _pytorch_job(config: Config, ranks: Ranks, options: KubernetesOptions) -> di
     pod = _torchrun_pod(config, ranks, options, container="pytorch", place=place)
     replicas = {"Master": 1, **({"Worker": ranks.num_hosts - 1} if ranks.num_hosts > 1 else {})}
     return {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": _metadata(options, options.name),
+        **_resource(options, "kubeflow.org/v1", "PyTorchJob"),
         "spec": {
             "nprocPerNode": str(ranks.per_host),
             "runPolicy": {"backoffLimit": options.restarts},
@@ -190,9 +178,7 @@ def _train_job(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict
     """Kubeflow's runtime gives torchrun its rank and rendezvous through PET_ variables."""
     patch = {"name": "node", "template": {"spec": {"template": {"spec": _pod(config, options, {"name": "node"})}}}}
     return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _metadata(options, options.name),
+        **_resource(options, "trainer.kubeflow.org/v1alpha1", "TrainJob"),
         "spec": {
             "runtimeRef": {"name": options.runtime},
             "trainer": {
@@ -217,9 +203,7 @@ def _job_set(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict[s
     count = ranks.num_hosts
     job = {"parallelism": count, "completions": count, "completionMode": "Indexed", "backoffLimit": 0}
     return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": _metadata(options, options.name),
+        **_resource(options, "jobset.x-k8s.io/v1alpha2", "JobSet"),
         "spec": {
             # A pod that ends takes its peers with it: all are recreated together.
             "failurePolicy": {"maxRestarts": options.restarts},

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from threefold.config.schema import Config
+from threefold.config.text import dump
 from threefold.errors import ConfigError, Problem, RunError
-from threefold.jobs.job import Ranks, checked_name, config_document
+from threefold.jobs.job import Ranks, checked_name
 
 ENTRY = "threefold_entry.py"
 CHECKPOINTS = "/opt/ml/checkpoints"
@@ -44,21 +45,14 @@ METRICS = {
 
 @dataclass(frozen=True)
 class SageMakerOptions:
-    """Settings of a SageMaker job that a config does not have.
-
-    Attributes:
-        output: S3 prefix for source, checkpoints and the model.
-        hyperparameters: keys of the config with their values as text; the job shows them, and its tuner may set them.
-        channels: maps a name to an S3 prefix; `data.source: channel:NAME` reads it.
-        secrets: maps a variable to the id of a secret in AWS Secrets Manager.
-        packages: wheels to put into the archive and install first.
-    """
+    """Settings of a SageMaker job that are not in a config; `threefold submit sagemaker --help` describes them."""
 
     name: str
     image: str
     role: str
     instance_type: str
     output: str
+    # Keys of the config, as text: the job shows them, and its tuner may set them.
     hyperparameters: Mapping[str, str] = field(default_factory=dict)
     channels: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -123,7 +117,7 @@ def source_files(config: Config, options: SageMakerOptions) -> dict[str, bytes]:
     from threefold.jobs import entry
 
     files = {
-        "config.yaml": config_document(config).encode(),
+        "config.yaml": dump(config, nulls=False).encode(),
         ENTRY: Path(entry.__file__).read_bytes(),
         **{path.name: path.read_bytes() for path in options.packages},
     }

@@ -12,8 +12,9 @@ import shlex
 from dataclasses import dataclass
 
 from threefold.config.schema import Config
+from threefold.config.text import dump
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError
-from threefold.jobs.job import Ranks, checked_name, config_document, handed_to
+from threefold.jobs.job import Ranks, checked_name, handed_to
 
 # srun's limit for the other ranks after the first has ended: a dead rank must not leave the others waiting.
 _WAIT_S = 120
@@ -22,14 +23,7 @@ _SAVE_AND_LEAVE_S = 60
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Settings of a Slurm job that are not in a config; None leaves a setting to the cluster.
-
-    Attributes:
-        signal_ahead_s: time before the limit at which the ranks are told to save; None: checkpoint.grace_s + 60 s.
-        setup: shell file to source first, on the first node: modules, a virtual environment.
-        options: further options of sbatch, such as `--exclusive`.
-        python: the interpreter with threefold installed, on every node.
-    """
+    """Settings of a Slurm job, outside the config; see `threefold submit slurm --help`. None: left to the cluster."""
 
     name: str = "threefold"
     time: str | None = None
@@ -59,7 +53,7 @@ def script(config: Config, ranks: Ranks, options: SlurmOptions) -> str:
             what = f"--option {option!r} is not an option of sbatch"
             raise ConfigError(what, expected="one long option", fix="--option=--exclusive")
     folder = shlex.quote(config.log.dir) if config.log.dir is not None else f'"runs/{name}-$SLURM_JOB_ID"'
-    text = config_document(config)
+    text = dump(config, nulls=False)
     end = "END_OF_CONFIG"
     while end in text:
         end += "_"

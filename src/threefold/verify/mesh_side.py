@@ -29,9 +29,8 @@ from threefold.run import assemble, request
 from threefold.run.rank import quieten_libraries, report_failure
 from threefold.training.optimizer import adamw, learning_rate
 from threefold.training.step import TrainStep, mean_loss, micro_batches
-from threefold.verify.comparison import OUTPUT_TOLERANCE, Comparison, Options, group_of, write_comparison
+from threefold.verify.comparison import OUTPUT_TOLERANCE, Comparison, Options, group_of, table, write_comparison
 from threefold.verify.single_process import Curve, run_alone
-from threefold.verify.verdict import table
 
 
 def verify_rank(config: Config, options: Options, topology: Topology, answer: str | None) -> int:

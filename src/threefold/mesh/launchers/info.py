@@ -6,6 +6,7 @@ launcher.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -136,23 +137,15 @@ def port_of_job(*numbers: int) -> int:
 
 def first_host(hostlist: str) -> str:
     """The first name of a Slurm host list: `n[07-09,12],login` is n07."""
-    name, rest = "", hostlist
-    while rest and not rest.startswith(","):
-        if rest.startswith("["):
-            inside, _, rest = rest[1:].partition("]")
-            name += inside.partition(",")[0].partition("-")[0]
-        else:
-            name, rest = name + rest[0], rest[1:]
-    return name
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hostlist)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else "")
 
 
 def tasks_of_node(tasks: str, node: int) -> int | None:
     """Ranks on one node, from Slurm's `2(x3),1`; None if it does not say."""
     counts: list[int] = []
     for part in tasks.split(","):
-        count, _, times = part.partition("(x")
-        repeated = times.removesuffix(")") or "1"
-        if not (is_number(count) and is_number(repeated)):
+        if (found := re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)) is None:
             return None
-        counts += [int(count)] * min(int(repeated), node + 1)
+        counts += [int(found[1])] * min(int(found[2] or 1), node + 1)
     return counts[node] if node < len(counts) else None

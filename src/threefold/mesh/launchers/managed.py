@@ -79,25 +79,17 @@ def managed(environ: Mapping[str, str]) -> Managed | None:
             fix="unset SM_HPS, or give it as JSON",
         )
     base = Path(environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
-    output = Path(environ.get("SM_OUTPUT_DIR", base / "output"))
-    prefix = "SM_CHANNEL_"
-    return Managed(
-        tuple(
+    output, channel = Path(environ.get("SM_OUTPUT_DIR", base / "output")), "SM_CHANNEL_"
+    settings = []
+    for key, value in hyperparameters.items():
+        if not key.startswith("sagemaker_"):
             # Text is YAML, as on the command line. The SDK's drivers turn the names into shell variables, which cannot
             # contain a dot: train__steps is train.steps.
-            Setting(
-                str(key).replace("__", "."),
-                value if isinstance(value, str) else as_yaml(value),
-                f"hyperparameter {key}",
-            )
-            for key, value in hyperparameters.items()
-            if not str(key).startswith("sagemaker_")
-        ),
-        {
-            name.removeprefix(prefix).lower(): Path(folder)
-            for name, folder in environ.items()
-            if name.startswith(prefix)
-        },
+            text = value if isinstance(value, str) else as_yaml(value)
+            settings.append(Setting(key.replace("__", "."), text, f"hyperparameter {key}"))
+    return Managed(
+        tuple(settings),
+        {name.removeprefix(channel).lower(): Path(environ[name]) for name in environ if name.startswith(channel)},
         base / "checkpoints",
         Path(environ["SM_MODEL_DIR"]) if "SM_MODEL_DIR" in environ else None,
         Path(environ.get("SM_OUTPUT_FAILURE", output / "failure")),

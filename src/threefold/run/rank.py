@@ -80,7 +80,7 @@ def report_failure(error: BaseException, mesh: Mesh | None, rank: int) -> int:
         text = str(_peer_gone(str(error).strip().splitlines()[0]))
     if _is_first_failure(error, mesh, rank):
         environment.tell_failure(text)
-        print(text, file=sys.stderr, flush=True)
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write, which other ranks cannot split
     return error.exit_code if isinstance(error, ThreefoldError) else EXIT_FAILED
 
 

@@ -176,4 +176,4 @@ class Watchdog:
 
 def _print(text: str) -> None:
     log.error("%s", text)
-    print(text, file=sys.stderr, flush=True)
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write, which other ranks cannot split

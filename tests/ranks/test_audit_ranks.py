@@ -231,7 +231,7 @@ def test_resume_from_a_checkpoint_that_is_one_step_off_is_refused(folder: Path) 
         "step 13 would begin at position 120 of epoch 0, but by audit.jsonl step 12 ended at position 112 of epoch 0: "
     )
     assert refused.stderr.count("would be left out\n") == 1
-    assert "expected: the checkpoint and the record of the run to agree on what was read" in refused.stderr
+    assert "expected: a checkpoint and a record of the run that agree on what was read" in refused.stderr
 
 
 def test_range_that_is_done_is_refused(folder: Path) -> None:

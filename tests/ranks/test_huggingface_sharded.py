@@ -224,11 +224,11 @@ def test_damage_is_named_before_anything_is_loaded(source: str, tmp_path: Path) 
         f"{file}: No such file or directory",
         "the content of state/index.json has changed: its checksum is not the one it was written with",
     ]
-    fix = "go on from an older checkpoint: trainer.train(resume_from_checkpoint='.../checkpoint-...')"
+    fix = "resume from an older checkpoint: trainer.train(resume_from_checkpoint='.../checkpoint-...')"
     for text, folder, reason in zip(said, folders, reasons, strict=False):
         assert text == (
             f"{folder}/threefold-state is damaged: {reason}\n"
-            f"  expected: the files as the Trainer has written them\n  fix: {fix}"
+            f"  expected: the files as the Trainer wrote them\n  fix: {fix}"
         )
     assert f"{folders[4]}/threefold-state/manifest.json cannot be read: it is not the one that the" in said[4]
     assert f"{folders[5]}/threefold-state/COMPLETE" in said[5]

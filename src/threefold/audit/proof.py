@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from threefold.audit.digest import Int64, fold_contents, predicted_samples
-from threefold.audit.record import Line, Segment, SegmentLine, SkipLine, StepsLine
+from threefold.audit.record import Line, Segment, SegmentLine, StepsLine
 from threefold.data.order import Order, Place
 from threefold.data.rows.concat import Rows
 from threefold.errors import Problem, RunError, rows_text
@@ -53,12 +53,10 @@ def prove(segments: Sequence[Segment], rows: Rows | None = None) -> list[Stretch
         for line in segment.lines:
             _check_step(line.step, next_step)
             _check_place(line.place, place, step=line.step, order=order)
-            if isinstance(line, SkipLine):
-                place = order.after(place, line.batches)
-                continue
-            _check_digests(line, start, rows)
-            count = segment.stands(line)
-            next_step, place = next_step + count, order.after(place, count)
+            place = order.after(place, segment.stands(line))
+            if isinstance(line, StepsLine):
+                _check_digests(line, start, rows)
+                next_step += segment.stands(line)
         if segment.last_step is not None:
             _check_step(segment.last_step + 1, next_step)
     return stretches_of(segments)
@@ -70,11 +68,8 @@ def stretches_of(segments: Sequence[Segment]) -> list[Stretch]:
     for segment in segments:
         order = segment.start.order
         for line in segment.lines:
-            if isinstance(line, StepsLine):
-                num_steps, step = segment.stands(line), line.first
-            else:
-                num_steps, step = line.batches, 0
-            for (epoch, position), count in order.stretches(line.place, num_steps):
+            step = line.first if isinstance(line, StepsLine) else 0
+            for (epoch, position), count in order.stretches(line.place, segment.stands(line)):
                 stop = position + count * order.global_batch
                 found.append(Stretch(epoch, position, stop, step, segment.start))
                 step += count if step else 0

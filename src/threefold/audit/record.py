@@ -189,8 +189,10 @@ class Segment:
         """The audits among the lines."""
         return [line for line in self.lines if isinstance(line, StepsLine)]
 
-    def stands(self, line: StepsLine) -> int:
-        """How many steps of a line stand."""
+    def stands(self, line: StepsLine | SkipLine) -> int:
+        """How many batches of a line stand: those of its steps, or those left out."""
+        if isinstance(line, SkipLine):
+            return line.batches
         last = line.last if self.last_step is None else min(line.last, self.last_step)
         return last - line.first + 1
 

@@ -1,6 +1,6 @@
 """What the Trainer adds to a checkpoint folder of transformers, and where a resumed run continues.
 
-`threefold.json` holds plain values: where the order stands, and the sizes it was read with. `threefold-state/` holds
+`threefold.json` holds plain values: the place in the order, and the sizes it was read with. `threefold-state/` holds
 weights and optimizer of a model that transformers loaded in shards, in the format of `threefold.checkpoint`: each rank
 writes its own boxes as safetensors files, sealed with checksums, and any other mesh reads its parts from them. No
 pickle is read. The place of a resumed run is a position in the order, not a number of steps: transformers divides the

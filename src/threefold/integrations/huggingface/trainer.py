@@ -289,10 +289,7 @@ class Trainer(transformers.Trainer):
 
 @contextlib.contextmanager
 def _may_save_shards(model: Any, args: Any) -> Iterator[None]:
-    """transformers refuses to save the optimizer of a model that it loaded in shards; here it can be saved.
-
-    It checks only while it is constructed, so the argument says save_only_model until then.
-    """
+    """Passes transformers' constructor, which refuses to save the optimizer of a model in shards; here it can be."""
     shards = getattr(model, "is_distributed_loading_by_transformers", False) and args is not None
     if asked := shards and not args.save_only_model:
         args.save_only_model = True

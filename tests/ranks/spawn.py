@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 PRELOAD = [
@@ -28,9 +29,20 @@ PRELOAD = [
     "threefold.run.start",
     "threefold.commands.main",
     "threefold.integrations.huggingface",
+    # What many ranks would import on their own, later than at their start.
+    "encodings.idna",
+    "peft.utils.transformers_weight_conversion",
+    "ruamel.yaml",
+    "threefold.__main__",
+    "threefold.data.text.rows",
+    "torch.profiler",
+    "torch.utils.serialization",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "ranks.frozen",
 ]
 # What is read where a library is loaded: one thread (ranks ask for more), no talk of torch's C++, no network.
 LOADED_WITH = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+TESTS = str(Path(__file__).parents[1])
 
 
 def server() -> Any:
@@ -38,7 +50,9 @@ def server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     kept = dict(os.environ)
-    os.environ.update(LOADED_WITH)
+    # The server of some versions of Python does not take the path from here.
+    found_in = [TESTS, kept["PYTHONPATH"]] if "PYTHONPATH" in kept else [TESTS]
+    os.environ.update(LOADED_WITH, PYTHONPATH=os.pathsep.join(found_in))
     try:
         forkserver.ensure_running()
     finally:

@@ -26,6 +26,14 @@ def contradictions(config: Config) -> list[Problem]:
                 "leave one of them out",
             )
         )
+    if config.model.init_missing and config.model.name_or_path is None:
+        found.append(
+            Problem(
+                f"model.init_missing = {as_yaml(config.model.init_missing)} has no effect without model.name_or_path",
+                "a model whose files may lack some weights; without one all weights are random",
+                "leave model.init_missing out",
+            )
+        )
     if config.train.steps is not None and config.train.epochs is not None:
         found.append(
             Problem(

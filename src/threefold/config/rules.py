@@ -24,6 +24,12 @@ def contradictions(config: Config) -> Iterator[Problem]:
             "one of them: trained weights by name, or random ones by sizes",
             "leave one of them out",
         )
+    if config.model.init_missing and config.model.name_or_path is None:
+        yield Problem(
+            f"model.init_missing = {as_yaml(config.model.init_missing)} has no effect without model.name_or_path",
+            "a model whose files may lack some weights; without one all weights are random",
+            "leave model.init_missing out",
+        )
     if config.train.steps is not None and config.train.epochs is not None:
         yield Problem(
             f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs} are both set",

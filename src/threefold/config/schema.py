@@ -50,6 +50,9 @@ class ModelConfig(_Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="compute type; weights are kept in float32")
     revision: str | None = Field(None, description="branch, tag or commit on the Hub")
     trust_remote_code: bool = Field(False, description="allow code from the model's repository to run")
+    init_missing: list[str] = Field(
+        [], description="patterns of weights that may be missing from the files; drawn from train.seed"
+    )
     attention: Literal["auto", "sdpa", "flex"] = Field(
         "auto", description="masks in memory (sdpa) or by blocks (flex); auto: flex on CUDA, sdpa on a CPU"
     )

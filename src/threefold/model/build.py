@@ -24,6 +24,7 @@ from threefold.model import data_parallel, head, load
 from threefold.model.collectives import gather_parts
 from threefold.model.context_parallel.split import ContextParallel, choose_method, split_problems
 from threefold.model.tensor_parallel.plan import TensorParallelism, plan_problems, split_over_tp
+from threefold.model.weight_check import stored_in_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Choices = Sequence[tuple[str, str]]
@@ -104,7 +105,7 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
         architecture, attention=context.name, trust_remote_code=config.model.trust_remote_code
     )
     model.config.use_cache = False
-    names = load.stored_names(model)
+    stored = stored_in_files(model)
     tensor, split_choices = _split(model, config, mesh)
     if config.train.activation_checkpointing != "none":
         _checkpoint_layers(model, config.train.activation_checkpointing)
@@ -117,7 +118,7 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
         data_parallel.shard(
             model, mesh, dtype=dtype, cpu_offload=config.mesh.cpu_offload, prefetch=config.mesh.prefetch
         )
-    with load.weight_files(config.model, architecture, names, seed=config.train.seed, mesh=mesh) as found:
+    with load.weight_files(config.model, architecture, stored, seed=config.train.seed, mesh=mesh) as found:
         load.fill(
             model,
             found,

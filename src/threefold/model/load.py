@@ -20,7 +20,7 @@ import torch
 import xxhash
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
@@ -30,7 +30,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from threefold.config.schema import ModelConfig
 from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
+from threefold.model import weight_check
 from threefold.model.collectives import local_part
+from threefold.model.weight_check import Stored, stored_tensors
 
 _STAGED_FILE_BYTES = 2 * 1024**3
 _SEEN_BYTES = 1024**2
@@ -64,11 +66,13 @@ def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> Pretrai
             values.setdefault("vocab_size", vocab_size)
         return _config_from_values(values)
     try:
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             asked.name_or_path, revision=asked.revision, trust_remote_code=asked.trust_remote_code
         )
     except (OSError, ValueError, HFValidationError) as error:
         raise _unreachable(asked.name_or_path, error) from error
+    weight_check.refuse_quantised(config, name=asked.name_or_path)
+    return config
 
 
 def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
@@ -113,16 +117,19 @@ def plan_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Map
 
 @contextmanager
 def weight_files(
-    asked: ModelConfig, config: PretrainedConfig, names: set[str], *, seed: int, mesh: Mesh
+    asked: ModelConfig, config: PretrainedConfig, stored: Stored, *, seed: int, mesh: Mesh
 ) -> Iterator[Mapping[str, Path]]:
     """For each of the model's tensors the safetensors file that holds it under its own name.
 
     Args:
-        names: the model's parameters and stored buffers, tied ones once.
         seed: of random weights; they depend on it and not on the mesh.
+
+    Raises:
+        ConfigError: the files do not hold the model's weights (`weight_check`); on every rank.
     """
+    names = set(stored.shapes)
     if asked.name_or_path is not None:
-        found = _index(Path(mesh.once_per_host("download", lambda: str(_download(asked)))))
+        found = _index(Path(mesh.once_per_host("download", lambda: _checked(asked, stored))))
         if names <= found.keys():
             yield found
             return
@@ -143,6 +150,19 @@ def weight_files(
     finally:
         if mesh.rank == mesh.host_leader:
             shutil.rmtree(staged, ignore_errors=True)
+
+
+def _checked(asked: ModelConfig, stored: Stored) -> str:
+    """The folder of a named model, whose files were compared with what the model holds as far as headers tell."""
+    folder, name = _download(asked), str(asked.name_or_path)
+    found = _index(folder)
+    if stored.shapes.keys() <= found.keys():
+        weight_check.check_files(
+            found, stored.shapes, name=name, passed_over=stored.passed_over, tied=stored.tied.keys()
+        )
+    else:
+        weight_check.refuse_quantised_tensors(found, name=name)
+    return str(folder)
 
 
 def _download(asked: ModelConfig) -> Path:
@@ -170,8 +190,11 @@ def _index(folder: Path) -> dict[str, Path]:
         return {name: folder / Path(file).name for name, file in weight_map.items()}
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            found.update({name: file for name in tensors.keys()})  # noqa: SIM118 (no mapping)
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                found.update({name: file for name in tensors.keys()})  # noqa: SIM118 (no mapping)
+        except (OSError, SafetensorError) as error:
+            raise weight_check.damaged(file, error, name=str(folder)) from error
     return found
 
 
@@ -189,16 +212,20 @@ def _stage(asked: ModelConfig, config: PretrainedConfig, names: set[str], *, see
 
 def whole(asked: ModelConfig, config: PretrainedConfig, *, seed: int, dtype: torch.dtype | str) -> Any:
     """The model in this process alone, with the weights that a run begins with."""
+    torch.manual_seed(seed)  # weights that are meant to be new are the same on every host
     if asked.name_or_path is None:
-        torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager", dtype=dtype)
-    return AutoModelForCausalLM.from_pretrained(
+    model, info = AutoModelForCausalLM.from_pretrained(
         asked.name_or_path,
         revision=asked.revision,
         trust_remote_code=asked.trust_remote_code,
         attn_implementation="eager",
         dtype=dtype,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
     )
+    weight_check.check_loaded(info, name=asked.name_or_path, allowed=asked.init_missing)
+    return model
 
 
 def fingerprint(asked: ModelConfig) -> str:
@@ -245,21 +272,25 @@ def fill(
     for name, source in model.all_tied_weights_keys.items():
         owner, _, own = name.rpartition(".")
         model.get_submodule(owner)._parameters[own] = model.get_parameter(source)
-    tied = set(model.all_tied_weights_keys)
+    tied = dict(model.all_tied_weights_keys)
+    not_finite = []
     fsdp_rank = mesh.topology.coordinates(mesh.rank)[1] * mesh.topology.cp + mesh.cp_rank
     fsdp_size = mesh.size("fsdp") if fsdp_sharded else 1
     with torch.no_grad():
-        for name, target in _stored(model):
+        for name, target in stored_tensors(model):
             stored = original(name)
-            if name in tied and stored not in files:
-                continue
+            if stored not in files and not is_adapter(name):
+                stored = tied[stored]  # of two names of one tensor, the file has the other
             whole = first_value(name, target.shape) if is_adapter(name) else _read(files[stored], stored)
+            if not whole.isfinite().all():
+                not_finite.append(stored)
             part = _cut(whole, tp_placements.get(name), mesh=mesh)
             if fsdp_size > 1 and isinstance(target, nn.Parameter):
                 pieces = part.chunk(fsdp_size, dim=0)
                 part = pieces[fsdp_rank] if fsdp_rank < len(pieces) else part[:0]
             local_part(target).copy_(part)
             target._is_hf_initialized = True  # type: ignore[union-attr]
+    mesh.decide("finite weights", not_finite, weight_check.refuse_not_finite)
     # Buffers that are not stored (rotary frequencies) are computed by the model's own initialisation.
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -274,16 +305,6 @@ def is_adapter(name: str) -> bool:
 def original(name: str) -> str:
     """The name that a frozen parameter has in the model without adapters."""
     return name.replace(".base_layer.", ".")
-
-
-def stored_names(model: PreTrainedModel) -> set[str]:
-    """Names of the tensors that a checkpoint of this model holds, tied ones once."""
-    return {name for name, _ in _stored(model)} - set(model.all_tied_weights_keys)
-
-
-def _stored(model: nn.Module) -> list[tuple[str, Tensor]]:
-    kept = model.state_dict(keep_vars=True)
-    return [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in kept)]
 
 
 def _read(file: Path, name: str) -> Tensor:

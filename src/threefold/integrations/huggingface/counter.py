@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from transformers.utils import logging
 
@@ -146,16 +147,23 @@ class RowCounter:
 
 def _of_all_ranks(steps: list[list[int]]) -> list[list[Int64]]:
     """What each rank has read in each step, [steps][ranks] of [rows]."""
-    return [[np.array(rows, np.int64) for rows in of_ranks] for of_ranks in zip(*from_all_ranks(steps), strict=True)]
+    sizes = from_all_ranks(np.array([len(rows) for rows in steps], np.int64))
+    padded = np.full(max(int(own.sum()) for own in sizes), -1, np.int64)
+    own = np.array([row for rows in steps for row in rows], np.int64)
+    padded[: len(own)] = own
+    read = from_all_ranks(padded)
+    of_ranks = [np.split(rows[: own.sum()], own.cumsum()[:-1]) for rows, own in zip(read, sizes, strict=True)]
+    return [list(of_step) for of_step in zip(*of_ranks, strict=True)] if steps else []
 
 
-def from_all_ranks(value: T) -> list[T]:
-    """What every rank gave, in rank order."""
+def from_all_ranks(values: Int64) -> list[Int64]:
+    """What every rank gave, in rank order: integers [n], the same n on all ranks; no object is unpickled."""
     if not dist.is_initialized():
-        return [value]
-    found = [value] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+        return [values]
+    own = torch.from_numpy(values).to("cuda" if dist.get_backend() == "nccl" else "cpu")
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return [each.cpu().numpy() for each in found]
 
 
 def _queue_of(batches: Any) -> deque[tuple[int, ...]]:

@@ -1,0 +1,234 @@
+"""Whether a named model's files hold its weights: every tensor once, under its own name, in its own shape, as floats.
+
+In: the names and shapes of the architecture, and the files' headers (the tensors themselves are not read), or what
+transformers reports of a load of its own. Out: nothing, or one error that names what is missing, unexpected, misshapen,
+quantised or damaged. A missing tensor would be trained from random numbers, and a tensor that the model lacks would be
+left out, and no curve would show it. `model.init_missing` allows weights that are meant to be new.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from threefold.errors import ConfigError, Problem
+
+Shape = tuple[int, ...]
+
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+# Computed from the config; older checkpoints store them, and transformers passes over them too.
+_COMPUTED = (r"rotary_emb\.inv_freq$",)
+_NUM_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a model's files hold.
+
+    Attributes:
+        shapes: of its parameters and stored buffers, tied ones once.
+        tied: further names of tensors, and the name under which each is stored.
+        passed_over: patterns of names that the architecture does not load.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    tied: Mapping[str, str]
+    passed_over: tuple[str, ...]
+
+
+def stored_in_files(model: PreTrainedModel) -> Stored:
+    """What the files of a model hold, before it is split."""
+    tied = dict(model.all_tied_weights_keys)
+    # Of two names of one tensor the model may give the tied one first; the files have the other.
+    shapes = {tied.get(name, name): tuple(tensor.shape) for name, tensor in stored_tensors(model)}
+    return Stored(shapes, tied, tuple(model._keys_to_ignore_on_load_unexpected or ()))
+
+
+def stored_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and stored buffers by name, alive; tied ones once, by the name that comes first."""
+    volatile = {name for name, _ in model.named_buffers()} - set(model.state_dict(keep_vars=True))
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name not in volatile]
+    return [*model.named_parameters(), *buffers]
+
+
+def refuse_quantised(config: PretrainedConfig, *, name: str) -> None:
+    """ConfigError where a model's config says that its tensors are codes of a quantisation."""
+    found = getattr(config, "quantization_config", None)
+    if found:
+        method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
+        raise ConfigError(
+            f"model.name_or_path = {name!r} is quantised ({method or 'quantization_config'})",
+            expected="floating-point weights: codes and scales cannot be trained, and read as weights they are noise",
+            fix="use the unquantised model",
+        )
+
+
+def check_files(
+    files: Mapping[str, Path],
+    shapes: Mapping[str, Shape],
+    *,
+    name: str,
+    passed_over: Iterable[str],
+    tied: Collection[str],
+) -> None:
+    """Compares the headers of safetensors files with the architecture's tensors, all of which the files have.
+
+    Args:
+        files: the file of each tensor in them.
+        shapes: of the model's parameters and stored buffers.
+        passed_over: patterns of names that the architecture does not load.
+        tied: further names of tensors that the model holds under another name.
+
+    Raises:
+        ConfigError: everything that is wrong with them.
+    """
+    problems: list[Problem] = []
+    misshapen, quantised = [], []
+    for tensor, (dtype, shape) in _headers(files, name).items():
+        if tensor not in shapes:
+            continue
+        if dtype not in _FLOATS:
+            quantised.append(f"{tensor} ({dtype})")
+        elif shape != tuple(shapes[tensor]):
+            misshapen.append(f"{tensor} {list(shape)} instead of {list(shapes[tensor])}")
+    skipped = [re.compile(pattern) for pattern in (*passed_over, *_COMPUTED)]
+    unexpected = [
+        tensor
+        for tensor in files
+        if tensor not in shapes and tensor not in tied and not any(pattern.search(tensor) for pattern in skipped)
+    ]
+    if quantised:
+        problems.append(_quantised(name, quantised))
+    if misshapen:
+        problems.append(_misshapen(name, misshapen))
+    if unexpected and not quantised:
+        problems.append(_unexpected(name, unexpected))
+    if problems:
+        raise ConfigError.of(problems)
+
+
+def check_loaded(info: Mapping[str, Any], *, name: str, allowed: Sequence[str]) -> None:
+    """Compares what transformers reports of a load (`output_loading_info`) with a complete one.
+
+    Args:
+        allowed: patterns of weights that are meant to be new (`model.init_missing`).
+
+    Raises:
+        ConfigError: everything that is wrong with it.
+    """
+    problems: list[Problem] = []
+    unexpected = sorted(info["unexpected_keys"])
+    missing = sorted(key for key in info["missing_keys"] if not any(fnmatchcase(key, each) for each in allowed))
+    if missing:
+        problems.append(_missing(name, missing, unexpected))
+    elif unexpected:
+        problems.append(_unexpected(name, unexpected))
+    if mismatched := [f"{key} {list(found)} instead of {list(own)}" for key, found, own in info["mismatched_keys"]]:
+        problems.append(_misshapen(name, mismatched))
+    if problems:
+        raise ConfigError.of(problems)
+
+
+def refuse_quantised_tensors(files: Mapping[str, Path], *, name: str) -> None:
+    """ConfigError where files that transformers is to convert hold codes: integers of two dims, or 8-bit floats."""
+    found = [
+        f"{tensor} ({dtype})"
+        for tensor, (dtype, shape) in _headers(files, name).items()
+        if dtype.startswith("F8") or (dtype not in _FLOATS and len(shape) == 2)
+    ]
+    if found:
+        raise ConfigError.of([_quantised(name, found)])
+
+
+def refuse_not_finite(found: Sequence[Sequence[str]]) -> None:
+    """ConfigError where any rank has read a weight that is NaN or infinite.
+
+    Args:
+        found: by rank, the names of such tensors.
+    """
+    names = sorted({each for own in found for each in own})
+    if names:
+        raise ConfigError(
+            f"the model has {len(names):,} tensors with NaN or infinite values: {_named(names)}",
+            expected="finite weights: one NaN makes every loss NaN",
+            fix="use weights from before the values overflowed, or download the files again",
+        )
+
+
+def _headers(files: Mapping[str, Path], name: str) -> dict[str, tuple[str, Shape]]:
+    """(type, shape) of each tensor, from the files' headers."""
+    found: dict[str, tuple[str, Shape]] = {}
+    for file in sorted(set(files.values())):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                held = set(tensors.keys())
+                for tensor in (each for each, where in files.items() if where == file):
+                    if tensor not in held:
+                        raise KeyError(f"its index names {tensor}, which the file does not hold")
+                    part = tensors.get_slice(tensor)
+                    found[tensor] = part.get_dtype(), tuple(part.get_shape())
+        except (OSError, SafetensorError, KeyError) as error:
+            raise damaged(file, error, name=name) from error
+    return found
+
+
+def damaged(file: Path, error: Exception, *, name: str) -> ConfigError:
+    """The error for a weight file that cannot be read."""
+    return ConfigError(
+        f"model.name_or_path = {name!r}: {file.name} cannot be read: {str(error).strip() or type(error).__name__}",
+        expected="complete safetensors files; one that was cut or changed on the way would train other weights",
+        fix=f"copy or download {file.name} again",
+    )
+
+
+def _named(names: Sequence[str]) -> str:
+    more = len(names) - _NUM_NAMED
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _missing(name: str, missing: Sequence[str], unexpected: Sequence[str]) -> Problem:
+    fix = f"use complete files; for weights that are meant to be new: --model.init_missing '[{missing[0]!r}]'"
+    if unexpected and all(each.startswith("module.") for each in unexpected):
+        fix = "save the model inside the wrapper (model.module), so that names do not begin with 'module.'"
+    elif near := difflib.get_close_matches(missing[0], unexpected, n=1):
+        fix = f"rename {near[0]} to {missing[0]} in the files"
+    return Problem(
+        f"model.name_or_path = {name!r} lacks {len(missing):,} tensors of the model: {_named(missing)}",
+        "every tensor of the model in its files: one that is missing would be trained from random numbers",
+        fix,
+    )
+
+
+def _unexpected(name: str, unexpected: Sequence[str]) -> Problem:
+    return Problem(
+        f"model.name_or_path = {name!r} has {len(unexpected):,} tensors that the model does not have: "
+        f"{_named(sorted(unexpected))}",
+        "the model's own tensors: others would be left out, and the model would be another one",
+        "check config.json (num_hidden_layers, biases, model_type) against the files",
+    )
+
+
+def _misshapen(name: str, found: Sequence[str]) -> Problem:
+    return Problem(
+        f"model.name_or_path = {name!r} has {len(found):,} tensors of another shape: {_named(found)}",
+        "the shapes that config.json describes",
+        "check config.json against the files",
+    )
+
+
+def _quantised(name: str, found: Sequence[str]) -> Problem:
+    return Problem(
+        f"model.name_or_path = {name!r} has {len(found):,} tensors that are not floating-point weights: "
+        f"{_named(found)}",
+        "float32, bfloat16 or float16 tensors: codes of a quantisation, read as weights, are noise",
+        "use the unquantised model",
+    )

@@ -230,7 +230,10 @@ def test_damage_is_named_before_anything_is_loaded(source: str, tmp_path: Path) 
             f"{folder}/threefold-state is damaged: {reason}\n"
             f"  expected: the files as the Trainer wrote them\n  fix: {fix}"
         )
-    assert f"{folders[4]}/threefold-state/manifest.json cannot be read: it is not the one that the" in said[4]
+    assert (
+        f"{folders[4]}/threefold-state/manifest.json cannot be read: the marker was written for another manifest"
+        in said[4]
+    )
     assert f"{folders[5]}/threefold-state/COMPLETE" in said[5]
 
 

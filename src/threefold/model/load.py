@@ -282,12 +282,12 @@ def fill(
             if stored not in files and not is_adapter(name):
                 stored = tied[stored]  # of two names of one tensor, the file has the other
             whole = first_value(name, target.shape) if is_adapter(name) else _read(files[stored], stored)
-            if not whole.isfinite().all():
-                not_finite.append(stored)
             part = _cut(whole, tp_placements.get(name), mesh=mesh)
             if fsdp_size > 1 and isinstance(target, nn.Parameter):
                 pieces = part.chunk(fsdp_size, dim=0)
                 part = pieces[fsdp_rank] if fsdp_rank < len(pieces) else part[:0]
+            if part.is_floating_point() and part.numel() and not all(map(torch.isfinite, part.aminmax())):
+                not_finite.append(stored)
             local_part(target).copy_(part)
             target._is_hf_initialized = True  # type: ignore[union-attr]
     mesh.decide("finite weights", not_finite, weight_check.refuse_not_finite)

@@ -6,6 +6,8 @@ what needs GPUs. unrelated/: lines of other programs, and of training that goes 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 PRODUCED = {
     "gloo-connect": "gloo-connect",
     "gloo-interface": "gloo-connect",
@@ -67,34 +69,8 @@ PRODUCED = {
     "pointer-instead-of-weights": "broken-weights",
 }
 
-_ISSUES = "https://github.com/{}/issues/{}"
-# name: (what is to be found, the thread that the lines are from)
-PUBLIC = {
-    "nccl-system-error": ("nccl-system-error", _ISSUES.format("pytorch/pytorch", 149984)),
-    "nccl-duplicate-gpu": ("nccl-duplicate-gpu", _ISSUES.format("verl-project/verl", 161)),
-    "nccl-timeout": ("nccl-timeout", _ISSUES.format("hiyouga/LlamaFactory", 7396)),
-    "nccl-timeout-epoch-end": ("nccl-timeout", _ISSUES.format("NVIDIA/nccl", 1409)),
-    "nccl-timeout-progress-bar": ("nccl-timeout", _ISSUES.format("pytorch/pytorch", 118369)),
-    "nccl-remote": ("peer-gone", _ISSUES.format("NVIDIA/nccl", 795)),
-    "out-of-memory": ("out-of-memory", _ISSUES.format("pytorch/pytorch", 16417)),
-    "out-of-memory-large": ("out-of-memory", _ISSUES.format("lllyasviel/FramePack", 369)),
-    "out-of-memory-old": ("out-of-memory", _ISSUES.format("Li-Chongyi/Zero-DCE", 52)),
-    "device-mismatch": ("device-mismatch", _ISSUES.format("wmyw96/FAST-NN", 1)),
-    "device-side-assert": ("cuda-assert", _ISSUES.format("EleutherAI/lm-evaluation-harness", 2293)),
-    "illegal-memory-access": ("illegal-memory-access", _ISSUES.format("pytorch/pytorch", 152780)),
-    "gpu-fault": ("gpu-fault", _ISSUES.format("kohya-ss/sd-scripts", 1434)),
-    "cublas": ("cublas", _ISSUES.format("karpathy/llama2.c", 279)),
-    "tp-divisibility": ("tp-divisibility", _ISSUES.format("MIV-XJTU/FSDrive", 21)),
-    "tp-divisibility-deepspeed": ("tp-divisibility", _ISSUES.format("deepspeedai/DeepSpeed", 3634)),
-    "nccl-cuda-error": ("nccl-cuda-error", _ISSUES.format("NVIDIA/nccl", 1410)),
-    "no-kernel-image": ("no-kernel-image", _ISSUES.format("Turoad/CLRNet", 83)),
-    "old-driver": ("old-driver", _ISSUES.format("lllyasviel/Fooocus", 1313)),
-    "device-ordinal": ("device-ordinal", _ISSUES.format("cfzd/Ultra-Fast-Lane-Detection", 193)),
-    "forked-cuda": ("forked-cuda", _ISSUES.format("facebookresearch/pycls", 183)),
-    "flash-attention-symbol": ("flash-attention", _ISSUES.format("Dao-AILab/flash-attention", 1832)),
-    "no-triton": ("no-compiler", _ISSUES.format("kijai/ComfyUI-WanVideoWrapper", 978)),
-    "child-failed": ("child-failed", _ISSUES.format("pytorch/pytorch", 121209)),
-}
+# public/ERROR.log or public/ERROR--MORE.log: the name says what is to be found, the last line where it is from.
+PUBLIC = {path.stem: path.stem.partition("--")[0] for path in sorted((Path(__file__).parent / "public").glob("*.log"))}
 
 UNRELATED = (
     "client",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -126,6 +127,20 @@ def test_public_names_are_there() -> None:
         assert getattr(threefold, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = threefold.nothing
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("threefold.data.permutation", "Permutation"),
+        ("threefold.data.streaming", "StreamingLoader"),
+        ("threefold.integrations.huggingface", "Trainer"),
+        ("threefold.mesh.groups", "Mesh"),
+        ("threefold.training.metrics", "Tracker"),
+    ],
+)
+def test_paths_that_version_0_1_0_documented(module: str, name: str) -> None:
+    assert hasattr(importlib.import_module(module), name)
 
 
 def test_preloaded_modules_are_there() -> None:

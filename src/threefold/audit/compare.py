@@ -127,9 +127,7 @@ def begin(start: SegmentLine, path: Path, file: MetricsFile | None, *, fix: str)
     done, order, found = start.first_step - 1, start.order, start.place
     known = place_after(before, done) if done else Place(0, 0)
     if known is not None and (known := order.begin(known)) != found:
-        lost = (
-            f"{rows_text(order.rows(min(found, known), 1)[0])} would be {'left out' if found > known else 'read again'}"
-        )
+        lost = rows_text(order.rows(min(found, known), 1)[0])
         raise RunError(
             f"step {done + 1} would begin at position {found.position} of epoch {found.epoch}, but by audit.jsonl "
             f"step {done} ended at position {known.position} of epoch {known.epoch}: {lost} would be "

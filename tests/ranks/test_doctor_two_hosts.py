@@ -44,7 +44,7 @@ def test_both_hosts_are_on_the_map(tmp_path: Path) -> None:
     assert "rank 3: dp 0  cp 0  tp 3  on tfdoc-2, cpu" in report
     assert "axis tp: ranks 0 to 3 are on several hosts: every layer waits for the network" in report
     assert "pairs: slowest of 6: ranks " in report
-    assert "gloo: takes eth0: GLOO_SOCKET_IFNAME=eth0" in report
+    assert "gloo: uses eth0: GLOO_SOCKET_IFNAME=eth0" in report
     assert "rank 0" not in other
 
 

@@ -78,11 +78,9 @@ def order(
     elif step is not None and sample is None:
         lines = step_lines(run, step, show=show)
     else:
-        raise ConfigError(
-            "--sample and --step are both given" if step is not None else "neither --sample nor --step is given",
-            expected="exactly one of them: a row or a step",
-            fix=f"threefold data order {run} --step 1",
-        )
+        what = "--sample and --step are both given" if step is not None else "neither --sample nor --step is given"
+        fix = f"threefold data order {run} --step 1"
+        raise ConfigError(what, expected="exactly one of them: a row or a step", fix=fix)
     for line in lines:
         typer.echo(line)
 
@@ -182,11 +180,8 @@ def sample_lines(run: Path, sample: int, *, show: bool = False) -> Iterator[str]
     segments = record.read(run / record.FILE)
     num_rows = segments[0].start.num_rows
     if not 0 <= sample < num_rows:
-        raise ConfigError(
-            f"--sample {sample} is not a row of the source",
-            expected=f"a row from 0 to {num_rows - 1}",
-            fix=f"--sample {num_rows - 1}",
-        )
+        what = f"--sample {sample} is not a row of the source"
+        raise ConfigError(what, expected=f"a row from 0 to {num_rows - 1}", fix=f"--sample {num_rows - 1}")
     stretches = stretches_of(segments)
     found = find_sample(stretches, sample) if stretches else []
     yield from (f"row {sample}: {read}" for read in found)
@@ -206,11 +201,10 @@ def step_lines(run: Path, step: int, *, show: bool = False) -> Iterator[str]:
     if read is None:
         known = [line for segment in segments for line in segment.steps]
         first, last = _first_and_last_step(segments) if known else (0, 0)
-        raise ConfigError(
-            f"--step {step} is not in the record of {run}",
-            expected=f"a step from {first} to {last}" if known else "a run with an audited step",
-            fix=f"--step {last}" if known else "wait for the first audit (audit.every steps)",
-        )
+        what = f"--step {step} is not in the record of {run}"
+        expected = f"a step from {first} to {last}" if known else "a run with an audited step"
+        fix = f"--step {last}" if known else "wait for the first audit (audit.every steps)"
+        raise ConfigError(what, expected=expected, fix=fix)
     topology = read.topology
     yield f"step {step:,}: epoch {read.place.epoch}, positions from {read.place.position:,} on, {topology}"
     size = topology.cp * topology.tp

@@ -58,11 +58,8 @@ def explain_command(path: Path | None) -> tuple[str, int]:
 
 def _read_input() -> str:
     if sys.stdin.isatty():
-        raise ConfigError(
-            "no log given, and nothing piped in",
-            expected="the output of a failed program",
-            fix="threefold explain train.log, or: torchrun ... 2>&1 | tee train.log | threefold explain",
-        )
+        fix = "threefold explain train.log, or: torchrun ... 2>&1 | tee train.log | threefold explain"
+        raise ConfigError("no log given, and nothing piped in", expected="the output of a failed program", fix=fix)
     return sys.stdin.buffer.read().decode(errors="replace")
 
 
@@ -72,11 +69,9 @@ def _read(path: Path) -> str:
     else:
         files = [path] if path.exists() else []
     if not files:
-        raise ConfigError(
-            f"{path} contains no log" if path.is_dir() else f"{path} does not exist",
-            expected="a log, or a folder with .log, .err or .out files",
-            fix="threefold explain train.log, or a pipe: ... 2>&1 | threefold explain",
-        )
+        what = f"{path} contains no log" if path.is_dir() else f"{path} does not exist"
+        fix = "threefold explain train.log, or a pipe: ... 2>&1 | threefold explain"
+        raise ConfigError(what, expected="a log, or a folder with .log, .err or .out files", fix=fix)
     try:
         return "\n".join(_of_file(file, named=path.is_dir()) for file in files)
     except OSError as error:

@@ -239,11 +239,8 @@ def _problem_of(entry: Any, origins: Mapping[str, str]) -> Problem:
         return _mixture_problem(entry, where)
     rest = entry["loc"][len(key.split(".")) :] if entry["type"] != "missing" else ()
     place = "".join(f"[{part}]" for part in rest if isinstance(part, int))
-    return Problem(
-        f"{key}{place} = {as_yaml(entry['input'])} is not accepted{where}",
-        _EXPECTED_OF_KEY.get(key) or _expected(entry),
-        _fix(entry, key, origins.get(key, "")),
-    )
+    what = f"{key}{place} = {as_yaml(entry['input'])} is not accepted{where}"
+    return Problem(what, _EXPECTED_OF_KEY.get(key) or _expected(entry), _fix(entry, key, origins.get(key, "")))
 
 
 def _expected(entry: Any) -> str:

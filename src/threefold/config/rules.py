@@ -19,11 +19,8 @@ def contradictions(config: Config) -> Iterator[Problem]:
     """Keys whose values, each valid by itself, contradict one another."""
     yield from _of_mixture(config)
     if config.model.name_or_path is not None and config.model.config is not None:
-        yield Problem(
-            "model.name_or_path and model.config are both set",
-            "one of them: trained weights by name, or random ones by sizes",
-            "leave one of them out",
-        )
+        expected = "one of them: trained weights by name, or random ones by sizes"
+        yield Problem("model.name_or_path and model.config are both set", expected, "leave one of them out")
     if config.model.init_missing and config.model.name_or_path is None:
         yield Problem(
             f"model.init_missing = {as_yaml(config.model.init_missing)} has no effect without model.name_or_path",
@@ -91,11 +88,8 @@ def _of_trackers(log: LogConfig) -> Iterator[Problem]:
             once = pasted([*dict.fromkeys(log.trackers)])
             yield Problem(f"log.trackers names {name} twice", "each tracker once", f"--log.trackers {once}")
     if log.project != LogConfig().project and not {"wandb", "trackio"} & {*log.trackers}:
-        yield Problem(
-            f"log.project = {as_yaml(log.project)} has no effect without a tracker that has projects",
-            "wandb or trackio among log.trackers",
-            "--log.trackers '[wandb]', or leave log.project out",
-        )
+        what = f"log.project = {as_yaml(log.project)} has no effect without a tracker that has projects"
+        yield Problem(what, "wandb or trackio among log.trackers", "--log.trackers '[wandb]', or leave log.project out")
 
 
 def _of_mixture(config: Config) -> Iterator[Problem]:
@@ -105,14 +99,10 @@ def _of_mixture(config: Config) -> Iterator[Problem]:
     if not mixture:
         yield Problem("data.mixture names no source", "at least one", MIXTURE_FIX)
     if source != DataConfig().source:
-        yield Problem(
-            f"data.source = {source} and data.mixture are both set",
-            "one of them: a mixture names all of its sources, each with a weight",
-            f"leave data.source out, or add it to the mixture: {{source: {as_yaml(source)}, weight: 1}}",
-        )
+        what = f"data.source = {source} and data.mixture are both set"
+        fix = f"leave data.source out, or add it to the mixture: {{source: {as_yaml(source)}, weight: 1}}"
+        yield Problem(what, "one of them: a mixture names all of its sources, each with a weight", fix)
     if config.train.epochs is not None:
-        yield Problem(
-            f"train.epochs = {config.train.epochs} with data.mixture",
-            "train.steps: a mixture has no end, because each of its sources starts over when it is exhausted",
-            "--train.steps N, and leave train.epochs out",
-        )
+        what = f"train.epochs = {config.train.epochs} with data.mixture"
+        expected = "train.steps: a mixture has no end, because each of its sources starts over when it is exhausted"
+        yield Problem(what, expected, "--train.steps N, and leave train.epochs out")

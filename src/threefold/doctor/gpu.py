@@ -181,12 +181,9 @@ def _gpu(number: int, gpu: Gpu, architectures: Sequence[str]) -> Finding:
     codes = [name[3:].rstrip("af") for name in architectures if re.fullmatch(r"sm_\d+[af]?", name)]
     runs = any(code[:-1] == own[:-1] and code <= own for code in codes)
     if not runs and not any(name.startswith("compute_") for name in architectures):
-        return stop(
-            f"GPU {number}",
-            f"{text}; torch has code for {', '.join(architectures) or 'none'}",
-            expected="a build of torch for this generation of GPUs",
-            fix=f"an older or a newer build, to match the GPU: {_START}",
-        )
+        what = f"{text}; torch has code for {', '.join(architectures) or 'none'}"
+        fix = f"an older or a newer build, to match the GPU: {_START}"
+        return stop(f"GPU {number}", what, expected="a build of torch for this generation of GPUs", fix=fix)
     return judged(
         f"GPU {number}",
         text,

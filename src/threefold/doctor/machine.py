@@ -118,12 +118,9 @@ def _judged(machine: Machine) -> Iterator[Finding]:
     for name in _TOKENS:
         yield note("token", f"{name}: {machine.tokens.get(name, 'none')}")
     if machine.tpu is not None:
-        yield warning(
-            "TPU",
-            f"this machine has a TPU ({machine.tpu})",
-            expected="GPUs or CPUs: TPUs are not supported yet",
-            fix="--mesh.device cpu to try things out, or a machine with GPUs",
-        )
+        what = f"this machine has a TPU ({machine.tpu})"
+        fix = "--mesh.device cpu to try things out, or a machine with GPUs"
+        yield warning("TPU", what, expected="GPUs or CPUs: TPUs are not supported yet", fix=fix)
 
 
 def _memory() -> int | None:

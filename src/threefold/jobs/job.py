@@ -40,18 +40,14 @@ def ranks_of(mesh: MeshConfig, *, num_hosts: int, per_host: int | None) -> Ranks
         return Ranks(topology, num_hosts, per_host)
     sizes = (mesh.dp, mesh.dp_shard, mesh.cp, mesh.tp)
     if all(size is None for size in sizes) or "auto" in (mesh.dp, mesh.cp, mesh.tp):
-        raise ConfigError(
-            "the mesh leaves the number of ranks open, but a job must ask for its hosts' devices",
-            expected="mesh.dp, mesh.cp and mesh.tp as numbers, or the ranks on each host",
-            fix="--ranks-per-node 8   (or --mesh.dp 8)",
-        )
+        what = "the mesh leaves the number of ranks open, but a job must ask for its hosts' devices"
+        fix = "--ranks-per-node 8   (or --mesh.dp 8)"
+        raise ConfigError(what, expected="mesh.dp, mesh.cp and mesh.tp as numbers, or the ranks on each host", fix=fix)
     topology, _ = resolve(mesh, launched_world_size=None, num_devices=None)
     if topology.world_size % num_hosts:
-        raise ConfigError(
-            f"{topology.world_size} ranks ({topology}) cannot be divided equally among {num_hosts} hosts",
-            expected="world size = dp x cp x tp, the same number of ranks on every host",
-            fix=f"a number of hosts that divides {topology.world_size}, or other mesh sizes",
-        )
+        what = f"{topology.world_size} ranks ({topology}) cannot be divided equally among {num_hosts} hosts"
+        fix = f"a number of hosts that divides {topology.world_size}, or other mesh sizes"
+        raise ConfigError(what, expected="world size = dp x cp x tp, the same number of ranks on every host", fix=fix)
     return Ranks(topology, num_hosts, topology.world_size // num_hosts)
 
 
@@ -66,11 +62,9 @@ def checked_name(name: str, *, longest: int, lower: bool = False) -> str:
         return name
     kind = "lower-case letters" if lower else "letters"
     proposed = re.sub(f"[^{characters}]+", "-", name.lower() if lower else name).strip("-")[:longest].strip("-")
-    raise ConfigError(
-        f"--name {name!r} is not a valid name for this cluster's jobs",
-        expected=f"{kind}, digits and single dashes inside, at most {longest} characters",
-        fix=f"--name {proposed or 'threefold'}",
-    )
+    what = f"--name {name!r} is not a valid name for this cluster's jobs"
+    fix = f"--name {proposed or 'threefold'}"
+    raise ConfigError(what, expected=f"{kind}, digits and single dashes inside, at most {longest} characters", fix=fix)
 
 
 def variables(given: Sequence[str] | None, environ: Mapping[str, str], *, secret_fix: str) -> dict[str, str]:

@@ -138,11 +138,8 @@ def compare_runs(first: Path, second: Path) -> tuple[list[str], bool]:
         curves.append({line["step"]: line for line in read_metrics(path) if "loss" in line})
     steps = sorted(curves[0].keys() & curves[1].keys())
     if not steps:
-        raise ConfigError(
-            f"{first} and {second} have no logged step in common",
-            expected="two runs that logged the same steps",
-            fix="--log.every 1 in both",
-        )
+        what = f"{first} and {second} have no logged step in common"
+        raise ConfigError(what, expected="two runs that logged the same steps", fix="--log.every 1 in both")
     found = Comparison(
         [(curves[0][step]["loss"], curves[1][step]["loss"]) for step in steps],
         [(curves[0][step]["grad_norm"], curves[1][step]["grad_norm"]) for step in steps],

@@ -94,11 +94,8 @@ class RowCounter:
         if len(missing) < self._largest_step:
             log.warning(f"{text}: they fill no step at its end.")
             return
-        raise RunError(
-            text,
-            expected="every row once per epoch, except for fewer rows than a step has",
-            fix="threefold.integrations.huggingface.Trainer; or check what the sampler leaves out",
-        )
+        fix = "threefold.integrations.huggingface.Trainer; or check what the sampler leaves out"
+        raise RunError(text, expected="every row once per epoch, except for fewer rows than a step has", fix=fix)
 
     def save(self, checkpoint: Path) -> None:
         """Saves what this epoch has read with the checkpoint."""

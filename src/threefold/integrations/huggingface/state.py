@@ -79,9 +79,7 @@ def _read_place(checkpoint: Path) -> tuple[int, dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         found = f"cannot be read ({error!r})"
     raise CheckpointError(
-        f"{path} {found}",
-        expected=f"what the Trainer of this version writes (format {_FORMAT})",
-        fix=_OLDER,
+        f"{path} {found}", expected=f"what the Trainer of this version writes (format {_FORMAT})", fix=_OLDER
     )
 
 
@@ -94,11 +92,9 @@ def newest_complete(output_dir: Path) -> Path:
     steps = ((path.name.removeprefix("checkpoint-"), path) for path in output_dir.glob("checkpoint-*"))
     numbered = [(int(step), path) for step, path in steps if step.isdecimal() and _is_complete(path)]
     if not numbered:
-        raise CheckpointError(
-            f"resume_from_checkpoint = True, but {output_dir} has no complete checkpoint",
-            expected="a folder checkpoint-STEP with a complete trainer_state.json, which is written last",
-            fix="trainer.train() to begin, or resume_from_checkpoint=PATH",
-        )
+        what = f"resume_from_checkpoint = True, but {output_dir} has no complete checkpoint"
+        expected = "a folder checkpoint-STEP with a complete trainer_state.json, which is written last"
+        raise CheckpointError(what, expected=expected, fix="trainer.train() to begin, or resume_from_checkpoint=PATH")
     return max(numbered)[1]
 
 
@@ -144,11 +140,10 @@ def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
     """
     folder = checkpoint / STATE_FOLDER
     if not folder.is_dir():
-        raise CheckpointError(
-            f"{checkpoint} has no {STATE_FOLDER}: the model that was saved there was not sharded",
-            expected="a checkpoint of a model that was loaded with DistributedConfig, as this one was",
-            fix="from_pretrained(CHECKPOINT, distributed_config=...) begins with its weights, without its optimizer",
-        )
+        what = f"{checkpoint} has no {STATE_FOLDER}: the model that was saved there was not sharded"
+        expected = "a checkpoint of a model that was loaded with DistributedConfig, as this one was"
+        fix = "from_pretrained(CHECKPOINT, distributed_config=...) begins with its weights, without its optimizer"
+        raise CheckpointError(what, expected=expected, fix=fix)
     mesh, from_dcp = all_ranks(), any(folder.glob("shard-*.safetensors"))
     if from_dcp:  # 0.1.0 wrote through torch.distributed.checkpoint
         files, index = folder, index_of_dcp(folder)
@@ -163,11 +158,8 @@ def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
     # It saved a scalar tensor as one of a single element.
     wanted = {name: t.reshape(1) if from_dcp and t.ndim == 0 else t for name, t in live.items()}
     if missing := sorted(live.keys() - index.entries.keys()):
-        raise CheckpointError(
-            f"{folder} has no {missing[0]}" + (f", and {len(missing) - 1} more" if len(missing) > 1 else ""),
-            expected="the tensors of the same model and optimizer",
-            fix=_SAME,
-        )
+        what = f"{folder} has no {missing[0]}" + (f", and {len(missing) - 1} more" if len(missing) > 1 else "")
+        raise CheckpointError(what, expected="the tensors of the same model and optimizer", fix=_SAME)
     fit(wanted, index, fix=_SAME)
     read_into(wanted, files, index, mesh)
     if optimizer is not None:

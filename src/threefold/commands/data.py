@@ -146,11 +146,9 @@ def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
     checkpoints = [(each.path, each.step, each.manifest()["data"]) for each in CheckpointFolder(run).complete()]
     check_saved(lines, [(path, step, Place(at["epoch"], at["position"])) for path, step, at in checkpoints])
     if not any(stretch.first_step for stretch in stretches):
-        raise RunError(
-            f"{run} has no audited step yet",
-            expected="at least one line of kind steps in audit.jsonl",
-            fix="wait for the first audit (audit.every steps), or run it with audit.every > 0",
-        )
+        what = f"{run} has no audited step yet"
+        fix = "wait for the first audit (audit.every steps), or run it with audit.every > 0"
+        raise RunError(what, expected="at least one line of kind steps in audit.jsonl", fix=fix)
     first, last = _first_and_last_step(segments)
     starts = "1 start" if len(segments) == 1 else f"{len(segments)} starts"
     yield f"{run}: steps {first:,} to {last:,}, {starts}"

@@ -75,9 +75,8 @@ def _read(path: Path) -> str:
     try:
         return "\n".join(_of_file(file, named=path.is_dir()) for file in files)
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}", expected="a readable log", fix=f"look at: ls -l {path}"
-        ) from error
+        what = f"{path} cannot be read: {error.strerror}"
+        raise ConfigError(what, expected="a readable log", fix=f"look at: ls -l {path}") from error
 
 
 def _of_file(path: Path, *, named: bool) -> str:

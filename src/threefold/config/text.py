@@ -54,9 +54,8 @@ def parse(text: str, origin: str) -> Any:
         place = f"{origin}, line {mark.line + 1}" if mark is not None and "\n" in text else origin
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         fix = f"text needs quotes inside the shell's quotes: {pasted(text.strip())}"
-        raise ConfigError(
-            f"{place}: {reason}", expected="YAML 1.2", fix=fix if "\n" not in text else "correct the line"
-        ) from None
+        what = f"{place}: {reason}"
+        raise ConfigError(what, expected="YAML 1.2", fix=fix if "\n" not in text else "correct the line") from None
 
 
 def read_yaml(text: str) -> Any:

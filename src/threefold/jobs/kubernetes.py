@@ -57,11 +57,9 @@ def problems(config: Config, ranks: Ranks, options: KubernetesOptions) -> Iterat
     if run is None or not any(run.is_relative_to(folder) for folder in options.volumes.values()):
         where = "is not set" if run is None else f"= {run} is not on a volume"
         shared = " that all pods share" if ranks.num_hosts > 1 else ""
-        yield Problem(
-            f"log.dir {where}: the files that a pod writes are lost with it",
-            f"a folder on a volume{shared}, so that a restarted pod can resume",
-            "--volume CLAIM=/runs --log.dir /runs/my-run",
-        )
+        what = f"log.dir {where}: the files that a pod writes are lost with it"
+        fix = "--volume CLAIM=/runs --log.dir /runs/my-run"
+        yield Problem(what, f"a folder on a volume{shared}, so that a restarted pod can resume", fix)
 
 
 def manifests(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[dict[str, Any]]:

@@ -71,9 +71,8 @@ def problems(config: Config, ranks: Ranks, options: SageMakerOptions) -> Iterato
     paths = {"--output": options.output, **{f"--channel {name}": path for name, path in options.channels.items()}}
     for option, path in paths.items():
         if not path.startswith(_S3) or not path.removeprefix(_S3).partition("/")[0]:
-            yield Problem(
-                f"{option} {path!r} is not a place in S3", "s3://BUCKET/PREFIX", f"{option} s3://BUCKET/PREFIX"
-            )
+            what = f"{option} {path!r} is not a place in S3"
+            yield Problem(what, "s3://BUCKET/PREFIX", f"{option} s3://BUCKET/PREFIX")
     if options.spot and not config.checkpoint.every:
         expected = "checkpoints during the run: the container gets no signal before an instance is taken away"
         yield Problem("--spot with checkpoint.every = 0", expected, "--checkpoint.every 100")
@@ -204,8 +203,7 @@ def submit(made: Mapping[str, Any], source: bytes, *, to: str, region: str | Non
         session.client("s3").put_object(Bucket=bucket, Key=key, Body=source)
         return str(session.client("sagemaker").create_training_job(**made)["TrainingJobArn"])
     except (BotoCoreError, ClientError) as error:
-        raise RunError(
-            f"AWS did not accept the job: {error}",
-            expected="credentials that may write to the bucket, pass the role and create training jobs, and a region",
-            fix="aws sts get-caller-identity shows who you are; --region, AWS_PROFILE; or see the request: --dry-run",
-        ) from error
+        what = f"AWS did not accept the job: {error}"
+        expected = "credentials that may write to the bucket, pass the role and create training jobs, and a region"
+        fix = "aws sts get-caller-identity shows who you are; --region, AWS_PROFILE; or see the request: --dry-run"
+        raise RunError(what, expected=expected, fix=fix) from error

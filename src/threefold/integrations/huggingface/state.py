@@ -78,9 +78,8 @@ def _read_place(checkpoint: Path) -> tuple[int, dict[str, Any]]:
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         found = f"cannot be read ({error!r})"
-    raise CheckpointError(
-        f"{path} {found}", expected=f"what the Trainer of this version writes (format {_FORMAT})", fix=_OLDER
-    )
+    what = f"{path} {found}"
+    raise CheckpointError(what, expected=f"what the Trainer of this version writes (format {_FORMAT})", fix=_OLDER)
 
 
 def newest_complete(output_dir: Path) -> Path:
@@ -149,9 +148,8 @@ def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
         files, index = folder, index_of_dcp(folder)
     else:
         if (reason := damage_found(checkpoint_at(folder), mesh)) is not None:
-            raise CheckpointError(
-                f"{folder} is damaged: {reason}", expected="the files as the Trainer wrote them", fix=_OLDER
-            )
+            what = f"{folder} is damaged: {reason}"
+            raise CheckpointError(what, expected="the files as the Trainer wrote them", fix=_OLDER)
         files, index = folder / "state", Index.read(folder / "state")
     optimizer = getattr(optimizer, "optimizer", optimizer)
     live = _tensors(model, optimizer)

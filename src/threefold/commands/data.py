@@ -126,14 +126,7 @@ def _bar(name: str) -> Iterator[Callable[[PrepareProgress], None]]:
 
 
 def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
-    """Proves what a run has read; yields the proof as lines.
-
-    Args:
-        contents: read every token again and compare it with the run's record.
-
-    Raises:
-        RunError: the first wrong step.
-    """
+    """The proof of what a run has read, as lines; RunError names the first wrong step."""
     from threefold.audit import record
     from threefold.audit.lookup import coverage_lines
     from threefold.audit.proof import check_saved, prove
@@ -228,11 +221,7 @@ def _texts(run: Path, segments: Sequence[Segment], indices: Sequence[int]) -> It
 
 
 def _rows_of_run(run: Path, segments: Sequence[Segment]) -> tuple[Rows, Tokenizer]:
-    """The rows that a run reads and their tokenizer.
-
-    Raises:
-        RunError: the source has changed since the run.
-    """
+    """The rows that a run reads and their tokenizer; RunError if the source has changed since the run."""
     # Opening a run's data imports torch.
     import torch
 

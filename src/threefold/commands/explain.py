@@ -33,14 +33,7 @@ def command(
 
 
 def explain_command(path: Path | None) -> tuple[str, int]:
-    """(what to print, exit code): 0 explained, 1 unknown.
-
-    Args:
-        path: a log, a folder of logs, or None for standard input.
-
-    Raises:
-        ConfigError: there is no such log, or nothing is piped in.
-    """
+    """(what to print, exit code); ConfigError if there is no such log, or nothing is piped in (`path` is None)."""
     from threefold.explain import explain
     from threefold.explain.known import PAGES
 

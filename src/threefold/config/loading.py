@@ -123,11 +123,7 @@ def _known(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Config:
-    """A Config of nested plain values.
-
-    Raises:
-        ConfigError: every problem, at once.
-    """
+    """A Config of nested plain values; ConfigError with every problem at once."""
     try:
         config = Config.model_validate(values)
     except ValidationError as error:

@@ -176,14 +176,9 @@ def _gpu(number: int, gpu: Gpu, architectures: Sequence[str]) -> Finding:
         what = f"{text}; torch has code for {', '.join(architectures) or 'none'}"
         fix = f"an older or a newer build, to match the GPU: {_START}"
         return stop(f"GPU {number}", what, expected="a build of torch for this generation of GPUs", fix=fix)
-    return judged(
-        f"GPU {number}",
-        text,
-        gpu.free >= _FREE_SHARE * gpu.memory,
-        otherwise="warning",
-        expected="a GPU for this run alone: other processes use its memory",
-        fix="nvidia-smi lists them; CUDA_VISIBLE_DEVICES can leave this GPU out",
-    )
+    free, alone = gpu.free >= _FREE_SHARE * gpu.memory, "a GPU for this run alone: other processes use its memory"
+    fix = "nvidia-smi lists them; CUDA_VISIBLE_DEVICES can leave this GPU out"
+    return judged(f"GPU {number}", text, free, otherwise="warning", expected=alone, fix=fix)
 
 
 def _links(links: Mapping[tuple[int, int], str]) -> Finding:
@@ -214,9 +209,8 @@ def _nvidia_smi(*arguments: str) -> str:
     if program is None:
         return ""
     try:
-        done = subprocess.run(
-            [program, *arguments], capture_output=True, text=True, errors="replace", timeout=_ANSWER_WITHIN_S
-        )
+        command = [program, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_ANSWER_WITHIN_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

@@ -30,11 +30,7 @@ class Ranks:
 
 
 def ranks_of(mesh: MeshConfig, *, num_hosts: int, per_host: int | None) -> Ranks:
-    """Returns the ranks of a job: `per_host` as given, or as many as the mesh asks for.
-
-    Raises:
-        ConfigError: the mesh leaves the number of ranks open, or does not fit it.
-    """
+    """A job's ranks, `per_host` or as many as the mesh asks for; ConfigError if it leaves that open or does not fit."""
     if per_host is not None:
         topology, _ = resolve(mesh, launched_world_size=num_hosts * per_host, num_devices=None)
         return Ranks(topology, num_hosts, per_host)
@@ -52,11 +48,7 @@ def ranks_of(mesh: MeshConfig, *, num_hosts: int, per_host: int | None) -> Ranks
 
 
 def checked_name(name: str, *, longest: int, lower: bool = False) -> str:
-    """Returns a job's name if the cluster accepts it; host names and folders contain it.
-
-    Raises:
-        ConfigError: the name has other characters, or is too long.
-    """
+    """A job's name, a part of host names and folders; ConfigError if it has other characters or is too long."""
     characters = "a-z0-9" if lower else "A-Za-z0-9"
     if re.fullmatch(f"[{characters}]([{characters}-]{{0,{longest - 2}}}[{characters}])?", name):
         return name
@@ -95,11 +87,7 @@ def variables(given: Sequence[str] | None, environ: Mapping[str, str], *, secret
 
 
 def named_pairs(given: Sequence[str] | None, option: str, what: str, *, example: str) -> dict[str, str]:
-    """Returns {NAME: rest} of options written as NAME=REST.
-
-    Raises:
-        ConfigError: an option has another form.
-    """
+    """{NAME: rest} of options written as NAME=REST; ConfigError if one has another form."""
     found = {}
     for entry in given or ():
         name, equals, rest = entry.partition("=")

@@ -6,7 +6,6 @@ gradients and the layers' outputs are compared.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -111,16 +110,6 @@ def diagnose(topology: Topology, compare: Callable[[Topology], Comparison | int]
         also = f"; correct alone: {', '.join(right)}" if right else ""
         return f"the mesh differs from the single process: {' and '.join(wrong)}{also}"
     return f"the mesh differs from the single process only if axes are combined; correct alone: {', '.join(right)}"
-
-
-def read_comparison(path: Path) -> Comparison:
-    """Reads a comparison from `write_comparison`."""
-    return Comparison(**json.loads(path.read_text()))
-
-
-def write_comparison(found: Comparison, path: Path) -> None:
-    """Writes a comparison as JSON."""
-    path.write_text(json.dumps(vars(found)))
 
 
 def compare_runs(first: Path, second: Path) -> tuple[list[str], bool]:

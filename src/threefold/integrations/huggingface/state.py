@@ -83,11 +83,7 @@ def _read_place(checkpoint: Path) -> tuple[int, dict[str, Any]]:
 
 
 def newest_complete(output_dir: Path) -> Path:
-    """The checkpoint with the most steps that was written to its end.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The checkpoint with the most steps that was written to its end; CheckpointError if there is none."""
     steps = ((path.name.removeprefix("checkpoint-"), path) for path in output_dir.glob("checkpoint-*"))
     numbered = [(int(step), path) for step, path in steps if step.isdecimal() and _is_complete(path)]
     if not numbered:
@@ -106,11 +102,7 @@ def _is_complete(checkpoint: Path) -> bool:
 
 
 def save_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, step: int) -> None:
-    """Writes weights and optimizer of a sharded model, every rank its own part; every rank calls it.
-
-    Raises:
-        RunError: a rank could not write, on every rank.
-    """
+    """Writes weights and optimizer of a sharded model; every rank calls it, and gets RunError if one cannot write."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's has torch's inside
     state, mesh = _tensors(model, optimizer), all_ranks()
     final, partial = checkpoint / STATE_FOLDER, checkpoint / f".{STATE_FOLDER}.partial"
@@ -188,11 +180,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
 
 
 def check_order(saved: Mapping[str, Any], *, loader: Any) -> None:
-    """Loads a saved place into a training loader; a place of another order is refused in the Trainer's words.
-
-    Raises:
-        DataError: another seed, size or order than the run began with.
-    """
+    """Loads a saved place into a training loader; DataError, in the Trainer's words, if its order is another one."""
     try:
         loader.load_state_dict(saved)
     except DataError as error:

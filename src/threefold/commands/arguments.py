@@ -73,9 +73,6 @@ def num_bytes(text: str, *, option: str) -> int:
     digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     factor = _UNITS.get(text[len(digits) :].strip().upper())
     if factor is None or not digits.isascii() or not digits.isdecimal() or int(digits) == 0:
-        raise ConfigError(
-            f"{option} = {text!r} is not a size",
-            expected="a whole number with KB, MB, GB, KiB, MiB or GiB",
-            fix=f"{option} 5GB",
-        )
+        what = f"{option} = {text!r} is not a size"
+        raise ConfigError(what, expected="a whole number with KB, MB, GB, KiB, MiB or GiB", fix=f"{option} 5GB")
     return int(digits) * factor

@@ -78,11 +78,9 @@ def order(
     elif step is not None and sample is None:
         lines = step_lines(run, step, show=show)
     else:
-        raise ConfigError(
-            "--sample and --step are both given" if step is not None else "neither --sample nor --step is given",
-            expected="exactly one of them: a row or a step",
-            fix=f"threefold data order {run} --step 1",
-        )
+        what = "--sample and --step are both given" if step is not None else "neither --sample nor --step is given"
+        fix = f"threefold data order {run} --step 1"
+        raise ConfigError(what, expected="exactly one of them: a row or a step", fix=fix)
     for line in lines:
         typer.echo(line)
 
@@ -128,14 +126,7 @@ def _bar(name: str) -> Iterator[Callable[[PrepareProgress], None]]:
 
 
 def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
-    """Proves what a run has read; yields the proof as lines.
-
-    Args:
-        contents: read every token again and compare it with the run's record.
-
-    Raises:
-        RunError: the first wrong step.
-    """
+    """The proof of what a run has read, as lines; RunError names the first wrong step."""
     from threefold.audit import record
     from threefold.audit.lookup import coverage_lines
     from threefold.audit.proof import check_saved, prove
@@ -148,11 +139,9 @@ def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
     checkpoints = [(each.path, each.step, each.manifest()["data"]) for each in CheckpointFolder(run).complete()]
     check_saved(lines, [(path, step, Place(at["epoch"], at["position"])) for path, step, at in checkpoints])
     if not any(stretch.first_step for stretch in stretches):
-        raise RunError(
-            f"{run} has no audited step yet",
-            expected="at least one line of kind steps in audit.jsonl",
-            fix="wait for the first audit (audit.every steps), or run it with audit.every > 0",
-        )
+        what = f"{run} has no audited step yet"
+        fix = "wait for the first audit (audit.every steps), or run it with audit.every > 0"
+        raise RunError(what, expected="at least one line of kind steps in audit.jsonl", fix=fix)
     first, last = _first_and_last_step(segments)
     starts = "1 start" if len(segments) == 1 else f"{len(segments)} starts"
     yield f"{run}: steps {first:,} to {last:,}, {starts}"
@@ -182,11 +171,8 @@ def sample_lines(run: Path, sample: int, *, show: bool = False) -> Iterator[str]
     segments = record.read(run / record.FILE)
     num_rows = segments[0].start.num_rows
     if not 0 <= sample < num_rows:
-        raise ConfigError(
-            f"--sample {sample} is not a row of the source",
-            expected=f"a row from 0 to {num_rows - 1}",
-            fix=f"--sample {num_rows - 1}",
-        )
+        what = f"--sample {sample} is not a row of the source"
+        raise ConfigError(what, expected=f"a row from 0 to {num_rows - 1}", fix=f"--sample {num_rows - 1}")
     stretches = stretches_of(segments)
     found = find_sample(stretches, sample) if stretches else []
     yield from (f"row {sample}: {read}" for read in found)
@@ -206,11 +192,10 @@ def step_lines(run: Path, step: int, *, show: bool = False) -> Iterator[str]:
     if read is None:
         known = [line for segment in segments for line in segment.steps]
         first, last = _first_and_last_step(segments) if known else (0, 0)
-        raise ConfigError(
-            f"--step {step} is not in the record of {run}",
-            expected=f"a step from {first} to {last}" if known else "a run with an audited step",
-            fix=f"--step {last}" if known else "wait for the first audit (audit.every steps)",
-        )
+        what = f"--step {step} is not in the record of {run}"
+        expected = f"a step from {first} to {last}" if known else "a run with an audited step"
+        fix = f"--step {last}" if known else "wait for the first audit (audit.every steps)"
+        raise ConfigError(what, expected=expected, fix=fix)
     topology = read.topology
     yield f"step {step:,}: epoch {read.place.epoch}, positions from {read.place.position:,} on, {topology}"
     size = topology.cp * topology.tp
@@ -236,11 +221,7 @@ def _texts(run: Path, segments: Sequence[Segment], indices: Sequence[int]) -> It
 
 
 def _rows_of_run(run: Path, segments: Sequence[Segment]) -> tuple[Rows, Tokenizer]:
-    """The rows that a run reads and their tokenizer.
-
-    Raises:
-        RunError: the source has changed since the run.
-    """
+    """The rows that a run reads and their tokenizer; RunError if the source has changed since the run."""
     # Opening a run's data imports torch.
     import torch
 

@@ -49,11 +49,7 @@ def command(
 
 
 def doctor_command(loaded: Loaded, options: Options) -> int:
-    """Prints the report and returns the exit code: 0 nothing would stop a run, 1 something would.
-
-    Raises:
-        ThreefoldError: the ranks cannot meet, or a mesh that does not fit.
-    """
+    """Prints the report, returns the exit code; ThreefoldError if the ranks cannot meet or the mesh does not fit."""
     from threefold.doctor.ranks import look_at_machine
     from threefold.mesh import environment, local_ranks
     from threefold.mesh.topology import resolve

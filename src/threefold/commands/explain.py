@@ -33,14 +33,7 @@ def command(
 
 
 def explain_command(path: Path | None) -> tuple[str, int]:
-    """(what to print, exit code): 0 explained, 1 unknown.
-
-    Args:
-        path: a log, a folder of logs, or None for standard input.
-
-    Raises:
-        ConfigError: there is no such log, or nothing is piped in.
-    """
+    """(what to print, exit code); ConfigError if there is no such log, or nothing is piped in (`path` is None)."""
     from threefold.explain import explain
     from threefold.explain.known import PAGES
 
@@ -58,11 +51,8 @@ def explain_command(path: Path | None) -> tuple[str, int]:
 
 def _read_input() -> str:
     if sys.stdin.isatty():
-        raise ConfigError(
-            "no log given, and nothing piped in",
-            expected="the output of a failed program",
-            fix="threefold explain train.log, or: torchrun ... 2>&1 | tee train.log | threefold explain",
-        )
+        fix = "threefold explain train.log, or: torchrun ... 2>&1 | tee train.log | threefold explain"
+        raise ConfigError("no log given, and nothing piped in", expected="the output of a failed program", fix=fix)
     return sys.stdin.buffer.read().decode(errors="replace")
 
 
@@ -72,17 +62,14 @@ def _read(path: Path) -> str:
     else:
         files = [path] if path.exists() else []
     if not files:
-        raise ConfigError(
-            f"{path} contains no log" if path.is_dir() else f"{path} does not exist",
-            expected="a log, or a folder with .log, .err or .out files",
-            fix="threefold explain train.log, or a pipe: ... 2>&1 | threefold explain",
-        )
+        what = f"{path} contains no log" if path.is_dir() else f"{path} does not exist"
+        fix = "threefold explain train.log, or a pipe: ... 2>&1 | threefold explain"
+        raise ConfigError(what, expected="a log, or a folder with .log, .err or .out files", fix=fix)
     try:
         return "\n".join(_of_file(file, named=path.is_dir()) for file in files)
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}", expected="a readable log", fix=f"look at: ls -l {path}"
-        ) from error
+        what = f"{path} cannot be read: {error.strerror}"
+        raise ConfigError(what, expected="a readable log", fix=f"look at: ls -l {path}") from error
 
 
 def _of_file(path: Path, *, named: bool) -> str:

@@ -211,11 +211,7 @@ def slurm_text(config: Config, job: Ranks, options: SlurmOptions, *, dry_run: bo
 def sagemaker_lines(
     config: Config, job: Ranks, options: SageMakerOptions, *, region: str | None, dry_run: bool, source_to: Path | None
 ) -> Iterator[str]:
-    """Uploads the source and creates the training job; yields the lines to print.
-
-    Args:
-        source_to: also writes the source's files here, for a job of the SageMaker SDK.
-    """
+    """Uploads the source (and writes it to `source_to`, for the SDK), creates the job; yields the lines to print."""
     from threefold.jobs import sagemaker
     from threefold.mesh import environment
 

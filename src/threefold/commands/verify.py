@@ -78,10 +78,11 @@ def verify_command(loaded: Loaded, options: Options) -> int:
 
 def on_ranks(config: Config, options: Options, topology: Topology) -> Comparison | int:
     """The comparison on local ranks, or the exit code of a failed attempt."""
+    import json
     import tempfile
 
     from threefold.mesh import local_ranks
-    from threefold.verify.comparison import read_comparison
+    from threefold.verify.comparison import Comparison
 
     with tempfile.TemporaryDirectory(prefix="threefold-verify-") as folder:
         answer = Path(folder) / "comparison.json"
@@ -92,7 +93,7 @@ def on_ranks(config: Config, options: Options, topology: Topology) -> Comparison
         else:
             arguments = (config, options, topology, str(answer))
             code = local_ranks.start_ranks(_rank_entry, arguments, num_ranks=topology.world_size)
-        return read_comparison(answer) if answer.exists() else code or EXIT_FAILED
+        return Comparison(**json.loads(answer.read_text())) if answer.exists() else code or EXIT_FAILED
 
 
 def _rank_entry(config: Config, options: Options, topology: Topology, answer: str) -> None:

@@ -123,11 +123,7 @@ def _known(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Config:
-    """A Config of nested plain values.
-
-    Raises:
-        ConfigError: every problem, at once.
-    """
+    """A Config of nested plain values; ConfigError with every problem at once."""
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -239,11 +235,8 @@ def _problem_of(entry: Any, origins: Mapping[str, str]) -> Problem:
         return _mixture_problem(entry, where)
     rest = entry["loc"][len(key.split(".")) :] if entry["type"] != "missing" else ()
     place = "".join(f"[{part}]" for part in rest if isinstance(part, int))
-    return Problem(
-        f"{key}{place} = {as_yaml(entry['input'])} is not accepted{where}",
-        _EXPECTED_OF_KEY.get(key) or _expected(entry),
-        _fix(entry, key, origins.get(key, "")),
-    )
+    what = f"{key}{place} = {as_yaml(entry['input'])} is not accepted{where}"
+    return Problem(what, _EXPECTED_OF_KEY.get(key) or _expected(entry), _fix(entry, key, origins.get(key, "")))
 
 
 def _expected(entry: Any) -> str:

@@ -19,36 +19,23 @@ def contradictions(config: Config) -> Iterator[Problem]:
     """Keys whose values, each valid by itself, contradict one another."""
     yield from _of_mixture(config)
     if config.model.name_or_path is not None and config.model.config is not None:
-        yield Problem(
-            "model.name_or_path and model.config are both set",
-            "one of them: trained weights by name, or random ones by sizes",
-            "leave one of them out",
-        )
+        expected = "one of them: trained weights by name, or random ones by sizes"
+        yield Problem("model.name_or_path and model.config are both set", expected, "leave one of them out")
     if config.model.init_missing and config.model.name_or_path is None:
-        yield Problem(
-            f"model.init_missing = {as_yaml(config.model.init_missing)} has no effect without model.name_or_path",
-            "a model whose files may lack some weights; without one all weights are random",
-            "leave model.init_missing out",
-        )
+        what = f"model.init_missing = {as_yaml(config.model.init_missing)} has no effect without model.name_or_path"
+        fix = "leave model.init_missing out"
+        yield Problem(what, "a model whose files may lack some weights; without one all weights are random", fix)
     if config.train.steps is not None and config.train.epochs is not None:
-        yield Problem(
-            f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs} are both set",
-            "one measure of how long to train",
-            "leave one of them out",
-        )
+        what = f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs} are both set"
+        yield Problem(what, "one measure of how long to train", "leave one of them out")
     if config.eval.source is None and config.eval.every:
-        yield Problem(
-            f"eval.every = {config.eval.every} has no effect without eval.source",
-            "held-out data to evaluate on",
-            "--eval.source FILE_OR_FOLDER, or leave eval.every out",
-        )
+        what = f"eval.every = {config.eval.every} has no effect without eval.source"
+        yield Problem(what, "held-out data to evaluate on", "--eval.source FILE_OR_FOLDER, or leave eval.every out")
     lora = [name for name, value in config.model.lora if value != LoraConfig.model_fields[name].default]
     if lora and not config.model.lora.r:
-        yield Problem(
-            f"model.lora.{lora[0]} has no effect without model.lora.r",
-            "the rank of the adapters to train",
-            f"--model.lora.r 16, or leave model.lora.{lora[0]} out",
-        )
+        what = f"model.lora.{lora[0]} has no effect without model.lora.r"
+        fix = f"--model.lora.r 16, or leave model.lora.{lora[0]} out"
+        yield Problem(what, "the rank of the adapters to train", fix)
     yield from _of_skip(config.data.skip)
     yield from _of_trackers(config.log)
     for number, beta in enumerate(config.optimizer.betas):
@@ -56,11 +43,9 @@ def contradictions(config: Config) -> Iterator[Problem]:
             what = f"optimizer.betas[{number}] = {beta} is not a decay"
             yield Problem(what, "0 <= beta < 1", "--optimizer.betas '[0.9, 0.95]'")
     if config.optimizer.min_lr > config.optimizer.lr:
-        yield Problem(
-            f"optimizer.min_lr = {config.optimizer.min_lr} is above optimizer.lr = {config.optimizer.lr}",
-            "a schedule that falls from lr to min_lr",
-            f"--optimizer.min_lr 0   (or raise optimizer.lr above {config.optimizer.min_lr})",
-        )
+        what = f"optimizer.min_lr = {config.optimizer.min_lr} is above optimizer.lr = {config.optimizer.lr}"
+        fix = f"--optimizer.min_lr 0   (or raise optimizer.lr above {config.optimizer.min_lr})"
+        yield Problem(what, "a schedule that falls from lr to min_lr", fix)
 
 
 def _of_skip(skip: Sequence[tuple[int, int]]) -> Iterator[Problem]:
@@ -71,11 +56,9 @@ def _of_skip(skip: Sequence[tuple[int, int]]) -> Iterator[Problem]:
     firsts = [first for first, _ in skip]
     if any(later <= earlier for earlier, later in itertools.pairwise(firsts)):
         ascending = sorted({first: [first, last] for first, last in skip}.values())
-        yield Problem(
-            f"data.skip has ranges that begin with steps {', '.join(map(str, firsts))}: they do not ascend",
-            "ranges in the order in which the run reaches them, each beginning with a different step",
-            f"--data.skip '{ascending}'",
-        )
+        what = f"data.skip has ranges that begin with steps {', '.join(map(str, firsts))}: they do not ascend"
+        expected = "ranges in the order in which the run reaches them, each beginning with a different step"
+        yield Problem(what, expected, f"--data.skip '{ascending}'")
 
 
 def _of_trackers(log: LogConfig) -> Iterator[Problem]:
@@ -91,11 +74,8 @@ def _of_trackers(log: LogConfig) -> Iterator[Problem]:
             once = pasted([*dict.fromkeys(log.trackers)])
             yield Problem(f"log.trackers names {name} twice", "each tracker once", f"--log.trackers {once}")
     if log.project != LogConfig().project and not {"wandb", "trackio"} & {*log.trackers}:
-        yield Problem(
-            f"log.project = {as_yaml(log.project)} has no effect without a tracker that has projects",
-            "wandb or trackio among log.trackers",
-            "--log.trackers '[wandb]', or leave log.project out",
-        )
+        what = f"log.project = {as_yaml(log.project)} has no effect without a tracker that has projects"
+        yield Problem(what, "wandb or trackio among log.trackers", "--log.trackers '[wandb]', or leave log.project out")
 
 
 def _of_mixture(config: Config) -> Iterator[Problem]:
@@ -105,14 +85,10 @@ def _of_mixture(config: Config) -> Iterator[Problem]:
     if not mixture:
         yield Problem("data.mixture names no source", "at least one", MIXTURE_FIX)
     if source != DataConfig().source:
-        yield Problem(
-            f"data.source = {source} and data.mixture are both set",
-            "one of them: a mixture names all of its sources, each with a weight",
-            f"leave data.source out, or add it to the mixture: {{source: {as_yaml(source)}, weight: 1}}",
-        )
+        what = f"data.source = {source} and data.mixture are both set"
+        fix = f"leave data.source out, or add it to the mixture: {{source: {as_yaml(source)}, weight: 1}}"
+        yield Problem(what, "one of them: a mixture names all of its sources, each with a weight", fix)
     if config.train.epochs is not None:
-        yield Problem(
-            f"train.epochs = {config.train.epochs} with data.mixture",
-            "train.steps: a mixture has no end, because each of its sources starts over when it is exhausted",
-            "--train.steps N, and leave train.epochs out",
-        )
+        what = f"train.epochs = {config.train.epochs} with data.mixture"
+        expected = "train.steps: a mixture has no end, because each of its sources starts over when it is exhausted"
+        yield Problem(what, expected, "--train.steps N, and leave train.epochs out")

@@ -36,14 +36,7 @@ def pasted(value: Any) -> str:
 
 
 def parse(text: str, origin: str) -> Any:
-    """The value of YAML text.
-
-    Args:
-        origin: what an error names: a file, or the key that the text was given for.
-
-    Raises:
-        ConfigError: it is not YAML 1.2.
-    """
+    """The value of YAML 1.2 text; ConfigError names its `origin`, a file or the key that the text was given for."""
     from ruamel.yaml.error import YAMLError
 
     try:
@@ -54,9 +47,8 @@ def parse(text: str, origin: str) -> Any:
         place = f"{origin}, line {mark.line + 1}" if mark is not None and "\n" in text else origin
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         fix = f"text needs quotes inside the shell's quotes: {pasted(text.strip())}"
-        raise ConfigError(
-            f"{place}: {reason}", expected="YAML 1.2", fix=fix if "\n" not in text else "correct the line"
-        ) from None
+        what = f"{place}: {reason}"
+        raise ConfigError(what, expected="YAML 1.2", fix=fix if "\n" not in text else "correct the line") from None
 
 
 def read_yaml(text: str) -> Any:
@@ -67,11 +59,7 @@ def read_yaml(text: str) -> Any:
 
 
 def dump(config: BaseModel, *, nulls: bool = True) -> str:
-    """A config as YAML text that `loading.load` reads back.
-
-    Args:
-        nulls: whether to write keys whose value is null.
-    """
+    """A config as YAML text that `loading.load` reads back; `nulls`: with the keys whose value is null."""
     return as_document(config.model_dump(mode="json", exclude_none=not nulls))
 
 

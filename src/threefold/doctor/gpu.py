@@ -127,12 +127,9 @@ def read_links(text: str) -> dict[tuple[int, int], str]:
 
 def _builds(seen: Torch) -> Iterator[Finding]:
     if seen.cuda is None and seen.installed_gpus:
-        yield stop(
-            "CUDA",
-            f"this machine has {seen.installed_gpus} GPUs, but torch {seen.version} is a build for CPUs",
-            expected="a build of torch for CUDA",
-            fix=f"pip install torch from the index for your CUDA: {_START}; or --mesh.device cpu",
-        )
+        what = f"this machine has {seen.installed_gpus} GPUs, but torch {seen.version} is a build for CPUs"
+        fix = f"pip install torch from the index for your CUDA: {_START}; or --mesh.device cpu"
+        yield stop("CUDA", what, expected="a build of torch for CUDA", fix=fix)
     elif seen.cuda is None:
         yield note("CUDA", "none: torch is a build for CPUs, ranks communicate through gloo")
     else:
@@ -149,22 +146,17 @@ def _driver(seen: Torch) -> Iterator[Finding]:
     if seen.cuda is None:
         return
     if seen.driver is None:
-        yield warning(
-            "driver",
-            "no NVIDIA driver was found (nvidia-smi)",
-            expected=f"a driver for CUDA {_dotted(seen.cuda)}, which torch was built with",
-            fix="install the driver; in a container: docker run --gpus all; without GPUs: --mesh.device cpu",
-        )
+        what = "no NVIDIA driver was found (nvidia-smi)"
+        expected = f"a driver for CUDA {_dotted(seen.cuda)}, which torch was built with"
+        fix = "install the driver; in a container: docker run --gpus all; without GPUs: --mesh.device cpu"
+        yield warning("driver", what, expected=expected, fix=fix)
         return
     newest = f", supports CUDA up to {_dotted(seen.driver_cuda)}" if seen.driver_cuda else ""
     # Within one major version a newer CUDA runs on an older driver.
     if seen.driver_cuda is not None and seen.driver_cuda[0] < seen.cuda[0]:
-        yield stop(
-            "driver",
-            f"{seen.driver}{newest}; torch was built with {_dotted(seen.cuda)}",
-            expected=f"a driver for CUDA {seen.cuda[0]}",
-            fix=f"a newer driver, or torch for CUDA {seen.driver_cuda[0]}: {_START}",
-        )
+        what = f"{seen.driver}{newest}; torch was built with {_dotted(seen.cuda)}"
+        fix = f"a newer driver, or torch for CUDA {seen.driver_cuda[0]}: {_START}"
+        yield stop("driver", what, expected=f"a driver for CUDA {seen.cuda[0]}", fix=fix)
     else:
         yield ok("driver", f"{seen.driver}{newest}")
     if seen.installed_gpus and len(seen.gpus) < seen.installed_gpus:
@@ -181,20 +173,12 @@ def _gpu(number: int, gpu: Gpu, architectures: Sequence[str]) -> Finding:
     codes = [name[3:].rstrip("af") for name in architectures if re.fullmatch(r"sm_\d+[af]?", name)]
     runs = any(code[:-1] == own[:-1] and code <= own for code in codes)
     if not runs and not any(name.startswith("compute_") for name in architectures):
-        return stop(
-            f"GPU {number}",
-            f"{text}; torch has code for {', '.join(architectures) or 'none'}",
-            expected="a build of torch for this generation of GPUs",
-            fix=f"an older or a newer build, to match the GPU: {_START}",
-        )
-    return judged(
-        f"GPU {number}",
-        text,
-        gpu.free >= _FREE_SHARE * gpu.memory,
-        otherwise="warning",
-        expected="a GPU for this run alone: other processes use its memory",
-        fix="nvidia-smi lists them; CUDA_VISIBLE_DEVICES can leave this GPU out",
-    )
+        what = f"{text}; torch has code for {', '.join(architectures) or 'none'}"
+        fix = f"an older or a newer build, to match the GPU: {_START}"
+        return stop(f"GPU {number}", what, expected="a build of torch for this generation of GPUs", fix=fix)
+    free, alone = gpu.free >= _FREE_SHARE * gpu.memory, "a GPU for this run alone: other processes use its memory"
+    fix = "nvidia-smi lists them; CUDA_VISIBLE_DEVICES can leave this GPU out"
+    return judged(f"GPU {number}", text, free, otherwise="warning", expected=alone, fix=fix)
 
 
 def _links(links: Mapping[tuple[int, int], str]) -> Finding:
@@ -225,9 +209,8 @@ def _nvidia_smi(*arguments: str) -> str:
     if program is None:
         return ""
     try:
-        done = subprocess.run(
-            [program, *arguments], capture_output=True, text=True, errors="replace", timeout=_ANSWER_WITHIN_S
-        )
+        command = [program, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_ANSWER_WITHIN_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

@@ -84,11 +84,7 @@ def axes_of(mesh: Mesh) -> list[str]:
 
 
 def meet(mesh: Mesh, *, limit_s: float) -> None:
-    """Returns when every rank has joined; all call it.
-
-    Raises:
-        StuckError: some rank did not, within `limit_s`.
-    """
+    """Returns when every rank has joined; StuckError if one did not within `limit_s`. All ranks call it."""
     _begun(mesh, "barrier", range(mesh.world_size), limit_s)(lambda: dist.barrier(async_op=True))
 
 

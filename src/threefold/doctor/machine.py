@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from threefold.doctor.findings import Finding, judged, note, warning
+from threefold.doctor.findings import Finding, Level, judged, note, warning
 from threefold.errors import size_text
 
 _SHM = Path("/dev/shm")
@@ -45,11 +45,7 @@ class Machine:
 
 
 def look(environ: Mapping[str, str], *, folders: Mapping[str, Path]) -> Machine:
-    """Reads this machine.
-
-    Args:
-        folders: purpose -> folder whose free space counts; for a folder that does not exist, its nearest parent.
-    """
+    """Reads this machine; `folders`: purpose -> folder (or its nearest parent that exists) whose free space counts."""
     return Machine(
         host=socket.gethostname(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -77,53 +73,35 @@ def _judged(machine: Machine) -> Iterator[Finding]:
     memory = f", {size_text(machine.memory)} of memory" if machine.memory is not None else ""
     yield note("machine", f"{machine.host}: {machine.system}, {machine.cores} cores{memory}")
     if machine.shared_memory is not None:
-        yield judged(
-            "shared memory",
-            f"{size_text(machine.shared_memory)} free in /dev/shm",
-            machine.shared_memory >= _LEAST_SHM,
-            otherwise="warning",
-            expected=f"{size_text(_LEAST_SHM)}: loader workers and NCCL pass data through it, "
-            "and a process that finds it full dies of a bus error",
-            fix="docker run --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm",
-        )
+        what, fits = f"{size_text(machine.shared_memory)} free in /dev/shm", machine.shared_memory >= _LEAST_SHM
+        uses = "loader workers and NCCL pass data through it, and a process that finds it full dies of a bus error"
+        fix = "docker run --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
+        expected = f"{size_text(_LEAST_SHM)}: {uses}"
+        yield judged("shared memory", what, fits, otherwise="warning", expected=expected, fix=fix)
     if machine.open_files is not None:
-        yield judged(
-            "open files",
-            f"{machine.open_files} per process",
-            machine.open_files >= _LEAST_FILES,
-            otherwise="warning",
-            expected=f"{_LEAST_FILES}: connections and the tensors of loader workers each take one",
-            fix="ulimit -n 65536; docker run --ulimit nofile=65536",
-        )
+        what, fits = f"{machine.open_files} per process", machine.open_files >= _LEAST_FILES
+        expected = f"{_LEAST_FILES}: connections and the tensors of loader workers each take one"
+        fix = "ulimit -n 65536; docker run --ulimit nofile=65536"
+        yield judged("open files", what, fits, otherwise="warning", expected=expected, fix=fix)
     for name, free in machine.disks.items():
-        nothing = f"at least {size_text(_LEAST_DISK)}: nothing could be saved"
-        little = f"{size_text(_LITTLE_DISK)}: a checkpoint with AdamW's state takes 12 bytes per parameter"
-        yield judged(
-            "disk",
-            f"{size_text(free)} free for {name}",
-            free >= _LITTLE_DISK,
-            otherwise="warning" if free >= _LEAST_DISK else "stop",
-            expected=little if free >= _LEAST_DISK else nothing,
-            fix="free some space, or use another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches",
-        )
+        level: Level = "warning"
+        expected = f"{size_text(_LITTLE_DISK)}: a checkpoint with AdamW's state takes 12 bytes per parameter"
+        if free < _LEAST_DISK:
+            level, expected = "stop", f"at least {size_text(_LEAST_DISK)}: nothing could be saved"
+        what, fits = f"{size_text(free)} free for {name}", free >= _LITTLE_DISK
+        fix = "free some space, or use another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches"
+        yield judged("disk", what, fits, otherwise=level, expected=expected, fix=fix)
     if machine.clock_synchronized is not None:
-        yield judged(
-            "clock",
-            "synchronised" if machine.clock_synchronized else "not synchronised with a time server",
-            machine.clock_synchronized,
-            otherwise="warning",
-            expected="a synchronised clock: logs of several machines are compared, and tokens have dates",
-            fix="start chrony or systemd-timesyncd; a container has its host's clock",
-        )
+        what = "synchronised" if machine.clock_synchronized else "not synchronised with a time server"
+        expected = "a synchronised clock: logs of several machines are compared, and tokens have dates"
+        fix = "start chrony or systemd-timesyncd; a container has its host's clock"
+        yield judged("clock", what, machine.clock_synchronized, otherwise="warning", expected=expected, fix=fix)
     for name in _TOKENS:
         yield note("token", f"{name}: {machine.tokens.get(name, 'none')}")
     if machine.tpu is not None:
-        yield warning(
-            "TPU",
-            f"this machine has a TPU ({machine.tpu})",
-            expected="GPUs or CPUs: TPUs are not supported yet",
-            fix="--mesh.device cpu to try things out, or a machine with GPUs",
-        )
+        what = f"this machine has a TPU ({machine.tpu})"
+        fix = "--mesh.device cpu to try things out, or a machine with GPUs"
+        yield warning("TPU", what, expected="GPUs or CPUs: TPUs are not supported yet", fix=fix)
 
 
 def _memory() -> int | None:

@@ -57,13 +57,9 @@ def look(environ: Mapping[str, str]) -> Network:
         address: str | None = socket.gethostbyname(host)
     except OSError:
         address = None
-    return Network(
-        host,
-        tuple(_interface(name) for _, name in socket.if_nameindex()),
-        address,
-        tuple(_infiniband_ports()),
-        {name: value for name, value in sorted(environ.items()) if name.startswith(_VARIABLES)},
-    )
+    interfaces = tuple(_interface(name) for _, name in socket.if_nameindex())
+    variables = {name: value for name, value in sorted(environ.items()) if name.startswith(_VARIABLES)}
+    return Network(host, interfaces, address, tuple(_infiniband_ports()), variables)
 
 
 def judge(network: Network, *, several_machines: bool) -> list[Finding]:
@@ -119,14 +115,9 @@ def _gloo(network: Network, usable: Sequence[Interface], *, several_machines: bo
     if chosen.loopback and several_machines:
         what = f"would offer {chosen.address or '127.0.0.1'} to the other machines: {why}"
         return stop("gloo", what, expected="an address that they can reach", fix=hint)
-    return judged(
-        "gloo",
-        f"uses {chosen.name}: {why}",
-        not (chosen.loopback and others),
-        otherwise="warning",
-        expected="on one machine this is right; ranks on several machines could not connect to one another",
-        fix=f"for several machines: {hint}",
-    )
+    fits, fix = not (chosen.loopback and others), f"for several machines: {hint}"
+    expected = "on one machine this is right; ranks on several machines could not connect to one another"
+    return judged("gloo", f"uses {chosen.name}: {why}", fits, otherwise="warning", expected=expected, fix=fix)
 
 
 def _nccl(network: Network, usable: Sequence[Interface]) -> Finding:
@@ -147,14 +138,9 @@ def _is_bridge(interface: Interface) -> bool:
 
 
 def _interface(name: str) -> Interface:
-    state = text_of(_CLASS / name / "operstate")
-    speed = text_of(_CLASS / name / "speed")
-    return Interface(
-        name,
-        _address(name),
-        up=state in (None, "up", "unknown"),
-        speed=int(speed) if speed is not None and speed.isdecimal() else None,
-    )
+    state, speed = (text_of(_CLASS / name / file) for file in ("operstate", "speed"))
+    known = int(speed) if speed is not None and speed.isdecimal() else None
+    return Interface(name, _address(name), up=state in (None, "up", "unknown"), speed=known)
 
 
 def _address(name: str) -> str | None:

@@ -35,11 +35,7 @@ def look() -> dict[str, Package]:
 
 
 def judge(packages: dict[str, Package], *, gpus: bool) -> list[Finding]:
-    """Which versions do not fit one another.
-
-    Args:
-        gpus: whether flash attention could be used.
-    """
+    """Which versions do not fit one another; `gpus`: whether flash attention could be used."""
     shown = ", ".join(f"{name} {packages[name].version}" for name in SHOWN if name in packages)
     problems = [finding for name in ("threefold", *_BOUND_TO_TORCH) for finding in _misfits(name, packages)]
     flash = next((packages[name] for name in _FLASH if name in packages), None)

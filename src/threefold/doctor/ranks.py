@@ -97,11 +97,7 @@ def look_at_machine(config: Config, *, several_machines: bool) -> MachineReport:
 
 
 def look_at_mesh(mesh: Mesh, report: MachineReport, info: LaunchInfo, *, limit_s: float) -> MeshReport:
-    """Everything that this machine and the other ranks have found; every rank calls it.
-
-    Args:
-        limit_s: the longest time of one test.
-    """
+    """Everything that this machine and the other ranks have found; every rank calls it. `limit_s`: of one test."""
     reports, result, stuck = _measured(mesh, report, info, limit_s=limit_s)
     # Rank 0 also reports the faults of the other machines.
     bad = [asdict(finding) for finding in report.findings if finding.level in ("stop", "warning")]
@@ -151,15 +147,8 @@ def _measured(
         links.meet(mesh, limit_s=limit_s)
     except links.StuckError as error:
         stuck = error.finding(limit_s)
-    own = RankReport(
-        mesh.rank,
-        info.host or report.facts["host"],
-        info.local_rank,
-        os.getpid(),
-        _device_name(mesh),
-        time.time(),
-        report.versions,
-    )
+    host, device = info.host or report.facts["host"], _device_name(mesh)
+    own = RankReport(mesh.rank, host, info.local_rank, os.getpid(), device, time.time(), report.versions)
     texts = _exchange(mesh, "report", json.dumps(asdict(own)), limit_s)
     reports = [RankReport(**json.loads(text)) for text in texts.values()]
     if stuck is not None or len(reports) < mesh.world_size:
@@ -248,26 +237,17 @@ def judge(reports: Sequence[RankReport], topology: Topology) -> list[Finding]:
             by_version.setdefault(report.versions.get(name, "none"), []).append(report.rank)
         if len(by_version) > 1:
             versions = "; ".join(f"{version} on {ranks_text(ranks)}" for version, ranks in by_version.items())
-            finding = (stop if name in _MUST_AGREE else warning)(
-                "versions of the ranks",
-                f"{name}: {versions}",
-                expected="the same everywhere, so that all ranks compute and send the same",
-                fix="the same environment or image on every machine",
-            )
-            found.append(finding)
+            level = stop if name in _MUST_AGREE else warning
+            expected = "the same everywhere, so that all ranks compute and send the same"
+            fix = "the same environment or image on every machine"
+            found.append(level("versions of the ranks", f"{name}: {versions}", expected=expected, fix=fix))
     found = found or [ok("versions of the ranks", "the same on all")]
     first, last = (choose(reports, key=lambda report: report.clock) for choose in (min, max))
     skew_s = last.clock - first.clock
     close, far = f"within {max(skew_s, 0.001):.3f} s", f"{last.host} is {skew_s:.1f} s ahead of {first.host}"
-    clocks = judged(
-        "clocks of the ranks",
-        close if skew_s <= _MOST_SKEW_S else far,
-        skew_s <= _MOST_SKEW_S,
-        otherwise="warning",
-        expected=f"within {_MOST_SKEW_S:g} s: logs of several machines are compared",
-        fix="start chrony or systemd-timesyncd on both",
-    )
-    found.append(clocks)
+    fits, fix = skew_s <= _MOST_SKEW_S, "start chrony or systemd-timesyncd on both"
+    expected, what = f"within {_MOST_SKEW_S:g} s: logs of several machines are compared", close if fits else far
+    found.append(judged("clocks of the ranks", what, fits, otherwise="warning", expected=expected, fix=fix))
     hosts = {report.rank: report.host for report in reports}
     for axis in ("tp", "cp"):
         cut = (ranks for ranks in topology.groups(axis) if len({hosts[rank] for rank in ranks if rank in hosts}) > 1)

@@ -65,11 +65,7 @@ class KnownError:
 
 
 def read_page(path: Path) -> KnownError:
-    """The error that a page describes.
-
-    Raises:
-        ValueError: the page does not have the form in this module's docstring.
-    """
+    """The error that a page describes; ValueError if it does not have the form in this module's docstring."""
     page = _PAGE.fullmatch(path.read_text(encoding="utf-8"))
     if page is None:
         raise ValueError(f"{path} is not written as threefold/explain/known.py describes a page")

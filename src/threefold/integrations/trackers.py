@@ -160,7 +160,6 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, metrics: Metrics) -> None:
-        """All numbers, over `step`."""
         self._run.log({"step": metrics["step"], **_numbers(metrics)})
 
     def close(self) -> None:
@@ -186,7 +185,6 @@ class Trackio:
             )
 
     def log(self, metrics: Metrics) -> None:
-        """All numbers of the step."""
         self._run.log(_numbers(metrics), step=metrics["step"])
 
     def close(self) -> None:
@@ -197,11 +195,8 @@ class Trackio:
 
 
 def _numbers(metrics: Metrics) -> dict[str, float]:
-    return {
-        name: value
-        for name, value in metrics.items()
-        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    values = ((name, value) for name, value in metrics.items() if name != "step" and not isinstance(value, bool))
+    return {name: value for name, value in values if isinstance(value, int | float)}
 
 
 _OPENERS: dict[str, Callable[[RunDescription], Tracker]] = {

@@ -30,47 +30,33 @@ class Ranks:
 
 
 def ranks_of(mesh: MeshConfig, *, num_hosts: int, per_host: int | None) -> Ranks:
-    """Returns the ranks of a job: `per_host` as given, or as many as the mesh asks for.
-
-    Raises:
-        ConfigError: the mesh leaves the number of ranks open, or does not fit it.
-    """
+    """A job's ranks, `per_host` or as many as the mesh asks for; ConfigError if it leaves that open or does not fit."""
     if per_host is not None:
         topology, _ = resolve(mesh, launched_world_size=num_hosts * per_host, num_devices=None)
         return Ranks(topology, num_hosts, per_host)
     sizes = (mesh.dp, mesh.dp_shard, mesh.cp, mesh.tp)
     if all(size is None for size in sizes) or "auto" in (mesh.dp, mesh.cp, mesh.tp):
-        raise ConfigError(
-            "the mesh leaves the number of ranks open, but a job must ask for its hosts' devices",
-            expected="mesh.dp, mesh.cp and mesh.tp as numbers, or the ranks on each host",
-            fix="--ranks-per-node 8   (or --mesh.dp 8)",
-        )
+        what = "the mesh leaves the number of ranks open, but a job must ask for its hosts' devices"
+        fix = "--ranks-per-node 8   (or --mesh.dp 8)"
+        raise ConfigError(what, expected="mesh.dp, mesh.cp and mesh.tp as numbers, or the ranks on each host", fix=fix)
     topology, _ = resolve(mesh, launched_world_size=None, num_devices=None)
     if topology.world_size % num_hosts:
-        raise ConfigError(
-            f"{topology.world_size} ranks ({topology}) cannot be divided equally among {num_hosts} hosts",
-            expected="world size = dp x cp x tp, the same number of ranks on every host",
-            fix=f"a number of hosts that divides {topology.world_size}, or other mesh sizes",
-        )
+        what = f"{topology.world_size} ranks ({topology}) cannot be divided equally among {num_hosts} hosts"
+        fix = f"a number of hosts that divides {topology.world_size}, or other mesh sizes"
+        raise ConfigError(what, expected="world size = dp x cp x tp, the same number of ranks on every host", fix=fix)
     return Ranks(topology, num_hosts, topology.world_size // num_hosts)
 
 
 def checked_name(name: str, *, longest: int, lower: bool = False) -> str:
-    """Returns a job's name if the cluster accepts it; host names and folders contain it.
-
-    Raises:
-        ConfigError: the name has other characters, or is too long.
-    """
+    """A job's name, a part of host names and folders; ConfigError if it has other characters or is too long."""
     characters = "a-z0-9" if lower else "A-Za-z0-9"
     if re.fullmatch(f"[{characters}]([{characters}-]{{0,{longest - 2}}}[{characters}])?", name):
         return name
     kind = "lower-case letters" if lower else "letters"
     proposed = re.sub(f"[^{characters}]+", "-", name.lower() if lower else name).strip("-")[:longest].strip("-")
-    raise ConfigError(
-        f"--name {name!r} is not a valid name for this cluster's jobs",
-        expected=f"{kind}, digits and single dashes inside, at most {longest} characters",
-        fix=f"--name {proposed or 'threefold'}",
-    )
+    what = f"--name {name!r} is not a valid name for this cluster's jobs"
+    fix = f"--name {proposed or 'threefold'}"
+    raise ConfigError(what, expected=f"{kind}, digits and single dashes inside, at most {longest} characters", fix=fix)
 
 
 def variables(given: Sequence[str] | None, environ: Mapping[str, str], *, secret_fix: str) -> dict[str, str]:
@@ -101,11 +87,7 @@ def variables(given: Sequence[str] | None, environ: Mapping[str, str], *, secret
 
 
 def named_pairs(given: Sequence[str] | None, option: str, what: str, *, example: str) -> dict[str, str]:
-    """Returns {NAME: rest} of options written as NAME=REST.
-
-    Raises:
-        ConfigError: an option has another form.
-    """
+    """{NAME: rest} of options written as NAME=REST; ConfigError if one has another form."""
     found = {}
     for entry in given or ():
         name, equals, rest = entry.partition("=")

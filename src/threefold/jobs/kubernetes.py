@@ -57,11 +57,9 @@ def problems(config: Config, ranks: Ranks, options: KubernetesOptions) -> Iterat
     if run is None or not any(run.is_relative_to(folder) for folder in options.volumes.values()):
         where = "is not set" if run is None else f"= {run} is not on a volume"
         shared = " that all pods share" if ranks.num_hosts > 1 else ""
-        yield Problem(
-            f"log.dir {where}: the files that a pod writes are lost with it",
-            f"a folder on a volume{shared}, so that a restarted pod can resume",
-            "--volume CLAIM=/runs --log.dir /runs/my-run",
-        )
+        what = f"log.dir {where}: the files that a pod writes are lost with it"
+        fix = "--volume CLAIM=/runs --log.dir /runs/my-run"
+        yield Problem(what, f"a folder on a volume{shared}, so that a restarted pod can resume", fix)
 
 
 def manifests(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[dict[str, Any]]:
@@ -74,11 +72,7 @@ def manifests(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[
 
 
 def submit(documents: list[dict[str, Any]]) -> str:
-    """Applies the manifests with kubectl; returns its output.
-
-    Raises:
-        ConfigError: kubectl is not installed. RunError: it refuses.
-    """
+    """Applies the manifests with kubectl and returns its output; raises as `handed_to`."""
     elsewhere = "threefold submit kubernetes ... --dry-run > job.yaml, and apply that elsewhere"
     fix = "kubectl auth can-i create pytorchjobs; --kind jobset or trainjob if the cluster has another operator"
     return handed_to(
@@ -114,8 +108,7 @@ def _resources(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict
     return {key: value for key, value in (("limits", limits), ("requests", requests)) if value}
 
 
-def _volumes(options: KubernetesOptions) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns (volumes of a pod, their mounts in the container)."""
+def _pod(config: Config, options: KubernetesOptions, container: dict[str, Any]) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": f"{options.name}-config"}},
         # The default of 64 MiB is too small for loader processes and NCCL.
@@ -128,11 +121,6 @@ def _volumes(options: KubernetesOptions) -> tuple[list[dict[str, Any]], list[dic
     for number, (claim, folder) in enumerate(options.volumes.items()):
         volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"volume-{number}", "mountPath": folder})
-    return volumes, mounts
-
-
-def _pod(config: Config, options: KubernetesOptions, container: dict[str, Any]) -> dict[str, Any]:
-    volumes, mounts = _volumes(options)
     return {
         **({"serviceAccountName": options.service_account} if options.service_account is not None else {}),
         "terminationGracePeriodSeconds": config.checkpoint.grace_s + _LEAVE_S,

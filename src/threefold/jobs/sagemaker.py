@@ -71,35 +71,25 @@ def problems(config: Config, ranks: Ranks, options: SageMakerOptions) -> Iterato
     paths = {"--output": options.output, **{f"--channel {name}": path for name, path in options.channels.items()}}
     for option, path in paths.items():
         if not path.startswith(_S3) or not path.removeprefix(_S3).partition("/")[0]:
-            yield Problem(
-                f"{option} {path!r} is not a place in S3", "s3://BUCKET/PREFIX", f"{option} s3://BUCKET/PREFIX"
-            )
+            what = f"{option} {path!r} is not a place in S3"
+            yield Problem(what, "s3://BUCKET/PREFIX", f"{option} s3://BUCKET/PREFIX")
     if options.spot and not config.checkpoint.every:
-        yield Problem(
-            "--spot with checkpoint.every = 0",
-            "checkpoints during the run: the container gets no signal before an instance is taken away",
-            "--checkpoint.every 100",
-        )
+        expected = "checkpoints during the run: the container gets no signal before an instance is taken away"
+        yield Problem("--spot with checkpoint.every = 0", expected, "--checkpoint.every 100")
     if options.spot and options.max_wait_s is not None and options.max_wait_s < options.max_run_s:
-        yield Problem(
-            f"--max-wait {options.max_wait_s} is shorter than --max-run {options.max_run_s}",
-            "the total time, including the wait for instances",
-            f"--max-wait {options.max_run_s + 3600}",
-        )
+        what = f"--max-wait {options.max_wait_s} is shorter than --max-run {options.max_run_s}"
+        fix = f"--max-wait {options.max_run_s + 3600}"
+        yield Problem(what, "the total time, including the wait for instances", fix)
     if not options.spot and options.max_wait_s is not None:
         yield Problem("--max-wait without --spot", "a time to wait for spot instances", "--spot")
     if config.log.dir is not None and ranks.num_hosts == 1 and not config.log.dir.startswith("/opt/ml/"):
-        yield Problem(
-            f"log.dir = {config.log.dir} is lost with the instance",
-            f"a folder that SageMaker keeps; without log.dir it is {CHECKPOINTS}",
-            "leave log.dir out of the config",
-        )
+        what = f"log.dir = {config.log.dir} is lost with the instance"
+        fix = "leave log.dir out of the config"
+        yield Problem(what, f"a folder that SageMaker keeps; without log.dir it is {CHECKPOINTS}", fix)
     if ranks.num_hosts > 1 and (config.log.dir is None or config.log.dir.startswith(CHECKPOINTS)):
-        yield Problem(
-            f"{ranks.num_hosts} instances, but log.dir is on each one's own disk",
-            "a folder that all instances share: each rank writes its part of a checkpoint",
-            "an FSx for Lustre or EFS channel, and log.dir below it: --log.dir /opt/ml/input/data/shared/run",
-        )
+        what = f"{ranks.num_hosts} instances, but log.dir is on each one's own disk"
+        fix = "an FSx for Lustre or EFS channel, and log.dir below it: --log.dir /opt/ml/input/data/shared/run"
+        yield Problem(what, "a folder that all instances share: each rank writes its part of a checkpoint", fix)
 
 
 def warnings(ranks: Ranks, options: SageMakerOptions) -> list[str]:
@@ -213,8 +203,7 @@ def submit(made: Mapping[str, Any], source: bytes, *, to: str, region: str | Non
         session.client("s3").put_object(Bucket=bucket, Key=key, Body=source)
         return str(session.client("sagemaker").create_training_job(**made)["TrainingJobArn"])
     except (BotoCoreError, ClientError) as error:
-        raise RunError(
-            f"AWS did not accept the job: {error}",
-            expected="credentials that may write to the bucket, pass the role and create training jobs, and a region",
-            fix="aws sts get-caller-identity shows who you are; --region, AWS_PROFILE; or see the request: --dry-run",
-        ) from error
+        what = f"AWS did not accept the job: {error}"
+        expected = "credentials that may write to the bucket, pass the role and create training jobs, and a region"
+        fix = "aws sts get-caller-identity shows who you are; --region, AWS_PROFILE; or see the request: --dry-run"
+        raise RunError(what, expected=expected, fix=fix) from error

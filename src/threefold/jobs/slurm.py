@@ -42,11 +42,7 @@ class SlurmOptions:
 
 
 def script(config: Config, ranks: Ranks, options: SlurmOptions) -> str:
-    """Returns the batch script.
-
-    Raises:
-        ConfigError: a name is not accepted, or an option would not stay on its line.
-    """
+    """The batch script; ConfigError if a name is not accepted, or an option would not stay on its line."""
     name = checked_name(options.name, longest=64)
     for option in options.options:
         if not option.startswith("--") or "\n" in option:
@@ -84,11 +80,7 @@ def script(config: Config, ranks: Ranks, options: SlurmOptions) -> str:
 
 
 def submit(text: str) -> str:
-    """Hands a batch script to sbatch; returns its output.
-
-    Raises:
-        ConfigError: sbatch is not installed. RunError: it refuses.
-    """
+    """Hands a batch script to sbatch and returns its output; raises as `handed_to`."""
     there = "threefold submit slurm ... --dry-run > job.sh, and there: sbatch job.sh"
     fix = "--dry-run shows the script; sinfo shows partitions, sacctmgr show assoc your accounts"
     return handed_to(

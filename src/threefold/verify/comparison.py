@@ -6,7 +6,6 @@ gradients and the layers' outputs are compared.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -113,16 +112,6 @@ def diagnose(topology: Topology, compare: Callable[[Topology], Comparison | int]
     return f"the mesh differs from the single process only if axes are combined; correct alone: {', '.join(right)}"
 
 
-def read_comparison(path: Path) -> Comparison:
-    """Reads a comparison from `write_comparison`."""
-    return Comparison(**json.loads(path.read_text()))
-
-
-def write_comparison(found: Comparison, path: Path) -> None:
-    """Writes a comparison as JSON."""
-    path.write_text(json.dumps(vars(found)))
-
-
 def compare_runs(first: Path, second: Path) -> tuple[list[str], bool]:
     """Lines that compare the metrics of two runs step by step, and whether they are within tolerance.
 
@@ -138,11 +127,8 @@ def compare_runs(first: Path, second: Path) -> tuple[list[str], bool]:
         curves.append({line["step"]: line for line in read_metrics(path) if "loss" in line})
     steps = sorted(curves[0].keys() & curves[1].keys())
     if not steps:
-        raise ConfigError(
-            f"{first} and {second} have no logged step in common",
-            expected="two runs that logged the same steps",
-            fix="--log.every 1 in both",
-        )
+        what = f"{first} and {second} have no logged step in common"
+        raise ConfigError(what, expected="two runs that logged the same steps", fix="--log.every 1 in both")
     found = Comparison(
         [(curves[0][step]["loss"], curves[1][step]["loss"]) for step in steps],
         [(curves[0][step]["grad_norm"], curves[1][step]["grad_norm"]) for step in steps],

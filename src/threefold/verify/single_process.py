@@ -39,12 +39,7 @@ class Curve:
 
 
 def run_alone(
-    config: Config,
-    architecture: PretrainedConfig,
-    batches: Sequence[Batch],
-    *,
-    num_steps: int,
-    observed_rows: int,
+    config: Config, architecture: PretrainedConfig, batches: Sequence[Batch], *, num_steps: int, observed_rows: int
 ) -> Curve:
     """Trains on complete global batches in this process, in float32.
 

@@ -96,11 +96,9 @@ def prepare_evaluation_loader(accelerator: Accelerator, loader: DataLoader[Any])
     """
     check_loader(loader)
     if not isinstance(loader.sampler, SequentialSampler):
-        raise ConfigError(
-            f"the evaluation loader draws its rows with a {type(loader.sampler).__name__}",
-            expected="the dataset's order, in which gather_for_metrics returns the rows",
-            fix="DataLoader(dataset, batch_size=...) without shuffle and sampler",
-        )
+        what = f"the evaluation loader draws its rows with a {type(loader.sampler).__name__}"
+        fix = "DataLoader(dataset, batch_size=...) without shuffle and sampler"
+        raise ConfigError(what, expected="the dataset's order, in which gather_for_metrics returns the rows", fix=fix)
     axis = _axis(accelerator)
     if axis.sharers > 1:
         raise ConfigError(

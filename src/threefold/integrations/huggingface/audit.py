@@ -163,21 +163,15 @@ def _explain(evidence: Evidence) -> list[Problem]:
     """What is wrong, with the Trainer's arguments."""
     messages, sharers = evidence.messages, evidence.topology.tp
     firsts = [messages[rank - rank % sharers] for rank in range(len(messages))]
-    other = [
-        rank
-        for rank, (message, first) in enumerate(zip(messages, firsts, strict=True))
-        if message.contents != first.contents and message.samples == first.samples
-    ]
+    pairs = enumerate(zip(messages, firsts, strict=True))
+    other = [rank for rank, (own, first) in pairs if own.contents != first.contents and own.samples == first.samples]
     if other:
-        return [_other_tensors(other, evidence.first_step, messages[0].last_step)]
+        tensors = Problem(
+            f"{ranks_text(other)} trained on other tensors than the first rank of the same dp rank, in steps "
+            f"{evidence.first_step} to {messages[0].last_step}, though the samples are the same",
+            "the same tensors on all ranks that hold parts of one model: each computes its part of the same batch",
+            "seed what the data_collator or the dataset draws at random (masks, augmentation) with the sample's "
+            "number, or use dataloader_num_workers=1 or more, whose seeds are the same on these ranks",
+        )
+        return [tensors]
     return [in_trainer_words(problem) for problem in explain(evidence, resume=_RESUME)]
-
-
-def _other_tensors(ranks: list[int], first: int, last: int) -> Problem:
-    return Problem(
-        f"{ranks_text(ranks)} trained on other tensors than the first rank of the same dp rank, in steps {first} to "
-        f"{last}, though the samples are the same",
-        "the same tensors on all ranks that hold parts of one model: each computes its part of the same batch",
-        "seed what the data_collator or the dataset draws at random (masks, augmentation) with the sample's number, or "
-        "use dataloader_num_workers=1 or more, whose seeds are the same on these ranks",
-    )

@@ -34,22 +34,18 @@ _HOOKS = (
 def check_version(trainer: type, version: str) -> None:
     """Refuses a transformers whose loop lacks a method that ours overrides (ConfigError)."""
     if missing := [name for name in _HOOKS if not hasattr(trainer, name)]:
-        raise ConfigError(
-            f"transformers {version} has no Trainer.{missing[0]}",
-            expected="a version whose loop this Trainer supports: with another one its promises would not hold",
-            fix="pip install 'transformers==5.23.*'",
-        )
+        what = f"transformers {version} has no Trainer.{missing[0]}"
+        expected = "a version whose loop this Trainer supports: with another one its promises would not hold"
+        raise ConfigError(what, expected=expected, fix="pip install 'transformers==5.23.*'")
 
 
 def check_model(model: Any) -> None:
     """Refuses a model that is already wrapped or sharded for data parallelism (ConfigError)."""
     if isinstance(model, (DistributedDataParallel, DataParallel, FullyShardedDataParallel)):
         name = type(model).__name__
-        raise ConfigError(
-            f"the Trainer got a model inside {name}",
-            expected="the model itself: the Trainer wraps it, and a wrapped one is saved under other names",
-            fix=f"delete the line   model = {name}(model, ...)",
-        )
+        what = f"the Trainer got a model inside {name}"
+        expected = "the model itself: the Trainer wraps it, and a wrapped one is saved under other names"
+        raise ConfigError(what, expected=expected, fix=f"delete the line   model = {name}(model, ...)")
     if isinstance(model, FSDPModule) and not getattr(model, "is_distributed_loading_by_transformers", False):
         raise ConfigError(
             "the Trainer got a model that fully_shard has sharded",
@@ -103,11 +99,8 @@ def _reading(args: Any) -> Iterator[Problem]:
         )
     for name in ("split_batches", "dispatch_batches"):
         if getattr(args.accelerator_config, name, None):
-            yield Problem(
-                f"accelerator_config has {name} = True",
-                "this key left out: every rank reads its own rows, per_device_train_batch_size of them at a time",
-                f"leave {name} out of accelerator_config",
-            )
+            expected = "this key left out: every rank reads its own rows, per_device_train_batch_size of them at a time"
+            yield Problem(f"accelerator_config has {name} = True", expected, f"leave {name} out of accelerator_config")
     if not args.dataloader_in_order and args.dataloader_num_workers:
         yield Problem(
             "dataloader_in_order = False",
@@ -116,27 +109,20 @@ def _reading(args: Any) -> Iterator[Problem]:
             "leave dataloader_in_order out",
         )
     if args.world_size > 1 and not args.average_tokens_across_devices:
-        yield Problem(
-            "average_tokens_across_devices = False",
-            "True, the default: the loss is the sum over all target tokens of a step / their number",
-            "leave average_tokens_across_devices out",
-        )
+        expected = "True, the default: the loss is the sum over all target tokens of a step / their number"
+        yield Problem("average_tokens_across_devices = False", expected, "leave average_tokens_across_devices out")
     if args.world_size > 1 and args.eval_use_gather_object:
-        yield Problem(
-            "eval_use_gather_object = True",
-            "tensors with one row per sample: only these can be put into the dataset's order",
-            "leave eval_use_gather_object out, and pad in preprocess_logits_for_metrics",
-        )
+        what = "eval_use_gather_object = True"
+        fix = "leave eval_use_gather_object out, and pad in preprocess_logits_for_metrics"
+        yield Problem(what, "tensors with one row per sample: only these can be put into the dataset's order", fix)
 
 
 def _parallelism(trainer: Any) -> Iterator[Problem]:
     """Ways to shard that accelerate silently leaves out, or that train something else."""
     if trainer.args.deepspeed and not trainer.is_deepspeed_enabled:
-        yield Problem(
-            "deepspeed is given, but DeepSpeed is not in use",
-            "its engine: with ACCELERATE_USE_CPU set, accelerate silently trains with plain DDP",
-            "unset ACCELERATE_USE_CPU, and on CPUs TrainingArguments(use_cpu=True)",
-        )
+        what = "deepspeed is given, but DeepSpeed is not in use"
+        fix = "unset ACCELERATE_USE_CPU, and on CPUs TrainingArguments(use_cpu=True)"
+        yield Problem(what, "its engine: with ACCELERATE_USE_CPU set, accelerate silently trains with plain DDP", fix)
     if trainer.args.fsdp and trainer.args.world_size > 1 and trainer.accelerator.distributed_type == "MULTI_CPU":
         yield Problem(
             "fsdp is given, but on CPUs accelerate trains with plain DDP",
@@ -160,11 +146,9 @@ def _sharded(model: Any, args: Any) -> Iterator[Problem]:
         return
     asked, config = model.config.distributed_config, model.config.get_text_config()
     if asked.pp_size > 1:
-        yield Problem(
-            f"DistributedConfig has pp_size = {asked.pp_size}",
-            "1: the Trainer has no schedule for pipeline stages",
-            "DistributedConfig(tp_size=..., fsdp_size=...)",
-        )
+        what = f"DistributedConfig has pp_size = {asked.pp_size}"
+        fix = "DistributedConfig(tp_size=..., fsdp_size=...)"
+        yield Problem(what, "1: the Trainer has no schedule for pipeline stages", fix)
     if asked.tp_size > 1 and args.gradient_accumulation_steps > 1 and (found := _reduced_again(model)):
         yield Problem(
             f"gradient_accumulation_steps = {args.gradient_accumulation_steps} with tp_size = {asked.tp_size}, and "

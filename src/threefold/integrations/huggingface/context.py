@@ -43,29 +43,19 @@ def problems(trainer: Any) -> Iterator[Problem]:
     yield from split_problems("auto", trainer.model.config, mesh.topology)
     cp, kind = mesh.size("cp"), type(trainer.model).__name__
     if not kind.endswith("ForCausalLM"):
-        yield Problem(
-            f"threefold.init_mesh(cp={cp}), and the model is a {kind}",
-            "a causal language model, whose loss is a sum over places",
-            "threefold.init_mesh(cp=1)",
-        )
+        what = f"threefold.init_mesh(cp={cp}), and the model is a {kind}"
+        yield Problem(what, "a causal language model, whose loss is a sum over places", "threefold.init_mesh(cp=1)")
     if mesh.size("tp") > 1 or mesh.topology.dp_shard > 1:
-        yield Problem(
-            f"the mesh is {mesh.topology}",
-            "data and context ranks: transformers' loop has tensor ranks and shards by its DistributedConfig",
-            f"threefold.init_mesh(cp={cp})",
-        )
+        expected = "data and context ranks: transformers' loop has tensor ranks and shards by its DistributedConfig"
+        yield Problem(f"the mesh is {mesh.topology}", expected, f"threefold.init_mesh(cp={cp})")
     if trainer.compute_loss_func is not None or args.label_smoothing_factor > 0:
-        yield Problem(
-            "a custom loss (compute_loss_func or label_smoothing_factor) together with split rows",
-            "the model's own loss: any other loss would see only a part of each row",
-            "leave it out, or threefold train --train.label_smoothing",
-        )
+        what = "a custom loss (compute_loss_func or label_smoothing_factor) together with split rows"
+        fix = "leave it out, or threefold train --train.label_smoothing"
+        yield Problem(what, "the model's own loss: any other loss would see only a part of each row", fix)
     if getattr(trainer.model.config, "output_router_logits", False):
-        yield Problem(
-            "output_router_logits = True together with split rows",
-            "a router's loss over entire rows, which transformers' loop does not have then",
-            f"threefold train --mesh.cp {cp}   (it is exact there)",
-        )
+        what = "output_router_logits = True together with split rows"
+        fix = f"threefold train --mesh.cp {cp}   (it is exact there)"
+        yield Problem(what, "a router's loss over entire rows, which transformers' loop does not have then", fix)
 
 
 def cut_rows(model: Any, mesh: Mesh) -> None:
@@ -88,11 +78,10 @@ def cut_rows(model: Any, mesh: Mesh) -> None:
         **kwargs: Any,
     ) -> CausalLMOutput:
         if others := sorted(name for name in kwargs.keys() - _IGNORED_ARGUMENTS if kwargs[name] is not None):
-            raise ConfigError(
-                f"the model splits its rows among {context.size} context ranks, and was given {', '.join(others)}",
-                expected="input_ids, attention_mask, position_ids and labels: anything else would be ignored",
-                fix="leave it out; to generate, save_model(DIR) and from_pretrained(DIR) in one process",
-            )
+            what = f"the model splits its rows among {context.size} context ranks, and was given {', '.join(others)}"
+            expected = "input_ids, attention_mask, position_ids and labels: anything else would be ignored"
+            fix = "leave it out; to generate, save_model(DIR) and from_pretrained(DIR) in one process"
+            raise ConfigError(what, expected=expected, fix=fix)
         length = input_ids.shape[1]
         whole = _filled_up(input_ids, attention_mask, position_ids, labels, unit=2 * context.size)
         # The layers are given their masks, so what is recomputed in backward needs no batch.

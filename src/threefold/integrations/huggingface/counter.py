@@ -70,22 +70,14 @@ class RowCounter:
         self._used = []
 
     def check(self) -> None:
-        """Exchanges what was read since the last time; every rank calls it, after the same step.
-
-        Raises:
-            RunError: a row was read twice in this epoch.
-        """
+        """Exchanges what was read since the last call, on every rank; RunError if the epoch has read a row twice."""
         steps, self._steps = self._steps, []
         for offset, of_ranks in enumerate(_of_all_ranks(steps), start=1):
             self._take(self._step + offset, of_ranks)
         self._step += len(steps)
 
     def epoch_done(self, *, whole: bool) -> None:
-        """The epoch is over; `whole`: it was not interrupted.
-
-        Raises:
-            RunError: as many rows as a step has, or more, were never read.
-        """
+        """The epoch is over; if it is `whole`, RunError if as many rows as a step has, or more, were never read."""
         self.check()
         missing = np.flatnonzero(~self._seen)
         if not whole or not self._complete_since_head or not len(missing):
@@ -94,11 +86,8 @@ class RowCounter:
         if len(missing) < self._largest_step:
             log.warning(f"{text}: they fill no step at its end.")
             return
-        raise RunError(
-            text,
-            expected="every row once per epoch, except for fewer rows than a step has",
-            fix="threefold.integrations.huggingface.Trainer; or check what the sampler leaves out",
-        )
+        fix = "threefold.integrations.huggingface.Trainer; or check what the sampler leaves out"
+        raise RunError(text, expected="every row once per epoch, except for fewer rows than a step has", fix=fix)
 
     def save(self, checkpoint: Path) -> None:
         """Saves what this epoch has read with the checkpoint."""

@@ -34,11 +34,7 @@ from threefold.integrations.huggingface.data import (
 
 
 def training(trainer: Any, rows: Any, sampler: Any, *, batch_size: int, collate: Collate) -> TrainLoader:
-    """The loader of this dp rank's share of the rows, in the order that transformers' `sampler` asks for.
-
-    Raises:
-        ConfigError: a sampler whose draws are unknown.
-    """
+    """This dp rank's share of the rows, in the order of `sampler`; ConfigError if the sampler's draws are unknown."""
     args, axis = trainer.args, trainer.axis
     order = DistributedSampler.for_loop(
         rows,

@@ -78,27 +78,18 @@ def _read_place(checkpoint: Path) -> tuple[int, dict[str, Any]]:
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         found = f"cannot be read ({error!r})"
-    raise CheckpointError(
-        f"{path} {found}",
-        expected=f"what the Trainer of this version writes (format {_FORMAT})",
-        fix=_OLDER,
-    )
+    what = f"{path} {found}"
+    raise CheckpointError(what, expected=f"what the Trainer of this version writes (format {_FORMAT})", fix=_OLDER)
 
 
 def newest_complete(output_dir: Path) -> Path:
-    """The checkpoint with the most steps that was written to its end.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The checkpoint with the most steps that was written to its end; CheckpointError if there is none."""
     steps = ((path.name.removeprefix("checkpoint-"), path) for path in output_dir.glob("checkpoint-*"))
     numbered = [(int(step), path) for step, path in steps if step.isdecimal() and _is_complete(path)]
     if not numbered:
-        raise CheckpointError(
-            f"resume_from_checkpoint = True, but {output_dir} has no complete checkpoint",
-            expected="a folder checkpoint-STEP with a complete trainer_state.json, which is written last",
-            fix="trainer.train() to begin, or resume_from_checkpoint=PATH",
-        )
+        what = f"resume_from_checkpoint = True, but {output_dir} has no complete checkpoint"
+        expected = "a folder checkpoint-STEP with a complete trainer_state.json, which is written last"
+        raise CheckpointError(what, expected=expected, fix="trainer.train() to begin, or resume_from_checkpoint=PATH")
     return max(numbered)[1]
 
 
@@ -111,11 +102,7 @@ def _is_complete(checkpoint: Path) -> bool:
 
 
 def save_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, step: int) -> None:
-    """Writes weights and optimizer of a sharded model, every rank its own part; every rank calls it.
-
-    Raises:
-        RunError: a rank could not write, on every rank.
-    """
+    """Writes weights and optimizer of a sharded model; every rank calls it, and gets RunError if one cannot write."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's has torch's inside
     state, mesh = _tensors(model, optimizer), all_ranks()
     final, partial = checkpoint / STATE_FOLDER, checkpoint / f".{STATE_FOLDER}.partial"
@@ -144,30 +131,25 @@ def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
     """
     folder = checkpoint / STATE_FOLDER
     if not folder.is_dir():
-        raise CheckpointError(
-            f"{checkpoint} has no {STATE_FOLDER}: the model that was saved there was not sharded",
-            expected="a checkpoint of a model that was loaded with DistributedConfig, as this one was",
-            fix="from_pretrained(CHECKPOINT, distributed_config=...) begins with its weights, without its optimizer",
-        )
+        what = f"{checkpoint} has no {STATE_FOLDER}: the model that was saved there was not sharded"
+        expected = "a checkpoint of a model that was loaded with DistributedConfig, as this one was"
+        fix = "from_pretrained(CHECKPOINT, distributed_config=...) begins with its weights, without its optimizer"
+        raise CheckpointError(what, expected=expected, fix=fix)
     mesh, from_dcp = all_ranks(), any(folder.glob("shard-*.safetensors"))
     if from_dcp:  # 0.1.0 wrote through torch.distributed.checkpoint
         files, index = folder, index_of_dcp(folder)
     else:
         if (reason := damage_found(checkpoint_at(folder), mesh)) is not None:
-            raise CheckpointError(
-                f"{folder} is damaged: {reason}", expected="the files as the Trainer wrote them", fix=_OLDER
-            )
+            what = f"{folder} is damaged: {reason}"
+            raise CheckpointError(what, expected="the files as the Trainer wrote them", fix=_OLDER)
         files, index = folder / "state", Index.read(folder / "state")
     optimizer = getattr(optimizer, "optimizer", optimizer)
     live = _tensors(model, optimizer)
     # It saved a scalar tensor as one of a single element.
     wanted = {name: t.reshape(1) if from_dcp and t.ndim == 0 else t for name, t in live.items()}
     if missing := sorted(live.keys() - index.entries.keys()):
-        raise CheckpointError(
-            f"{folder} has no {missing[0]}" + (f", and {len(missing) - 1} more" if len(missing) > 1 else ""),
-            expected="the tensors of the same model and optimizer",
-            fix=_SAME,
-        )
+        what = f"{folder} has no {missing[0]}" + (f", and {len(missing) - 1} more" if len(missing) > 1 else "")
+        raise CheckpointError(what, expected="the tensors of the same model and optimizer", fix=_SAME)
     fit(wanted, index, fix=_SAME)
     read_into(wanted, files, index, mesh)
     if optimizer is not None:
@@ -198,11 +180,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
 
 
 def check_order(saved: Mapping[str, Any], *, loader: Any) -> None:
-    """Loads a saved place into a training loader; a place of another order is refused in the Trainer's words.
-
-    Raises:
-        DataError: another seed, size or order than the run began with.
-    """
+    """Loads a saved place into a training loader; DataError, in the Trainer's words, if its order is another one."""
     try:
         loader.load_state_dict(saved)
     except DataError as error:

@@ -244,7 +244,6 @@ class Saver:
 
 
 def _attempt(work: Callable[[], object]) -> str | None:
-    """Returns why `work` failed, or None."""
     try:
         work()
     except Exception as error:

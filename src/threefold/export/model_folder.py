@@ -184,7 +184,6 @@ def _save_descriptions(model: Any, config: Config, to: Path) -> None:
 
 
 def _save_tokenizer(config: Config, to: Path) -> None:
-    """Writes the tokenizer with which the run's data was read."""
     name = config.data.tokenizer or config.model.name_or_path or "bytes"
     revision = config.model.revision if name == config.model.name_or_path else None
     tokenizer = _byte_tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name, revision=revision)

@@ -1,7 +1,7 @@
 """Who started this process, and with which settings: the only reader of the environment.
 
 `read` turns a launcher's variables into a `LaunchInfo`. `launchers.managed` reads a managed job's folders and settings
-and accelerate's mesh; it is imported only if their variables are set. Without a launcher, `local_ranks` starts ranks.
+and accelerate's mesh. Without a launcher, `local_ranks` starts ranks.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from threefold.errors import ConfigError
+from threefold.mesh.launchers import managed
 from threefold.mesh.launchers.info import LaunchInfo as LaunchInfo
 from threefold.mesh.launchers.readers import read as read
-
-if TYPE_CHECKING:
-    from threefold.mesh.launchers.managed import Managed, Setting
 
 
 def current() -> LaunchInfo:
@@ -33,25 +30,17 @@ def variables() -> Mapping[str, str]:
     return os.environ
 
 
-def managed_job() -> Managed | None:
+def managed_job() -> managed.Managed | None:
     """The managed job (SageMaker) that this process is a part of."""
-    if "SM_HPS" not in os.environ:
-        return None
-    from threefold.mesh.launchers.managed import managed
-
-    return managed(os.environ)
+    return managed.managed(os.environ)
 
 
-def defaults() -> tuple[Setting, ...]:
+def defaults() -> tuple[managed.Setting, ...]:
     """The launcher's suggestions for keys that the config leaves open."""
-    if not any(name == "SM_HPS" or name.startswith("PARALLELISM_CONFIG_") for name in os.environ):
-        return ()
-    from threefold.mesh.launchers.managed import defaults
-
-    return defaults(os.environ)
+    return managed.defaults(os.environ)
 
 
-def settings() -> tuple[Setting, ...]:
+def settings() -> tuple[managed.Setting, ...]:
     """The keys of the config that this process' managed job sets."""
     job = managed_job()
     return job.settings if job is not None else ()
@@ -66,11 +55,7 @@ def tell_failure(text: str) -> None:
 
 def data_path(source: str) -> str:
     """The folder of a managed job's `channel:NAME`; any other source unchanged."""
-    if not source.startswith("channel:"):
-        return source
-    from threefold.mesh.launchers.managed import data_path
-
-    return data_path(source, os.environ)
+    return managed.data_path(source, os.environ) if source.startswith(managed.CHANNEL) else source
 
 
 def settle_rank(info: LaunchInfo) -> None:

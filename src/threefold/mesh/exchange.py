@@ -24,10 +24,7 @@ class Exchange:
     """The values that the ranks of one mesh send one another. All ranks ask for the same ones in the same order."""
 
     def __init__(self, rank: int, world_size: int, store: dist.Store | None) -> None:
-        """Args:
-        store: of the mesh; None in a single process.
-        """
-        self._rank, self._world_size, self._store = rank, world_size, store
+        self._rank, self._world_size, self._store = rank, world_size, store  # None in a single process
         self._numbers: Counter[str] = Counter()
 
     def value_of(self, maker: int, name: str, make: Callable[[], Any]) -> Any:
@@ -67,7 +64,6 @@ class Exchange:
 
 
 def _wait_for_all(store: dist.Store, keys: list[str]) -> list[Any]:
-    """The values under `keys`, in their order, as soon as all are present."""
     store.wait(keys, _LONGEST_PREPARATION)
     return [json.loads(store.get(key)) for key in keys]
 

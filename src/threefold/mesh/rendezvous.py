@@ -135,7 +135,6 @@ def _pauses() -> Iterator[float]:
 
 
 def _serve(info: LaunchInfo, deadline: float) -> Any:
-    """The store that this process keeps for all ranks."""
     assert info.master_port is not None
     until = min(deadline, time.monotonic() + _PORT_FREE_WITHIN_S)
     while True:
@@ -150,7 +149,6 @@ def _serve(info: LaunchInfo, deadline: float) -> Any:
 
 
 def _reach(info: LaunchInfo, deadline: float, timeout_s: float) -> Any:
-    """The store that rank 0 or the launcher keeps."""
     assert info.master_addr is not None and info.master_port is not None
     address = (info.master_addr, info.master_port)
     speaks = info.local_rank == 0 or info.rank == 1
@@ -229,7 +227,6 @@ def _given_up(store: Any, info: LaunchInfo, keys: Sequence[str], timeout_s: floa
 
 
 def _said(store: Any, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """What the ranks of these keys reported, in rank order."""
     texts = store.multi_get(list(keys))
     return [{"rank": int(key.rpartition("/")[2]), **json.loads(text)} for key, text in zip(keys, texts, strict=True)]
 
@@ -246,7 +243,6 @@ def _failed(problems: Sequence[Problem], present: int = 1) -> dict[str, Any]:
 
 
 def _compared(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The verdict on what all ranks reported."""
     problems = [
         errors.differs(name, others, said[0])
         for name, expected in said[0]["facts"].items()

@@ -20,8 +20,9 @@ from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
-from threefold.model import data_parallel, head, load
+from threefold.model import data_parallel, fused_loss, head, load, lora
 from threefold.model.collectives import gather_parts
+from threefold.model.context_parallel import flex
 from threefold.model.context_parallel.split import ContextParallel, choose_method, split_problems
 from threefold.model.tensor_parallel.plan import TensorParallelism, plan_problems, split_over_tp
 from threefold.model.weight_check import stored_in_files
@@ -125,7 +126,7 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
             mesh=mesh,
             tp_placements=tensor.placements,
             fsdp_sharded=kind == "fsdp",
-            first_value=partial(_first_value, seed=config.train.seed),
+            first_value=partial(lora.initial, seed=config.train.seed),
             offloaded=config.mesh.cpu_offload,
         )
     model.train()
@@ -160,20 +161,10 @@ def _policy(context: Any, operation: Any, *arguments: Any, **keywords: Any) -> C
     return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _first_value(name: str, shape: torch.Size, *, seed: int) -> torch.Tensor:
-    from threefold.model import lora
-
-    return lora.initial(name, shape, seed=seed)
-
-
 def _context(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[ContextParallel, Choices]:
     method, method_why = choose_method(config.mesh.cp_method, architecture, mesh.topology, seq_len=config.data.seq_len)
     kernel, kernel_why = str(config.model.attention), "as given"
-    if kernel == "auto" and mesh.device.type != "cuda":
-        kernel = "sdpa"
-    elif kernel == "auto":
-        from threefold.model.context_parallel import flex
-
+    if kernel == "auto":
         kernel, kernel_why = flex.choose(architecture, device=mesh.device.type)
     choices = [(f"context parallelism: {method}", method_why)] if mesh.size("cp") > 1 else []
     if kernel == "flex" or config.model.attention != "auto":
@@ -190,22 +181,17 @@ def _split(model: PreTrainedModel, config: Config, mesh: Mesh) -> tuple[TensorPa
     if config.mesh.ep > 1:
         choices.append((f"experts: whole ones on each of {config.mesh.ep} tp ranks", "as given"))
     if config.model.lora.r:
-        from threefold.model import lora
-
         tensor = lora.inject(model, config.model.lora, tensor, mesh)
         choices.append(lora.described(model))
     return tensor, choices
 
 
 def _install_head(model: PreTrainedModel, config: Config, tensor: TensorParallelism, mesh: Mesh) -> Choices:
-    """Gives the model a forward that ends in the loss."""
     sharers = tensor.sequence_group
     whole = {"whole": lambda hidden: gather_parts(hidden, sharers)} if sharers is not None else {}
     kind, why = head.kind_of(model)
     fused, fused_why = False, ""
     if config.train.fused_loss == "liger" or (config.train.fused_loss == "auto" and mesh.device.type == "cuda"):
-        from threefold.model import fused_loss
-
         asked, smoothing = config.train.fused_loss, config.train.label_smoothing
         fused, fused_why = fused_loss.choose(
             asked, kind, device=mesh.device.type, tp=mesh.size("tp"), label_smoothing=smoothing

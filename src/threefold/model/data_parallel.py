@@ -49,11 +49,8 @@ def choose(topology: Topology) -> tuple[str, str]:
 def problems(config: MeshConfig, topology: Topology, *, device: str) -> list[Problem]:
     """Settings of sharding that have no effect on this mesh; empty if there are none."""
     kind, why = choose(topology)
-    on_cpu = Problem(
-        "mesh.cpu_offload = true has no effect on a CPU",
-        "an accelerator with memory of its own",
-        "leave mesh.cpu_offload out",
-    )
+    what, expected = "mesh.cpu_offload = true has no effect on a CPU", "an accelerator with memory of its own"
+    on_cpu = Problem(what, expected, "leave mesh.cpu_offload out")
     unsharded = [
         Problem(
             f"mesh.{name} = {str(value).lower()}, but nothing is sharded ({why})",

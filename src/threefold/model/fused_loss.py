@@ -22,14 +22,10 @@ def problems(asked: str, *, device: str, tp: int, label_smoothing: float) -> lis
     possible, why = choose(asked, "any", device=device, tp=tp, label_smoothing=label_smoothing)
     if asked != "liger" or possible:
         return []
-    fix = "pip install 'threefold[liger]', or " if "installed" in why else ""
-    return [
-        Problem(
-            f"train.fused_loss = liger, but {why}",
-            "CUDA, the liger-kernel package, the whole vocabulary on each rank and no smoothed labels",
-            f"{fix}--train.fused_loss auto   (the loss by chunks gives the same sums)",
-        )
-    ]
+    install = "pip install 'threefold[liger]', or " if "installed" in why else ""
+    expected = "CUDA, the liger-kernel package, the whole vocabulary on each rank and no smoothed labels"
+    fix = f"{install}--train.fused_loss auto   (the loss by chunks gives the same sums)"
+    return [Problem(f"train.fused_loss = liger, but {why}", expected, fix)]
 
 
 def choose(asked: str, head: str | None, *, device: str, tp: int, label_smoothing: float) -> tuple[bool, str]:

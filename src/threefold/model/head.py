@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from threefold.model.fused_loss import fused_sums
+
 # (logits [tokens, part of the vocabulary], labels [tokens]) -> (objective, cross entropy), both sums.
 Loss: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 _CHUNK_BYTES = 256 * 1024**2
@@ -99,8 +101,6 @@ def install(
         if kind is None:
             sums = token_loss(outputs.logits.flatten(0, 1), labels.flatten())
         elif fused:
-            from threefold.model.fused_loss import fused_sums
-
             hidden = whole(outputs.last_hidden_state).flatten(0, 1)
             sums = fused_sums(model, hidden, labels.flatten(), token_loss, kind)
         else:

@@ -36,7 +36,6 @@ from threefold.model.weight_check import Stored, stored_tensors
 
 _STAGED_FILE_BYTES = 2 * 1024**3
 _SEEN_BYTES = 1024**2
-_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.json")
 
 # About one million parameters: trained if no model is named. Sizes divide by 2, 4 and 8 ranks.
 EMBEDDED_DEFAULT: Mapping[str, Any] = {
@@ -154,14 +153,8 @@ def weight_files(
 
 def _checked(asked: ModelConfig, stored: Stored) -> str:
     """The folder of a named model, whose files were compared with what the model holds as far as headers tell."""
-    folder, name = _download(asked), str(asked.name_or_path)
-    found = _index(folder)
-    if stored.shapes.keys() <= found.keys():
-        weight_check.check_files(
-            found, stored.shapes, name=name, passed_over=stored.passed_over, tied=stored.tied.keys()
-        )
-    else:
-        weight_check.refuse_quantised_tensors(found, name=name)
+    folder = _download(asked)
+    weight_check.check_files(_index(folder), stored, name=str(asked.name_or_path))
     return str(folder)
 
 
@@ -170,7 +163,7 @@ def _download(asked: ModelConfig) -> Path:
     folder = Path(asked.name_or_path)
     if not folder.is_dir():
         try:
-            patterns = list(_WEIGHT_PATTERNS)
+            patterns = ["*.safetensors", "*.bin", "*.json"]
             folder = Path(snapshot_download(asked.name_or_path, revision=asked.revision, allow_patterns=patterns))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             raise _unreachable(asked.name_or_path, error) from error

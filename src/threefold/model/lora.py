@@ -42,45 +42,31 @@ def problems(asked: LoraConfig, build: Callable[[], PreTrainedModel], *, name: s
         build: makes the model without storage.
         name: of the architecture.
     """
-    found = _problem(asked, build, name)
-    return [found] if found is not None else []
-
-
-def _problem(asked: LoraConfig, build: Callable[[], PreTrainedModel], name: str) -> Problem | None:
     if importlib.util.find_spec("peft") is None:
-        return Problem(
-            f"model.lora.r = {asked.r}, but peft is not installed",
-            "the package that defines the adapters",
-            "pip install 'threefold[lora]'",
-        )
+        what, expected = f"model.lora.r = {asked.r}, but peft is not installed", "the package that defines the adapters"
+        return [Problem(what, expected, "pip install 'threefold[lora]'")]
     model = build()
     if not (linear := _linear_layers(model)):
-        return Problem(
-            f"model.lora.r = {asked.r}, but {name!r} has no linear layers that adapters could be added to",
-            "an architecture whose projections are torch.nn.Linear",
-            "leave model.lora.r out: all weights are trained",
-        )
+        what = f"model.lora.r = {asked.r}, but {name!r} has no linear layers that adapters could be added to"
+        expected = "an architecture whose projections are torch.nn.Linear"
+        return [Problem(what, expected, "leave model.lora.r out: all weights are trained")]
     targets = asked.target_modules
     listed = f"[{', '.join(targets)}]" if isinstance(targets, tuple) else targets or "null"
     fix = "--model.lora.target_modules all-linear"
     try:
         _insert(model, asked)
     except ValueError as error:
-        return Problem(
-            f"model.lora.target_modules = {listed} is refused by peft for {name!r}: "
-            f"{str(error).strip().splitlines()[0]}",
-            f"names of its linear layers: {', '.join(sorted({each.rpartition('.')[2] for each in linear}))}",
-            fix,
-        )
+        reason = str(error).strip().splitlines()[0]
+        what = f"model.lora.target_modules = {listed} is refused by peft for {name!r}: {reason}"
+        expected = f"names of its linear layers: {', '.join(sorted({each.rpartition('.')[2] for each in linear}))}"
+        return [Problem(what, expected, fix)]
     ends = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
     odd = [each for each, module in _adapted(model) if type(module.base_layer) is not nn.Linear or id(module) in ends]
-    if not odd:
-        return None
-    return Problem(
-        f"model.lora.target_modules has {odd[0].rpartition('.')[2]}, which is not a linear layer inside {name!r}",
-        "projections of the layers; not the embedding, the head or a layer of another kind",
-        fix,
-    )
+    expected = "projections of the layers; not the embedding, the head or a layer of another kind"
+    return [
+        Problem(f"model.lora.target_modules has {own}, which is not a linear layer inside {name!r}", expected, fix)
+        for own in [each.rpartition(".")[2] for each in odd[:1]]
+    ]
 
 
 def inject(model: PreTrainedModel, asked: LoraConfig, tensor: TensorParallelism, mesh: Mesh) -> TensorParallelism:

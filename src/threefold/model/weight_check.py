@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -72,48 +72,37 @@ def refuse_quantised(config: PretrainedConfig, *, name: str) -> None:
         )
 
 
-def check_files(
-    files: Mapping[str, Path],
-    shapes: Mapping[str, Shape],
-    *,
-    name: str,
-    passed_over: Iterable[str],
-    tied: Collection[str],
-) -> None:
-    """Compares the headers of safetensors files with the architecture's tensors, all of which the files have.
+def check_files(files: Mapping[str, Path], stored: Stored, *, name: str) -> None:
+    """Compares the headers of safetensors files with what a model's files hold.
+
+    If they lack a tensor, transformers is to convert them: then only codes are refused, integers of two dims or 8-bit
+    floats, and `check_loaded` does the rest.
 
     Args:
         files: the file of each tensor in them.
-        shapes: of the model's parameters and stored buffers.
-        passed_over: patterns of names that the architecture does not load.
-        tied: further names of tensors that the model holds under another name.
 
     Raises:
         ConfigError: everything that is wrong with them.
     """
-    problems: list[Problem] = []
-    misshapen, quantised = [], []
-    for tensor, (dtype, shape) in _headers(files, name).items():
-        if tensor not in shapes:
-            continue
-        if dtype not in _FLOATS:
-            quantised.append(f"{tensor} ({dtype})")
-        elif shape != tuple(shapes[tensor]):
-            misshapen.append(f"{tensor} {list(shape)} instead of {list(shapes[tensor])}")
-    skipped = [re.compile(pattern) for pattern in (*passed_over, *_COMPUTED)]
-    unexpected = [
-        tensor
-        for tensor in files
-        if tensor not in shapes and tensor not in tied and not any(pattern.search(tensor) for pattern in skipped)
+    headers, shapes = _headers(files, name), stored.shapes
+    if not shapes.keys() <= files.keys():
+        codes = [
+            f"{tensor} ({dtype})"
+            for tensor, (dtype, shape) in headers.items()
+            if dtype.startswith("F8") or (dtype not in _FLOATS and len(shape) == 2)
+        ]
+        return _refuse(name, quantised=codes)
+    own = {tensor: header for tensor, header in headers.items() if tensor in shapes}
+    quantised = [f"{tensor} ({dtype})" for tensor, (dtype, _) in own.items() if dtype not in _FLOATS]
+    misshapen = [
+        f"{tensor} {list(shape)} instead of {list(shapes[tensor])}"
+        for tensor, (dtype, shape) in own.items()
+        if dtype in _FLOATS and shape != tuple(shapes[tensor])
     ]
-    if quantised:
-        problems.append(_quantised(name, quantised))
-    if misshapen:
-        problems.append(_misshapen(name, misshapen))
-    if unexpected and not quantised:
-        problems.append(_unexpected(name, unexpected))
-    if problems:
-        raise ConfigError.of(problems)
+    others = sorted(files.keys() - shapes.keys() - stored.tied.keys())
+    skipped = (*stored.passed_over, *_COMPUTED)
+    unexpected = [each for each in others if not any(re.search(pattern, each) for pattern in skipped)]
+    _refuse(name, quantised=quantised, misshapen=misshapen, unexpected=[] if quantised else unexpected)
 
 
 def check_loaded(info: Mapping[str, Any], *, name: str, allowed: Sequence[str]) -> None:
@@ -125,28 +114,11 @@ def check_loaded(info: Mapping[str, Any], *, name: str, allowed: Sequence[str]) 
     Raises:
         ConfigError: everything that is wrong with it.
     """
-    problems: list[Problem] = []
     unexpected = sorted(info["unexpected_keys"])
     missing = sorted(key for key in info["missing_keys"] if not any(fnmatchcase(key, each) for each in allowed))
-    if missing:
-        problems.append(_missing(name, missing, unexpected))
-    elif unexpected:
-        problems.append(_unexpected(name, unexpected))
-    if mismatched := [f"{key} {list(found)} instead of {list(own)}" for key, found, own in info["mismatched_keys"]]:
-        problems.append(_misshapen(name, mismatched))
-    if problems:
-        raise ConfigError.of(problems)
-
-
-def refuse_quantised_tensors(files: Mapping[str, Path], *, name: str) -> None:
-    """ConfigError where files that transformers is to convert hold codes: integers of two dims, or 8-bit floats."""
-    found = [
-        f"{tensor} ({dtype})"
-        for tensor, (dtype, shape) in _headers(files, name).items()
-        if dtype.startswith("F8") or (dtype not in _FLOATS and len(shape) == 2)
-    ]
-    if found:
-        raise ConfigError.of([_quantised(name, found)])
+    misshapen = [f"{key} {list(found)} instead of {list(own)}" for key, found, own in info["mismatched_keys"]]
+    fix = _fix_of_missing(missing[0], unexpected) if missing else ""
+    _refuse(name, fix, missing=missing, unexpected=[] if missing else unexpected, misshapen=misshapen)
 
 
 def refuse_not_finite(found: Sequence[Sequence[str]]) -> None:
@@ -195,40 +167,45 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:_NUM_NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
 
-def _missing(name: str, missing: Sequence[str], unexpected: Sequence[str]) -> Problem:
-    fix = f"use complete files; for weights that are meant to be new: --model.init_missing '[{missing[0]!r}]'"
+def _fix_of_missing(first: str, unexpected: Sequence[str]) -> str:
     if unexpected and all(each.startswith("module.") for each in unexpected):
-        fix = "save the model inside the wrapper (model.module), so that names do not begin with 'module.'"
-    elif near := difflib.get_close_matches(missing[0], unexpected, n=1):
-        fix = f"rename {near[0]} to {missing[0]} in the files"
-    return Problem(
-        f"model.name_or_path = {name!r} lacks {len(missing):,} tensors of the model: {_named(missing)}",
+        return "save the model inside the wrapper (model.module), so that names do not begin with 'module.'"
+    if near := difflib.get_close_matches(first, unexpected, n=1):
+        return f"rename {near[0]} to {first} in the files"
+    return f"use complete files; for weights that are meant to be new: --model.init_missing '[{first!r}]'"
+
+
+# What is wrong with some tensors: (what, around their number; expected; fix).
+_KINDS = {
+    "missing": (
+        "lacks {} tensors of the model",
         "every tensor of the model in its files: one that is missing would be trained from random numbers",
-        fix,
-    )
-
-
-def _unexpected(name: str, unexpected: Sequence[str]) -> Problem:
-    return Problem(
-        f"model.name_or_path = {name!r} has {len(unexpected):,} tensors that the model does not have: "
-        f"{_named(sorted(unexpected))}",
+        "",
+    ),
+    "unexpected": (
+        "has {} tensors that the model does not have",
         "the model's own tensors: others would be left out, and the model would be another one",
         "check config.json (num_hidden_layers, biases, model_type) against the files",
-    )
-
-
-def _misshapen(name: str, found: Sequence[str]) -> Problem:
-    return Problem(
-        f"model.name_or_path = {name!r} has {len(found):,} tensors of another shape: {_named(found)}",
+    ),
+    "misshapen": (
+        "has {} tensors of another shape",
         "the shapes that config.json describes",
         "check config.json against the files",
-    )
-
-
-def _quantised(name: str, found: Sequence[str]) -> Problem:
-    return Problem(
-        f"model.name_or_path = {name!r} has {len(found):,} tensors that are not floating-point weights: "
-        f"{_named(found)}",
+    ),
+    "quantised": (
+        "has {} tensors that are not floating-point weights",
         "float32, bfloat16 or float16 tensors: codes of a quantisation, read as weights, are noise",
         "use the unquantised model",
-    )
+    ),
+}
+
+
+def _refuse(model: str, fix_of_missing: str = "", **kinds: Sequence[str]) -> None:
+    """ConfigError with one problem for each of these kinds that has tensors, in the order given."""
+    problems = []
+    for kind, names in kinds.items():
+        what, expected, fix = _KINDS[kind]
+        what = f"model.name_or_path = {model!r} {what.format(f'{len(names):,}')}: {_named(names)}"
+        problems += [Problem(what, expected, fix or fix_of_missing)] if names else []
+    if problems:
+        raise ConfigError.of(problems)

@@ -128,8 +128,7 @@ def rows_of(config: Config, tokenizer: Tokenizer, mesh: Mesh, *, held_out: bool 
             own = MixtureSource(source=evaluation.source, weight=1, split=evaluation.split)
             return _rows_of_source(data, own, tokenizer, key="eval.source")
         if data.mixture is None:
-            own = MixtureSource(source=data.source, weight=1)
-            return _rows_of_source(data, own, tokenizer, key="data.source")
+            return _rows_of_source(data, MixtureSource(source=data.source, weight=1), tokenizer, key="data.source")
         return MixedRows(
             {
                 name: _rows_of_source(data, source, tokenizer, key=f"data.mixture.{name}")

@@ -139,8 +139,7 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
     run = assemble.build_run(asked, mesh, _open_folder(asked, mesh, lock))
     introduce(console, run, why)
     if run.done >= run.num_steps:
-        more = f"nothing to do: step {run.done} of {run.num_steps} is done. To train more: --train.steps N"
-        console.print(more)
+        console.print(f"nothing to do: step {run.done} of {run.num_steps} is done. To train more: --train.steps N")
         mesh.close()
         return 0
     audit = _accept(console, run, lock)
@@ -171,7 +170,6 @@ def _accept(console: Console, run: Built, lock: RunLock) -> Audit:
 
 
 def _trackers(console: Console, run: Built) -> list[Tracker]:
-    """The trackers of the run, on rank 0; elsewhere none."""
     if run.mesh.rank != 0:
         return []
     terminal = Terminal(console, num_steps=run.num_steps, done=run.done)
@@ -208,10 +206,7 @@ def _loop_of(run: Built, audit: Audit, trackers: list[Tracker]) -> Run:
         progress=progress,
     )
     flops = flops_per_token(
-        run.num_parameters,
-        num_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
-        seq_len=config.data.seq_len,
+        run.num_parameters, num_layers=text.num_hidden_layers, hidden_size=text.hidden_size, seq_len=config.data.seq_len
     )
     policy = Policy(skip=train.nonfinite == "skip", limit=train.nonfinite_limit, run=str(run.folder.path))
     timeout_s = train.timeout_s or _REPORT_BEFORE * config.mesh.timeout_s

@@ -16,7 +16,8 @@ from threefold.errors import ConfigError, Problem
 from threefold.integrations import trackers
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
-from threefold.model import data_parallel, load
+from threefold.model import data_parallel, fused_loss, load, lora
+from threefold.model.context_parallel import flex
 from threefold.model.context_parallel.split import split_problems
 from threefold.model.tensor_parallel.plan import expert_problems, plan_problems
 
@@ -75,41 +76,25 @@ def check(
     problems += expert_problems(architecture, config.mesh.ep, topology.tp)
     problems += split_problems(config.mesh.cp_method, architecture, topology)
     problems += data_parallel.problems(config.mesh, topology, device=device)
-    if config.log.trackers:
-        problems += trackers.problems(config.log.trackers)
-    if config.model.attention == "flex":
-        from threefold.model.context_parallel import flex
-
-        problems += flex.problems("flex", architecture, device=device)
+    problems += trackers.problems(config.log.trackers)
+    problems += flex.problems(config.model.attention, architecture, device=device)
     if config.train.fused_loss == "liger":
-        from threefold.model import fused_loss
-
         smoothing = config.train.label_smoothing
         problems += fused_loss.problems("liger", device=device, tp=topology.tp, label_smoothing=smoothing)
     if config.model.lora.r:
-        from threefold.model import lora
-
         build = partial(load.build_without_storage, attention="eager", trust_remote_code=config.model.trust_remote_code)
         name = architecture.model_type
         problems += lora.problems(config.model.lora, lambda: build(copy.deepcopy(architecture)), name=name)
     text = architecture.get_text_config()
     if (known := getattr(text, "vocab_size", None)) is not None and known < tokenizer.vocab_size:
-        problems.append(
-            Problem(
-                f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, the model only {known}",
-                "an embedding for every token that the tokenizer can produce",
-                f"--model.config '{{..., vocab_size: {tokenizer.vocab_size}}}', or the model's own tokenizer",
-            )
-        )
+        what = f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, the model only {known}"
+        fix = f"--model.config '{{..., vocab_size: {tokenizer.vocab_size}}}', or the model's own tokenizer"
+        problems.append(Problem(what, "an embedding for every token that the tokenizer can produce", fix))
     longest, seq_len = getattr(text, "max_position_embeddings", None), config.data.seq_len
     if isinstance(longest, int) and 0 < longest < seq_len:
-        problems.append(
-            Problem(
-                f"data.seq_len = {seq_len}, but the model supports at most {longest} positions",
-                "rows that are no longer than the model's max_position_embeddings",
-                f"--data.seq_len {longest}",
-            )
-        )
+        what = f"data.seq_len = {seq_len}, but the model supports at most {longest} positions"
+        expected = "rows that are no longer than the model's max_position_embeddings"
+        problems.append(Problem(what, expected, f"--data.seq_len {longest}"))
     if problems:
         raise ConfigError.of(problems)
 
@@ -124,29 +109,17 @@ def _batch_problems(config: Config, topology: Topology) -> list[Problem]:
         problems += error.problems
     if not left and size != "auto" and rows % size:
         divisor = max(each for each in range(1, rows + 1) if rows % each == 0 and each <= size)
-        problems.append(
-            Problem(
-                f"train.micro_batch = {size} does not divide the {rows} rows of a dp rank",
-                "micro-batches of equal size",
-                f"--train.micro_batch {divisor}   (or auto)",
-            )
-        )
+        what = f"train.micro_batch = {size} does not divide the {rows} rows of a dp rank"
+        problems.append(Problem(what, "micro-batches of equal size", f"--train.micro_batch {divisor}   (or auto)"))
     seq_len, unit, split = config.data.seq_len, 2 * cp if cp > 1 else 1, config.mesh.sequence_parallel is True
     if split and seq_len % (cp * tp):
         unit = math.lcm(cp * tp, unit)
-        problems.append(
-            Problem(
-                f"data.seq_len = {seq_len} cannot be shared by {cp} cp x {tp} tp ranks",
-                f"a multiple of {unit}, so that each tp rank has an equal part between the layers",
-                f"--data.seq_len {-(-seq_len // unit) * unit}   (or --mesh.sequence_parallel false)",
-            )
-        )
+        what = f"data.seq_len = {seq_len} cannot be shared by {cp} cp x {tp} tp ranks"
+        expected = f"a multiple of {unit}, so that each tp rank has an equal part between the layers"
+        fix = f"--data.seq_len {-(-seq_len // unit) * unit}   (or --mesh.sequence_parallel false)"
+        problems.append(Problem(what, expected, fix))
     elif seq_len % unit:
-        problems.append(
-            Problem(
-                f"data.seq_len = {seq_len} cannot be split over {cp} cp ranks",
-                f"a multiple of 2 x mesh.cp ({unit}): each rank takes a chunk of the head and one of the tail",
-                f"--data.seq_len {-(-seq_len // unit) * unit}",
-            )
-        )
+        what = f"data.seq_len = {seq_len} cannot be split over {cp} cp ranks"
+        expected = f"a multiple of 2 x mesh.cp ({unit}): each rank takes a chunk of the head and one of the tail"
+        problems.append(Problem(what, expected, f"--data.seq_len {-(-seq_len // unit) * unit}"))
     return problems

@@ -122,17 +122,15 @@ def deliver(config: Config) -> int:
 
 
 def _refuse_unrestartable(config: Config, info: environment.LaunchInfo, max_restarts: int) -> None:
-    ours = Problem(
-        f"--max-restarts {max_restarts}, but a launcher started this rank",
-        "the launcher to restart the ranks that it started",
-        f"torchrun --max-restarts {max_restarts} ... -m threefold train ..., and no --max-restarts after train",
-    )
-    unnamed = Problem(
-        f"torchrun --max-restarts {info.max_restarts} without log.dir",
-        "a folder that restarted ranks can find; otherwise they would begin another run",
-        "--log.dir FOLDER",
-    )
-    problems = [ours] * bool(max_restarts) + [unnamed] * bool(info.max_restarts and config.log.dir is None)
+    problems = []
+    if max_restarts:
+        what = f"--max-restarts {max_restarts}, but a launcher started this rank"
+        fix = f"torchrun --max-restarts {max_restarts} ... -m threefold train ..., and no --max-restarts after train"
+        problems.append(Problem(what, "the launcher to restart the ranks that it started", fix))
+    if info.max_restarts and config.log.dir is None:
+        what = f"torchrun --max-restarts {info.max_restarts} without log.dir"
+        expected = "a folder that restarted ranks can find; otherwise they would begin another run"
+        problems.append(Problem(what, expected, "--log.dir FOLDER"))
     if problems:
         raise ConfigError.of(problems)
 

@@ -169,14 +169,7 @@ def _is_nth(step: int, every: int) -> bool:
 
 
 def _step_metrics(
-    run: Run,
-    step: int,
-    epoch: int,
-    loss: float,
-    lr: float,
-    result: StepResult,
-    window: _Window,
-    slowest: Slowest,
+    run: Run, step: int, epoch: int, loss: float, lr: float, result: StepResult, window: _Window, slowest: Slowest
 ) -> Metrics:
     rows, seq_len = run.config.train.global_batch, run.config.data.seq_len
     elapsed_s = window.elapsed.lap()

@@ -117,7 +117,6 @@ def _copy_to_host(value: Tensor) -> tuple[Tensor, Any]:
 
 
 def _what(step: int, norm: float, told: Sequence[dict[str, Any]]) -> str:
-    """What went wrong where, from what each rank reports of its own losses."""
     wrong = {rank: part["wrong"] for rank, part in enumerate(told) if part["wrong"] is not None}
     if not wrong:
         read = rows_text(sorted({row for part in told for rows in part["rows"] for row in rows}))

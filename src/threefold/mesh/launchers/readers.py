@@ -210,7 +210,6 @@ def _rendezvous_of(variables: Variables, info: LaunchInfo) -> tuple[str | None, 
 
 
 def _refuse_contradiction(rank: int, world_size: int, outer: LaunchInfo) -> None:
-    """Refuses RANK and WORLD_SIZE that differ from those of this process' launcher."""
     if (rank, world_size) == (outer.rank, outer.world_size):
         return
     outers = f"{outer.launcher} started rank {outer.rank} of {outer.world_size}"

@@ -18,6 +18,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from threefold.model.context_parallel.flex import attend_blocks, block_mask
+
 # For the head half and the tail half of the queries: (the keys that any of them sees, or None for all; their mask).
 HalvedMask: TypeAlias = tuple[tuple[Tensor | None, Tensor], ...]
 Mask: TypeAlias = Tensor | BlockMask | HalvedMask | None
@@ -50,8 +52,6 @@ class BatchMasks:
         if self.kernel == "flex":
             if plain and mask_function is causal_mask_function:
                 return None
-            from threefold.model.context_parallel.flex import block_mask
-
             return block_mask(
                 mask_function, queries=self.queries, keys=self.keys, documents=self.documents, batch=batch_size
             )
@@ -92,8 +92,6 @@ def attend(
         kwargs: what the model's layer passes: scaling, dropout, softcap, s_aux (sinks), sliding_window (in the mask).
     """
     if isinstance(mask, BlockMask):  # which is a tuple itself
-        from threefold.model.context_parallel.flex import attend_blocks
-
         return attend_blocks(query, key, value, mask, **kwargs), None
     if isinstance(mask, tuple):
         outputs = []

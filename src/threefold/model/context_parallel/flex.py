@@ -38,13 +38,8 @@ def problems(asked: str, config: PretrainedConfig, *, device: str) -> list[Probl
     chosen, why = choose(config, device=device)
     if asked != "flex" or chosen == "flex":
         return []
-    return [
-        Problem(
-            f"model.attention = flex, but {why}",
-            "a CUDA device with triton, and a model without attention dropout",
-            "--model.attention auto",
-        )
-    ]
+    expected = "a CUDA device with triton, and a model without attention dropout"
+    return [Problem(f"model.attention = flex, but {why}", expected, "--model.attention auto")]
 
 
 def block_mask(

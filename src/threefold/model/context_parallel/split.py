@@ -72,21 +72,13 @@ def split_problems(method: str, config: PretrainedConfig, topology: Topology) ->
     kinds = [*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())]
     carried = sorted({kind for kind in (config.model_type, *kinds) if any(word in kind for word in _RECURRENT)})
     if carried:
-        found.append(
-            Problem(
-                f"mesh.cp = {topology.cp}, but {config.model_type!r} has recurrent layers ({', '.join(carried)})",
-                "attention layers only: a recurrent state runs along the whole sequence",
-                "--mesh.cp 1   (use mesh.dp or mesh.tp instead)",
-            )
-        )
+        what = f"mesh.cp = {topology.cp}, but {config.model_type!r} has recurrent layers ({', '.join(carried)})"
+        expected = "attention layers only: a recurrent state runs along the whole sequence"
+        found.append(Problem(what, expected, "--mesh.cp 1   (use mesh.dp or mesh.tp instead)"))
     if method == "ulysses" and not _heads_divide(config, topology):
-        found.append(
-            Problem(
-                f"mesh.cp_method = ulysses, but the heads of a tp rank do not divide by mesh.cp ({topology.cp})",
-                "attention heads and key-value heads that are multiples of mesh.tp x mesh.cp",
-                "--mesh.cp_method gather   (works for any number of heads)",
-            )
-        )
+        what = f"mesh.cp_method = ulysses, but the heads of a tp rank do not divide by mesh.cp ({topology.cp})"
+        expected = "attention heads and key-value heads that are multiples of mesh.tp x mesh.cp"
+        found.append(Problem(what, expected, "--mesh.cp_method gather   (works for any number of heads)"))
     return found
 
 
@@ -155,13 +147,7 @@ class ContextParallel:
         return self._masks.mask(batch_size, **kwargs)
 
     def _attention(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Mask,
-        **kwargs: Any,
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Attention of local queries [batch, heads, sequence / cp, head] over the keys of the whole row."""
         if self._group is None:

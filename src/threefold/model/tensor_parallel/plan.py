@@ -65,13 +65,9 @@ def plan_problems(config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, 
     text = config.get_text_config()
     name = config.model_type
     if not any(".*." in name for name in plan or ()):
-        return [
-            Problem(
-                f"mesh.tp = {tp_size}, but transformers has no tensor-parallel plan for {name!r}",
-                expected="a model whose layers can be split, or one tp rank",
-                fix="--mesh.tp 1   (use mesh.dp, mesh.dp_shard or mesh.cp instead)",
-            )
-        ]
+        what = f"mesh.tp = {tp_size}, but transformers has no tensor-parallel plan for {name!r}"
+        expected = "a model whose layers can be split, or one tp rank"
+        return [Problem(what, expected, "--mesh.tp 1   (use mesh.dp, mesh.dp_shard or mesh.cp instead)")]
     heads = getattr(text, "num_attention_heads", None)
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     shared = math.gcd(*(count for count in (heads, kv_heads) if isinstance(count, int)))
@@ -95,32 +91,19 @@ def expert_problems(config: PretrainedConfig, ep_size: int, tp_size: int) -> lis
     name = config.model_type
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     if not getattr(text, "base_model_ep_plan", None) or not isinstance(experts, int):
-        return [
-            Problem(
-                f"mesh.ep = {ep_size}, but transformers has no expert-parallel plan for {name!r}",
-                expected="a model with experts that can be distributed",
-                fix="--mesh.ep 1",
-            )
-        ]
+        what = f"mesh.ep = {ep_size}, but transformers has no expert-parallel plan for {name!r}"
+        return [Problem(what, "a model with experts that can be distributed", "--mesh.ep 1")]
     found = []
     if ep_size != tp_size:
-        found.append(
-            Problem(
-                f"mesh.ep = {ep_size} is not mesh.tp ({tp_size})",
-                expected="1, or the number of tp ranks, which hold the same tokens: experts shared by more ranks would "
-                "be sharded over another mesh than the rest of the model, which is not supported",
-                fix=f"--mesh.ep {tp_size}",
-            )
+        expected = (
+            "1, or the number of tp ranks, which hold the same tokens: experts shared by more ranks would be sharded "
+            "over another mesh than the rest of the model, which is not supported"
         )
+        found.append(Problem(f"mesh.ep = {ep_size} is not mesh.tp ({tp_size})", expected, f"--mesh.ep {tp_size}"))
     if experts % ep_size:
         sizes = [size for size in range(1, experts + 1) if experts % size == 0 and size <= ep_size]
-        found.append(
-            Problem(
-                f"mesh.ep = {ep_size} cannot divide the {experts} experts of {name!r}",
-                expected="whole experts on every rank",
-                fix=f"--mesh.ep {sizes[-1]} --mesh.tp {sizes[-1]}",
-            )
-        )
+        what = f"mesh.ep = {ep_size} cannot divide the {experts} experts of {name!r}"
+        found.append(Problem(what, "whole experts on every rank", f"--mesh.ep {sizes[-1]} --mesh.tp {sizes[-1]}"))
     return found
 
 

@@ -53,7 +53,11 @@ class Audit:
         if not self.start.every:
             return
         if (step_range := self.skips.get(step)) is not None:
-            self._leave_out(step, step_range)
+            order, batches = self.start.order, num_batches([step_range])
+            if self.record is not None:
+                line = SkipLine(self.start.segment, step, *step_range, *order.begin(self._begin), batches)
+                self.record.log(line.to_record())
+            self._begin = order.after(self._begin, batches)
         self._window.add(indices, *contents)
 
     def due(self, step: int) -> bool:
@@ -91,13 +95,6 @@ class Audit:
         if self.record is not None:
             self.record.close()
 
-    def _leave_out(self, step: int, step_range: StepRange) -> None:
-        order, batches = self.start.order, num_batches([step_range])
-        if self.record is not None:
-            line = SkipLine(self.start.segment, step, *step_range, *order.begin(self._begin), batches)
-            self.record.log(line.to_record())
-        self._begin = order.after(self._begin, batches)
-
     def _write(self, messages: Sequence[Message], problems: Sequence[Problem]) -> None:
         if self.record is None:
             return
@@ -117,19 +114,16 @@ class Audit:
 
 
 def begin(start: SegmentLine, path: Path, file: MetricsFile | None, *, fix: str) -> dict[str, int]:
-    """Appends a start to the record at `path`, on rank 0; returns its number and place.
+    """Appends a start to the record at `path`; a RunError with `fix` if it does not begin where the record ends.
 
-    Raises:
-        RunError: the start does not begin where the record ends; `fix` says what to do.
+    Only rank 0 calls it. Returns the start's number and place.
     """
     assert file is not None
     before = read(path) if path.stat().st_size else []
     done, order, found = start.first_step - 1, start.order, start.place
     known = place_after(before, done) if done else Place(0, 0)
     if known is not None and (known := order.begin(known)) != found:
-        lost = (
-            f"{rows_text(order.rows(min(found, known), 1)[0])} would be {'left out' if found > known else 'read again'}"
-        )
+        lost = rows_text(order.rows(min(found, known), 1)[0])
         raise RunError(
             f"step {done + 1} would begin at position {found.position} of epoch {found.epoch}, but by audit.jsonl "
             f"step {done} ended at position {known.position} of epoch {known.epoch}: {lost} would be "

@@ -124,15 +124,7 @@ class TokenLoader:
             yield batch
 
     def leave_out(self, skip: Sequence[StepRange], *, first_step: int) -> None:
-        """Leaves the batches of some steps out when the run reaches them (see `order`).
-
-        Args:
-            skip: ranges of steps; those that the loaded state has left out already are ignored.
-            first_step: number of the step that reads the next batch.
-
-        Raises:
-            ConfigError: a range begins with a step that is done.
-        """
+        """Leaves batches out when the run, whose next step is `first_step`, reaches them (see `skips_ahead`)."""
         self._planned = skips_ahead(skip, first_step=first_step, left_out=self.left_out)
         self._step = first_step
 
@@ -163,11 +155,7 @@ class TokenLoader:
         return {**self.cursor().state_dict(), "left_out": left_out, "rows_read": self.rows_read}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes where `state_dict` was taken, on any mesh and with any number of workers.
-
-        Raises:
-            DataError: the state belongs to other data, another seed or another order.
-        """
+        """Resumes on any mesh and with any number of workers; a DataError for other data, another seed or order."""
         cursor = Cursor.from_state_dict(state)
         cursor.check(self.fingerprint())
         self._place = cursor.place

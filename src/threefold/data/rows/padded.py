@@ -154,12 +154,7 @@ class PaddedRows:
             begins[:] = False
         position_ids, document_ids = numbered(begins)
         document_ids[np.arange(self.seq_len) >= used[:, None]] = PADDING
-        return {
-            "input_ids": input_ids,
-            "labels": labels,
-            "position_ids": position_ids,
-            "document_ids": document_ids,
-        }
+        return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "document_ids": document_ids}
 
     def _fill(self, index: int, input_ids: Int64, labels: Int64, begins: npt.NDArray[np.bool_]) -> int:
         """Writes row `index` into arrays of one row, [seq_len] each; returns the number of places that hold a token."""

@@ -29,7 +29,7 @@ class WeightedDraws:
     """
 
     def __init__(self, weights: Sequence[float] | npt.NDArray[Any], *, seed: int = 0, epoch: int = 0) -> None:
-        """Build the table in O(n log n); a ConfigError without weights, for a negative one, or for only zeros."""
+        """Build the table in O(n log n); a ConfigError without one, for only zeros, or one not finite or negative."""
         self.weights = _checked_weights(weights)
         self._keep, self._alias = _alias_table(self.weights)
         self.seed, self.epoch = seed, epoch

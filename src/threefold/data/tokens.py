@@ -81,8 +81,7 @@ Tokenizer = ByteTokenizer | VocabularyTokenizer
 def load_tokenizer(name: str, *, revision: str | None = None) -> Tokenizer:
     """`bytes`, or the tokenizer of a local folder or of an id on the Hub, at a branch, tag or commit `revision`.
 
-    Raises:
-        DataError: there is no such tokenizer, it cannot be reached, or it has no end token.
+    A DataError if there is no such tokenizer, it cannot be reached, or it has no end token.
     """
     if name == "bytes":
         return ByteTokenizer()

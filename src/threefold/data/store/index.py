@@ -75,8 +75,7 @@ def write_index(file: BinaryIO, lengths: npt.NDArray[np.int32], *, dtype: np.dty
 def read_index(idx: Path, bin: Path) -> StoreIndex:
     """The index at `idx`, whose tokens lie in `bin`; the header and both sizes are checked without reading the arrays.
 
-    Raises:
-        DataError: a file is missing, truncated, or of another format.
+    A DataError if a file is missing, truncated, or of another format.
     """
     for path in (idx, bin):
         if not path.is_file():

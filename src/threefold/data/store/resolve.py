@@ -18,14 +18,11 @@ from threefold.errors import DataError
 
 
 def open_store(source: Source, *, tokenizer: Tokenizer | None, cache: Path) -> TokenStore:
-    """The token store of a source.
+    """The token store of a source; a DataError if it cannot be read or belongs to another tokenizer.
 
     Args:
         tokenizer: for text; a store that records its tokenizer is compared with it. None: only a store is accepted.
         cache: folder for the stores made from text.
-
-    Raises:
-        DataError: the source cannot be read, or its store belongs to another tokenizer.
     """
     prefix = store_prefix(source.name)
     if prefix is not None:
@@ -56,7 +53,7 @@ def cached_store(text: TextSource, tokenizer: Tokenizer, *, cache: Path, skip_ba
 
 
 def store_prefix(source: str) -> Path | None:
-    """Prefix of the store that `source` names (folder, prefix or either file); None for text; else a DataError."""
+    """Prefix of the store that `source` names; None for text; a DataError for several or an unfinished one."""
     if source == "stdlib" or source.startswith("hf:"):
         return None
     path = Path(source).expanduser()

@@ -53,7 +53,11 @@ class Audit:
         if not self.start.every:
             return
         if (step_range := self.skips.get(step)) is not None:
-            self._leave_out(step, step_range)
+            order, batches = self.start.order, num_batches([step_range])
+            if self.record is not None:
+                line = SkipLine(self.start.segment, step, *step_range, *order.begin(self._begin), batches)
+                self.record.log(line.to_record())
+            self._begin = order.after(self._begin, batches)
         self._window.add(indices, *contents)
 
     def due(self, step: int) -> bool:
@@ -91,13 +95,6 @@ class Audit:
         if self.record is not None:
             self.record.close()
 
-    def _leave_out(self, step: int, step_range: StepRange) -> None:
-        order, batches = self.start.order, num_batches([step_range])
-        if self.record is not None:
-            line = SkipLine(self.start.segment, step, *step_range, *order.begin(self._begin), batches)
-            self.record.log(line.to_record())
-        self._begin = order.after(self._begin, batches)
-
     def _write(self, messages: Sequence[Message], problems: Sequence[Problem]) -> None:
         if self.record is None:
             return
@@ -117,10 +114,9 @@ class Audit:
 
 
 def begin(start: SegmentLine, path: Path, file: MetricsFile | None, *, fix: str) -> dict[str, int]:
-    """Appends a start to the record at `path`, on rank 0; returns its number and place.
+    """Appends a start to the record at `path`; a RunError with `fix` if it does not begin where the record ends.
 
-    Raises:
-        RunError: the start does not begin where the record ends; `fix` says what to do.
+    Only rank 0 calls it. Returns the start's number and place.
     """
     assert file is not None
     before = read(path) if path.stat().st_size else []

@@ -94,7 +94,7 @@ class Window:
         self.contents = 0
         self.difference: Difference | None = None
         self._rows = rows
-        self._source = source_tag(rows.fingerprint) if rows is not None else 0
+        self._source = xxhash.xxh3_64_intdigest(rows.fingerprint.encode()) if rows is not None else 0
 
     @property
     def num_steps(self) -> int:
@@ -149,11 +149,6 @@ class Window:
             taken = indices[:rows_per_step]
             step[: len(taken)] = taken
         return np.concatenate([np.array(difference, np.int64), steps.ravel()])
-
-
-def source_tag(fingerprint: str) -> int:
-    """A source's fingerprint in 64 bits."""
-    return xxhash.xxh3_64_intdigest(fingerprint.encode())
 
 
 def predicted_samples(rows: Int64, *, first_step: int, dp_size: int) -> list[int]:

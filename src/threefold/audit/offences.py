@@ -61,11 +61,7 @@ class Evidence:
 
 
 def explain(evidence: Evidence, *, resume: str) -> list[Problem]:
-    """Everything that is wrong, at least one problem.
-
-    Args:
-        resume: the command that resumes from the last checkpoint.
-    """
+    """Everything that is wrong, at least one problem; `resume` is the command for the last checkpoint."""
     problems = _order_problems(evidence, resume)
     problems += _source_problems(evidence)
     problems += _token_problems(evidence, resume)

@@ -35,10 +35,7 @@ class Stretch(NamedTuple):
 
 
 def prove(segments: Sequence[Segment], rows: Rows | None = None) -> list[Stretch]:
-    """What the run has read and left out, in its order, once that is proved.
-
-    Args:
-        rows: the source, to read every token again; None: only the samples are proved.
+    """What the run has read and left out, in its order, once that is proved; with `rows`, the source, every token too.
 
     Raises:
         RunError: the first step at which the record and the order differ, or a step without a record.
@@ -77,15 +74,9 @@ def stretches_of(segments: Sequence[Segment]) -> list[Stretch]:
 
 
 def check_saved(lines: Sequence[Line], saved: Iterable[tuple[Path, int, Place]]) -> None:
-    """Each checkpoint was saved at the place where its step ended according to the record.
+    """Refuses a checkpoint of `saved`, (path, step, place), whose step has no record or ended elsewhere (RunError).
 
     A checkpoint of steps that were read again later stays until it is pruned, so any reading of its step counts.
-
-    Args:
-        saved: (checkpoint, its step, the place that it holds).
-
-    Raises:
-        RunError: a checkpoint of a step that has no record, or that ended at another place.
     """
     first_step = lines[0].first_step if isinstance(lines[0], SegmentLine) else 1
     for path, step, place in saved:

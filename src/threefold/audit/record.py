@@ -213,11 +213,7 @@ def read(path: Path) -> list[Segment]:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """All lines of a record, including those that a later start has superseded.
-
-    Raises:
-        ConfigError: there is no such file. RunError: a line is not what a run writes.
-    """
+    """All lines of a record, also superseded ones; a ConfigError without a file, a RunError for a wrong line."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

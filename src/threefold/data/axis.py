@@ -6,7 +6,7 @@ the same place on it.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,21 +15,8 @@ from threefold.errors import ConfigError
 _DP_DIMS = ("dp", "dp_replicate", "dp_shard")
 
 
-class DataAxis(Protocol):
-    """The part of a mesh that a sampler needs; threefold's `Mesh` has it."""
-
-    @property
-    def dp_size(self) -> int: ...
-    @property
-    def dp_rank(self) -> int: ...
-
-
-def data_axis(mesh: DataAxis | Any | None = None) -> tuple[int, int]:
-    """(number of dp ranks, this one) of the given mesh, else of the active one, else of the process group's world.
-
-    Raises:
-        ConfigError: a mesh whose dims do not show which ranks read different samples, or neither mesh nor group.
-    """
+def data_axis(mesh: Any | None = None) -> tuple[int, int]:
+    """(number of dp ranks, this one) of the given mesh, else the active one, else the world; else a ConfigError."""
     from threefold.mesh.mesh import active_mesh
 
     mesh = active_mesh() if mesh is None else mesh

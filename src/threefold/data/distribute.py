@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from threefold.data.axis import DataAxis, data_axis
+from threefold.data.axis import data_axis
 from threefold.data.order import Pass
 from threefold.data.partition import Tail
 from threefold.data.rows.concat import IGNORED
@@ -49,7 +49,7 @@ KEPT = (
 
 def distribute(
     loader: DataLoader[Any],
-    mesh: DataAxis | Any | None = None,
+    mesh: Any | None = None,
     *,
     seed: int = 0,
     tail: Tail | None = None,
@@ -124,11 +124,7 @@ class DistributedLoader(DataLoader[Any]):
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where `state_dict` was taken, with any number of ranks and workers and any batch size.
-
-        Raises:
-            DataError: not a state of a loader, or one of another seed, data, size or order.
-        """
+        """Resume with any number of ranks and workers and any batch size; errors as for the sampler."""
         self.sampler.load_state_dict(state)
 
     def rows_left(self) -> int:
@@ -159,14 +155,11 @@ def ignore_last_labels(batch: Any) -> Any:
     return marked
 
 
-def require_distributed(loader: Any, mesh: DataAxis | Any | None = None) -> None:
-    """Refuses a user's loader that would give a dp rank other data than its share.
+def require_distributed(loader: Any, mesh: Any | None = None) -> None:
+    """Refuses a user's loader that would give a dp rank other data than its share (ConfigError).
 
     With one process there is nothing to share. Else the loader (or its sampler) must have `num_replicas` and `rank`, as
     distributed samplers do, equal to those of the dp axis.
-
-    Raises:
-        ConfigError: no distributed sampler, or one for ranks other than the dp axis's.
     """
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if world == 1:

@@ -29,27 +29,11 @@ class WeightedDraws:
     """
 
     def __init__(self, weights: Sequence[float] | npt.NDArray[Any], *, seed: int = 0, epoch: int = 0) -> None:
-        """Build the table in O(n log n).
-
-        Raises:
-            ConfigError: no weights, one that is negative or not finite, or only zeros.
-        """
+        """Build the table in O(n log n); a ConfigError without one, for only zeros, or one not finite or negative."""
         self.weights = _checked_weights(weights)
         self._keep, self._alias = _alias_table(self.weights)
         self.seed, self.epoch = seed, epoch
         self._keys = key_words("weighted draws", seed, epoch, count=2)
-
-    @classmethod
-    def of_rows(cls, weights: Sequence[float] | npt.NDArray[Any], *, seed: int, num_rows: int) -> WeightedDraws:
-        """The draws of `num_rows` rows; a ConfigError if there is not one weight for each."""
-        draws = cls(weights, seed=seed)
-        if len(draws.weights) != num_rows:
-            raise ConfigError(
-                f"there are {len(draws.weights)} weights for {num_rows} samples",
-                expected="one weight for each sample of the dataset",
-                fix=f"pass {num_rows} weights, 0 for samples that must never be drawn",
-            )
-        return draws
 
     def in_epoch(self, epoch: int) -> WeightedDraws:
         """The same weights in another epoch; the table is shared, not built again."""

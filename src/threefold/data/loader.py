@@ -26,7 +26,12 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class _StepDataset(Dataset[Batch]):
-    """Place -> the batch of one dp rank in the step that begins there; workers receive it pickled."""
+    """Place -> the batch of one dp rank in the step that begins there; workers receive it pickled.
+
+    Rows are int64 tensors [rows, seq_len]; those that fill up a step of the tail `exact` have only ignored labels.
+    In addition to the rows' own keys there is `indices` [rows]: a row's number in `rows`, unique over the sources of a
+    mixture too, -1 for an ignored row. `document_ids` are left out if attention does not stop at documents.
+    """
 
     rows: Rows
     order: Order
@@ -36,26 +41,17 @@ class _StepDataset(Dataset[Batch]):
 
     def __getitem__(self, begin: Place) -> Batch:
         indices, num_ignored = self.order.rows_of_rank(begin, dp_rank=self.dp_rank, dp_size=self.dp_size)
-        return read_batch(self.rows, indices, num_ignored, document_mask=self.document_mask)
-
-
-def read_batch(rows: Rows, indices: np.ndarray[Any, Any], num_ignored: int, *, document_mask: bool) -> Batch:
-    """Rows as int64 tensors [rows, seq_len], with `num_ignored` more whose labels are all ignored.
-
-    In addition to the rows' own keys there is `indices` [rows]: a row's number in `rows`, unique over the sources of a
-    mixture too, -1 for an ignored row. `document_ids` are left out if attention does not stop at documents.
-    """
-    taken = indices if len(indices) else np.zeros(1, dtype=np.int64)
-    batch = {name: torch.from_numpy(values) for name, values in rows.rows(taken).items()}
-    if not document_mask:
-        batch.pop("document_ids", None)
-    if num_ignored:
-        # An ignored row repeats a row's tokens, so that the model computes with real ones.
-        again = torch.cat([torch.arange(len(indices)), torch.zeros(num_ignored, dtype=torch.int64)])
-        batch = {name: values[again] for name, values in batch.items()}
-        batch["labels"][len(indices) :] = IGNORED
-    batch["indices"] = torch.cat([torch.from_numpy(indices), torch.full((num_ignored,), -1)])
-    return batch
+        taken = indices if len(indices) else np.zeros(1, dtype=np.int64)
+        batch = {name: torch.from_numpy(values) for name, values in self.rows.rows(taken).items()}
+        if not self.document_mask:
+            batch.pop("document_ids", None)
+        if num_ignored:
+            # An ignored row repeats a row's tokens, so that the model computes with real ones.
+            again = torch.cat([torch.arange(len(indices)), torch.zeros(num_ignored, dtype=torch.int64)])
+            batch = {name: values[again] for name, values in batch.items()}
+            batch["labels"][len(indices) :] = IGNORED
+        batch["indices"] = torch.cat([torch.from_numpy(indices), torch.full((num_ignored,), -1)])
+        return batch
 
 
 class TokenLoader:
@@ -124,15 +120,7 @@ class TokenLoader:
             yield batch
 
     def leave_out(self, skip: Sequence[StepRange], *, first_step: int) -> None:
-        """Leaves the batches of some steps out when the run reaches them (see `order`).
-
-        Args:
-            skip: ranges of steps; those that the loaded state has left out already are ignored.
-            first_step: number of the step that reads the next batch.
-
-        Raises:
-            ConfigError: a range begins with a step that is done.
-        """
+        """Leaves batches out when the run, whose next step is `first_step`, reaches them (see `skips_ahead`)."""
         self._planned = skips_ahead(skip, first_step=first_step, left_out=self.left_out)
         self._step = first_step
 
@@ -163,11 +151,7 @@ class TokenLoader:
         return {**self.cursor().state_dict(), "left_out": left_out, "rows_read": self.rows_read}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes where `state_dict` was taken, on any mesh and with any number of workers.
-
-        Raises:
-            DataError: the state belongs to other data, another seed or another order.
-        """
+        """Resumes on any mesh and with any number of workers; a DataError for other data, another seed or order."""
         cursor = Cursor.from_state_dict(state)
         cursor.check(self.fingerprint())
         self._place = cursor.place
@@ -192,6 +176,5 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Every row once over all dp ranks, in order; each rank yields the same number of equally large batches."""
     order = Order(rows.num_rows, rows_per_rank * dp_size, seed=0, shuffle=False, tail="exact")
-    for position in range(0, rows.num_rows, order.global_batch):
-        indices, num_ignored = order.rows_of_rank(Place(0, position), dp_rank=dp_rank, dp_size=dp_size)
-        yield read_batch(rows, indices, num_ignored, document_mask=document_mask)
+    batches = _StepDataset(rows, order, dp_rank, dp_size, document_mask)
+    return (batches[Place(0, position)] for position in range(0, rows.num_rows, order.global_batch))

@@ -110,10 +110,8 @@ class Mixture:
 def quotas(weights: Sequence[Fraction]) -> tuple[int, ...]:
     """Turns of each source in one period: the weights' exact ratio if its period is at most 10,000.
 
-    Else the nearest ratio with a period of 10,000 (largest remainders, at least 1 turn each).
-
-    Raises:
-        ConfigError: more than 10,000 sources.
+    Else the nearest ratio with a period of 10,000 (largest remainders, at least 1 turn each). A ConfigError for more
+    than 10,000 sources.
     """
     if len(weights) > MAX_PERIOD:
         raise ConfigError(

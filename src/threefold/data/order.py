@@ -160,11 +160,7 @@ class Cursor:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Cursor:
-        """The cursor that `state_dict` described.
-
-        Raises:
-            DataError: a value is missing or is not what `state_dict` writes, or the order version is unknown.
-        """
+        """The inverse of `state_dict`; a DataError for anything else, or an unknown order version."""
         for name in ("epoch", "position", "order_version", "fingerprint"):
             value, wanted = state.get(name), "a mapping" if name == "fingerprint" else "an integer >= 0"
             if not (isinstance(value, Mapping) if name == "fingerprint" else type(value) is int and value >= 0):
@@ -178,11 +174,7 @@ class Cursor:
         return cls(state["epoch"], state["position"], dict(state["fingerprint"]), state["order_version"])
 
     def check(self, fingerprint: Mapping[str, Plain]) -> None:
-        """Refuse to resume in an order that was made from something else.
-
-        Raises:
-            DataError: one problem for each value that differs, with its name, the saved and the given value.
-        """
+        """Refuse to resume in another order: a DataError with one problem for each value that differs."""
         pairs = {
             name: (self.fingerprint.get(name, _ABSENT), fingerprint.get(name, _ABSENT))
             for name in {**self.fingerprint, **fingerprint}

@@ -72,11 +72,7 @@ class Steps:
 
     @property
     def per_epoch(self) -> int:
-        """Steps of an entire epoch, at least 1.
-
-        Raises:
-            ConfigError: there are no rows, or with `drop` fewer than one global batch, so that no epoch has a step.
-        """
+        """Steps of an entire epoch; a ConfigError if there is none: no rows, or with `drop` no full global batch."""
         if steps := self.left(0):
             return steps
         expected = "at least one row"
@@ -91,11 +87,7 @@ class Steps:
         )
 
     def begin(self, epoch: int, position: int) -> tuple[int, int]:
-        """(epoch, position) where the next step really begins: here, or at the next epoch's head if this one is over.
-
-        Raises:
-            ConfigError: no epoch has a step.
-        """
+        """(epoch, position) where the next step begins: here, or at the next epoch's head if this one is over."""
         # per_epoch refuses an epoch without a step.
         return (epoch, position) if self.left(position) or not self.per_epoch else (epoch + 1, 0)
 
@@ -125,11 +117,7 @@ def share(start: int, *, num_rows: int, dp_rank: int, dp_size: int, tail: Tail, 
 
 
 def tail_of_sampler(tail: str | None, *, drop_last: bool) -> Tail:
-    """The tail for `tail` and torch's `drop_last` together; without `tail` it is torch's behaviour.
-
-    Raises:
-        ConfigError: an unknown tail, or one that contradicts drop_last.
-    """
+    """`tail`, by default torch's for `drop_last`; a ConfigError if it is unknown or contradicts drop_last."""
     if tail is None:
         return "drop" if drop_last else "pad"
     if tail not in TAILS:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
-from threefold.data.axis import DataAxis, place_on_axis
+from threefold.data.axis import place_on_axis
 from threefold.data.draws import WeightedDraws
 from threefold.data.order import Cursor, Pass, Plain
 from threefold.data.partition import Tail, share, tail_of_sampler
@@ -55,7 +55,7 @@ class DistributedSampler(Sampler[int]):
         tail: Tail | None = None,
         weights: Sequence[float] | npt.NDArray[Any] | None = None,
         num_samples: int | None = None,
-        mesh: DataAxis | Any | None = None,
+        mesh: Any | None = None,
     ) -> None:
         """Fix the order; no index is computed yet.
 
@@ -85,15 +85,16 @@ class DistributedSampler(Sampler[int]):
             raise ConfigError(f"order = {order!r}", expected="threefold or torch", fix="order='threefold'")
         self.order, self.tail = order, tail_of_sampler(tail, drop_last=drop_last)
         self._num_rows = _length(dataset)
-        if weights is not None and (not shuffle or order == "torch"):
-            raise _contradicts_weights("shuffle = False" if not shuffle else "order = 'torch'")
-        self._draws = None if weights is None else WeightedDraws.of_rows(weights, seed=seed, num_rows=self._num_rows)
-        self.epoch_size = _checked_num_samples(num_samples, self._draws, num_rows=self._num_rows)
+        self._set_draws(weights, num_samples)
         self._by_loop = False
         self._stand_in: Callable[[int], int] | None = None
         self._set_multiple(self.num_replicas)
         if order == "torch" and shuffle and self._num_rows > _MOST_INT32:
-            warnings.warn(_large_table(self._num_rows), stacklevel=2)
+            warnings.warn(
+                f"order='torch' keeps 8 bytes for each of {self._num_rows} samples on every rank "
+                f"({self._num_rows / 2**27:.0f} GiB), 4 up to {_MOST_INT32}; order='threefold' keeps none",
+                stacklevel=2,
+            )
         self.epoch = 0
         self._order_version = ORDER_VERSION
         self._begin = 0
@@ -203,6 +204,30 @@ class DistributedSampler(Sampler[int]):
         position = now.begin + now.had * self.num_replicas
         return now.epoch, min(position, self.epoch_size) if self.tail == "exact" else position
 
+    def _set_draws(self, weights: Sequence[float] | npt.NDArray[Any] | None, num_samples: int | None) -> None:
+        num_rows = self._num_rows
+        if weights is not None and (not self.shuffle or self.order == "torch"):
+            contrary = "shuffle = False" if not self.shuffle else "order = 'torch'"
+            raise ConfigError(
+                f"weights contradict {contrary}",
+                expected="draws with replacement, which are random and have no counterpart in torch's sampler",
+                fix=f"leave out {contrary.split(' ')[0]}, or weights",
+            )
+        self._draws = None if weights is None else WeightedDraws(weights, seed=self.seed)
+        if self._draws is not None and len(self._draws.weights) != num_rows:
+            raise ConfigError(
+                f"there are {len(self._draws.weights)} weights for {num_rows} samples",
+                expected="one weight for each sample of the dataset",
+                fix=f"pass {num_rows} weights, 0 for samples that must never be drawn",
+            )
+        if num_samples is not None and (weights is None or num_samples < 1):
+            raise ConfigError(
+                f"num_samples = {num_samples}" + ("" if weights is not None else " without weights"),
+                expected="a number of draws >= 1, only with weights: without them an epoch is every sample once",
+                fix="leave out num_samples, or pass weights" if weights is None else f"num_samples={num_rows}",
+            )
+        self.epoch_size = num_rows if num_samples is None else num_samples
+
     def _set_multiple(self, global_batch: int) -> None:
         self.global_batch = global_batch
         self.num_samples = len(self._share(0))
@@ -251,13 +276,6 @@ def _torch_order(num_rows: int, *, seed: int) -> npt.NDArray[Any]:
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed), dtype=dtype).numpy()
 
 
-def _large_table(num_rows: int) -> str:
-    return (
-        f"order='torch' keeps 8 bytes for each of {num_rows} samples on every rank ({num_rows / 2**27:.0f} GiB), 4 up "
-        f"to {_MOST_INT32}; order='threefold' keeps none"
-    )
-
-
 def _length(dataset: Any) -> int:
     try:
         return len(dataset)
@@ -267,21 +285,3 @@ def _length(dataset: Any) -> int:
             expected="a map-style dataset, with __len__ and __getitem__: the order consists of its indices",
             fix="pass a map-style dataset, or give a stream to the DataLoader without a sampler",
         ) from None
-
-
-def _contradicts_weights(contrary: str) -> ConfigError:
-    return ConfigError(
-        f"weights contradict {contrary}",
-        expected="draws with replacement, which are random and have no counterpart in torch's sampler",
-        fix=f"leave out {contrary.split(' ')[0]}, or weights",
-    )
-
-
-def _checked_num_samples(num_samples: int | None, draws: WeightedDraws | None, *, num_rows: int) -> int:
-    if num_samples is None or (draws is not None and num_samples > 0):
-        return num_rows if num_samples is None else num_samples
-    raise ConfigError(
-        f"num_samples = {num_samples}" + ("" if draws is not None else " without weights"),
-        expected="a number of draws >= 1, only with weights: without them an epoch is every sample once",
-        fix="leave out num_samples, or pass weights" if draws is None else f"num_samples={num_rows}",
-    )

@@ -26,7 +26,7 @@ from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader
 
-from threefold.data.axis import DataAxis, data_axis
+from threefold.data.axis import data_axis
 from threefold.data.order import Cursor, Plain
 from threefold.errors import ConfigError, DataError
 
@@ -39,7 +39,7 @@ class StreamingLoader:
     def __init__(
         self,
         dataset: IterableDataset,
-        mesh: DataAxis | Any | None = None,
+        mesh: Any | None = None,
         *,
         batch_size: int,
         num_workers: int = 0,
@@ -100,11 +100,7 @@ class StreamingLoader:
         return loader
 
     def endless(self) -> Iterator[Any]:
-        """Epoch after epoch, for a loop that counts steps.
-
-        Raises:
-            DataError: an epoch has no batch on this rank.
-        """
+        """Epoch after epoch, for a loop that counts steps; a DataError if one has no batch on this rank."""
         while True:
             resumed = self._begin > 0
             empty = True
@@ -135,11 +131,7 @@ class StreamingLoader:
         return {**state, "stream": self._loader.state_dict() if self._done else self._seek_to}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where `state_dict` was taken.
-
-        Raises:
-            DataError: not a state of a stream, or one of another rank, number of ranks or workers, or batch size.
-        """
+        """Resume; a DataError for a state of another rank, number of ranks or workers, or batch size."""
         cursor = Cursor.from_state_dict(state)
         cursor.check(self._made_from)
         self.epoch, self._begin, self._done = cursor.epoch, cursor.position, 0

@@ -79,14 +79,9 @@ Tokenizer = ByteTokenizer | VocabularyTokenizer
 
 
 def load_tokenizer(name: str, *, revision: str | None = None) -> Tokenizer:
-    """`bytes`, or the tokenizer of a Hugging Face id or local folder.
+    """`bytes`, or the tokenizer of a local folder or of an id on the Hub, at a branch, tag or commit `revision`.
 
-    Args:
-        name: `bytes`, an id on the Hub, or a folder with tokenizer.json.
-        revision: branch, tag or commit on the Hub.
-
-    Raises:
-        DataError: there is no such tokenizer, it cannot be reached, or it has no end token.
+    A DataError if there is no such tokenizer, it cannot be reached, or it has no end token.
     """
     if name == "bytes":
         return ByteTokenizer()

@@ -79,11 +79,7 @@ class Rows(Protocol):
 
 @dataclass(eq=False)
 class ConcatRows:
-    """The stream cut into windows: row i holds the tokens [i*S, i*S + S].
-
-    Raises:
-        DataError: the store is shorter than one row.
-    """
+    """The stream cut into windows, row i = tokens [i*S, i*S + S]; a DataError if it is shorter than one."""
 
     store: TokenStore
     _: KW_ONLY

@@ -73,11 +73,7 @@ class Packing:
             )
 
     def pack(self, store: TokenStore) -> Rows:
-        """The rows of a store.
-
-        Raises:
-            DataError: the store gives not one row.
-        """
+        """The rows of a store; a DataError if it gives not one."""
         if self.packing == "concat":
             return ConcatRows(store, seq_len=self.seq_len, document_mask=self.document_mask)
         return PaddedRows(
@@ -90,11 +86,7 @@ class Packing:
 
 
 def open_rows(source: Source, packing: Packing, *, tokenizer: Tokenizer | None, cache: Path) -> Rows:
-    """The packed rows of a source: of its store, or of its text's cached store in the folder `cache`.
-
-    Raises:
-        DataError: the source cannot be read, its store belongs to another tokenizer, or it gives not one row.
-    """
+    """The packed rows of a source's store, which text has in the folder `cache`; errors as for both functions."""
     return packing.pack(open_store(source, tokenizer=tokenizer, cache=cache))
 
 

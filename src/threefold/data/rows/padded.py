@@ -16,7 +16,7 @@ and the plan depends on the lengths alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property, partial
 from typing import Any
 
@@ -78,50 +78,41 @@ def cut_documents(ends: Int64, *, seq_len: int, truncate: bool) -> Pieces:
     )
 
 
+@dataclass(eq=False)
 class PaddedRows:
-    """Rows of pieces, padded with the end token (0 in a store made by another program).
+    """Rows of pieces, padded with the end token (0 in another program's store); a DataError if there is no piece.
 
     Args:
         lookahead: pieces that `best_fit` chooses from at a time; None: one piece per row.
         truncate: keep the first row of a longer document instead of cutting it.
-
-    Raises:
-        DataError: no document has two tokens.
     """
 
-    def __init__(
-        self,
-        store: TokenStore,
-        *,
-        seq_len: int,
-        lookahead: int | None = None,
-        document_mask: bool = False,
-        truncate: bool = False,
-    ) -> None:
-        self.store = store
-        self.seq_len = seq_len
-        self.lookahead = lookahead
-        self.document_mask = document_mask
-        self.truncate = truncate
-        self._pieces = cut_documents(store.document_ends, seq_len=seq_len, truncate=truncate)
-        num_pieces = len(self._pieces.starts)
-        if num_pieces == 0:
+    store: TokenStore
+    _: KW_ONLY
+    seq_len: int
+    lookahead: int | None = None
+    document_mask: bool = False
+    truncate: bool = False
+
+    def __post_init__(self) -> None:
+        self._pieces = cut_documents(self.store.document_ends, seq_len=self.seq_len, truncate=self.truncate)
+        lengths = self._pieces.lengths
+        if not len(lengths):
+            documents = counted(self.store.num_documents, "document")
             raise DataError(
-                f"data.source has {counted(store.num_documents, 'document')}, none with 2 or more tokens: not one row",
+                f"data.source has {documents}, none with 2 or more tokens: not one row",
                 expected="a document with a token and one to predict after it",
                 fix="--data.packing concat   (or a larger source)",
             )
         # order: the pieces row by row; row_ends: one past each row's last piece in it.
-        if lookahead is None:
-            self._order = np.arange(num_pieces)
-            self._row_ends = np.arange(1, num_pieces + 1)
+        if self.lookahead is None:
+            self._order, self._row_ends = np.arange(len(lengths)), np.arange(1, len(lengths) + 1)
         else:
-            self._order, self._row_ends = best_fit(self._pieces.lengths, capacity=seq_len, lookahead=lookahead)
+            self._order, self._row_ends = best_fit(lengths, capacity=self.seq_len, lookahead=self.lookahead)
         self.num_rows = len(self._row_ends)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        settings = ("seq_len", "lookahead", "document_mask", "truncate")
-        return partial(PaddedRows, **{name: getattr(self, name) for name in settings}), (self.store,)
+        return partial(PaddedRows, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -154,12 +145,7 @@ class PaddedRows:
             begins[:] = False
         position_ids, document_ids = numbered(begins)
         document_ids[np.arange(self.seq_len) >= used[:, None]] = PADDING
-        return {
-            "input_ids": input_ids,
-            "labels": labels,
-            "position_ids": position_ids,
-            "document_ids": document_ids,
-        }
+        return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "document_ids": document_ids}
 
     def _fill(self, index: int, input_ids: Int64, labels: Int64, begins: npt.NDArray[np.bool_]) -> int:
         """Writes row `index` into arrays of one row, [seq_len] each; returns the number of places that hold a token."""

@@ -73,12 +73,9 @@ def write_index(file: BinaryIO, lengths: npt.NDArray[np.int32], *, dtype: np.dty
 
 
 def read_index(idx: Path, bin: Path) -> StoreIndex:
-    """The index at `idx`, whose tokens lie in `bin`.
+    """The index at `idx`, whose tokens lie in `bin`; the header and both sizes are checked without reading the arrays.
 
-    Checks the header and the sizes of both files, without reading the arrays.
-
-    Raises:
-        DataError: a file is missing, truncated, or of another format.
+    A DataError if a file is missing, truncated, or of another format.
     """
     for path in (idx, bin):
         if not path.is_file():
@@ -93,7 +90,12 @@ def read_index(idx: Path, bin: Path) -> StoreIndex:
         header = f"for the {num_sequences:,} sequences and {num_bounds:,} bounds of its header"
         _check_size(idx, arrays, header)
     index = StoreIndex(idx, dtype, num_sequences, num_bounds, bin.stat().st_size // dtype.itemsize)
-    _check_ends(index, bin)
+    bounds, end = index.bounds(), 0
+    if not len(bounds) or bounds[0] != 0 or bounds[-1] != num_sequences:
+        raise _bad_bounds(index)
+    if num_sequences:
+        end = int(index.offsets()[-1]) + int(index.lengths()[-1]) * dtype.itemsize
+    _check_size(bin, end, f"according to {idx.name}: the two files belong together")
     return index
 
 
@@ -143,17 +145,6 @@ def _read_header(idx: Path) -> tuple[np.dtype[Any], int, int]:
             fix=_REMAKE,
         )
     return np.dtype(DTYPE_OF_CODE[code]), num_sequences, num_bounds
-
-
-def _check_ends(index: StoreIndex, bin: Path) -> None:
-    """Checks that the last sequence ends at the end of the .bin, and the documents' first and last bound."""
-    bounds = index.bounds()
-    if not len(bounds) or bounds[0] != 0 or bounds[-1] != index.num_sequences:
-        raise _bad_bounds(index)
-    end = 0
-    if index.num_sequences:
-        end = int(index.offsets()[-1]) + int(index.lengths()[-1]) * index.dtype.itemsize
-    _check_size(bin, end, f"according to {index.path.name}: the two files belong together")
 
 
 def _check_size(path: Path, expected: int, reason: str) -> None:

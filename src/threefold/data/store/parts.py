@@ -55,17 +55,14 @@ class PartDone:
 
 @dataclass(frozen=True)
 class PartMaker:
-    """Encodes parts into `folder`. Pickles with its source and tokenizer.
-
-    Args:
-        encode_at_once: documents per call of the tokenizer; 1 keeps a tokenizer with its own threads to one thread.
-    """
+    """Encodes parts into `folder`. Pickles with its source and tokenizer."""
 
     source: TextSource
     tokenizer: Tokenizer
     folder: Path
     skip_bad: bool
     encode_at_once: int = _BATCH_DOCUMENTS
+    """documents per call of the tokenizer; 1 keeps a tokenizer with its own threads to one thread."""
 
     def make(self, part: Part) -> PartDone:
         """Encodes one part. If documents are bad, nothing is kept and the log has the problems."""
@@ -143,14 +140,12 @@ def plan_parts(pieces: Sequence[Piece]) -> list[Part]:
     parts: list[Part] = []
     run: list[Piece] = []
     size = 0
-    for piece in pieces:
+    for number, piece in enumerate(pieces, start=1):
         run.append(piece)
         size += piece.size_bytes
-        if size >= target:
+        if size >= target or number == len(pieces):
             parts.append(Part(len(parts), tuple(run), size))
             run, size = [], 0
-    if run:
-        parts.append(Part(len(parts), tuple(run), size))
     return parts
 
 
@@ -175,10 +170,7 @@ def joined(
 def make_in_processes(maker: PartMaker, parts: Sequence[Part], *, num_workers: int) -> Generator[PartDone, None, None]:
     """Encodes parts in `num_workers` new processes; yields each as it is done, in any order.
 
-    Closing the iterator ends the processes.
-
-    Raises:
-        RunError: a process ended without an error, most often because it ran out of memory and was killed.
+    Closing the iterator ends the processes. A RunError if one ended without an error, as after a kill for memory.
     """
     context = multiprocessing.get_context("spawn")
     waiting = iter(parts)

@@ -18,14 +18,11 @@ from threefold.errors import DataError
 
 
 def open_store(source: Source, *, tokenizer: Tokenizer | None, cache: Path) -> TokenStore:
-    """The token store of a source.
+    """The token store of a source; a DataError if it cannot be read or belongs to another tokenizer.
 
     Args:
         tokenizer: for text; a store that records its tokenizer is compared with it. None: only a store is accepted.
         cache: folder for the stores made from text.
-
-    Raises:
-        DataError: the source cannot be read, or its store belongs to another tokenizer.
     """
     prefix = store_prefix(source.name)
     if prefix is not None:
@@ -43,11 +40,7 @@ def open_store(source: Source, *, tokenizer: Tokenizer | None, cache: Path) -> T
 
 
 def open_text(source: Source) -> TextSource:
-    """The documents that a source names.
-
-    Raises:
-        DataError: nothing is there, or not in a form that can be read.
-    """
+    """The documents that a source names; a DataError if they cannot be read."""
     if source.name.startswith("hf:"):
         return open_hub(source)
     return open_stdlib() if source.name == "stdlib" else open_files(source.name, text_field=source.text_field)
@@ -60,11 +53,7 @@ def cached_store(text: TextSource, tokenizer: Tokenizer, *, cache: Path, skip_ba
 
 
 def store_prefix(source: str) -> Path | None:
-    """Prefix of the store that `source` names (by a folder with an .idx, a prefix or either file); None for text.
-
-    Raises:
-        DataError: a folder holds several stores, or an unfinished one.
-    """
+    """Prefix of the store that `source` names; None for text; a DataError for several or an unfinished one."""
     if source == "stdlib" or source.startswith("hf:"):
         return None
     path = Path(source).expanduser()

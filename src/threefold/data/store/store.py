@@ -28,9 +28,6 @@ import numpy.typing as npt
 from threefold.data.store.index import check_arrays, read_index, write_index
 from threefold.errors import DataError
 
-Tokens = npt.NDArray[Any]
-Offsets = npt.NDArray[np.int64]
-
 INFO_FORMAT = "threefold-store-1"
 
 _BLOCK = 1 << 20
@@ -65,10 +62,7 @@ def dtype_for(vocab_size: int) -> np.dtype[Any]:
 class TokenStore:
     """An open store: the flat `tokens` (memory-mapped) and the documents' ends in it.
 
-    Pickles as its prefix, so that a loader's worker maps the files itself.
-
-    Raises:
-        DataError: a file is missing, truncated, or not of this format.
+    Pickles as its prefix, so that a loader's worker maps the files itself. Errors as for `read_index`.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -92,14 +86,14 @@ class TokenStore:
         return TokenStore, (self.prefix,)
 
     @cached_property
-    def tokens(self) -> Tokens:
+    def tokens(self) -> npt.NDArray[Any]:
         """The entire stream, [num_tokens], read-only and memory-mapped."""
         if self.num_tokens == 0:
             return np.empty(0, self.dtype)
         return np.memmap(with_suffix(self.prefix, ".bin"), self.dtype, mode="r")
 
     @cached_property
-    def document_ends(self) -> Offsets:
+    def document_ends(self) -> npt.NDArray[np.int64]:
         """One past each document's last token in the stream, [num_documents], never decreasing."""
         sequence_ends = np.zeros(self._index.num_sequences + 1, np.int64)
         np.cumsum(self._index.lengths(), out=sequence_ends[1:])
@@ -134,11 +128,7 @@ class TokenStore:
 class StoreWriter:
     """Writes a store document by document; its files get their names only in `finish`.
 
-    Use as a context manager: leaving it without `finish` removes the temporary files.
-
-    Args:
-        prefix: path without suffix.
-        dtype: of the tokens, one of `dtype_for`.
+    Use as a context manager: leaving it without `finish` removes the temporary files. `prefix` is without a suffix.
     """
 
     def __init__(self, prefix: str | Path, *, dtype: np.dtype[Any]) -> None:
@@ -158,7 +148,7 @@ class StoreWriter:
         for suffix in (".bin", ".idx", ".json"):
             self._temporary(suffix).unlink(missing_ok=True)
 
-    def add_block(self, tokens: Tokens, lengths: npt.NDArray[np.int32]) -> None:
+    def add_block(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int32]) -> None:
         """Appends documents of `lengths`, [documents] int32, whose tokens are concatenated in `tokens`."""
         data = np.ascontiguousarray(tokens, self.dtype).data.cast("B") if len(tokens) else b""
         self._bin.write(data)
@@ -206,11 +196,7 @@ def with_suffix(prefix: str | Path, suffix: str) -> Path:
 
 
 def read_info(prefix: str | Path) -> StoreInfo | None:
-    """The .json of a store; None if there is none.
-
-    Raises:
-        DataError: it is not readable, or not of this project.
-    """
+    """The .json of a store; None if there is none; a DataError if it is not readable, or not of this project."""
     path = with_suffix(prefix, ".json")
     try:
         record = json.loads(path.read_bytes())

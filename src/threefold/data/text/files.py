@@ -119,11 +119,7 @@ def open_stdlib() -> Files:
 
 
 def open_files(source: str, *, text_field: str) -> Files:
-    """The files that a path or a glob names; a folder stands for all files in it at any depth, without hidden ones.
-
-    Raises:
-        DataError: nothing is there, or nothing that can be read.
-    """
+    """The files that a path or glob names, of a folder all at any depth but hidden ones; a DataError without any."""
     path = Path(source).expanduser()
     if path.is_file():
         if not path.name.lower().endswith(EXTENSIONS):
@@ -149,13 +145,11 @@ def open_files(source: str, *, text_field: str) -> Files:
 
 
 def _walk(root: Path, *, excluded: frozenset[str], extensions: tuple[str, ...]) -> tuple[str, ...]:
-    found = []
+    found: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
-        for name in names:
-            if name.lower().endswith(extensions) and not name.startswith("."):
-                found.append(Path(folder, name).relative_to(root).as_posix())
-    return tuple(sorted(found))
+        found += [Path(folder, n) for n in names if n.lower().endswith(extensions) and not n.startswith(".")]
+    return tuple(sorted(path.relative_to(root).as_posix() for path in found))
 
 
 def _match(pattern: str) -> tuple[Path, tuple[str, ...]]:

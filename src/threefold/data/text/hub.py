@@ -50,11 +50,7 @@ class HubRows:
 
 
 def open_hub(source: Source) -> HubRows:
-    """One split of the dataset `hf:ID`, with an id on the Hub or a folder as ID.
-
-    Raises:
-        DataError: it cannot be reached or read, or has no such split, configuration or text field.
-    """
+    """One split of `hf:ID`; a DataError if it cannot be read, or has no such split, configuration or field."""
     import datasets
 
     dataset_id, text_field = source.name.removeprefix("hf:"), source.text_field

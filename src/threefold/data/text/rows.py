@@ -62,11 +62,7 @@ def read_jsonl(path: Path, piece: Piece, *, text_field: str, log: ReadLog) -> It
 
 
 def parquet_pieces(path: Path, *, file: int, text_field: str) -> list[Piece]:
-    """The row groups of a .parquet file, one piece each.
-
-    Raises:
-        DataError: it is not a .parquet, or has no such field, or the field is not text.
-    """
+    """A piece for each row group; a DataError if it is not a .parquet with a text field of that name."""
     import pyarrow
     import pyarrow.parquet
 

@@ -52,11 +52,7 @@ class Piece:
 
 @dataclass
 class ReadLog:
-    """Counts of what was read, and the first problems.
-
-    Args:
-        skip_bad: count bad lines, rows and files instead of keeping them as problems.
-    """
+    """Counts of what was read, and the first problems; `skip_bad` only counts bad lines, rows and files."""
 
     skip_bad: bool = False
     num_rows: int = 0

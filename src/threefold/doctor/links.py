@@ -168,15 +168,13 @@ def _pairs_finding(pairs: Mapping[tuple[int, int], tuple[float, float]], *, own_
         f"slowest of {len(pairs)}: ranks {slowest[0]} and {slowest[1]}, {_rate(rate)}, {_time(latency_s)} one way; "
         f"median {_rate(median)}"
     )
-    return judged(
-        "pairs",
-        text,
-        not (own_links and len(pairs) >= _FEWEST_JUDGED and rate < _SLOW_SHARE * median),
-        otherwise="warning",
-        expected="pairs of about the same speed: a step waits for the slowest",
-        fix="run it again; if it is the same pair, look at the cables, cards and load of its hosts, and place "
-        "tp and cp ranks on one host",
+    fits = not (own_links and len(pairs) >= _FEWEST_JUDGED and rate < _SLOW_SHARE * median)
+    expected, again = (
+        "pairs of about the same speed: a step waits for the slowest",
+        "run it again; if it is the same pair",
     )
+    fix = f"{again}, look at the cables, cards and load of its hosts, and place tp and cp ranks on one host"
+    return judged("pairs", text, fits, otherwise="warning", expected=expected, fix=fix)
 
 
 def _time_axis(mesh: Mesh, name: str, limit_s: float) -> Timing:

@@ -79,12 +79,8 @@ def look_at_machine(config: Config, *, several_machines: bool) -> MachineReport:
     nets = network.look(environ)
     installed = packages.look()
     seen = gpu.look(environ)
-    findings = [
-        *machine.judge(host),
-        *network.judge(nets, several_machines=several_machines),
-        *packages.judge(installed, gpus=bool(seen.gpus)),
-        *gpu.judge(seen),
-    ]
+    findings = machine.judge(host) + network.judge(nets, several_machines=several_machines)
+    findings += packages.judge(installed, gpus=bool(seen.gpus)) + gpu.judge(seen)
     versions = {name: installed[name].version for name in (*packages.SHOWN, "threefold") if name in installed}
     versions["Python"] = host.python
     if seen.nccl is not None:

@@ -92,17 +92,14 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
     found = Comparison()
     outputs = _watch(model.module)
     observe = _compare_gradients(model, curves[0].gradients if curves else {}, found, mesh)
-    step = TrainStep(
-        model, adamw(model.module, config.optimizer), mesh, grad_clip=config.train.grad_clip, observe=observe
-    )
+    optimizer = adamw(model.module, config.optimizer)
+    step = TrainStep(model, optimizer, mesh, grad_clip=config.train.grad_clip, observe=observe)
     loader = iter(assemble.loader_of(config, rows, mesh))
     micro_batch = observed if config.train.micro_batch == "auto" else config.train.micro_batch
     for number in range(1, options.steps + 1):
         batch = next(loader)
-        result = step(
-            micro_batches(batch, micro_batch),
-            lr=learning_rate(number, num_steps=options.steps, config=config.optimizer),
-        )
+        lr = learning_rate(number, num_steps=options.steps, config=config.optimizer)
+        result = step(micro_batches(batch, micro_batch), lr=lr)
         found.losses.append((mean_loss(result, mesh), losses[number - 1]))
         found.norms.append((result.grad_norm.item(), norms[number - 1]))
         if number == 1:

@@ -114,13 +114,8 @@ class OrderAudit:
             place["epoch"] = done // math.ceil(len(loader) / args.gradient_accumulation_steps)
         sampler = loader.sampler
         sizes = (sampler.epoch_size, sampler.global_batch, sampler.seed, sampler.shuffle, sampler.tail)
-        start = SegmentLine.of(
-            Order(*sizes, version=place["order_version"]),
-            Place(place["epoch"], place["position"]),
-            first_step=done + 1,
-            topology=loader.axis.topology,
-            every=every,
-        )
+        order, at = Order(*sizes, version=place["order_version"]), Place(place["epoch"], place["position"])
+        start = SegmentLine.of(order, at, first_step=done + 1, topology=loader.axis.topology, every=every)
         path = folder / record.FILE
         file = _open_record(path, again=again, first_step=start.first_step) if loader.axis.rank == 0 else None
         older = "resume from an older checkpoint, or begin in another output_dir"
@@ -128,12 +123,10 @@ class OrderAudit:
         self._audit = Audit(replace(start, **begun), gather=_gather, explain=_explain, record=file)
 
     def micro_batch(self) -> None:
-        """The next batch from the loader has been used."""
         if self._taken:
             self._used.append(self._taken.popleft())
 
     def step_done(self) -> None:
-        """The batches used since the last step are one step."""
         self._step += 1
         numbers = np.array([number for batch in self._used for number in batch.numbers], np.int64)
         digests = [np.array([batch.contents], np.uint64).view(np.int64) for batch in self._used]

@@ -6,6 +6,7 @@ something else, the error names it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,14 +60,8 @@ def check_model(model: Any) -> None:
 def check_request(trainer: Any) -> None:
     """Refuses arguments that contradict what the Trainer promises, all at once (ConfigError)."""
     args = trainer.args
-    problems = [
-        *_processes(args),
-        *_reading(args),
-        *_parallelism(trainer),
-        *_sharded(trainer.model, args),
-        *context.problems(trainer),
-    ]
-    if problems:
+    of_arguments, of_model = (_processes(args), _reading(args)), (_parallelism(trainer), _sharded(trainer.model, args))
+    if problems := list(itertools.chain(*of_arguments, *of_model, context.problems(trainer))):
         raise ConfigError.of(problems)
 
 

@@ -46,8 +46,12 @@ class Box:
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Returns where this box lies in a tensor that holds `outer`."""
-        starts = [own - begin for own, begin in zip(self.offsets, outer.offsets, strict=True)]
-        return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
+        starts = tuple(own - begin for own, begin in zip(self.offsets, outer.offsets, strict=True))
+        return Box(starts, self.sizes).slices
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
 
 def boxes_of(indices: Sequence[Sequence[int]]) -> Iterator[tuple[Box, Box]]:

@@ -46,8 +46,12 @@ class Box:
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Returns where this box lies in a tensor that holds `outer`."""
-        starts = [own - begin for own, begin in zip(self.offsets, outer.offsets, strict=True)]
-        return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
+        starts = tuple(own - begin for own, begin in zip(self.offsets, outer.offsets, strict=True))
+        return Box(starts, self.sizes).slices
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
 
 def boxes_of(indices: Sequence[Sequence[int]]) -> Iterator[tuple[Box, Box]]:
@@ -56,8 +60,7 @@ def boxes_of(indices: Sequence[Sequence[int]]) -> Iterator[tuple[Box, Box]]:
     Args:
         indices: for each dim, the complete tensor's indices that the rank holds, ascending.
     """
-    runs = [_runs(along) for along in indices]
-    for combination in itertools.product(*runs):
+    for combination in itertools.product(*map(_runs, indices)):
         begins, places, sizes = zip(*combination, strict=True) if combination else ((), (), ())
         yield Box(begins, sizes), Box(places, sizes)
 
@@ -121,10 +124,10 @@ class Index:
     def to_json(self) -> str:
         files = sorted({chunk.file for entry in self.entries.values() for chunk in entry.chunks})
         number = {name: place for place, name in enumerate(files)}
-        tensors = {}
-        for name, entry in self.entries.items():
-            chunks = [[number[c.file], c.start, c.box.offsets, c.box.sizes] for c in entry.chunks]
-            tensors[name] = [entry.dtype, entry.shape, chunks]
+        tensors = {
+            name: [e.dtype, e.shape, [[number[c.file], c.start, c.box.offsets, c.box.sizes] for c in e.chunks]]
+            for name, e in self.entries.items()
+        }
         return json.dumps({"files": files, "tensors": tensors})
 
     @classmethod

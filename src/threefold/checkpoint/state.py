@@ -113,7 +113,7 @@ def holdings(state: Mapping[str, Tensor], mesh: Mesh) -> list[Holding]:
         # Layers have the same boxes: compute them once.
         kind = (tensor.shape, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else tensor.shape
         if kind not in known:
-            boxes = [(box, _slices(inside)) for box, inside in boxes_of(_indices(tensor))]
+            boxes = [(box, inside.slices) for box, inside in boxes_of(_indices(tensor))]
             known[kind] = _holders(tensor, mesh), boxes
         holders, boxes = known[kind]
         written = loads.setdefault(holders, [0] * len(holders))
@@ -134,10 +134,6 @@ def parts(state: Mapping[str, Tensor], held: Sequence[Holding], mesh: Mesh) -> l
 def own_parts(state: Mapping[str, Tensor], held: Sequence[Holding]) -> list[Part]:
     """Returns what this rank writes of a state, in file order, as live views."""
     return in_file_order(Part(each.name, each.shape, each.box, each.values(state)) for each in held if each.writer)
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))
 
 
 def _holders(tensor: Tensor, mesh: Mesh) -> tuple[int, ...]:
@@ -218,20 +214,15 @@ def fit(
     Raises:
         CheckpointError: a tensor is missing, or has another shape or type.
     """
-    wanted = {name: (TYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
-    held = {name: (entry.dtype, entry.shape) for name, entry in index.entries.items()}
+    wanted = {name: f"{TYPE_NAMES[tensor.dtype]} {list(tensor.shape)}" for name, tensor in state.items()}
+    held = {name: f"{entry.dtype} {list(entry.shape)}" for name, entry in index.entries.items()}
     if wrong := [name for name in wanted if held.get(name) != wanted[name]]:
-        found = held.get(wrong[0])
+        more = f"; {len(wrong) - 1} more differ" if len(wrong) > 1 else ""
         raise CheckpointError(
-            f"the checkpoint has {_described(found) if found else 'nothing'} for {wrong[0]}, the model "
-            f"{_described(wanted[wrong[0]])}" + (f"; {len(wrong) - 1} more differ" if len(wrong) > 1 else ""),
+            f"the checkpoint has {held.get(wrong[0], 'nothing')} for {wrong[0]}, the model {wanted[wrong[0]]}{more}",
             expected="the tensors of the same model and optimizer",
             fix=fix,
         )
-
-
-def _described(tensor: tuple[str, tuple[int, ...]]) -> str:
-    return f"{tensor[0]} {list(tensor[1])}"
 
 
 def read_into(state: Mapping[str, Tensor], folder: Path, index: Index, mesh: Mesh) -> None:

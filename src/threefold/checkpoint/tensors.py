@@ -54,11 +54,7 @@ def in_file_order(parts: Iterable[Part]) -> list[Part]:
 
 
 def write_parts(path: Path, parts: Sequence[Part]) -> Seal:
-    """Writes a rank's file and flushes it to disk.
-
-    Args:
-        parts: in file order; those on a device are copied to the host one at a time.
-    """
+    """Writes a rank's file and flushes it to disk; parts on a device are copied to the host one at a time."""
     boxes = {part.key: [part.name, part.box.offsets, part.shape] for part in parts}
     described = [(part.key, TYPE_NAMES[part.values.dtype], part.box.sizes) for part in parts]
     return write_tensors(path, described, (part.values.cpu() for part in parts), {"threefold": json.dumps(boxes)})

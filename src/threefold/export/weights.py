@@ -29,6 +29,7 @@ from threefold.model import load, lora
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 _WEIGHTS = "model.safetensors"
+_PART = ".part-{:05d}"
 
 Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
@@ -48,7 +49,10 @@ def write_weights(
 
     def flush() -> None:
         if pending:
-            _write(to / _part(len(shards)), pending)
+            ordered = sorted(pending.items(), key=lambda item: (-item[1].element_size(), item[0]))
+            described = [(name, TYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in ordered]
+            path = to / _PART.format(len(shards))
+            write_tensors(path, described, (tensor for _, tensor in ordered), {"format": "pt"})
             shards.append({name: tensor.nbytes for name, tensor in pending.items()})
             pending.clear()
 
@@ -68,23 +72,12 @@ def _tensors(state: Path, index: Index, names: list[str], convert: Convert) -> I
         yield from convert({name: read_whole(state, index.entries[f"model.{name}"]) for name in group}).items()
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    described = [(name, TYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in ordered]
-    write_tensors(path, described, (tensor for _, tensor in ordered), {"format": "pt"})
-
-
-def _part(number: int) -> str:
-    return f".part-{number:05d}"
-
-
 def _name_files(to: Path, shards: list[dict[str, int]]) -> list[str]:
     """Gives the files their final names, which contain their number, and writes the index if there are several."""
     files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        files = [_WEIGHTS]
+    files = [_WEIGHTS] if len(shards) == 1 else files
     for number, file in enumerate(files):
-        (to / _part(number)).rename(to / file)
+        (to / _PART.format(number)).rename(to / file)
     if len(shards) > 1:
         weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         total = sum(size for shard in shards for size in shard.values())

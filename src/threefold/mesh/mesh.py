@@ -235,9 +235,7 @@ def pick_device(device: str, local_rank: int) -> torch.device:
     Raises:
         ConfigError: a device that this machine does not have.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     visible, named = torch.cuda.device_count(), environment.variables().get("CUDA_VISIBLE_DEVICES")
     if visible == 1 and named == str(local_rank):

@@ -89,10 +89,7 @@ def _asked(ask: Callable[[], Any], *, otherwise: bool) -> bool:
 
 
 def rendezvous(info: LaunchInfo, *, timeout_s: float, facts: Mapping[str, str]) -> tuple[Any, tuple[str, ...]]:
-    """Joins the other ranks of `info`; when all are there and agree: their store, and the host of each.
-
-    Args:
-        facts: what must be the same on every rank, by a readable name: `torch`, `the mesh`.
+    """Joins the other ranks of `info`; when all are there and agree on the `facts`: their store, and the host of each.
 
     Raises:
         RendezvousError: within `timeout_s`: the port is taken, no rank answers, ranks are missing, two have one number,

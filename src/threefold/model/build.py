@@ -95,11 +95,7 @@ def load_model(
 
 
 def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> ParallelModel:
-    """The user's model on the mesh, filled with its weights; every rank calls it.
-
-    Args:
-        architecture: from `load.read_config`, checked against the mesh.
-    """
+    """The user's model on the mesh, filled with its weights; every rank calls it, after the architecture's check."""
     dtype = DTYPES[config.model.dtype]
     context, attention_choices = _context(config, architecture, mesh)
     model: Any = load.build_without_storage(

@@ -9,6 +9,7 @@ model whose class is not in the table below keeps its own forward.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -123,11 +124,9 @@ def _by_chunks(
     if size >= len(flat):
         return one(flat, targets)
     objective = cross_entropy = torch.zeros((), device=flat.device)
-    for states, own in zip(flat.split(size), targets.split(size), strict=True):
-        if torch.is_grad_enabled():
-            sums = checkpoint(one, states, own, use_reentrant=False, preserve_rng_state=False)
-        else:
-            sums = one(states, own)
+    again = partial(checkpoint, one, use_reentrant=False, preserve_rng_state=False)
+    for pair in zip(flat.split(size), targets.split(size), strict=True):
+        sums = again(*pair) if torch.is_grad_enabled() else one(*pair)
         objective, cross_entropy = objective + sums[0], cross_entropy + sums[1]
     return objective, cross_entropy
 

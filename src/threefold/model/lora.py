@@ -36,12 +36,7 @@ ADAPTER = "default"
 
 
 def problems(asked: LoraConfig, build: Callable[[], PreTrainedModel], *, name: str) -> list[Problem]:
-    """Why adapters of this model cannot be trained; empty if they can.
-
-    Args:
-        build: makes the model without storage.
-        name: of the architecture.
-    """
+    """Why adapters of this model, which `build` makes without storage, cannot be trained; empty if they can."""
     if importlib.util.find_spec("peft") is None:
         what, expected = f"model.lora.r = {asked.r}, but peft is not installed", "the package that defines the adapters"
         return [Problem(what, expected, "pip install 'threefold[lora]'")]
@@ -72,8 +67,7 @@ def problems(asked: LoraConfig, build: Callable[[], PreTrainedModel], *, name: s
 def inject(model: PreTrainedModel, asked: LoraConfig, tensor: TensorParallelism, mesh: Mesh) -> TensorParallelism:
     """Adds adapters to the projections of a model on the meta device, which may be split over tp already.
 
-    Returns:
-        what is split, under the names that the parameters have now.
+    Returns what is split, under the names that the parameters have now.
     """
     with _as_whole(model):
         _insert(model, asked)

@@ -73,13 +73,10 @@ def refuse_quantised(config: PretrainedConfig, *, name: str) -> None:
 
 
 def check_files(files: Mapping[str, Path], stored: Stored, *, name: str) -> None:
-    """Compares the headers of safetensors files with what a model's files hold.
+    """Compares the headers of safetensors files (tensor -> file) with what a model's files hold.
 
     If they lack a tensor, transformers is to convert them: then only codes are refused, integers of two dims or 8-bit
     floats, and `check_loaded` does the rest.
-
-    Args:
-        files: the file of each tensor in them.
 
     Raises:
         ConfigError: everything that is wrong with them.
@@ -122,11 +119,7 @@ def check_loaded(info: Mapping[str, Any], *, name: str, allowed: Sequence[str]) 
 
 
 def refuse_not_finite(found: Sequence[Sequence[str]]) -> None:
-    """ConfigError where any rank has read a weight that is NaN or infinite.
-
-    Args:
-        found: by rank, the names of such tensors.
-    """
+    """ConfigError where any rank has read a weight that is NaN or infinite; `found` has their names by rank."""
     names = sorted({each for own in found for each in own})
     if names:
         raise ConfigError(

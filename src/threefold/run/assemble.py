@@ -98,11 +98,7 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
 
 
 def trackers_of(run: Built, *, say: Callable[[str], None]) -> list[Tracker]:
-    """The trackers that log.trackers asks for, in addition to the metrics file; rank 0 calls it.
-
-    Args:
-        say: prints a line for the user if a tracker fails.
-    """
+    """The trackers that log.trackers asks for, in addition to the metrics file; `say` prints a line if one fails."""
     config, mesh = run.config, run.mesh
     if not config.log.trackers:
         return []

@@ -23,11 +23,7 @@ _LARGEST_SAMPLED = 500_000_000
 
 
 def introduce(console: Console, run: Built, why: str) -> None:
-    """Prints the head of a run.
-
-    Args:
-        why: the reason for this mesh.
-    """
+    """Prints the head of a run; `why` is the reason for its mesh."""
     config, mesh = run.config, run.mesh
     name = config.model.name_or_path or f"random weights from seed {config.train.seed}"
     ranks = f"{mesh.world_size} ranks" if mesh.world_size > 1 else "1 process"

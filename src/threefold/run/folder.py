@@ -96,10 +96,7 @@ class RunFolder:
 
 
 def open_run(config: Config, lock: RunLock | None = None) -> RunFolder:
-    """Makes or reopens the run's folder and finds where the run may resume; one rank calls it.
-
-    Args:
-        lock: locks the folder for this process.
+    """Makes or reopens the run's folder, with `lock`, and finds where the run may resume; one rank calls it.
 
     Raises:
         ConfigError: the folder holds a run and `checkpoint.resume` is `never`, another run is using it, or it cannot

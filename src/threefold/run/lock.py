@@ -37,10 +37,7 @@ class RunLock:
         self._made: Path | None = None
 
     def take(self, folder: Path, *, fresh: bool) -> None:
-        """Locks the folder.
-
-        Args:
-            fresh: the folder was made for this request.
+        """Locks the folder; a `fresh` one was made for this request.
 
         Raises:
             ConfigError: another process holds the lock.

@@ -64,9 +64,6 @@ def check(
 ) -> None:
     """Checks everything about the model, the batch and the mesh that is known before the first collective.
 
-    Args:
-        device: `cpu` or `cuda`, the ranks' device.
-
     Raises:
         ConfigError: all that is wrong, at once.
     """

@@ -149,13 +149,13 @@ def _look_for_nonfinite(run: Run, step: int, result: StepResult, batches: Sequen
         raise
 
 
+@dataclass
 class _Window:
     """What happened since the last logged step."""
 
-    def __init__(self) -> None:
-        self.elapsed = Stopwatch()
-        self.steps = 0
-        self.own = OwnTime()
+    elapsed: Stopwatch = field(default_factory=Stopwatch)
+    steps: int = 0
+    own: OwnTime = field(default_factory=OwnTime)
 
     def read(self, batches: Iterator[Batch]) -> Batch:
         watch, cpu_s = Stopwatch(), time.thread_time()

@@ -85,8 +85,7 @@ class TrainStep:
     def __call__(self, batches: Sequence[Batch], *, lr: float) -> StepResult:
         """Runs forward and backward over the micro-batches of this dp rank, then updates the weights.
 
-        Args:
-            batches: [batch, sequence] rows of this dp rank, the same on its cp and tp ranks, on any device.
+        Batches are [batch, sequence] rows of this dp rank, the same on its cp and tp ranks, on any device.
         """
         self._progress.enter("forward")
         ranks = self._mesh.size("loss")

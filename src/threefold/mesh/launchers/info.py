@@ -6,6 +6,7 @@ launcher.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -129,10 +130,7 @@ def checked(info: LaunchInfo, *, rank_name: str, world_name: str) -> LaunchInfo:
 
 def port_of_job(*numbers: int) -> int:
     """A port that is the same for all ranks of a job, and another one for other jobs on the same machine."""
-    derived = 0
-    for number in numbers:
-        derived = derived * 31 + number
-    return _FIRST_PORT + derived % _NUM_PORTS
+    return _FIRST_PORT + functools.reduce(lambda derived, number: derived * 31 + number, numbers, 0) % _NUM_PORTS
 
 
 def first_host(hostlist: str) -> str:

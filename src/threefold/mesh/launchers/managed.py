@@ -80,13 +80,13 @@ def managed(environ: Mapping[str, str]) -> Managed | None:
         )
     base = Path(environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
     output, channel = Path(environ.get("SM_OUTPUT_DIR", base / "output")), "SM_CHANNEL_"
-    settings = []
-    for key, value in hyperparameters.items():
-        if not key.startswith("sagemaker_"):
-            # Text is YAML, as on the command line. The SDK's drivers turn the names into shell variables, which cannot
-            # contain a dot: train__steps is train.steps.
-            text = value if isinstance(value, str) else as_yaml(value)
-            settings.append(Setting(key.replace("__", "."), text, f"hyperparameter {key}"))
+    # Text is YAML, as on the command line. The drivers of the SDK turn names into shell variables, which cannot contain
+    # a dot: train__steps is train.steps.
+    settings = [
+        Setting(key.replace("__", "."), value if isinstance(value, str) else as_yaml(value), f"hyperparameter {key}")
+        for key, value in hyperparameters.items()
+        if not key.startswith("sagemaker_")
+    ]
     return Managed(
         tuple(settings),
         {name.removeprefix(channel).lower(): Path(environ[name]) for name in environ if name.startswith(channel)},

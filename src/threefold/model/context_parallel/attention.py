@@ -99,8 +99,7 @@ def attend(
             keys = key if visible is None else key.index_select(2, visible)
             values = value if visible is None else value.index_select(2, visible)
             outputs.append(attend(module, queries, keys, values, own, **kwargs)[0])
-        # (batch, queries, heads, head)
-        return torch.cat(outputs, dim=1), None
+        return torch.cat(outputs, dim=1), None  # (batch, queries, heads, head)
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("softcap", "s_aux")}
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)

@@ -48,13 +48,10 @@ class SharedInput:
 
 
 def column_forward(module: nn.Linear, shared: SharedInput | None) -> Callable[[Tensor], Tensor]:
-    """x [.., in] on every rank -> this rank's part [.., out / tp].
-
-    Args:
-        shared: sums the gradient of x; None if x was gathered, which sums it already.
-    """
+    """x [.., in] on every rank -> this rank's part [.., out / tp]."""
 
     def forward(x: Tensor) -> Tensor:
+        # A gathered x (without `shared`) has its gradient summed already.
         return F.linear(x if shared is None else shared.take(x), local_part(module.weight), local_part(module.bias))
 
     return forward
@@ -68,8 +65,7 @@ def row_forward(
 ) -> Callable[[Tensor], Tensor]:
     """This rank's part [.., in / tp] -> the sum over the ranks [.., out], whole or (without `shared`) its own part.
 
-    Args:
-        adapter: adds its own product of the same input before the sum.
+    An `adapter` adds its own product of the same input before the sum.
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -88,10 +84,9 @@ def row_forward(
 def vocabulary_forward(
     module: nn.Embedding, group: dist.ProcessGroup, *, start: int, scattered: bool
 ) -> Callable[[Tensor], Tensor]:
-    """Token ids -> embeddings [.., hidden]; each rank looks up the entries it holds, from `start` on.
+    """Token ids -> embeddings [.., hidden], or of this rank's part of the sequence if `scattered`.
 
-    Args:
-        scattered: give each rank its part of the sequence only.
+    Each rank looks up the entries it holds, from `start` on.
     """
 
     def forward(ids: Tensor) -> Tensor:
@@ -100,10 +95,8 @@ def vocabulary_forward(
         place = torch.where(own, ids - start, 0)
         padding = module.padding_idx - start if module.padding_idx is not None else -1
         padding_idx = padding if 0 <= padding < weight.shape[0] else None
-        if weight.shape[0]:
-            found = F.embedding(place, weight, padding_idx)
-        else:
-            found = weight.new_zeros(*ids.shape, weight.shape[1])
+        empty = not weight.shape[0]
+        found = weight.new_zeros(*ids.shape, weight.shape[1]) if empty else F.embedding(place, weight, padding_idx)
         found = torch.where(own[..., None], found, 0.0)
         return scatter_sum(found, group) if scattered else sum_over(found, group)
 
@@ -111,11 +104,7 @@ def vocabulary_forward(
 
 
 def allowed(modules: Mapping[str, nn.Module], plan: Mapping[str, str], layers: list[nn.Module]) -> tuple[bool, str]:
-    """Whether the plan of this model lets the sequence be split between its split parts, and what decides.
-
-    Args:
-        plan: one style for each module or parameter that is split.
-    """
+    """Whether the plan (module or parameter -> style) lets the sequence be split between the split parts, and why."""
     others = sorted(set(plan.values()) - _SPLIT_STYLES)
     if others:
         return False, f"its plan has {', '.join(others)}"

@@ -140,7 +140,7 @@ def split_over_tp(
     head_name, head = _named(model, model.get_output_embeddings())
     embedding_name, embedding = _named(model, model.get_input_embeddings())
     tied = head is not None and embedding is not None and head.weight is embedding.weight
-    plan, partial = _exact_plan(model, head_name, tied_to=embedding_name if tied else "")
+    plan, partial = _exact_plan(model, head_name, tied_embedding=embedding_name if tied else "")
     experts = _expanded(model, model.ep_plan) if whole_experts else {}
     plan = {name: style for name, style in plan.items() if name not in experts}
     modules = dict(model.named_modules())
@@ -174,16 +174,12 @@ def split_over_tp(
     return split, (f"sequence parallelism: {'on' if scattered else 'off'}", why)
 
 
-def _exact_plan(model: PreTrainedModel, head_name: str, *, tied_to: str) -> tuple[dict[str, str], list[str]]:
-    """The model's plan with a head that stays split, and the replicated parameters whose gradient it would sum.
-
-    Args:
-        tied_to: name of the embedding that shares the head's weight, or empty.
-    """
+def _exact_plan(model: PreTrainedModel, head_name: str, *, tied_embedding: str) -> tuple[dict[str, str], list[str]]:
+    """The model's plan with a head that stays split, and the replicated parameters whose gradient it would sum."""
     plan = _expanded(model, model.tp_plan or {})
     partial = [name for name, style in plan.items() if style == _SUMMED_EVERY_BACKWARD]
     plan |= dict.fromkeys(partial, "replicate")
-    return plan | _rules(model, head_name, "colwise") | _rules(model, tied_to, "embedding_rowwise"), partial
+    return plan | _rules(model, head_name, "colwise") | _rules(model, tied_embedding, "embedding_rowwise"), partial
 
 
 def _rules(model: PreTrainedModel, module: str, style: str) -> dict[str, str]:
@@ -222,13 +218,9 @@ def _sequence(
 
 
 def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh, shared: SharedInput | None) -> dict[str, str]:
-    """Splits parameters as transformers' styles do, and gives plain layers the forward of `layers`.
+    """Splits parameters as transformers' styles do; gives plain layers the forward of `layers`, and returns how.
 
-    Args:
-        shared: None if the sequence is scattered between the split parts.
-
-    Returns:
-        plain layers that were split by columns or rows -> which.
+    `shared` is None if the sequence is scattered between the split parts.
     """
     group = mesh.group("tp")
     assert mesh.device_mesh is not None and group is not None

@@ -73,8 +73,10 @@ def check(
     problems += expert_problems(architecture, config.mesh.ep, topology.tp)
     problems += split_problems(config.mesh.cp_method, architecture, topology)
     problems += data_parallel.problems(config.mesh, topology, device=device)
-    problems += trackers.problems(config.log.trackers)
-    problems += flex.problems(config.model.attention, architecture, device=device)
+    if config.log.trackers:
+        problems += trackers.problems(config.log.trackers)
+    if config.model.attention == "flex":
+        problems += flex.problems("flex", architecture, device=device)
     if config.train.fused_loss == "liger":
         smoothing = config.train.label_smoothing
         problems += fused_loss.problems("liger", device=device, tp=topology.tp, label_smoothing=smoothing)

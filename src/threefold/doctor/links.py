@@ -169,11 +169,11 @@ def _pairs_finding(pairs: Mapping[tuple[int, int], tuple[float, float]], *, own_
         f"median {_rate(median)}"
     )
     fits = not (own_links and len(pairs) >= _FEWEST_JUDGED and rate < _SLOW_SHARE * median)
-    expected, again = (
-        "pairs of about the same speed: a step waits for the slowest",
-        "run it again; if it is the same pair",
+    expected = "pairs of about the same speed: a step waits for the slowest"
+    fix = (
+        "run it again; if it is the same pair, look at the cables, cards and load of its hosts, and place "
+        "tp and cp ranks on one host"
     )
-    fix = f"{again}, look at the cables, cards and load of its hosts, and place tp and cp ranks on one host"
     return judged("pairs", text, fits, otherwise="warning", expected=expected, fix=fix)
 
 

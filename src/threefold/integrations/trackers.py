@@ -175,7 +175,7 @@ class Trackio:
         name = run.id_of("trackio", lambda: run.name)
         with redirect_stdout(None):  # it prints a long explanation
             off: dict[str, Any] = dict.fromkeys(("embed", "auto_log_gpu", "auto_log_cpu"), False)
-            self._run: Any = trackio.init(run.project, name=name, config=run.told, resume="allow", **off)
+            self._run: Any = trackio.init(project=run.project, name=name, config=run.told, resume="allow", **off)
 
     def log(self, metrics: Metrics) -> None:
         self._run.log(_numbers(metrics), step=metrics["step"])

@@ -59,9 +59,9 @@ def check_model(model: Any) -> None:
 
 def check_request(trainer: Any) -> None:
     """Refuses arguments that contradict what the Trainer promises, all at once (ConfigError)."""
-    args = trainer.args
-    of_arguments, of_model = (_processes(args), _reading(args)), (_parallelism(trainer), _sharded(trainer.model, args))
-    if problems := list(itertools.chain(*of_arguments, *of_model, context.problems(trainer))):
+    args, model = trainer.args, trainer.model
+    found = (_processes(args), _reading(args), _parallelism(trainer), _sharded(model, args), context.problems(trainer))
+    if problems := list(itertools.chain.from_iterable(found)):
         raise ConfigError.of(problems)
 
 

@@ -50,7 +50,8 @@ class Tracer:
         if self._over or not name.startswith(str(SOURCE)):
             return
         module, function = os.path.relpath(name, SOURCE), frame.f_code.co_name
-        if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a function, no module or class body
+        # A named function: no module, no class body, no comprehension that a module runs when it is imported.
+        if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED and not function.startswith("<"):
             self.modules.setdefault(module)
         elif event == "return" and (module, function) == _LAST:
             self._over = True

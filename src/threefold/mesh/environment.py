@@ -32,12 +32,13 @@ def variables() -> Mapping[str, str]:
 
 def managed_job() -> managed.Managed | None:
     """The managed job (SageMaker) that this process is a part of."""
-    return managed.managed(os.environ)
+    return managed.managed(os.environ) if "SM_HPS" in os.environ else None
 
 
 def defaults() -> tuple[managed.Setting, ...]:
     """The launcher's suggestions for keys that the config leaves open."""
-    return managed.defaults(os.environ)
+    said = any(name.startswith(("SM_HPS", "PARALLELISM_CONFIG_")) for name in os.environ)
+    return managed.defaults(os.environ) if said else ()
 
 
 def settings() -> tuple[managed.Setting, ...]:

@@ -1,17 +1,19 @@
 """The command's root: its subcommands, `--version`, and how errors leave the process.
 
-This imports only what `--help` needs; each command imports what it uses.
+Each command is a file of this folder. Only the one that was asked for is loaded, or all of them for `--help`; each
+imports what it uses.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from threefold import __version__
-from threefold.commands import data, doctor, explain, export, submit, train, verify
 from threefold.commands.arguments import CONTEXT
 from threefold.errors import ThreefoldError
 
@@ -23,13 +25,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("train", context_settings=CONTEXT)(train.command)
-app.command("verify", context_settings=CONTEXT)(verify.command)
-app.command("export")(export.command)
-app.command("doctor", context_settings=CONTEXT)(doctor.command)
-app.command("explain")(explain.command)
-app.add_typer(data.app, name="data")
-app.add_typer(submit.app, name="submit")
+# In the order of `--help`; those with CONTEXT take any key of the config.
+_COMMANDS = {
+    "train": CONTEXT,
+    "verify": CONTEXT,
+    "export": None,
+    "doctor": CONTEXT,
+    "explain": None,
+    "data": None,
+    "submit": None,
+}
+
+
+def _load(names: Iterable[str]) -> None:
+    for name in names:
+        module = import_module(f"threefold.commands.{name}")
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name, context_settings=_COMMANDS[name])(module.command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -59,6 +73,8 @@ def _speaks_for_all() -> bool:
 
 def run() -> None:
     """Runs the command line; prints a user's error in its three parts and exits with its code."""
+    asked = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
+    _load([asked] if asked in _COMMANDS else _COMMANDS)
     try:
         app()
     except ThreefoldError as error:

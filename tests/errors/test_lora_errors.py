@@ -91,8 +91,7 @@ def test_settings_without_a_rank() -> None:
 
 def test_adapters_of_another_kind_are_not_resumed(tmp_path: Path) -> None:
     from threefold.checkpoint.layout import CheckpointFolder
-    from threefold.checkpoint.manifest import refuse_other
-    from threefold.model.load import architecture_of
+    from threefold.checkpoint.manifest import architecture_of, refuse_other
 
     trained, asked = (
         validate({"model": {"config": dict(LLAMA), "lora": {"r": 4, "alpha": alpha}}}) for alpha in (8, 16)

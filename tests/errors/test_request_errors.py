@@ -17,7 +17,7 @@ from threefold.data.tokens import ByteTokenizer
 from threefold.errors import EXIT_WRONG_REQUEST, CheckpointError, ConfigError, ThreefoldError
 from threefold.mesh import environment
 from threefold.mesh.topology import Topology, resolve
-from threefold.model.load import plan_of
+from threefold.model.load import plan_of, read_config
 from threefold.model.tensor_parallel.plan import plan_problems
 from threefold.run.folder import open_run
 from threefold.run.request import check
@@ -479,3 +479,34 @@ def test_everything_wrong_is_said_at_once() -> None:
         KV_HEADS.splitlines()[0],
         "the tokenizer 'bytes' has 257 tokens, the model only 100",
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "unknown", "fix"),
+    [
+        ({"model_type": "llama", "hiden_size": 64}, "hiden_size", "did you mean hidden_size?"),
+        ({"model_type": "llama", "zzz": 2, "vocab": 9}, "zzz, vocab", "leave zzz out"),
+    ],
+)
+def test_misspelt_key_of_an_architecture(values: dict[str, Any], unknown: str, fix: str) -> None:
+    """transformers takes it without a word, and a Llama of 6.7 billion parameters is what comes of the first."""
+    with pytest.raises(ConfigError) as error:
+        read_config(config_loading.validate({"model": {"config": values}}).model)
+    assert str(error.value) == (
+        f"model.config has a key that 'llama' does not know: {unknown}\n"
+        "  expected: the architecture's own keys: transformers would ignore this one, and train another model\n"
+        f"  fix: {fix}"
+    )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "llama", "rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "num_attention_heads": 2},
+        {"model_type": "gemma3_text", "rope_local_base_freq": 1e4, "sliding_window": 7},
+        {"model_type": "mixtral", "output_router_logits": True, "router_aux_loss_coef": 0.01},
+    ],
+)
+def test_keys_that_transformers_converts_are_known(values: dict[str, Any]) -> None:
+    assert read_config(config_loading.validate({"model": {"config": values}}).model).model_type == values["model_type"]

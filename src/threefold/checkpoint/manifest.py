@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,6 @@ from threefold.checkpoint.layout import Checkpoint
 from threefold.config.schema import Config
 from threefold.config.text import pasted
 from threefold.errors import CheckpointError, Problem
-from threefold.model.load import architecture_of
 
 # Fields and types that a manifest must have. A damaged one fails its checksum; this check is for a foreign one.
 _FIELDS = {"step": int, "mesh": list, "data": dict, "seed": int, "architecture": dict, "config": dict}
@@ -66,3 +66,10 @@ def refuse_other_base(manifest: Mapping[str, Any], base: str | None, config: Con
             expected="the weights that the run began with, which its checkpoints do not hold",
             fix="restore them, or name the revision: --model.revision COMMIT",
         )
+
+
+def architecture_of(config: PretrainedConfig) -> dict[str, Any]:
+    """The model's config as plain values, without those that do not belong to the weights."""
+    values = json.loads(config.to_json_string(use_diff=False))
+    volatile = ("_name_or_path", "transformers_version", "dtype", "use_cache", "_attn_implementation")
+    return {name: value for name, value in values.items() if name not in volatile}

@@ -250,3 +250,16 @@ def inner_sections(section: str) -> dict[str, Any]:
     fields: Mapping[str, Any] = getattr(field.annotation, "model_fields", {}) if field is not None else {}
     kinds = {key: entry.annotation for key, entry in fields.items()}
     return {key: kind for key, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
+
+
+# About one million parameters: trained if no model is named. Sizes divide by 2, 4 and 8 ranks.
+EMBEDDED_DEFAULT: Mapping[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}

@@ -8,10 +8,11 @@ that transformers converts) are first written to such files by one process of ea
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,27 +28,17 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from threefold.config.schema import ModelConfig
+from threefold.config.schema import EMBEDDED_DEFAULT, ModelConfig
 from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
 from threefold.model import weight_check
 from threefold.model.collectives import local_part
 from threefold.model.weight_check import Stored, stored_tensors
 
+# Keys of older releases, which transformers turns into `rope_parameters` and `layer_types`.
+_CONVERTED_KEYS = {"rope_theta", "rope_local_base_freq", "partial_rotary_factor", "sliding_window_pattern"}
 _STAGED_FILE_BYTES = 2 * 1024**3
 _SEEN_BYTES = 1024**2
-
-# About one million parameters: trained if no model is named. Sizes divide by 2, 4 and 8 ranks.
-EMBEDDED_DEFAULT: Mapping[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-}
 
 
 def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> PretrainedConfig:
@@ -82,13 +73,28 @@ def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
             fix="--model.config '{model_type: llama, hidden_size: 128, num_hidden_layers: 4}'",
         )
     try:
-        return AutoConfig.for_model(model_type, **values)
+        config = AutoConfig.for_model(model_type, **values)
+        unknown = unknown_keys(model_type, values)
     except Exception as error:  # transformers validates with exceptions of several families
         raise ConfigError(
             f"model.config is refused by transformers: {' '.join(str(error).split())}",
             expected=f"the keys and values of the {model_type!r} architecture",
             fix="see the architecture's config page in the transformers documentation",
         ) from error
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], dir(AutoConfig.for_model(model_type)), n=1)
+        raise ConfigError(
+            f"model.config has a key that {model_type!r} does not know: {', '.join(unknown)}",
+            expected="the architecture's own keys: transformers would ignore this one, and train another model",
+            fix=f"did you mean {near[0]}?" if near else f"leave {unknown[0]} out",
+        )
+    return config
+
+
+def unknown_keys(model_type: str, keys: Iterable[str]) -> list[str]:
+    """The keys among `keys` that an architecture's config neither has nor converts."""
+    known = AutoConfig.for_model(model_type)
+    return [key for key in keys if not hasattr(known, key) and key not in _CONVERTED_KEYS]
 
 
 def _unreachable(name: str, error: Exception) -> ConfigError:
@@ -311,13 +317,6 @@ def _cut(whole: Tensor, placement: Placement | None, *, mesh: Mesh) -> Tensor:
     assert mesh.device_mesh is not None
     with torch.device("cpu"):
         return distribute_tensor(whole, mesh.device_mesh["tp"], [placement], src_data_rank=None).to_local()
-
-
-def architecture_of(config: PretrainedConfig) -> dict[str, Any]:
-    """The model's config as plain values, without those that do not belong to the weights."""
-    values = json.loads(config.to_json_string(use_diff=False))
-    volatile = ("_name_or_path", "transformers_version", "dtype", "use_cache", "_attn_implementation")
-    return {name: value for name, value in values.items() if name not in volatile}
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:

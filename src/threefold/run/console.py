@@ -10,11 +10,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from threefold import __version__
 from threefold.checkpoint.layout import CheckpointFolder
+from threefold.config.schema import EMBEDDED_DEFAULT
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT
 from threefold.export.model_folder import generate_sample
 from threefold.jsonl import Metrics
 from threefold.mesh import environment
-from threefold.model import load
 from threefold.run.assemble import Built
 from threefold.training.loop import Outcome
 
@@ -27,7 +27,7 @@ def introduce(console: Console, run: Built, why: str) -> None:
     config, mesh = run.config, run.mesh
     name = config.model.name_or_path or f"random weights from seed {config.train.seed}"
     ranks = f"{mesh.world_size} ranks" if mesh.world_size > 1 else "1 process"
-    sizes = config.model.config or load.EMBEDDED_DEFAULT
+    sizes = config.model.config or EMBEDDED_DEFAULT
     origin = "" if config.model.name_or_path else f"{sizes['model_type']}, "
     seq_len, source = config.data.seq_len, config.data.source
     if config.data.mixture is not None:

@@ -21,7 +21,7 @@ from threefold import __version__
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import newest_undamaged
-from threefold.checkpoint.manifest import read_manifest, refuse_other, refuse_other_base
+from threefold.checkpoint.manifest import architecture_of, read_manifest, refuse_other, refuse_other_base
 from threefold.checkpoint.saver import Job, Saver
 from threefold.checkpoint.seal import Seal
 from threefold.checkpoint.tensors import Part
@@ -31,7 +31,6 @@ from threefold.data.permutation import seed_of
 from threefold.mesh.mesh import Mesh
 from threefold.model import load
 from threefold.model.build import ParallelModel
-from threefold.model.load import architecture_of
 from threefold.run.folder import RunFolder
 
 

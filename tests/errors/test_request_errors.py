@@ -485,7 +485,7 @@ def test_everything_wrong_is_said_at_once() -> None:
     ("values", "unknown", "fix"),
     [
         ({"model_type": "llama", "hiden_size": 64}, "hiden_size", "did you mean hidden_size?"),
-        ({"model_type": "llama", "zzz": 2, "vocab": 9}, "zzz, vocab", "leave zzz out"),
+        ({"model_type": "llama", "zzz": 2, "yyyy": 9}, "zzz, yyyy", "leave zzz out"),
     ],
 )
 def test_misspelt_key_of_an_architecture(values: dict[str, Any], unknown: str, fix: str) -> None:
@@ -505,8 +505,9 @@ def test_misspelt_key_of_an_architecture(values: dict[str, Any], unknown: str, f
         {"model_type": "llama", "rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
         {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "num_attention_heads": 2},
         {"model_type": "gemma3_text", "rope_local_base_freq": 1e4, "sliding_window": 7},
+        {"model_type": "qwen3_moe", "head_dim": 8},
         {"model_type": "mixtral", "output_router_logits": True, "router_aux_loss_coef": 0.01},
     ],
 )
-def test_keys_that_transformers_converts_are_known(values: dict[str, Any]) -> None:
+def test_keys_that_transformers_reads_or_converts_are_known(values: dict[str, Any]) -> None:
     assert read_config(config_loading.validate({"model": {"config": values}}).model).model_type == values["model_type"]

@@ -52,7 +52,7 @@ def _train_on_mesh(sizes: Sizes, model_config: dict[str, Any], scatter: bool | s
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load, lora
     from threefold.model.build import build
-    from threefold.model.load import is_adapter
+    from threefold.model.weight_check import is_adapter
     from threefold.training.optimizer import adamw
     from threefold.training.step import TrainStep, mean_loss
 

@@ -26,6 +26,7 @@ from threefold.checkpoint.state import read_weights
 from threefold.checkpoint.tensors import TYPE_NAMES, read_whole, write_tensors
 from threefold.config.schema import Config
 from threefold.model import load, lora
+from threefold.model.weight_check import is_adapter
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 _WEIGHTS = "model.safetensors"
@@ -105,7 +106,7 @@ def write_adapter(model: Any, config: Config, to: Path) -> list[str]:
     weights = {
         "base_model.model." + name.replace(f".{lora.ADAPTER}.", "."): parameter.detach().contiguous()
         for name, parameter in model.named_parameters()
-        if load.is_adapter(name)
+        if is_adapter(name)
     }
     described = lora.peft_config(config.model.lora, model)
     described.base_model_name_or_path = config.model.name_or_path

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import difflib
+import inspect
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 import xxhash
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -33,10 +36,9 @@ from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
 from threefold.model import weight_check
 from threefold.model.collectives import local_part
-from threefold.model.weight_check import Stored, stored_tensors
+from threefold.model.weight_check import Stored, is_adapter, original, stored_tensors
 
-# Keys of older releases, which transformers turns into `rope_parameters` and `layer_types`.
-_CONVERTED_KEYS = {"rope_theta", "rope_local_base_freq", "partial_rotary_factor", "sliding_window_pattern"}
+_CONFIG_READERS = ("configuration_utils", "masking_utils", "modeling_rope_utils", "modeling_utils")
 _STAGED_FILE_BYTES = 2 * 1024**3
 _SEEN_BYTES = 1024**2
 
@@ -92,9 +94,14 @@ def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
 
 
 def unknown_keys(model_type: str, keys: Iterable[str]) -> list[str]:
-    """The keys among `keys` that an architecture's config neither has nor converts."""
+    """The keys that an architecture's config does not have, and that no source which could read them names."""
     known = AutoConfig.for_model(model_type)
-    return [key for key in keys if not hasattr(known, key) and key not in _CONVERTED_KEYS]
+    if not (unknown := [key for key in keys if not hasattr(known, key)]):
+        return []
+    files = list(Path(inspect.getfile(type(known))).parent.glob("*.py"))
+    files += [Path(transformers.__file__).with_name(f"{name}.py") for name in _CONFIG_READERS]
+    words = {word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
+    return [key for key in unknown if key not in words]
 
 
 def _unreachable(name: str, error: Exception) -> ConfigError:
@@ -294,16 +301,6 @@ def fill(
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     model.initialize_weights()
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
-    return ".lora_A." in name or ".lora_B." in name
-
-
-def original(name: str) -> str:
-    """The name that a frozen parameter has in the model without adapters."""
-    return name.replace(".base_layer.", ".")
 
 
 def _read(file: Path, name: str) -> Tensor:

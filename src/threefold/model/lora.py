@@ -28,9 +28,9 @@ from threefold.config.schema import LoraConfig
 from threefold.errors import Problem
 from threefold.mesh.mesh import Mesh
 from threefold.model.collectives import local_part
-from threefold.model.load import is_adapter, original
 from threefold.model.tensor_parallel.layers import SharedInput, row_forward
 from threefold.model.tensor_parallel.plan import TensorParallelism
+from threefold.model.weight_check import is_adapter, original
 
 ADAPTER = "default"
 

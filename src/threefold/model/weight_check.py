@@ -202,3 +202,13 @@ def _refuse(model: str, fix_of_missing: str = "", **kinds: Sequence[str]) -> Non
         problems += [Problem(what, expected, fix or fix_of_missing)] if names else []
     if problems:
         raise ConfigError.of(problems)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def original(name: str) -> str:
+    """The name that a frozen parameter has in the model without adapters."""
+    return name.replace(".base_layer.", ".")

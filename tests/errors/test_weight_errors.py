@@ -156,6 +156,19 @@ def test_file_that_the_index_names_is_missing(plain: Path, tmp_path: Path) -> No
     assert "model-00001-of-00002.safetensors cannot be read" in refused(folder)
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', "{}"])
+def test_index_that_is_damaged(plain: Path, tmp_path: Path, content: str) -> None:
+    folder = changed(plain, tmp_path / "m", lambda state: state)
+    (folder / "model.safetensors.index.json").write_text(content)
+    assert refused(folder).startswith("model.name_or_path = 'MODEL': model.safetensors.index.json cannot be read: ")
+
+
+def test_other_files_beside_the_model_are_not_its_weights(plain: Path, tmp_path: Path) -> None:
+    folder = changed(plain, tmp_path / "m", lambda state: state)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2, 2)}, folder / "consolidated.safetensors")
+    assert loaded(folder).keys() == loaded(plain).keys()
+
+
 def test_weights_that_are_meant_to_be_new_come_from_the_seed(plain: Path, tmp_path: Path) -> None:
     folder = changed(plain, tmp_path / "m", without("lm_head.weight"))
     first, again = (loaded(folder, init_missing=["lm_head.*"])["lm_head.weight"] for _ in range(2))

@@ -191,11 +191,15 @@ def _download(asked: ModelConfig) -> Path:
 
 def _index(folder: Path) -> dict[str, Path]:
     if (index := folder / "model.safetensors.index.json").exists():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        # Only names inside the folder: an index is somebody else's text.
-        return {name: folder / Path(file).name for name, file in weight_map.items()}
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            weight_map = json.loads(index.read_text())["weight_map"]
+            # Only names inside the folder: an index is somebody else's text.
+            return {name: folder / Path(file).name for name, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise weight_check.damaged(index, error, name=str(folder)) from error
+    found, whole = {}, folder / "model.safetensors"
+    # Without an index transformers reads that one file; others (adapters, another layout) are not the model's.
+    for file in [whole] if whole.exists() else sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensors:
                 found.update({name: file for name in tensors.keys()})  # noqa: SIM118 (no mapping)

@@ -53,6 +53,10 @@ class ModelConfig(_Section):
     init_missing: list[str] = Field(
         [], description="patterns of weights that may be missing from the files; drawn from train.seed"
     )
+    admission: Literal["auto", "full", "off"] = Field(
+        "auto",
+        description="probe the architecture on this mesh before training: auto: once, full: at every start, off: never",
+    )
     attention: Literal["auto", "sdpa", "flex"] = Field(
         "auto", description="masks in memory (sdpa) or by blocks (flex); auto: flex on CUDA, sdpa on a CPU"
     )

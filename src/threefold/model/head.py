@@ -117,7 +117,7 @@ def _by_chunks(
     flat, targets = hidden.flatten(0, 1), labels.flatten()
 
     def one(states: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        return token_loss(_logits(model, states, kind), own)
+        return token_loss(logits_of(model, states, kind), own)
 
     head: Any = model.get_output_embeddings()
     size = chunk_tokens(asked, tokens=len(flat), vocabulary=head.weight.shape[0])
@@ -131,7 +131,7 @@ def _by_chunks(
     return objective, cross_entropy
 
 
-def _logits(model: PreTrainedModel, hidden: Tensor, kind: str) -> Tensor:
+def logits_of(model: PreTrainedModel, hidden: Tensor, kind: str) -> Tensor:
     head: Any = model.get_output_embeddings()
     config: Any = model.config
     logits: Tensor = head(hidden)

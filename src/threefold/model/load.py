@@ -36,7 +36,7 @@ from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
 from threefold.model import weight_check
 from threefold.model.collectives import local_part
-from threefold.model.weight_check import Stored, is_adapter, original, stored_tensors
+from threefold.model.weight_check import Stored, Weights, is_adapter, original, readers, stored_tensors
 
 _CONFIG_READERS = ("configuration_utils", "masking_utils", "modeling_rope_utils", "modeling_utils")
 _STAGED_FILE_BYTES = 2 * 1024**3
@@ -128,10 +128,10 @@ def plan_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Map
 
 
 @contextmanager
-def weight_files(
+def weights_of(
     asked: ModelConfig, config: PretrainedConfig, stored: Stored, *, seed: int, mesh: Mesh
-) -> Iterator[Mapping[str, Path]]:
-    """For each of the model's tensors the safetensors file that holds it under its own name.
+) -> Iterator[Weights]:
+    """For each of the model's tensors, by its own name, how to read it: from a safetensors file that holds it.
 
     Args:
         seed: of random weights; they depend on it and not on the mesh.
@@ -143,7 +143,7 @@ def weight_files(
     if asked.name_or_path is not None:
         found = _index(Path(mesh.once_per_host("download", lambda: _checked(asked, stored))))
         if names <= found.keys():
-            yield found
+            yield readers(found)
             return
 
     def stage() -> str:
@@ -157,7 +157,7 @@ def weight_files(
 
     staged = Path(mesh.once_per_host("weights", stage))
     try:
-        yield _index(staged)
+        yield readers(_index(staged))
         mesh.barrier()
     finally:
         if mesh.rank == mesh.host_leader:
@@ -258,7 +258,7 @@ def fingerprint(asked: ModelConfig) -> str:
 
 def fill(
     model: PreTrainedModel,
-    files: Mapping[str, Path],
+    weights: Weights,
     *,
     mesh: Mesh,
     tp_placements: Mapping[str, Placement],
@@ -289,9 +289,9 @@ def fill(
     with torch.no_grad():
         for name, target in stored_tensors(model):
             stored = original(name)
-            if stored not in files and not is_adapter(name):
+            if stored not in weights and not is_adapter(name):
                 stored = tied[stored]  # of two names of one tensor, the file has the other
-            whole = first_value(name, target.shape) if is_adapter(name) else _read(files[stored], stored)
+            whole = first_value(name, target.shape) if is_adapter(name) else weights[stored]()
             part = _cut(whole, tp_placements.get(name), mesh=mesh)
             if fsdp_size > 1 and isinstance(target, nn.Parameter):
                 pieces = part.chunk(fsdp_size, dim=0)
@@ -305,11 +305,6 @@ def fill(
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     model.initialize_weights()
-
-
-def _read(file: Path, name: str) -> Tensor:
-    with safe_open(file, framework="pt") as tensors:
-        return tensors.get_tensor(name)
 
 
 def _cut(whole: Tensor, placement: Placement | None, *, mesh: Mesh) -> Tensor:

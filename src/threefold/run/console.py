@@ -22,8 +22,8 @@ _FIRST_ROW = np.zeros(1, dtype=np.int64)
 _LARGEST_SAMPLED = 500_000_000
 
 
-def introduce(console: Console, run: Built, why: str) -> None:
-    """Prints the head of a run; `why` is the reason for its mesh."""
+def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]) -> None:
+    """Prints the head of a run; `why` is the reason for its mesh, `admission` what the probes found."""
     config, mesh = run.config, run.mesh
     name = config.model.name_or_path or f"random weights from seed {config.train.seed}"
     ranks = f"{mesh.world_size} ranks" if mesh.world_size > 1 else "1 process"
@@ -40,7 +40,7 @@ def introduce(console: Console, run: Built, why: str) -> None:
     ]
     if run.done < run.num_steps:
         lines.append(f"  steps  {run.done + 1} to {run.num_steps}, {config.train.global_batch} rows each")
-    lines += [f"  {choice}: {reason}" for choice, reason in run.model.choices]
+    lines += [f"  {choice}: {reason}" for choice, reason in (admission, *run.model.choices)]
     if config.data.skip:
         skips = ", ".join(f"[{first}, {last}]" for first, last in config.data.skip)
         lines.append(f"  data.skip: the batches of the steps {skips} are left out")

@@ -104,6 +104,7 @@ class Checkpointer:
             "architecture": architecture_of(self.architecture),
             "config": self.config.model_dump(mode="json"),
             "base": self._base,
+            "admission": self.config.model.admission,
             "versions": versions(),
         }
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
-from threefold.errors import Problem, RunError
+from threefold.errors import Problem, RunError, ThreefoldError
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 from threefold.model.collectives import gather_sequence, heads_to_sequence, sequence_to_heads
@@ -107,6 +107,7 @@ class ContextParallel:
         self._method = method
         self._kernel = kernel
         self._masks: BatchMasks | None = None
+        self.refused_documents: ThreefoldError | None = None
         AttentionInterface.register(self.name, self._attention)
         AttentionMaskInterface.register(self.name, self._mask)
 
@@ -119,7 +120,12 @@ class ContextParallel:
 
         Yields:
             the same keys, each [batch, sequence / cp], in head-tail order.
+
+        Raises:
+            ConfigError: `document_ids` for a model that does not keep documents apart (`refused_documents`).
         """
+        if self.refused_documents is not None and "document_ids" in rows:
+            raise self.refused_documents
         sequence, device = rows["input_ids"].shape[1], rows["input_ids"].device
         own = local_positions(sequence, cp_size=self.size, cp_rank=self._rank).to(device)
         keys = gathered_positions(sequence, cp_size=self.size).to(device)

@@ -20,7 +20,7 @@ from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
-from threefold.model import data_parallel, fused_loss, head, load, lora
+from threefold.model import data_parallel, fused_loss, head, load, lora, storage
 from threefold.model.collectives import gather_parts
 from threefold.model.context_parallel import flex
 from threefold.model.context_parallel.split import ContextParallel, choose_method, split_problems
@@ -101,6 +101,7 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
     model: Any = load.build_without_storage(
         architecture, attention=context.name, trust_remote_code=config.model.trust_remote_code
     )
+    context.adapt(model)
     model.config.use_cache = False
     stored = stored_in_files(model)
     tensor, split_choices = _split(model, config, mesh)
@@ -116,7 +117,7 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
             model, mesh, dtype=dtype, cpu_offload=config.mesh.cpu_offload, prefetch=config.mesh.prefetch
         )
     with load.weight_files(config.model, architecture, stored, seed=config.train.seed, mesh=mesh) as found:
-        load.fill(
+        storage.fill(
             model,
             found,
             mesh=mesh,

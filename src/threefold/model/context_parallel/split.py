@@ -24,6 +24,7 @@ from threefold.mesh.topology import Topology
 from threefold.model.collectives import gather_sequence, heads_to_sequence, sequence_to_heads
 from threefold.model.context_parallel import backend
 from threefold.model.context_parallel.attention import BatchMasks, Mask, attend
+from threefold.model.context_parallel.rotary import follow_lengths, text_lengths
 
 _instance_numbers = itertools.count()
 
@@ -114,12 +115,14 @@ class ContextParallel:
         self._kernel = kernel
         self._additive = False
         self._masks: BatchMasks | None = None
+        self._lengths: Tensor | None = None
         AttentionInterface.register(self.name, self._attention)
         AttentionMaskInterface.register(self.name, self._mask)
 
     def adapt(self, model: PreTrainedModel) -> None:
         """Lets a model that was built under this name compute each token as in its own row or document."""
         self._additive = backend.own_attention(model) is not None
+        follow_lengths(model, lambda: self._lengths)
 
     @contextmanager
     def batch(self, rows: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -144,10 +147,11 @@ class ContextParallel:
             halved=self.size > 1 and not by_heads,
             additive=self._additive,
         )
+        self._lengths = text_lengths(rows["position_ids"], rows.get("document_ids")).index_select(1, own)
         try:
             yield rows if self.size == 1 else {name: values.index_select(1, own) for name, values in rows.items()}
         finally:
-            self._masks = None
+            self._masks = self._lengths = None
 
     def _mask(self, batch_size: int, **kwargs: Any) -> Mask:
         if self._masks is None:

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from threefold.config.schema import Config
 from threefold.mesh.mesh import Mesh
-from threefold.model import data_parallel, fused_loss, head, load, lora
+from threefold.model import data_parallel, fused_loss, head, load, lora, storage
 from threefold.model.collectives import gather_parts
 from threefold.model.context_parallel import flex
 from threefold.model.context_parallel.split import ContextParallel, choose_method
@@ -64,6 +64,7 @@ def build(
     model: Any = load.build_without_storage(
         architecture, attention=context.name, trust_remote_code=config.model.trust_remote_code
     )
+    context.adapt(model)
     model.config.use_cache = False
     stored = stored_in_files(model)
     tensor, split_choices = _split(model, config, mesh)
@@ -81,7 +82,7 @@ def build(
     seed = config.train.seed
     given = nullcontext(weights) if weights is not None else None
     with given or load.weights_of(config.model, architecture, stored, seed=seed, mesh=mesh) as found:
-        load.fill(
+        storage.fill(
             model,
             found,
             mesh=mesh,

@@ -35,6 +35,7 @@ class BatchMasks:
         kernel: `sdpa` with masks in memory, or `flex` with masks by blocks.
         alone: this rank holds whole rows.
         halved: head and tail half are computed apart, each over the keys that it sees.
+        additive: the model keeps its own attention, which adds a mask to the scores (0, or the lowest number).
     """
 
     queries: Tensor
@@ -43,11 +44,24 @@ class BatchMasks:
     kernel: str
     alone: bool
     halved: bool
+    additive: bool = False
 
     def mask(
         self, batch_size: int, *, mask_function: Callable[..., Any], device: torch.device | str = "cpu", **kwargs: Any
     ) -> Mask:
-        """The boolean mask of one kind of layer; None if one process needs none."""
+        """The mask of one kind of layer, boolean unless `additive`; None if one process needs none."""
+        if not self.additive:
+            return self._boolean(batch_size, mask_function=mask_function, device=device, **kwargs)
+        skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
+        kwargs |= dict.fromkeys(skips, False)
+        seen = self._boolean(batch_size, mask_function=mask_function, device=device, **kwargs)
+        assert isinstance(seen, Tensor)
+        dtype = kwargs.get("dtype", torch.float32)
+        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+    def _boolean(
+        self, batch_size: int, *, mask_function: Callable[..., Any], device: torch.device | str, **kwargs: Any
+    ) -> Mask:
         plain = self.alone and self.documents is None
         if self.kernel == "flex":
             if plain and mask_function is causal_mask_function:
@@ -57,6 +71,7 @@ class BatchMasks:
             )
         if plain:
             kwargs["attention_mask"] = None  # ones, and looking at them would wait for the device
+            kwargs["allow_is_bidirectional_skip"] = False  # no mask at all means causal
             # Hidden states may be a part of the sequence here; attention sees all of it.
             kwargs["q_length"] = kwargs["kv_length"] = len(self.keys)
             return sdpa_mask(batch_size=batch_size, mask_function=mask_function, device=device, **kwargs)
@@ -102,6 +117,8 @@ def attend(
         return torch.cat(outputs, dim=1), None  # (batch, queries, heads, head)
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("softcap", "s_aux")}
+        if mask is None:
+            kwargs.setdefault("is_causal", True)  # not what a layer says of itself: bigbird_pegasus' says otherwise
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     dropout = kwargs.pop("dropout", 0.0)
     return _written_out(query, key, value, mask, dropout=dropout if module.training else 0.0, **kwargs), None

@@ -90,7 +90,13 @@ def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Admissi
     if config.model.admission == "off":
         return Admission(("admission: off", "model.admission is off: this model was not checked on this mesh"))
     begun = time.perf_counter()
-    subject = _subject(config, architecture, mesh.topology)
+    try:
+        subject = _subject(config, architecture, mesh.topology)
+    except Exception as error:  # a config of any class
+        name = config.model.name_or_path or architecture.model_type
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        expected = "an architecture that can be built at reduced size, to be probed on this mesh"
+        raise ConfigError(f"{name!r} cannot be reduced: {reason}", expected=expected, fix=_OFF) from error
     key = mesh.share("admission", lambda: _known(subject, mesh, config.model.admission))
     if key["found"]:
         known = [Finding(**each) for each in key["found"]]
@@ -214,7 +220,7 @@ def _alone(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[
         return "with documents kept apart, on any mesh", "--data.document_mask false"
     decoder = copy.deepcopy(architecture)
     decoder.get_text_config().is_decoder = True
-    if not architecture.get_text_config().is_decoder and _holds(config, decoder, one):
+    if not getattr(architecture.get_text_config(), "is_decoder", True) and _holds(config, decoder, one):
         return "on any mesh", "--model.config '{..., is_decoder: true}'   (it is bidirectional without)"
     return "on any mesh", _OFF
 

@@ -390,6 +390,15 @@ def test_what_fits_is_not_refused() -> None:
     checking(Topology(dp_replicate=2, dp_shard=2, cp=2, tp=2), micro_batch=2)()
 
 
+def test_config_that_a_checkpoint_could_not_keep() -> None:
+    model = architecture("moshi", audio_vocab_size=None, max_position_embeddings=64)
+    assert text(checking(Topology(), model)) == problem(
+        "the config of 'moshi' does not read back as it was written: audio_vocab_size = None becomes 2048",
+        "a config that a checkpoint can keep: the model of the run could not be resumed or exported",
+        "give the key the value that it becomes, in model.config or in config.json",
+    )
+
+
 @pytest.mark.parametrize(("dp", "fix"), [(3, "18   (or 15)"), (32, "32")])
 def test_global_batch_by_dp(dp: int, fix: str) -> None:
     assert text(checking(Topology(dp_replicate=dp))) == problem(

@@ -25,7 +25,14 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # in model.config
+        protected_namespaces=(),
+    )
 
 
 class LoraConfig(_Section):

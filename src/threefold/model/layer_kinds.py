@@ -15,7 +15,8 @@ DEPTH = {
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"),
     *("num_decoder_layers", "num_encoder_layers", "num_blocks", "num_layers_per_stack"),
 }
-_MAX_LAYERS = 4
+_MAX_LAYERS = 6
+_PERIOD_LAYERS = 4
 _EACH_LAYER = re.compile(
     r"(layer_types|block_types?|attn_layers|attention_layers|indexer_types|no_rope_layers|intermediate_size|_per_layer"
     r"|layer_rope_theta|sparsity_pattern|moe_layer_freq|window_pattern)$"
@@ -50,7 +51,7 @@ def kept_layers(values: Values) -> list[int]:
                 kept.append(layer)
     periodic = any(isinstance(values.get(name), int) and values[name] > 1 for name in _PERIODS)
     others = [layer for layer in range(depth) if layer not in kept]
-    return sorted(kept + others[: max(0, (_MAX_LAYERS if periodic else 2) - len(kept))])
+    return sorted(kept + others[: max(0, (_PERIOD_LAYERS if periodic else 2) - len(kept))])
 
 
 def _trait(name: str, value: Any, depth: int) -> list[Any] | None:

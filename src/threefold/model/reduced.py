@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from math import gcd
+from math import gcd, lcm
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -69,10 +69,10 @@ def reduced(config: PretrainedConfig, *, ranks: int = 1, seq_len: int = 32) -> P
     return type(config).from_dict(values)
 
 
-def same_divisors(real: int, ranks: int, *, least: int) -> int:
-    """The smallest number from `least` on that has the same greatest common divisor with `ranks` as the real one."""
-    shared = gcd(real, ranks)
-    return next(size for size in range(max(least, 1), least + ranks + shared + 1) if gcd(size, ranks) == shared)
+def same_divisors(real: int, of: int, *, least: int) -> int:
+    """The smallest number from `least` on that has the same greatest common divisor with `of` as the real one."""
+    shared = gcd(real, of)
+    return next(size for size in range(max(least, 1), least + 2 * of + 1) if gcd(size, of) == shared)
 
 
 class _Sizes:
@@ -83,7 +83,8 @@ class _Sizes:
         self._seq_len = seq_len
         self._real: Values = {name: value for name, value in config.to_dict().items() if not _is_part(config, name)}
         self._layers = kept_layers(self._real)
-        heads, kv_heads = first_of(self._real, _HEADS) or 4, first_of(self._real, _KV_HEADS)
+        kv_heads = first_of(self._real, _KV_HEADS)
+        heads = first_of(self._real, _HEADS) or kv_heads or 4
         self._heads, self._kv_heads = self._head_pair(heads, kv_heads or heads)
         self._real_hidden = first_of(self._real, _HIDDEN) or 0
         self._hidden = self._heads * (_HEAD_DIM if self._heads <= 8 else _HEAD_DIM // 2)
@@ -102,14 +103,12 @@ class _Sizes:
 
     def _head_pair(self, heads: int, kv_heads: int) -> tuple[int, int]:
         """(query heads, key-value heads): all the same, in groups, or one of them for all, as the real ones are."""
-        kv = 1 if kv_heads == 1 and heads > 1 else same_divisors(kv_heads, self._ranks, least=2 if heads > 1 else 1)
-        if heads == kv_heads:
+        if heads <= kv_heads:
             return (same := same_divisors(heads, self._ranks, least=min(heads, 4))), same
-        group = next(g for g in range(2, 3 + 2 * self._ranks) if self._alike(kv * g, heads))
-        return kv * group, kv
-
-    def _alike(self, size: int, real: int) -> bool:
-        return size > 2 and gcd(size, self._ranks) == gcd(real, self._ranks)
+        kv = 1 if kv_heads == 1 else same_divisors(kv_heads, self._ranks, least=2)
+        shared = gcd(heads, self._ranks)
+        groups = range(2 if kv > 1 else 3, 3 + 2 * self._ranks)
+        return kv * next((group for group in groups if gcd(kv * group, self._ranks) == shared), 2), kv
 
     def _reduced(self, name: str, value: Any) -> Any:
         if _NOISE.search(name) and isinstance(value, int | float) and not isinstance(value, bool):
@@ -165,14 +164,15 @@ class _Sizes:
             (re.compile(r"^(n_group|num_expert_group|n_groups|\w+_n_?groups)$").search, lambda value: min(value, 2)),
             (re.compile(r"^topk_group$").search, lambda value: 1),
             (re.compile(r"shared_experts$").search, lambda value: min(value, 2)),
-            (re.compile(r"index_n_heads$").search, lambda value: min(value, 4)),
+            (re.compile(r"(index_n_heads|mamba_num_heads)$").search, self._divided(4)),
             (re.compile(r"linear_num_(key_)?heads$").search, self._divided(2)),
             (re.compile(r"linear_num_value_heads$").search, self._value_heads),
             (re.compile(r"(dim|size|width)$").search, lambda value: hidden if value == self._real_hidden else value),
         )
 
     def _width(self, base: int) -> Callable[[int], int]:
-        return lambda value: same_divisors(value, self._ranks, least=base)
+        # Kernels want their rows aligned to 16 numbers, wherever the real ones are.
+        return lambda value: same_divisors(value, lcm(self._ranks, 16), least=base)
 
     def _divided(self, least: int) -> Callable[[int], int]:
         return lambda value: same_divisors(value, self._ranks, least=min(least, value))
@@ -273,6 +273,7 @@ def _bamba(values: Values) -> None:
 
 def _dbrx(values: Values) -> None:
     values["ffn_config"]["hidden_size"] = values["d_model"]
+    values["attn_config"]["kv_n_heads"] = values["num_key_value_heads"]
 
 
 def _zamba(values: Values) -> None:
@@ -287,6 +288,16 @@ def _reformer(values: Values) -> None:
     values.update(max_position_embeddings=positions, axial_pos_shape=[4, positions // 4])
     values.update(axial_pos_embds_dim=[hidden // 4, hidden - hidden // 4])
     values.update(local_attn_chunk_length=8, lsh_attn_chunk_length=8)
+
+
+def _dots3_note(values: Values) -> None:
+    for part in ("vision_config", "audio_config"):
+        values[part]["adapter_out_dim"] = values["text_config"]["hidden_size"]
+
+
+def _qwen4_exp(values: Values) -> None:
+    if values["indexer_budget"] is not None:
+        values["indexer_budget"] = 2 * values["indexer_compress_ratio"]
 
 
 def _blt(values: Values) -> None:
@@ -306,6 +317,8 @@ _OWN: dict[str, Callable[[Values], None]] = {
     "granitemoehybrid": _bamba,
     "blt": _blt,
     "dbrx": _dbrx,
+    "dots3_note": _dots3_note,
+    "qwen4_exp_text": _qwen4_exp,
     "zamba": _zamba,
     "zamba2": _zamba,
     "reformer": _reformer,

@@ -9,6 +9,7 @@ from functools import partial
 
 from transformers import PretrainedConfig
 
+from threefold.checkpoint.manifest import architecture_problems
 from threefold.config.schema import Config
 from threefold.data.partition import check_global_batch
 from threefold.data.tokens import Tokenizer, load_tokenizer
@@ -72,6 +73,7 @@ def check(
     problems += plan_problems(architecture, topology.tp, plan=plan)
     problems += expert_problems(architecture, config.mesh.ep, topology.tp)
     problems += split_problems(config.mesh.cp_method, architecture, topology)
+    problems += architecture_problems(architecture)
     problems += data_parallel.problems(config.mesh, topology, device=device)
     if config.log.trackers:
         problems += trackers.problems(config.log.trackers)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from threefold.checkpoint.manifest import architecture_of
+from threefold.checkpoint.manifest import architecture_of, with_infinities
 from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.data.loader import TokenLoader
@@ -117,7 +117,7 @@ def _cut(config: Config, architecture: PretrainedConfig, options: Options) -> tu
     if options.random and config.model.name_or_path is not None:
         values = config.model_dump()
         values["data"]["tokenizer"] = request.tokenizer_name(config)[0]
-        drawn = architecture_of(architecture)
+        drawn = with_infinities(architecture_of(architecture))
         for key in load.unknown_keys(architecture.model_type, [*drawn]):
             del drawn[key]  # a note in the model's config.json
         values["model"].update(name_or_path=None, revision=None, config=drawn)

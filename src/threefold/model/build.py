@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from threefold.config.loading import validate
+from threefold.config.peak_rate import RANDOM, automatic_rate
 from threefold.config.schema import Config
 from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
@@ -42,6 +43,7 @@ class ParallelModel:
         tensor: what was split over tp.
         autocast: type that operations are cast to in forward, or None (float32, or FSDP2 casts the weights).
         choices: (what was chosen, why), to be printed.
+        automatic_rate: the peak learning rate that suits its weights, random or pretrained ones.
     """
 
     forward: nn.Module
@@ -50,6 +52,7 @@ class ParallelModel:
     tensor: TensorParallelism
     autocast: torch.dtype | None
     choices: tuple[tuple[str, str], ...] = ()
+    automatic_rate: float = RANDOM
 
 
 def load_model(
@@ -129,7 +132,8 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
     forward = data_parallel.replicate(model, mesh) if kind == "ddp" else model
     choices = ((f"data parallelism: {kind}", why), *attention_choices, *split_choices, *loss_choices)
     autocast = None if kind == "fsdp" or dtype == torch.float32 else dtype
-    return ParallelModel(forward, model, context, tensor, autocast, choices)
+    rate, _ = automatic_rate(config.model)
+    return ParallelModel(forward, model, context, tensor, autocast, choices, rate)
 
 
 # What `selective` keeps: results that are expensive to compute and small to keep, of matrix products and of attention.

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass
 from functools import partial
 
 from transformers import PretrainedConfig
 
 from threefold.config.schema import Config
-from threefold.data.partition import check_global_batch
 from threefold.data.tokens import MODEL_KEY, Tokenizer, difference, load_tokenizer
 from threefold.errors import ConfigError, DataError, Problem
 from threefold.integrations import trackers
 from threefold.mesh.mesh import Mesh
+from threefold.mesh.shares import batch_problems
 from threefold.mesh.topology import Topology
 from threefold.model import data_parallel, fused_loss, load, lora
 from threefold.model.context_parallel import flex
@@ -100,7 +99,7 @@ def check(
     Raises:
         ConfigError: all that is wrong, at once.
     """
-    problems = _batch_problems(config, topology)
+    problems = batch_problems(config, topology)
     plan = load.plan_of(architecture, trust_remote_code=config.model.trust_remote_code)
     problems += plan_problems(architecture, topology.tp, plan=plan)
     problems += expert_problems(architecture, config.mesh.ep, topology.tp)
@@ -132,29 +131,3 @@ def check(
         problems.append(Problem(what, expected, f"--data.seq_len {longest}"))
     if problems:
         raise ConfigError.of(problems)
-
-
-def _batch_problems(config: Config, topology: Topology) -> list[Problem]:
-    problems: list[Problem] = []
-    cp, tp, size = topology.cp, topology.tp, config.train.micro_batch
-    rows, left = divmod(config.train.global_batch, topology.dp)
-    try:
-        check_global_batch(config.train.global_batch, dp_size=topology.dp)
-    except ConfigError as error:
-        problems += error.problems
-    if not left and size != "auto" and rows % size:
-        divisor = max(each for each in range(1, rows + 1) if rows % each == 0 and each <= size)
-        what = f"train.micro_batch = {size} does not divide the {rows} rows of a dp rank"
-        problems.append(Problem(what, "micro-batches of equal size", f"--train.micro_batch {divisor}   (or auto)"))
-    seq_len, unit, split = config.data.seq_len, 2 * cp if cp > 1 else 1, config.mesh.sequence_parallel is True
-    if split and seq_len % (cp * tp):
-        unit = math.lcm(cp * tp, unit)
-        what = f"data.seq_len = {seq_len} cannot be shared by {cp} cp x {tp} tp ranks"
-        expected = f"a multiple of {unit}, so that each tp rank has an equal part between the layers"
-        fix = f"--data.seq_len {-(-seq_len // unit) * unit}   (or --mesh.sequence_parallel false)"
-        problems.append(Problem(what, expected, fix))
-    elif seq_len % unit:
-        what = f"data.seq_len = {seq_len} cannot be split over {cp} cp ranks"
-        expected = f"a multiple of 2 x mesh.cp ({unit}): each rank takes a chunk of the head and one of the tail"
-        problems.append(Problem(what, expected, f"--data.seq_len {-(-seq_len // unit) * unit}"))
-    return problems

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from threefold.checkpoint.manifest import architecture_of, with_infinities
 from threefold.config.loading import validate
+from threefold.config.peak_rate import peak_rate, with_rate
 from threefold.config.schema import Config
 from threefold.data.loader import TokenLoader
 from threefold.data.order import Order
@@ -69,12 +70,11 @@ def _as_compared(config: Config, topology: Topology) -> Config:
 
 def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
     """Compares an existing mesh with one process; the result is complete on rank 0. Every rank calls it."""
-    config = _as_compared(config, mesh.topology)
-    tokenizer = request.tokenizer_of(config)
-    architecture = load.read_config(config.model, vocab_size=tokenizer.vocab_size)
+    config = _as_compared(with_rate(config, peak_rate(config)[0]), mesh.topology)
+    tokenizer, architecture = request.model_of(config)
     config, architecture = _cut(config, architecture, options)
     request.check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
-    rows = assemble.rows_of(config, tokenizer, mesh)
+    rows = assemble.rows_of(config, tokenizer, mesh, vocab_size=architecture.get_text_config().vocab_size)
     observed = config.train.global_batch // mesh.dp_size
 
     def alone() -> list[list[float]]:
@@ -116,7 +116,7 @@ def _cut(config: Config, architecture: PretrainedConfig, options: Options) -> tu
             text.layer_types = text.layer_types[: options.layers]
     if options.random and config.model.name_or_path is not None:
         values = config.model_dump()
-        values["data"]["tokenizer"] = request.tokenizer_name(config)[0]
+        values["data"].update(tokenizer=request.tokenizer_name(config)[0], allow_other_tokenizer=False)
         drawn = with_infinities(architecture_of(architecture))
         for key in load.unknown_keys(architecture.model_type, [*drawn]):
             del drawn[key]  # a note in the model's config.json

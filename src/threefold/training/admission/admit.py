@@ -30,37 +30,38 @@ from threefold.training.admission.probes import Finding, Subject, failed, findin
 # A failure is confirmed with other weights and rows before a model is refused: a router's near tie can fall either way.
 _SEEDS = (0, 1)
 _OFF = "--model.admission off   (trains it unchecked)"
+# What a failed probe says, and what was expected; the first of these that fails is the one that a refusal names.
 _PROMISES = {
     "causality": ("later tokens move the loss of earlier ones by {:.1e} nats", "a causal model"),
     "context": ("the loss of a token does not see the tokens before it", "a model that reads its context"),
-    "composition": (
-        "the loss of a row depends on the other rows of its micro-batch, by {:.1e} nats",
-        "rows that do not see one another: train.micro_batch and the mesh must not change the curve",
-    ),
     "documents": (
         "a document moves the loss of the next one in its row by {:.1e} nats",
         "documents that are kept apart, as data.document_mask promises",
+    ),
+    "composition": (
+        "the loss of a row depends on the other rows of its micro-batch, by {:.1e} nats",
+        "rows that do not see one another: train.micro_batch and the mesh must not change the curve",
     ),
     "head": (
         "the logits of its head differ from the model's own by {:.1e} of the largest",
         "the model's own logits",
     ),
-    "loss": ("its loss differs from the model's own forward in one process by {:.1e} nats", "a difference of {:.0e}"),
-    "gradient norm": (
-        "the norm of its gradient differs from the model's own in one process by {:.1e}",
-        "a relative difference of {:.0e}",
-    ),
-    "gradients": (
-        "its gradients differ from the model's own in one process by {:.1e}",
-        "a relative difference of {:.0e} in each parameter",
+    "replicas": (
+        "tp ranks have gradients of the same parameter that differ by {:.1e}",
+        "the same gradient on every rank that holds a whole parameter: its copies would drift apart",
     ),
     "routers' loss": (
         "the loss of its routers differs from transformers' by {:.1e}",
         "a difference of {:.0e} over the tokens that are not padding",
     ),
-    "replicas": (
-        "tp ranks have gradients of the same parameter that differ by {:.1e}",
-        "the same gradient on every rank that holds a whole parameter: its copies would drift apart",
+    "loss": ("its loss differs from the model's own forward in one process by {:.1e} nats", "a difference of {:.0e}"),
+    "gradients": (
+        "its gradients differ from the model's own in one process by {:.1e}",
+        "a relative difference of {:.0e} in each parameter",
+    ),
+    "gradient norm": (
+        "the norm of its gradient differs from the model's own in one process by {:.1e}",
+        "a relative difference of {:.0e}",
     ),
 }
 
@@ -175,7 +176,7 @@ def _refusal(config: Config, architecture: PretrainedConfig, mesh: Mesh, tried: 
         expected = "an architecture whose step works there, with the model's own forward to compare it with"
         return ConfigError(f"{name!r} cannot be computed {where}: {reason[:300]}", expected=expected, fix=fix)
     where, fix = _diagnosis(config, architecture, mesh)
-    first, *others = failed(tried.found)
+    first, *others = sorted(failed(tried.found), key=lambda each: [*_PROMISES].index(each.probe))
     what, expected = _PROMISES[first.probe]
     at = f" ({first.detail})" if first.detail else ""
     also = "".join(f", {each.probe} {each.figure:.1e}" for each in others)

@@ -30,6 +30,7 @@ from threefold.model.context_parallel.split import gathered_positions
 from threefold.model.load import layers_of
 from threefold.run import assemble, request
 from threefold.run.rank import quieten_libraries, report_failure
+from threefold.training.admission.admit import RefusedError, admit
 from threefold.training.optimizer import adamw, learning_rate
 from threefold.training.step import TrainStep, mean_loss, micro_batches
 from threefold.verify.comparison import OUTPUT_TOLERANCE, Comparison, Options, group_of, table
@@ -74,6 +75,9 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
     tokenizer, architecture = request.model_of(config)
     config, architecture = _cut(config, architecture, options)
     request.check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
+    found = Comparison()
+    if options.admission:
+        found.admitted, found.admission = _admission(config, architecture, mesh)
     rows = assemble.rows_of(config, tokenizer, mesh, vocab_size=architecture.get_text_config().vocab_size)
     observed = config.train.global_batch // mesh.dp_size
 
@@ -90,7 +94,6 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
     curves: list[Curve] = []
     losses, norms = mesh.share("alone", alone)
     model = build(config, architecture, mesh)
-    found = Comparison()
     outputs = _watch(model.module)
     observe = _compare_gradients(model, curves[0].gradients if curves else {}, found, mesh)
     optimizer = adamw(model.module, config.optimizer)
@@ -106,6 +109,13 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
         if number == 1:
             found.departed_layer = _first_departure(outputs, curves[0].outputs if curves else [], model, mesh)
     return found
+
+
+def _admission(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[bool, str]:
+    try:
+        return True, ": ".join(admit(config, architecture, mesh).said)
+    except RefusedError as error:
+        return False, str(error)
 
 
 def _cut(config: Config, architecture: PretrainedConfig, options: Options) -> tuple[Config, PretrainedConfig]:

@@ -25,7 +25,7 @@ from threefold.model.context_parallel.split import choose_method
 from threefold.model.reduced import reduced
 from threefold.training.admission import admitted
 from threefold.training.admission.probe_rows import Mode, row_length
-from threefold.training.admission.probes import Finding, Subject, failed, findings
+from threefold.training.admission.probes import Finding, OwnForwardError, Subject, failed, findings
 
 # A failure is confirmed with other weights and rows before a model is refused: a router's near tie can fall either way.
 _SEEDS = (0, 1)
@@ -64,6 +64,10 @@ _PROMISES = {
         "a relative difference of {:.0e}",
     ),
 }
+
+
+class RefusedError(ConfigError):
+    """A probe of the model does not hold on this mesh."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +175,12 @@ def _refusal(config: Config, architecture: PretrainedConfig, mesh: Mesh, tried: 
     name = config.model.name_or_path or architecture.model_type
     if tried.error is not None:
         # Other ranks may wait in a collective that this one never reached: nothing is asked of them.
-        where, fix = _where_it_raises(config, architecture, mesh)
         reason = " ".join(f"{type(tried.error).__name__}: {tried.error}".split())
+        if isinstance(tried.error, OwnForwardError):
+            expected = "sizes that fit one another, as transformers' own forward needs them"
+            fix = "see the architecture's config page in the transformers documentation"
+            return ConfigError(f"{name!r} cannot be computed by transformers: {reason}", expected=expected, fix=fix)
+        where, fix = _where_it_raises(config, architecture, mesh)
         expected = "an architecture whose step works there, with the model's own forward to compare it with"
         return ConfigError(f"{name!r} cannot be computed {where}: {reason[:300]}", expected=expected, fix=fix)
     where, fix = _diagnosis(config, architecture, mesh)
@@ -181,7 +189,7 @@ def _refusal(config: Config, architecture: PretrainedConfig, mesh: Mesh, tried: 
     at = f" ({first.detail})" if first.detail else ""
     also = "".join(f", {each.probe} {each.figure:.1e}" for each in others)
     measured = f"{what.format(first.figure)}{at}" + (f"; also fails: {also[2:]}" if also else "")
-    return ConfigError(
+    return RefusedError(
         f"{name!r} fails the probe of {first.probe} {where}: {measured}",
         expected=expected.format(first.bound),
         fix=fix,
@@ -222,7 +230,10 @@ def _alone(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[
     decoder = copy.deepcopy(architecture)
     decoder.get_text_config().is_decoder = True
     if not getattr(architecture.get_text_config(), "is_decoder", True) and _holds(config, decoder, one):
-        return "on any mesh", "--model.config '{..., is_decoder: true}'   (it is bidirectional without)"
+        named = "--model.config '{..., is_decoder: true}'"
+        if config.model.name_or_path is not None:
+            named = f'"is_decoder": true in {config.model.name_or_path}/config.json'
+        return "on any mesh", f"{named}   (without, it is bidirectional)"
     return "on any mesh", _OFF
 
 

@@ -40,6 +40,10 @@ _SMALLEST_GRADIENT = 1e-3
 _SEEN = 10 * LOSS_BOUND
 
 
+class OwnForwardError(Exception):
+    """transformers' own forward or backward of the architecture fails, in one process."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """What one probe measured.
@@ -110,11 +114,11 @@ def _expected(alone: Any, subject: Subject, rows: Batch, mesh: Mesh) -> Alone | 
             real = probe_rows.real_tokens(subject.mode, rows)
             computed.append(step_alone(model, rows, real, times=times, copies=mesh.dp_size))
         except Exception as error:  # whatever a model's code may raise
-            return f"transformers' own forward: {type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}"
         return ""
 
     if failure := mesh.share("own forward", compute):
-        raise RuntimeError(failure)
+        raise OwnForwardError(failure)
     return computed[0] if computed else None
 
 

@@ -131,8 +131,9 @@ def plan_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Map
     try:
         model = build_without_storage(copy.deepcopy(config), attention="eager", trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a model's code may raise
+        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"transformers cannot build a {config.model_type!r}: {type(error).__name__}: {' '.join(str(error).split())}",
+            f"transformers cannot build a {config.model_type!r}: {type(error).__name__}: {reason}",
             expected="sizes that fit one another, and the packages that the architecture uses",
             fix="see the architecture's config page in the transformers documentation",
         ) from error

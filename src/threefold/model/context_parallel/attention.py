@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from threefold.model.context_parallel.flex import attend_blocks, block_mask
+from threefold.model.context_parallel.rotary import places_in_documents
 
 # For the head half and the tail half of the queries: (the keys that any of them sees, or None for all; their mask).
 HalvedMask: TypeAlias = tuple[tuple[Tensor | None, Tensor], ...]
@@ -77,12 +78,17 @@ class BatchMasks:
             return sdpa_mask(batch_size=batch_size, mask_function=mask_function, device=device, **kwargs)
         rows = torch.arange(batch_size, device=device)[:, None, None, None]
         heads = torch.zeros(1, dtype=torch.long, device=device)[None, :, None, None]
-        mask: Tensor = mask_function(rows, heads, self.queries[None, None, :, None], self.keys[None, None, None, :])
-        in_row = mask
-        if self.documents is not None:
-            own = self.documents.index_select(1, self.queries)[:, None, :, None]
-            mask = mask & (own == self.documents.index_select(1, self.keys)[:, None, None, :])
-        return _halved(mask, in_row) if self.halved else mask
+        in_row: Tensor = mask_function(rows, heads, self.queries[None, None, :, None], self.keys[None, None, None, :])
+        if self.documents is None:
+            return _halved(in_row, in_row) if self.halved else in_row
+        own, other = self._of_both(self.documents)
+        # Chunks are counted from the beginning of a document.
+        mask = mask_function(rows, heads, *self._of_both(places_in_documents(self.documents))) & (own == other)
+        return _halved(mask, mask | in_row) if self.halved else mask
+
+    def _of_both(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Values of each token [batch, sequence], for the queries [batch, 1, queries, 1] and the keys."""
+        return values.index_select(1, self.queries)[:, None, :, None], values.index_select(1, self.keys)[:, None, None]
 
 
 def _halved(mask: Tensor, in_row: Tensor) -> HalvedMask:

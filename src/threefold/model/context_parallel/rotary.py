@@ -25,6 +25,13 @@ def text_lengths(positions: Tensor, documents: Tensor | None) -> Tensor:
     return last.scatter_reduce(1, numbers, positions, "amax").gather(1, numbers) + 1
 
 
+def places_in_documents(documents: Tensor) -> Tensor:
+    """For each token [batch, sequence] its place in its document, from the number of each token's document."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.cat([torch.zeros_like(places[:, :1]), places[:, 1:] * (documents.diff(dim=1) != 0)], dim=1)
+    return places - begins.cummax(dim=1).values
+
+
 def follow_lengths(model: nn.Module, lengths: Callable[[], Tensor | None]) -> None:
     """Lets the model's rotary embeddings take the length of each token's text from `lengths`.
 

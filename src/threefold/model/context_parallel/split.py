@@ -24,6 +24,7 @@ from threefold.mesh.topology import Topology
 from threefold.model.collectives import gather_sequence, heads_to_sequence, sequence_to_heads
 from threefold.model.context_parallel import backend
 from threefold.model.context_parallel.attention import BatchMasks, Mask, attend
+from threefold.model.context_parallel.recurrence import DocumentRows, keep_documents_apart
 from threefold.model.context_parallel.rotary import follow_lengths, text_lengths
 
 _instance_numbers = itertools.count()
@@ -114,9 +115,11 @@ class ContextParallel:
         self._method = method
         self._kernel = kernel
         self._additive = False
+        self._carries = False
         self._masks: BatchMasks | None = None
         self.refused_documents: ThreefoldError | None = None
         self._lengths: Tensor | None = None
+        self._documents: DocumentRows | None = None
         AttentionInterface.register(self.name, self._attention)
         AttentionMaskInterface.register(self.name, self._mask)
 
@@ -124,6 +127,7 @@ class ContextParallel:
         """Lets a model that was built under this name compute each token as in its own row or document."""
         self._additive = backend.own_attention(model) is not None
         follow_lengths(model, lambda: self._lengths)
+        self._carries = keep_documents_apart(model, lambda: self._documents)
 
     @contextmanager
     def batch(self, rows: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -154,10 +158,12 @@ class ContextParallel:
             additive=self._additive,
         )
         self._lengths = text_lengths(rows["position_ids"], rows.get("document_ids")).index_select(1, own)
+        if self._carries and "document_ids" in rows:
+            self._documents = DocumentRows.of(rows["document_ids"])
         try:
             yield rows if self.size == 1 else {name: values.index_select(1, own) for name, values in rows.items()}
         finally:
-            self._masks = self._lengths = None
+            self._masks = self._lengths = self._documents = None
 
     def _mask(self, batch_size: int, **kwargs: Any) -> Mask:
         if self._masks is None:

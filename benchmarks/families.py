@@ -217,7 +217,14 @@ def _asked(name: str, rows: str, folder: Path, column: str) -> Any:
     return validate(
         {
             "model": {"name_or_path": str(folder / name)},
-            "data": {"source": str(_corpus(folder)), "tokenizer": str(folder), "seq_len": _SEQ_LEN, **ROWS[rows]},
+            "data": {
+                "source": str(_corpus(folder)),
+                "tokenizer": str(folder),
+                "seq_len": _SEQ_LEN,
+                "allow_other_tokenizer": True,
+                **ROWS[rows],
+            },
+            "optimizer": {"lr": 2e-3},
             "train": {"global_batch": 4, "micro_batch": 2 // topology.dp},
             "mesh": {"device": "cpu", "cp_method": method},
         }
@@ -372,7 +379,12 @@ def _by_command(name: str, rows: str, folder: Path, mesh: Any, column: str) -> s
     run, out = folder / f"run-{name}", folder / f"out-{name}"
     request = {
         "model": {"name_or_path": str(folder / name)},
-        "data": {"source": str(_corpus(folder)), "tokenizer": str(folder), "seq_len": _SEQ_LEN},
+        "data": {
+            "source": str(_corpus(folder)),
+            "tokenizer": str(folder),
+            "seq_len": _SEQ_LEN,
+            "allow_other_tokenizer": True,
+        },
         "train": {"global_batch": 2, "steps": 2},
         "mesh": {"device": "cpu", "tp": 1, "dp": 1, "cp": 1},
         "log": {"dir": str(run), "sample_tokens": 0},

@@ -166,8 +166,8 @@ def test_unknown_section() -> None:
             "a whole number greater than 0, or auto",
             "--train.micro_batch auto   (the default)",
         ),
-        ("optimizer.lr", "fast", "fast", "a number", "--optimizer.lr 0.002   (the default)"),
-        ("optimizer.lr", ".inf", ".inf", "a finite number", "--optimizer.lr 0.002   (the default)"),
+        ("optimizer.lr", "fast", "fast", "a number greater than 0, or auto", "--optimizer.lr auto   (the default)"),
+        ("optimizer.lr", ".inf", ".inf", "a number greater than 0, or auto", "--optimizer.lr auto   (the default)"),
         (
             "optimizer.schedule",
             "cosin",
@@ -231,6 +231,25 @@ def test_contradictions() -> None:
                 "--optimizer.min_lr 0   (or raise optimizer.lr above 0.01)",
             ),
         ]
+    )
+
+
+def test_lowest_rate_above_the_automatic_one() -> None:
+    values: dict[str, Any] = {"model": {"name_or_path": "x"}, "optimizer": {"min_lr": 1e-3}}
+    assert text(lambda: config_loading.validate(values)) == problem(
+        "optimizer.min_lr = 0.001 is above optimizer.lr = 2e-05 (auto: the weights are pretrained)",
+        "a schedule that falls from lr to min_lr",
+        "--optimizer.min_lr 0   (or raise optimizer.lr above 0.001)",
+    )
+
+
+@pytest.mark.parametrize(("given", "lacking"), [({}, "model.name_or_path"), ({"name_or_path": "x"}, "data.tokenizer")])
+def test_allowing_another_tokenizer_without_effect(given: dict[str, Any], lacking: str) -> None:
+    values = {"model": given, "data": {"allow_other_tokenizer": True}}
+    assert text(lambda: config_loading.validate(values)) == problem(
+        f"data.allow_other_tokenizer = true has no effect without {lacking}",
+        "pretrained weights, and a tokenizer for them that is not their own",
+        "leave data.allow_other_tokenizer out",
     )
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from threefold.errors import ConfigError, Problem
 
 Shape = tuple[int, ...]
+# A tensor's name -> what reads it, complete.
+Weights: TypeAlias = Mapping[str, Callable[[], Tensor]]
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # Computed from the config; older checkpoints store them, and transformers passes over them too.
@@ -58,6 +61,16 @@ def stored_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     volatile = {name for name, _ in model.named_buffers()} - set(model.state_dict(keep_vars=True))
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name not in volatile]
     return [*model.named_parameters(), *buffers]
+
+
+def readers(files: Mapping[str, Path]) -> Weights:
+    """What reads each tensor from the safetensors file that holds it."""
+    return {name: partial(_read, file, name) for name, file in files.items()}
+
+
+def _read(file: Path, name: str) -> Tensor:
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(name)
 
 
 def refuse_quantised(config: PretrainedConfig, *, name: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from threefold.config.schema import Config
 from threefold.errors import EXIT_FAILED, Problem, ThreefoldError
 from threefold.jsonl import MetricsFile, Tracker
 from threefold.mesh import environment
+from threefold.mesh.exchange import OtherRankError
 from threefold.mesh.mesh import FAILURES, Mesh, join_mesh
 from threefold.mesh.rendezvous_errors import NoDeviceError, RendezvousError
 from threefold.mesh.topology import Topology
@@ -35,6 +37,7 @@ from threefold.run.lock import RunLock
 from threefold.run.request import Asked, asked_of
 from threefold.run.resume import undamaged
 from threefold.run.watchdog import Watchdog
+from threefold.training.admission.admit import admit
 from threefold.training.loop import Outcome, Run, train_loop
 from threefold.training.nonfinite import Finite, Policy
 from threefold.training.progress import Progress, flops_per_token, peak_flops
@@ -90,6 +93,9 @@ def _is_first_failure(error: BaseException, mesh: Mesh | None, rank: int) -> boo
     if mesh is None or mesh.store is None:
         return rank == 0
     try:
+        if isinstance(error, OtherRankError):
+            mesh.store.wait([FAILURES], timedelta(seconds=_LINGER_S))  # that rank's own report
+            return False
         return mesh.store.add(FAILURES, 1) == 1
     except Exception:  # the store is gone: rank 0 hosted it and failed before
         return False
@@ -136,8 +142,9 @@ def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
         torch.use_deterministic_algorithms(True)
     console = Console(quiet=mesh.rank != 0, soft_wrap=True, markup=False, highlight=False)
     asked = asked_of(config, mesh)
+    admission = admit(config, asked.architecture, mesh)
     run = assemble.build_run(asked, mesh, _open_folder(asked, mesh, lock))
-    introduce(console, run, why)
+    introduce(console, run, why, admission.said)
     if run.done >= run.num_steps:
         console.print(f"nothing to do: step {run.done} of {run.num_steps} is done. To train more: --train.steps N")
         mesh.close()

@@ -190,6 +190,8 @@ def _step_metrics(
     }
     if (aux_loss := mean_aux_loss(result, run.mesh)) is not None:
         metrics["aux_loss"] = aux_loss
+    if run.config.model.admission == "off":
+        metrics["admission"] = "off"
     if (found := slowest.find(elapsed_s)) is not None:
         metrics["slowest_rank"], metrics["slowest_share"] = found
     if run.finite is not None and run.config.train.nonfinite == "skip":

@@ -16,13 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
-from threefold.errors import Problem, RunError
+from threefold.errors import Problem, RunError, ThreefoldError
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 from threefold.model.collectives import gather_sequence, heads_to_sequence, sequence_to_heads
+from threefold.model.context_parallel import backend
 from threefold.model.context_parallel.attention import BatchMasks, Mask, attend
+from threefold.model.context_parallel.recurrence import DocumentRows, keep_documents_apart
+from threefold.model.context_parallel.rotary import follow_lengths, text_lengths
 
 _instance_numbers = itertools.count()
 
@@ -56,6 +59,8 @@ def choose_method(method: str, config: PretrainedConfig, topology: Topology, *, 
     """(`gather` or `ulysses`, why) for what `mesh.cp_method` asks."""
     if method != "auto":
         return method, "as given"
+    if topology.cp == 1:
+        return "gather", "rows are not split"
     if not _heads_divide(config, topology):
         return "gather", "the heads of a tp rank do not divide by cp"
     if seq_len < _ULYSSES_FROM:
@@ -84,8 +89,11 @@ def split_problems(method: str, config: PretrainedConfig, topology: Topology) ->
 
 def _heads_divide(config: PretrainedConfig, topology: Topology) -> bool:
     text, ranks = config.get_text_config(), topology.tp * topology.cp
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return text.num_attention_heads % ranks == 0 and kv_heads % ranks == 0
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return False
+    kv_heads = 1 if getattr(text, "multi_query", False) else getattr(text, "num_key_value_heads", None) or heads
+    return heads % ranks == 0 and kv_heads % ranks == 0
 
 
 class ContextParallel:
@@ -106,9 +114,20 @@ class ContextParallel:
         self._group = mesh.group("cp")
         self._method = method
         self._kernel = kernel
+        self._additive = False
+        self._carries = False
         self._masks: BatchMasks | None = None
+        self.refused_documents: ThreefoldError | None = None
+        self._lengths: Tensor | None = None
+        self._documents: DocumentRows | None = None
         AttentionInterface.register(self.name, self._attention)
         AttentionMaskInterface.register(self.name, self._mask)
+
+    def adapt(self, model: PreTrainedModel) -> None:
+        """Lets a model that was built under this name compute each token as in its own row or document."""
+        self._additive = backend.own_attention(model) is not None
+        follow_lengths(model, lambda: self._lengths)
+        self._carries = keep_documents_apart(model, lambda: self._documents)
 
     @contextmanager
     def batch(self, rows: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -119,7 +138,12 @@ class ContextParallel:
 
         Yields:
             the same keys, each [batch, sequence / cp], in head-tail order.
+
+        Raises:
+            ConfigError: `document_ids` for a model that does not keep documents apart (`refused_documents`).
         """
+        if self.refused_documents is not None and "document_ids" in rows:
+            raise self.refused_documents
         sequence, device = rows["input_ids"].shape[1], rows["input_ids"].device
         own = local_positions(sequence, cp_size=self.size, cp_rank=self._rank).to(device)
         keys = gathered_positions(sequence, cp_size=self.size).to(device)
@@ -128,14 +152,18 @@ class ContextParallel:
             queries=keys if by_heads else own,
             keys=keys,
             documents=rows.get("document_ids"),
-            kernel=self._kernel,
+            kernel="sdpa" if self._additive else self._kernel,
             alone=self.size == 1,
             halved=self.size > 1 and not by_heads,
+            additive=self._additive,
         )
+        self._lengths = text_lengths(rows["position_ids"], rows.get("document_ids")).index_select(1, own)
+        if self._carries and "document_ids" in rows:
+            self._documents = DocumentRows.of(rows["document_ids"])
         try:
             yield rows if self.size == 1 else {name: values.index_select(1, own) for name, values in rows.items()}
         finally:
-            self._masks = None
+            self._masks = self._lengths = self._documents = None
 
     def _mask(self, batch_size: int, **kwargs: Any) -> Mask:
         if self._masks is None:

@@ -66,7 +66,7 @@ def step_alone(model: PreTrainedModel, rows: Batch, real: Tensor, *, times: list
         copies: how often its tokens count for the routers.
     """
     device = next(model.parameters()).device
-    router = RouterLoss.of(model.config)
+    router = RouterLoss.of(model)
     targets = sum(count * (row != IGNORED).sum().item() for count, row in zip(times, rows["labels"], strict=True))
     total, routed = torch.zeros((), device=device), []
     for ids, labels, count in _documents(rows, real, times):

@@ -65,6 +65,7 @@ def probe_rows(mode: Mode, *, seq_len: int, vocabulary: int, seed: int) -> Batch
         rows["input_ids"][-1, used:] = 0
         rows["labels"][-1, used - 1 :] = IGNORED
         documents[-1, used:] = PADDING
+        rows["padding"] = documents == PADDING
     rows["position_ids"] = positions
     return {**rows, "document_ids": documents} if mode.documents else rows
 

@@ -20,6 +20,7 @@ from threefold.model import data_parallel, fused_loss, load, lora
 from threefold.model.context_parallel import flex
 from threefold.model.context_parallel.split import split_problems
 from threefold.model.tensor_parallel.plan import expert_problems, plan_problems
+from threefold.training.loss import router_problems
 
 
 def tokenizer_name(config: Config) -> tuple[str, str]:
@@ -120,6 +121,10 @@ def check(
         problems += lora.problems(config.model.lora, lambda: build(copy.deepcopy(architecture)), name=name)
     problems += (foreign := tokenizer_problems(config, tokenizer))
     text = architecture.get_text_config()
+    if getattr(text, "output_router_logits", False):
+        trusted = config.model.trust_remote_code
+        model = load.build_without_storage(copy.deepcopy(architecture), attention="eager", trust_remote_code=trusted)
+        problems += router_problems(model)
     if not foreign and (known := getattr(text, "vocab_size", None)) is not None and known < tokenizer.vocab_size:
         what = f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, the model only {known}"
         fix = f"--model.config '{{..., vocab_size: {tokenizer.vocab_size}}}', or the model's own tokenizer"

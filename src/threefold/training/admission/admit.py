@@ -175,11 +175,12 @@ def _refusal(config: Config, architecture: PretrainedConfig, mesh: Mesh, tried: 
     name = config.model.name_or_path or architecture.model_type
     if tried.error is not None:
         # Other ranks may wait in a collective that this one never reached: nothing is asked of them.
-        reason = " ".join(f"{type(tried.error).__name__}: {tried.error}".split())
         if isinstance(tried.error, OwnForwardError):
+            reason = " ".join(str(tried.error).split())
             expected = "sizes that fit one another, as transformers' own forward needs them"
             fix = "see the architecture's config page in the transformers documentation"
             return ConfigError(f"{name!r} cannot be computed by transformers: {reason}", expected=expected, fix=fix)
+        reason = " ".join(f"{type(tried.error).__name__}: {tried.error}".split())
         where, fix = _where_it_raises(config, architecture, mesh)
         expected = "an architecture whose step works there, with the model's own forward to compare it with"
         return ConfigError(f"{name!r} cannot be computed {where}: {reason[:300]}", expected=expected, fix=fix)

@@ -111,8 +111,7 @@ def _expected(alone: Any, subject: Subject, rows: Batch, mesh: Mesh) -> Alone | 
         times = probe_rows.times_counted(mesh.dp_size)
         try:
             model = alone if mesh.device.type == "cpu" else alone.to(mesh.device)
-            real = probe_rows.real_tokens(subject.mode, rows)
-            computed.append(step_alone(model, rows, real, times=times, copies=mesh.dp_size))
+            computed.append(step_alone(model, rows, times=times, copies=mesh.dp_size))
         except Exception as error:  # whatever a model's code may raise
             return f"{type(error).__name__}: {error}"
         return ""

@@ -126,10 +126,14 @@ def build_without_storage(config: PretrainedConfig, *, attention: str, trust_rem
     return model
 
 
-def plan_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Mapping[str, str]:
-    """The tensor-parallel plan that transformers has for this architecture, if any."""
+def outline(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Any:
+    """The model without storage, with eager attention, to look at.
+
+    Raises:
+        ConfigError: its class cannot be built from this config.
+    """
     try:
-        model = build_without_storage(copy.deepcopy(config), attention="eager", trust_remote_code=trust_remote_code)
+        return build_without_storage(copy.deepcopy(config), attention="eager", trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a model's code may raise
         reason = " ".join(str(error).split())
         raise ConfigError(
@@ -137,7 +141,11 @@ def plan_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Map
             expected="sizes that fit one another, and the packages that the architecture uses",
             fix="see the architecture's config page in the transformers documentation",
         ) from error
-    return dict(model.tp_plan or {})
+
+
+def plan_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Mapping[str, str]:
+    """The tensor-parallel plan that transformers has for this architecture, if any."""
+    return dict(outline(config, trust_remote_code=trust_remote_code).tp_plan or {})
 
 
 @contextmanager

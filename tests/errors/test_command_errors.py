@@ -132,7 +132,7 @@ def test_line_that_does_not_parse(folder: Path) -> None:
 def test_model_folder_without_weights(folder: Path) -> None:
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["LlamaForCausalLM"]}))
-    model = ("--model.name_or_path", "model", "--data.tokenizer", "bytes")
+    model = ("--model.name_or_path", "model", "--data.tokenizer", "bytes", "--data.allow_other_tokenizer", "true")
     assert refused(folder, *ALONE, *model, **ONE_RANK) == (
         "model.name_or_path = 'model' has a config but no weights\n"
         "  expected: *.safetensors files next to config.json\n"

@@ -20,7 +20,7 @@ from threefold.data.rows.padded import PaddedRows
 from threefold.data.store import parts
 from threefold.data.store.prepare import prepare
 from threefold.data.store.resolve import open_store, open_text
-from threefold.data.store.store import TokenStore
+from threefold.data.store.store import StoreWriter, TokenStore
 from threefold.data.text.source import Source
 from threefold.data.tokens import ByteTokenizer, load_tokenizer
 from threefold.errors import EXIT_WRONG_REQUEST, ConfigError, DataError, RunError, ThreefoldError
@@ -56,9 +56,10 @@ def read(source: str, **options: Any) -> Callable[[], Any]:
 
 def rows(source: str, **options: Any) -> Callable[[], Any]:
     tokenizer, seq_len = options.pop("tokenizer", BYTES), options.pop("seq_len", 8)
+    model = {"vocab_size": options.pop("vocab_size", None)}
     cut = {name: options.pop(name) for name in ("packing", "document_mask", "truncate", "lookahead") if name in options}
     return lambda: open_rows(
-        Source(source, **options), Packing(seq_len, **cut), tokenizer=tokenizer, cache=Path("cache")
+        Source(source, **options), Packing(seq_len, **cut), tokenizer=tokenizer, cache=Path("cache"), **model
     )
 
 
@@ -351,12 +352,15 @@ def test_tokenizer_that_is_not_there(folder: Path) -> None:
         (
             "data.tokenizer = './tok' does not exist",
             "bytes, a folder with tokenizer.json, or an id on the Hub as owner/name",
-            "--data.tokenizer bytes   (or the path of a folder)",
+            "check the path   (for random weights also: --data.tokenizer bytes)",
         )
     ]
     ((what, _, fix),) = said(lambda: load_tokenizer("owner/name"))
     assert what.startswith("data.tokenizer = 'owner/name' is not a local folder, and the Hub could not be reached: ")
-    assert fix == "hf download owner/name   on a machine with internet, then --data.tokenizer FOLDER (or bytes)"
+    assert fix == (
+        "hf download owner/name   on a machine with internet, then --data.tokenizer FOLDER   "
+        "(for random weights also: --data.tokenizer bytes)"
+    )
 
 
 def test_folder_without_tokenizer(folder: Path) -> None:
@@ -367,7 +371,8 @@ def test_folder_without_tokenizer(folder: Path) -> None:
             "data.tokenizer = 'model' contains no tokenizer",
             "tokenizer.json, or an older vocabulary "
             "(*.model, vocab.json, vocab.txt, merges.txt, *.tiktoken, tekken.json), in model",
-            "--data.tokenizer bytes   (or the id or folder of a model that comes with its tokenizer)",
+            "the id or folder of a model that comes with its tokenizer   "
+            "(for random weights also: --data.tokenizer bytes)",
         )
     ]
 
@@ -530,7 +535,43 @@ def test_store_of_another_tokenizer(store: Path, tokenizer: Path) -> None:
         (
             "data.tokenizer = 'tok': st was made with another tokenizer, 'bytes' (257 ids, end token 256)",
             "the store's tokenizer; 'tok' has 1 ids, end token 0, and uses the same ids for other tokens",
-            "--data.tokenizer bytes   (or prepare the text again with tok)",
+            "prepare the text again with tok   (for random weights also: --data.tokenizer bytes)",
+        )
+    ]
+
+
+def test_ids_that_the_model_has_no_embedding_for(store: Path) -> None:
+    """Under tp they trained in silence: no rank has their embedding, and no rank their target."""
+    for values, said_of in (([1, 2, 300, 7], "300 as token 2"), ([5, -100, 3, 2], "-100 as token 1")):
+        remade = np.array(values, "<i4")
+        with StoreWriter(Path("other"), dtype=remade.dtype) as writer:
+            writer.add_block(remade, np.array([1, 3], np.int32))
+            writer.finish(lambda _: TokenStore(store).info)  # type: ignore[arg-type, return-value]
+        Path("other.json").unlink()  # as one made by another program
+        assert said(rows("other.idx", vocab_size=257)) == [
+            (
+                f"other.bin has the id {said_of}, in document 1 (both counted from 0); "
+                f"its ids are {min(values)} to {max(values)}",
+                "ids from 0 to 256: the model has 257 of them in its vocabulary",
+                "prepare the text again with the model's tokenizer, or use the model that the store was made for",
+            )
+        ]
+
+
+def test_store_of_numbers_with_a_fraction(store: Path) -> None:
+    tokens = np.array([1.0, 2.5, 3.0, 4.0], "<f4")
+    header = store.with_suffix(".idx").read_bytes()
+    offsets = np.array([0], "<i8").tobytes()
+    Path("other.bin").write_bytes(tokens.tobytes())
+    lengths = np.array([4], "<i4").tobytes()
+    Path("other.idx").write_bytes(
+        header[:9] + struct.pack("<QBQQ", 1, 7, 1, 2) + lengths + offsets + np.array([0, 1], "<i8").tobytes()
+    )
+    assert said(rows("other.idx", vocab_size=257, seq_len=2)) == [
+        (
+            "other.bin holds numbers of type float32",
+            "token ids, which are whole numbers; these would be cut off to such",
+            REMAKE,
         )
     ]
 

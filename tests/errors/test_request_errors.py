@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
+from architectures import config_of
 from threefold.checkpoint.layout import CheckpointFolder, find
 from threefold.commands.arguments import split
 from threefold.config import loading as config_loading
@@ -18,6 +19,7 @@ from threefold.errors import EXIT_WRONG_REQUEST, CheckpointError, ConfigError, T
 from threefold.mesh import environment
 from threefold.mesh.topology import Topology, resolve
 from threefold.model.load import plan_of, read_config
+from threefold.model.reduced import reduced
 from threefold.model.tensor_parallel.plan import plan_problems
 from threefold.run.folder import open_run
 from threefold.run.request import check
@@ -164,8 +166,8 @@ def test_unknown_section() -> None:
             "a whole number greater than 0, or auto",
             "--train.micro_batch auto   (the default)",
         ),
-        ("optimizer.lr", "fast", "fast", "a number", "--optimizer.lr 0.002   (the default)"),
-        ("optimizer.lr", ".inf", ".inf", "a finite number", "--optimizer.lr 0.002   (the default)"),
+        ("optimizer.lr", "fast", "fast", "a number greater than 0, or auto", "--optimizer.lr auto   (the default)"),
+        ("optimizer.lr", ".inf", ".inf", "a number greater than 0, or auto", "--optimizer.lr auto   (the default)"),
         (
             "optimizer.schedule",
             "cosin",
@@ -229,6 +231,25 @@ def test_contradictions() -> None:
                 "--optimizer.min_lr 0   (or raise optimizer.lr above 0.01)",
             ),
         ]
+    )
+
+
+def test_lowest_rate_above_the_automatic_one() -> None:
+    values: dict[str, Any] = {"model": {"name_or_path": "x"}, "optimizer": {"min_lr": 1e-3}}
+    assert text(lambda: config_loading.validate(values)) == problem(
+        "optimizer.min_lr = 0.001 is above optimizer.lr = 2e-05 (auto: the weights are pretrained)",
+        "a schedule that falls from lr to min_lr",
+        "--optimizer.min_lr 0   (or raise optimizer.lr above 0.001)",
+    )
+
+
+@pytest.mark.parametrize(("given", "lacking"), [({}, "model.name_or_path"), ({"name_or_path": "x"}, "data.tokenizer")])
+def test_allowing_another_tokenizer_without_effect(given: dict[str, Any], lacking: str) -> None:
+    values = {"model": given, "data": {"allow_other_tokenizer": True}}
+    assert text(lambda: config_loading.validate(values)) == problem(
+        f"data.allow_other_tokenizer = true has no effect without {lacking}",
+        "pretrained weights, and a tokenizer for them that is not their own",
+        "leave data.allow_other_tokenizer out",
     )
 
 
@@ -397,6 +418,32 @@ def test_config_that_a_checkpoint_could_not_keep() -> None:
         "a config that a checkpoint can keep: the model of the run could not be resumed or exported",
         "give the key the value that it becomes, in model.config or in config.json",
     )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("glm4_moe", "but 'glm4_moe' has no routers' loss in transformers"),
+        ("afmoe", "but 'afmoe' has no routers' loss in transformers"),
+        ("hunyuan_v1_moe", "but 'hunyuan_v1_moe' has no routers' loss in transformers"),
+        ("doge", "but the routers' loss of 'doge' is another one"),
+    ],
+)
+def test_routers_without_the_loss_that_is_asked_for(model_type: str, why: str) -> None:
+    model = reduced(config_of(model_type))
+    model.output_router_logits, model.vocab_size = True, 257
+    assert text(checking(Topology(), model)) == problem(
+        f"model.config has output_router_logits = true, {why}",
+        "the loss of Switch Transformer, as for Mixtral: its routers would be trained without it, or with another",
+        "output_router_logits: false   (in model.config, or in the model's config.json)",
+    )
+
+
+@pytest.mark.parametrize("model_type", ["jetmoe", "mixtral", "dbrx", "deepseek_v4", "flint"])
+def test_routers_with_the_loss_that_is_asked_for(model_type: str) -> None:
+    model = reduced(config_of(model_type))
+    model.output_router_logits, model.vocab_size = True, 257
+    checking(Topology(), model)()
 
 
 @pytest.mark.parametrize(("dp", "fix"), [(3, "18   (or 15)"), (32, "32")])

@@ -73,7 +73,7 @@ class Miniature:
         curve = []
         for _ in range(steps):
             batch = next(self._batches)
-            result = self.step(micro_batches(batch, self._micro_batch), lr=self.config.optimizer.lr)
+            result = self.step(micro_batches(batch, self._micro_batch), lr=2e-3)
             self.done += 1
             curve.append((mean_loss(result, self.mesh), result.grad_norm.item(), batch["indices"].tolist()))
         return curve

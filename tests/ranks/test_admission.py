@@ -102,15 +102,15 @@ def _enter(context: Any) -> Any:
 def untie_the_head() -> None:
     import torch
 
-    from threefold.model import load
+    from threefold.model import storage
 
-    fill = load.fill
+    fill = storage.fill
 
     def untied(model: Any, *args: Any, **kwargs: Any) -> None:
         fill(model, *args, **kwargs)
         model.lm_head._parameters["weight"] = torch.nn.Parameter(model.lm_head.weight.detach().clone())
 
-    load.fill = untied  # type: ignore[assignment]
+    storage.fill = untied  # type: ignore[assignment]
 
 
 def leak_rows() -> None:

@@ -78,7 +78,7 @@ def test_store_is_each_document_and_the_end_token(corpus: Path, tmp_path: Path) 
     texts = texts_of(corpus)
     assert documents_in(store) == [[*text.encode(), 256] for text in texts]
     assert store.dtype == np.uint16
-    assert sorted(contents(tmp_path / "to")) == ["tokens.bin", "tokens.idx", "tokens.json"]
+    assert sorted(contents(tmp_path / "to")) == ["tokens.bin", "tokens.ids.json", "tokens.idx", "tokens.json"]
     assert (made.info.tokenizer, made.info.vocab_size, made.info.end_id) == ("bytes", 257, 256)
     assert (made.info.num_documents, made.info.num_tokens, made.reused) == (40, 40 * 12, False)
 

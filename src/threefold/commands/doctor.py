@@ -34,6 +34,9 @@ class Options:
 def command(
     context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="All findings and the facts behind them, as JSON.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start more local ranks than this machine has room for.")
+    ] = False,
     limit: Annotated[float, typer.Option(min=0.1, help="Longest time of one test between ranks, s.")] = 30.0,
 ) -> None:
     """Find what would stop a run: threefold doctor [CONFIG.yaml] [--section.key value ...].
@@ -45,10 +48,10 @@ def command(
     """
     from threefold.commands.arguments import load_config
 
-    sys.exit(doctor_command(load_config(context.args), Options(as_json, limit)))
+    sys.exit(doctor_command(load_config(context.args), Options(as_json, limit), force=force))
 
 
-def doctor_command(loaded: Loaded, options: Options) -> int:
+def doctor_command(loaded: Loaded, options: Options, *, force: bool = False) -> int:
     """Prints the report, returns the exit code; ThreefoldError if the ranks cannot meet or the mesh does not fit."""
     from threefold.doctor.ranks import look_at_machine
     from threefold.mesh import environment, local_ranks
@@ -64,7 +67,7 @@ def doctor_command(loaded: Loaded, options: Options) -> int:
         return _show(report.findings, [], {"machine": report.facts}, options)
     from threefold.run.start import topology_here
 
-    topology, _ = topology_here(loaded.config)
+    topology, _ = topology_here(loaded.config, force=force)
     if topology.world_size == 1:
         return run_rank(loaded.config, topology, options)
     local_ranks.preload(_PRELOAD)

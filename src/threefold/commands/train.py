@@ -16,6 +16,9 @@ def command(
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", min=0, help="How often to restart the ranks after a failure.")
     ] = 0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start more local ranks than this machine has room for.")
+    ] = False,
     local_rank: Annotated[
         int | None, typer.Option("--local_rank", "--local-rank", hidden=True, help="Added by older launchers.")
     ] = None,
@@ -42,4 +45,4 @@ def command(
         return
     from threefold.run.start import train_command
 
-    sys.exit(train_command(loaded, max_restarts=max_restarts))
+    sys.exit(train_command(loaded, max_restarts=max_restarts, force=force))

@@ -25,6 +25,9 @@ def command(
     steps: Annotated[int, typer.Option(min=1, help="Steps to compare.")] = 3,
     layers: Annotated[int | None, typer.Option(min=1, help="Use only the first N layers.")] = None,
     random: Annotated[bool, typer.Option("--random", help="Random weights instead of the named ones.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start more local ranks than this machine has room for.")
+    ] = False,
     against: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Compare the metrics of two finished runs instead.")
     ] = None,
@@ -45,12 +48,15 @@ def command(
     from threefold.commands.arguments import load_config
     from threefold.verify.comparison import Options
 
-    sys.exit(verify_command(load_config(context.args), Options(steps, layers, random)))
+    sys.exit(verify_command(load_config(context.args), Options(steps, layers, random), force=force))
 
 
-def verify_command(loaded: Loaded, options: Options) -> int:
+def verify_command(loaded: Loaded, options: Options, *, force: bool = False) -> int:
     """Verifies the mesh of the config and returns the exit code: 0 it follows the single process, 1 it does not."""
+    from dataclasses import replace
+
     from threefold.mesh import environment, local_ranks
+    from threefold.mesh.shares import refuse_impossible
     from threefold.mesh.topology import resolve
     from threefold.verify.comparison import diagnose, table
 
@@ -63,7 +69,8 @@ def verify_command(loaded: Loaded, options: Options) -> int:
     from threefold.run.start import PRELOAD, topology_here
 
     local_ranks.preload(PRELOAD)
-    topology, why = topology_here(loaded.config)
+    topology, why = topology_here(loaded.config, force=force)
+    refuse_impossible(loaded.config, topology)
     print(f"mesh {topology} on {topology.world_size} ranks ({why}) against one process, float32, {options.steps} steps")
     found = on_ranks(loaded.config, options, topology)
     if isinstance(found, int):
@@ -72,7 +79,7 @@ def verify_command(loaded: Loaded, options: Options) -> int:
     if found.holds:
         print("the mesh follows the single process")
         return 0
-    print(diagnose(topology, lambda smaller: on_ranks(loaded.config, options, smaller)))
+    print(diagnose(topology, lambda smaller: on_ranks(loaded.config, replace(options, admission=False), smaller)))
     return EXIT_FAILED
 
 

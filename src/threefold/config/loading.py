@@ -218,6 +218,7 @@ _EXPECTED = {
 }
 _AXIS_SIZE = "a whole number greater than 0, or auto"
 _EXPECTED_OF_KEY = {
+    "optimizer.lr": "a number greater than 0, or auto",
     **dict.fromkeys(("mesh.dp", "mesh.dp_shard", "mesh.cp", "mesh.tp", "train.micro_batch"), _AXIS_SIZE),
     "optimizer.betas": "two numbers, both at least 0 and below 1",
     "data.skip": "[first, last] ranges of steps, counted from 1: [[1000, 1100]]",

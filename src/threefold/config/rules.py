@@ -6,6 +6,7 @@ import difflib
 import itertools
 from collections.abc import Iterator, Sequence
 
+from threefold.config.peak_rate import peak_rate
 from threefold.config.schema import TRACKERS, Config, DataConfig, LogConfig, LoraConfig
 from threefold.config.text import as_yaml, pasted
 from threefold.errors import Problem
@@ -25,6 +26,11 @@ def contradictions(config: Config) -> Iterator[Problem]:
         what = f"model.init_missing = {as_yaml(config.model.init_missing)} has no effect without model.name_or_path"
         fix = "leave model.init_missing out"
         yield Problem(what, "a model whose files may lack some weights; without one all weights are random", fix)
+    if config.data.allow_other_tokenizer and (config.model.name_or_path is None or config.data.tokenizer is None):
+        lacking = "model.name_or_path" if config.model.name_or_path is None else "data.tokenizer"
+        what = f"data.allow_other_tokenizer = true has no effect without {lacking}"
+        expected = "pretrained weights, and a tokenizer for them that is not their own"
+        yield Problem(what, expected, "leave data.allow_other_tokenizer out")
     if config.train.steps is not None and config.train.epochs is not None:
         what = f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs} are both set"
         yield Problem(what, "one measure of how long to train", "leave one of them out")
@@ -42,8 +48,10 @@ def contradictions(config: Config) -> Iterator[Problem]:
         if not 0 <= beta < 1:
             what = f"optimizer.betas[{number}] = {beta} is not a decay"
             yield Problem(what, "0 <= beta < 1", "--optimizer.betas '[0.9, 0.95]'")
-    if config.optimizer.min_lr > config.optimizer.lr:
-        what = f"optimizer.min_lr = {config.optimizer.min_lr} is above optimizer.lr = {config.optimizer.lr}"
+    lr, why = peak_rate(config)
+    if config.optimizer.min_lr > lr:
+        automatic = f" (auto: {why})" if config.optimizer.lr == "auto" else ""
+        what = f"optimizer.min_lr = {config.optimizer.min_lr} is above optimizer.lr = {lr}{automatic}"
         fix = f"--optimizer.min_lr 0   (or raise optimizer.lr above {config.optimizer.min_lr})"
         yield Problem(what, "a schedule that falls from lr to min_lr", fix)
 

@@ -93,6 +93,9 @@ class DataConfig(_Section):
     revision: str | None = Field(None, description="branch, tag or commit of a Hub dataset")
     text_field: str = Field("text", description="field that holds the text in .jsonl, .parquet and Hub rows")
     tokenizer: str | None = Field(None, description="`bytes`, a Hub id or a folder; default: the model's own, or bytes")
+    allow_other_tokenizer: bool = Field(
+        False, description="train pretrained weights with a tokenizer that is not theirs: its ids mean other tokens"
+    )
     seq_len: PositiveInt = Field(256, description="tokens per row")
     packing: Literal["concat", "best_fit", "none"] = Field("concat", description="how documents become rows")
     document_mask: bool = Field(False, description="keep attention and positions inside each document")
@@ -171,7 +174,9 @@ class TrainConfig(_Section):
 class OptimizerConfig(_Section):
     """AdamW, and the learning rate as a function of the step."""
 
-    lr: PositiveFloat = Field(2e-3, description="peak learning rate")
+    lr: PositiveFloat | Literal["auto"] = Field(
+        "auto", description="peak learning rate; auto: 2e-3 for random weights, 2e-5 for pretrained ones, 2e-4 for LoRA"
+    )
     betas: Annotated[tuple[float, float], Field(strict=False)] = Field((0.9, 0.95), description="Adam's two decays")
     eps: PositiveFloat = Field(1e-8, description="added to the root of the second moment")
     weight_decay: NonNegativeFloat = Field(0.1, description="decoupled, on matrices only")

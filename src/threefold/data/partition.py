@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from threefold.errors import ConfigError
+from threefold.mesh.shares import check_global_batch as check_global_batch
 
 Tail = Literal["drop", "pad", "exact"]
 TAILS: tuple[Tail, ...] = ("drop", "pad", "exact")
@@ -129,16 +130,3 @@ def tail_of_sampler(tail: str | None, *, drop_last: bool) -> Tail:
             fix=f"leave out drop_last to keep tail={tail!r}",
         )
     return tail
-
-
-def check_global_batch(global_batch: int, *, dp_size: int) -> None:
-    """Refuse a global batch that dp ranks cannot share equally (ConfigError)."""
-    if global_batch > 0 and global_batch % dp_size == 0:
-        return
-    above = max(-(-global_batch // dp_size), 1) * dp_size
-    below = global_batch // dp_size * dp_size
-    raise ConfigError(
-        f"train.global_batch = {global_batch} cannot be divided equally among {dp_size} dp ranks",
-        expected=f"a multiple of mesh.dp ({dp_size}), so that every dp rank makes the same number of steps",
-        fix=f"--train.global_batch {above}" + (f"   (or {below})" if below > 0 else ""),
-    )

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json")
 
+MODEL_KEY = "model.name_or_path"
+
+_BYTES = 256
+_FOR_RANDOM = "for random weights also: --data.tokenizer bytes"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -78,22 +82,18 @@ class VocabularyTokenizer:
 Tokenizer = ByteTokenizer | VocabularyTokenizer
 
 
-def load_tokenizer(name: str, *, revision: str | None = None) -> Tokenizer:
+def load_tokenizer(name: str, *, revision: str | None = None, key: str = "data.tokenizer") -> Tokenizer:
     """`bytes`, or the tokenizer of a local folder or of an id on the Hub, at a branch, tag or commit `revision`.
 
-    A DataError if there is no such tokenizer, it cannot be reached, or it has no end token.
+    A DataError, which names the tokenizer by its `key`, if it is missing, cannot be reached, or has no end token.
     """
     if name == "bytes":
         return ByteTokenizer()
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        folder = _download(name, revision=revision)
-    if not any(next(folder.glob(pattern), None) for pattern in VOCABULARIES):
-        raise DataError(
-            f"data.tokenizer = {name!r} contains no tokenizer",
-            expected=f"tokenizer.json, or an older vocabulary ({', '.join(VOCABULARIES[1:])}), in {folder}",
-            fix="--data.tokenizer bytes   (or the id or folder of a model that comes with its tokenizer)",
-        )
+        folder = _download(name, revision=revision, key=key)
+    if not has_vocabulary(folder):
+        raise _no_vocabulary(name, folder, key=key)
     from tokenizers import Tokenizer as Backend
 
     file = folder / "tokenizer.json"
@@ -107,27 +107,74 @@ def load_tokenizer(name: str, *, revision: str | None = None) -> Tokenizer:
     except Exception as error:  # a missing package, a damaged file, an unknown class: all the same to the user
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"data.tokenizer = {name!r} cannot be read: {first}",
+            f"{key} = {name!r} cannot be read: {first}",
             expected="a tokenizer that the installed tokenizers or transformers can read",
             fix="download or save the tokenizer again, or   "
             "pip install -U tokenizers transformers sentencepiece tiktoken",
         ) from error
-    if file.is_file():
-        return _with_vocabulary(name, loaded, end_id=_end_id(folder, loaded), content=file.read_bytes())
     backend = getattr(loaded, "backend_tokenizer", None)
-    if isinstance(backend, Backend):
-        return _with_vocabulary(name, backend, end_id=loaded.eos_token_id, content=backend.to_str().encode())
-    content = f"{type(loaded).__name__} {sorted(loaded.get_vocab().items())!r}".encode()
-    return _with_vocabulary(name, loaded, end_id=loaded.eos_token_id, content=content)
-
-
-def _with_vocabulary(name: str, backend: Any, *, end_id: int | None, content: bytes) -> VocabularyTokenizer:
+    if file.is_file():
+        end_id, content = _end_id(folder, loaded), file.read_bytes()
+    elif isinstance(backend, Backend):
+        end_id, content, loaded = loaded.eos_token_id, backend.to_str().encode(), backend
+    else:
+        content = f"{type(loaded).__name__} {sorted(loaded.get_vocab().items())!r}".encode()
+        end_id = loaded.eos_token_id
     if end_id is None:
         raise DataError(
-            f"data.tokenizer = {name!r} names no end token",
+            f"{key} = {name!r} names no end token",
             expected=f'"eos_token" or "eos_token_id" in one of {", ".join(CONFIGS)}: it ends each document',
             fix='add   "eos_token": "TOKEN"   to tokenizer_config.json, a token of the vocabulary',
         )
+    return _with_vocabulary(name, loaded, end_id=end_id, content=content)
+
+
+def has_vocabulary(folder: Path) -> bool:
+    """Whether a folder contains a tokenizer's vocabulary in any form."""
+    return any(next(folder.glob(pattern), None) for pattern in VOCABULARIES)
+
+
+def difference(tokenizer: Tokenizer, own: Tokenizer) -> str | None:
+    """How the ids of a tokenizer differ from those that a model was trained with; None if they mean the same."""
+    vocabulary, expected = _vocabulary(tokenizer), _vocabulary(own)
+    if isinstance(tokenizer, ByteTokenizer) or isinstance(own, ByteTokenizer):
+        vocabulary[tokenizer.end_id] = expected[own.end_id] = "the end token"  # `bytes` has no text for its own
+    if (count := len(vocabulary)) != len(expected):
+        return f"it has {count:,} tokens, the model's own {len(expected):,}"
+    if others := sorted(id for id, token in vocabulary.items() if expected.get(id) != token):
+        first, there = vocabulary[others[0]], expected.get(others[0])
+        return f"{len(others):,} ids are other tokens: {others[0]} is {first!r}, in the model's own {there!r}"
+    if tokenizer.end_id != own.end_id:
+        return f"its end token is {tokenizer.end_id}, the model's own {own.end_id}"
+    if differing := sorted(_special_ids(tokenizer) ^ _special_ids(own)):
+        return f"{differing[0]} is a special token in one of them only"
+    return None
+
+
+def _vocabulary(tokenizer: Tokenizer) -> dict[int, str]:
+    """Id -> token."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return _byte_letters()
+    fast = {"with_added_tokens": True} if hasattr(tokenizer.backend, "encode_batch_fast") else {}
+    return {id: token for token, id in tokenizer.backend.get_vocab(**fast).items()}
+
+
+def _special_ids(tokenizer: Tokenizer) -> set[int]:
+    if isinstance(tokenizer, ByteTokenizer):
+        return {tokenizer.end_id}
+    if hasattr(tokenizer.backend, "get_added_tokens_decoder"):
+        return {id for id, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
+    return set(tokenizer.backend.all_special_ids)
+
+
+def _byte_letters() -> dict[int, str]:
+    """Byte -> its letter in a byte-level vocabulary: itself if it can be printed, else one of those after 255."""
+    printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    free = iter(range(_BYTES, 2 * _BYTES))
+    return {byte: chr(byte if byte in printed else next(free)) for byte in range(_BYTES)}
+
+
+def _with_vocabulary(name: str, backend: Any, *, end_id: int, content: bytes) -> VocabularyTokenizer:
     if hasattr(backend, "encode_batch_fast"):
         # A file may ask for truncation or padding to a model's length: a document is encoded completely.
         backend.no_truncation()
@@ -139,13 +186,24 @@ def _with_vocabulary(name: str, backend: Any, *, end_id: int | None, content: by
     return VocabularyTokenizer(name, backend, max(end_id, *vocabulary.values()) + 1, end_id, fingerprint)
 
 
-def _download(name: str, *, revision: str | None) -> Path:
+def _no_vocabulary(name: str, folder: Path, *, key: str) -> DataError:
+    fix = f"the id or folder of a model that comes with its tokenizer   ({_FOR_RANDOM})"
+    if key == MODEL_KEY:
+        fix = "copy the files of the tokenizer that the weights were trained with there"
+    return DataError(
+        f"{key} = {name!r} contains no tokenizer",
+        expected=f"tokenizer.json, or an older vocabulary ({', '.join(VOCABULARIES[1:])}), in {folder}",
+        fix=fix,
+    )
+
+
+def _download(name: str, *, revision: str | None, key: str) -> Path:
     """Folder with the tokenizer's files from the Hub, or from its cache if the Hub cannot be reached."""
     if not _HUB_ID.fullmatch(name):
         raise DataError(
-            f"data.tokenizer = {name!r} does not exist",
+            f"{key} = {name!r} does not exist",
             expected="bytes, a folder with tokenizer.json, or an id on the Hub as owner/name",
-            fix="--data.tokenizer bytes   (or the path of a folder)",
+            fix=f"check the path   ({_FOR_RANDOM})",
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
@@ -154,16 +212,16 @@ def _download(name: str, *, revision: str | None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=[*CONFIGS, *VOCABULARIES]))
     except HfHubHTTPError as error:
         raise DataError(
-            f"data.tokenizer = {name!r} is not on the Hub, or you have no access: {str(error).splitlines()[0]}",
+            f"{key} = {name!r} is not on the Hub, or you have no access: {str(error).splitlines()[0]}",
             expected="bytes, a folder with tokenizer.json, or an id on the Hub as owner/name",
             fix="check the name and the revision; for a gated model   hf auth login",
         ) from error
     except (OSError, ValueError) as error:
+        there = f"--{key} FOLDER" + ("" if key == MODEL_KEY else f"   ({_FOR_RANDOM})")
         raise DataError(
-            f"data.tokenizer = {name!r} is not a local folder, and the Hub could not be reached: "
-            f"{type(error).__name__}",
+            f"{key} = {name!r} is not a local folder, and the Hub could not be reached: {type(error).__name__}",
             expected="a folder with tokenizer.json, an id in the Hub's cache, or a connection to the Hub",
-            fix=f"hf download {name}   on a machine with internet, then --data.tokenizer FOLDER (or bytes)",
+            fix=f"hf download {name}   on a machine with internet, then {there}",
         ) from error
 
 

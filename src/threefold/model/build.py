@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PretrainedConfig, PreTrainedModel
 
+from threefold.config.peak_rate import RANDOM, automatic_rate
 from threefold.config.schema import Config
 from threefold.mesh.mesh import Mesh
 from threefold.model import data_parallel, fused_loss, head, load, lora, storage
@@ -41,6 +42,7 @@ class ParallelModel:
         tensor: what was split over tp.
         autocast: type that operations are cast to in forward, or None (float32, or FSDP2 casts the weights).
         choices: (what was chosen, why), to be printed.
+        automatic_rate: the peak learning rate that suits its weights, random or pretrained ones.
     """
 
     forward: nn.Module
@@ -49,6 +51,7 @@ class ParallelModel:
     tensor: TensorParallelism
     autocast: torch.dtype | None
     choices: tuple[tuple[str, str], ...] = ()
+    automatic_rate: float = RANDOM
 
 
 def build(
@@ -95,7 +98,8 @@ def build(
     forward = data_parallel.replicate(model, mesh) if kind == "ddp" else model
     choices = ((f"data parallelism: {kind}", why), *attention_choices, *split_choices, *loss_choices)
     autocast = None if kind == "fsdp" or dtype == torch.float32 else dtype
-    return ParallelModel(forward, model, context, tensor, autocast, choices)
+    rate, _ = automatic_rate(config.model)
+    return ParallelModel(forward, model, context, tensor, autocast, choices, rate)
 
 
 # What `selective` keeps: results that are expensive to compute and small to keep, of matrix products and of attention.

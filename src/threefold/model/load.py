@@ -34,6 +34,7 @@ from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
 from threefold.model import weight_check
 from threefold.model.context_parallel import backend
+from threefold.model.model_path import refuse_wrong_path, unreachable
 from threefold.model.weight_check import Stored, Weights, readers
 
 _CONFIG_READERS = ("configuration_utils", "masking_utils", "modeling_rope_utils", "modeling_utils")
@@ -55,12 +56,13 @@ def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> Pretrai
         if vocab_size is not None:
             values.setdefault("vocab_size", vocab_size)
         return _config_from_values(values)
+    refuse_wrong_path(asked.name_or_path)
     try:
         config = AutoConfig.from_pretrained(
             asked.name_or_path, revision=asked.revision, trust_remote_code=asked.trust_remote_code
         )
     except (OSError, ValueError, HFValidationError) as error:
-        raise _unreachable(asked.name_or_path, error) from error
+        raise unreachable(asked.name_or_path, error) from error
     weight_check.refuse_quantised(config, name=asked.name_or_path)
     return config
 
@@ -102,15 +104,6 @@ def unknown_keys(model_type: str, keys: Iterable[str]) -> list[str]:
     return [key for key in unknown if key not in words]
 
 
-def _unreachable(name: str, error: Exception) -> ConfigError:
-    expected, fix = "a folder with config.json and weights", "check the path"
-    if not Path(name).is_dir():
-        expected = "a local folder, or a Hub id that can be reached"
-        fix = "check the name, your connection, and `hf auth login` for gated models"
-    what = f"model.name_or_path = {name!r} cannot be read: {str(error).strip().splitlines()[0]}"
-    return ConfigError(what, expected=expected, fix=fix)
-
-
 def build_without_storage(config: PretrainedConfig, *, attention: str, trust_remote_code: bool = False) -> Any:
     """The model's modules with parameters on the meta device.
 
@@ -135,9 +128,9 @@ def outline(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Any
     try:
         return build_without_storage(copy.deepcopy(config), attention="eager", trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a model's code may raise
-        reason = " ".join(str(error).split())
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(
-            f"transformers cannot build a {config.model_type!r}: {type(error).__name__}: {reason}",
+            f"transformers cannot build a {config.model_type!r}: {reason}",
             expected="sizes that fit one another, and the packages that the architecture uses",
             fix="see the architecture's config page in the transformers documentation",
         ) from error
@@ -200,7 +193,7 @@ def _download(asked: ModelConfig) -> Path:
             patterns = ["*.safetensors", "*.bin", "*.json"]
             folder = Path(snapshot_download(asked.name_or_path, revision=asked.revision, allow_patterns=patterns))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            raise _unreachable(asked.name_or_path, error) from error
+            raise unreachable(asked.name_or_path, error) from error
     if not list(folder.glob("*.safetensors")) and not list(folder.glob("*.bin")):
         raise ConfigError(
             f"model.name_or_path = {asked.name_or_path!r} has a config but no weights",
@@ -281,3 +274,11 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     """The model's repeated blocks, in order."""
     blocks = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in blocks]
+
+
+def sizes(model: PreTrainedModel) -> tuple[int, int]:
+    """(number of layers, hidden size), from the config or, where it names them otherwise (blt), from the modules."""
+    text: Any = model.config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", None) or len(layers_of(model))
+    embedding: Any = model.get_input_embeddings()
+    return layers, getattr(text, "hidden_size", None) or embedding.weight.shape[-1]

@@ -13,6 +13,7 @@ from threefold.audit import compare, record
 from threefold.audit.compare import Audit
 from threefold.audit.offences import explain
 from threefold.audit.record import SegmentLine
+from threefold.config.peak_rate import with_rate
 from threefold.config.schema import Config, DataConfig, MixtureSource
 from threefold.data.loader import Batch, TokenLoader, evaluation_batches
 from threefold.data.mixture import Mixture
@@ -30,7 +31,7 @@ from threefold.mesh.mesh import Mesh
 from threefold.model.build import ParallelModel, build
 from threefold.run.folder import RunFolder
 from threefold.run.request import Asked
-from threefold.run.resume import Checkpointer, versions
+from threefold.run.resume import Checkpointer, rate_of, versions
 from threefold.training.optimizer import adamw
 
 DEFAULT_STEPS = 120
@@ -43,6 +44,7 @@ class Built(Asked):
     Attributes:
         held_out: rows of the evaluation, or None.
         num_steps: the last step's number.
+        rate_why: the reason for the config's learning rate.
     """
 
     mesh: Mesh
@@ -54,6 +56,7 @@ class Built(Asked):
     optimizer: torch.optim.Optimizer
     checkpointer: Checkpointer
     num_steps: int
+    rate_why: str
 
     @property
     def done(self) -> int:
@@ -79,9 +82,14 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
         DataError: the data cannot be read, or is not what the run began with.
         CheckpointError: the checkpoint belongs to another model or seed.
     """
-    config, tokenizer, architecture = asked.config, asked.tokenizer, asked.architecture
-    rows = rows_of(config, tokenizer, mesh)
-    held_out = rows_of(config, tokenizer, mesh, held_out=True) if config.eval.source else None
+    tokenizer, architecture = asked.tokenizer, asked.architecture
+    rate, rate_why = rate_of(asked.config, folder)
+    config = with_rate(asked.config, rate)
+    vocab_size = getattr(architecture.get_text_config(), "vocab_size", None)
+    rows = rows_of(config, tokenizer, mesh, vocab_size=vocab_size)
+    held_out = None
+    if config.eval.source:
+        held_out = rows_of(config, tokenizer, mesh, vocab_size=vocab_size, held_out=True)
     loader = loader_of(config, rows, mesh)
     num_steps = config.train.steps or (config.train.epochs or 0) * loader.steps_per_epoch or DEFAULT_STEPS
     model = build(config, asked.architecture, mesh)
@@ -92,8 +100,19 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
     checkpointer.resume()
     if config.train.epochs is not None:
         num_steps = steps_without(num_steps, skip={*loader.left_out, *config.data.skip})
+    settled = dataclasses.replace(asked, config=config)
     return Built(
-        config, tokenizer, architecture, mesh, folder, rows, held_out, loader, model, optimizer, checkpointer, num_steps
+        **vars(settled),
+        mesh=mesh,
+        folder=folder,
+        rows=rows,
+        held_out=held_out,
+        loader=loader,
+        model=model,
+        optimizer=optimizer,
+        checkpointer=checkpointer,
+        num_steps=num_steps,
+        rate_why=rate_why,
     )
 
 
@@ -114,29 +133,34 @@ def trackers_of(run: Built, *, say: Callable[[str], None]) -> list[Tracker]:
     return trackers.open_trackers(config.log.trackers, described, say)
 
 
-def rows_of(config: Config, tokenizer: Tokenizer, mesh: Mesh, *, held_out: bool = False) -> Rows:
-    """Returns the rows of data.source, data.mixture or eval.source; one rank per machine prepares text."""
+def rows_of(
+    config: Config, tokenizer: Tokenizer, mesh: Mesh, *, vocab_size: int | None = None, held_out: bool = False
+) -> Rows:
+    """Returns the rows of data.source, data.mixture or eval.source; one rank per machine prepares text.
+
+    Args:
+        vocab_size: of the model that reads them; None: the ids are not checked.
+    """
     data, evaluation = config.data, config.eval
+    open_source = functools.partial(_rows_of_source, data, tokenizer=tokenizer, vocab_size=vocab_size)
 
     def open_here() -> Rows:
         if held_out:
             assert evaluation.source is not None
             own = MixtureSource(source=evaluation.source, weight=1, split=evaluation.split)
-            return _rows_of_source(data, own, tokenizer, key="eval.source")
+            return open_source(own, key="eval.source")
         if data.mixture is None:
-            return _rows_of_source(data, MixtureSource(source=data.source, weight=1), tokenizer, key="data.source")
-        return MixedRows(
-            {
-                name: _rows_of_source(data, source, tokenizer, key=f"data.mixture.{name}")
-                for name, source in data.mixture.items()
-            }
-        )
+            return open_source(MixtureSource(source=data.source, weight=1), key="data.source")
+        each = data.mixture.items()
+        return MixedRows({name: open_source(source, key=f"data.mixture.{name}") for name, source in each})
 
     mesh.once_per_host("evaluation data" if held_out else "data", lambda: open_here().fingerprint)
     return open_here()
 
 
-def _rows_of_source(data: DataConfig, source: MixtureSource, tokenizer: Tokenizer, *, key: str) -> Rows:
+def _rows_of_source(
+    data: DataConfig, source: MixtureSource, *, tokenizer: Tokenizer, vocab_size: int | None, key: str
+) -> Rows:
     """Returns the rows of one source; settings that it omits come from the data section. Errors name it by its key."""
     named = Source(
         data_path(source.source),
@@ -148,7 +172,7 @@ def _rows_of_source(data: DataConfig, source: MixtureSource, tokenizer: Tokenize
     )
     packing = Packing(data.seq_len, data.packing, data.document_mask, data.truncate, data.lookahead)
     try:
-        return open_rows(named, packing, tokenizer=tokenizer, cache=cache_folder())
+        return open_rows(named, packing, tokenizer=tokenizer, cache=cache_folder(), vocab_size=vocab_size)
     except ThreefoldError as error:
         raise type(error).of(_named(key, each) for each in error.problems) from error
 

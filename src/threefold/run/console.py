@@ -7,6 +7,7 @@ import math
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import PretrainedConfig
 
 from threefold import __version__
 from threefold.checkpoint.layout import CheckpointFolder
@@ -35,11 +36,16 @@ def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]
     lines = [
         f"threefold {__version__}  {run.folder.path}",
         f"  model  {origin}{run.num_parameters:,} parameters, {name}, {config.model.dtype}",
+        f"         {shape_text(run.architecture)}",
         f"  mesh   {mesh.topology} on {ranks} ({mesh.device.type}): {why}",
         f"  data   {source} ({run.tokenizer.name}): {run.rows.report}; {seq_len} tokens a row",
     ]
     if run.done < run.num_steps:
         lines.append(f"  steps  {run.done + 1} to {run.num_steps}, {config.train.global_batch} rows each")
+        lines.append(f"  lr     {config.optimizer.lr:g}: {run.rate_why}")
+    if config.data.allow_other_tokenizer:
+        own = "which is not compared with the model's own"
+        lines.append(f"  tokenizer: {run.tokenizer.name}, {own}: data.allow_other_tokenizer")
     lines += [f"  {choice}: {reason}" for choice, reason in (admission, *run.model.choices)]
     if config.data.skip:
         skips = ", ".join(f"[{first}, {last}]" for first, last in config.data.skip)
@@ -50,6 +56,19 @@ def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]
         by = f" of {info.max_restarts}: a rank had failed" if info.max_restarts else f": by {info.launcher}"
         lines.append(f"  restart {info.restart}{by}")
     console.print("\n".join(lines))
+
+
+def shape_text(architecture: PretrainedConfig) -> str:
+    """Returns the sizes of a model that show at a glance whether it is the one that was meant."""
+    text = architecture.get_text_config()
+    sizes = {
+        "layers": getattr(text, "num_hidden_layers", None),
+        "wide": getattr(text, "hidden_size", None),
+        "heads": (heads := getattr(text, "num_attention_heads", None)),
+        "kv heads": getattr(text, "num_key_value_heads", None) or heads,
+        "tokens in the vocabulary": getattr(text, "vocab_size", None),
+    }
+    return ", ".join(f"{size:,} {what}" for what, size in sizes.items() if isinstance(size, int))
 
 
 class Terminal:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,17 +10,18 @@ from transformers import PretrainedConfig
 
 from threefold.checkpoint.manifest import architecture_problems
 from threefold.config.schema import Config
-from threefold.data.partition import check_global_batch
-from threefold.data.tokens import Tokenizer, load_tokenizer
-from threefold.errors import ConfigError, Problem
+from threefold.data.tokens import MODEL_KEY, Tokenizer, difference, load_tokenizer
+from threefold.errors import ConfigError, DataError, Problem
 from threefold.integrations import trackers
 from threefold.mesh.mesh import Mesh
+from threefold.mesh.shares import batch_problems
 from threefold.mesh.topology import Topology
 from threefold.model import data_parallel, fused_loss, load, lora
 from threefold.model.context_parallel import flex, limits
 from threefold.model.context_parallel.split import split_problems
 from threefold.model.head import first_position
 from threefold.model.tensor_parallel.plan import expert_problems, plan_problems
+from threefold.training.loss import router_problems
 
 
 def tokenizer_name(config: Config) -> tuple[str, str]:
@@ -36,8 +36,33 @@ def tokenizer_name(config: Config) -> tuple[str, str]:
 def tokenizer_of(config: Config) -> Tokenizer:
     """Returns the tokenizer that the config asks for."""
     name, _ = tokenizer_name(config)
-    revision = config.model.revision if name == config.model.name_or_path else None
-    return load_tokenizer(name, revision=revision)
+    if name == config.model.name_or_path:
+        return _own_tokenizer(config, key="data.tokenizer" if config.data.tokenizer is not None else MODEL_KEY)
+    return load_tokenizer(name)
+
+
+def _own_tokenizer(config: Config, *, key: str = MODEL_KEY) -> Tokenizer:
+    assert config.model.name_or_path is not None
+    return load_tokenizer(config.model.name_or_path, revision=config.model.revision, key=key)
+
+
+def tokenizer_problems(config: Config, tokenizer: Tokenizer) -> list[Problem]:
+    """Why a tokenizer cannot be used with pretrained weights: to them its ids mean other tokens; empty if it can."""
+    model, given = config.model.name_or_path, config.data.tokenizer
+    if model is None or given in (None, model) or config.data.allow_other_tokenizer:
+        return []
+    expected = "the tokenizer that the weights were trained with: to them, another one's ids mean other tokens"
+    try:
+        own = _own_tokenizer(config)
+    except DataError as error:
+        what = f"data.tokenizer = {given!r} cannot be compared with the model's own: {error.problems[0].what}"
+        fix = f"{error.problems[0].fix}, and leave data.tokenizer out; if {given} is the model's own: "
+        return [Problem(what, expected, fix + "--data.allow_other_tokenizer true")]
+    if (differs := difference(tokenizer, own)) is None:
+        return []
+    what = f"data.tokenizer = {given!r} is not the tokenizer of model.name_or_path = {model!r}: {differs}"
+    fix = "leave data.tokenizer out   (or, to train the weights anew: --data.allow_other_tokenizer true)"
+    return [Problem(what, expected, fix)]
 
 
 @dataclass(frozen=True)
@@ -55,10 +80,18 @@ def asked_of(config: Config, mesh: Mesh) -> Asked:
     Raises:
         ConfigError: all that is wrong with the model, the batch and the mesh, at once.
     """
-    tokenizer = tokenizer_of(config)
-    architecture = load.read_config(config.model, vocab_size=tokenizer.vocab_size)
+    tokenizer, architecture = model_of(config)
     check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
     return Asked(config, tokenizer, architecture)
+
+
+def model_of(config: Config) -> tuple[Tokenizer, PretrainedConfig]:
+    """Returns the tokenizer and the architecture; a wrong model is reported before its tokenizer."""
+    if config.model.name_or_path is not None:
+        architecture = load.read_config(config.model)
+        return tokenizer_of(config), architecture
+    tokenizer = tokenizer_of(config)
+    return tokenizer, load.read_config(config.model, vocab_size=tokenizer.vocab_size)
 
 
 def check(
@@ -69,7 +102,7 @@ def check(
     Raises:
         ConfigError: all that is wrong, at once.
     """
-    problems = _batch_problems(config, topology)
+    problems = batch_problems(config, topology)
     outline = load.outline(architecture, trust_remote_code=config.model.trust_remote_code)
     problems += plan_problems(architecture, topology.tp, plan=outline.tp_plan)
     problems += expert_problems(architecture, config.mesh.ep, topology.tp)
@@ -89,12 +122,18 @@ def check(
         build = partial(load.build_without_storage, attention="eager", trust_remote_code=config.model.trust_remote_code)
         name = architecture.model_type
         problems += lora.problems(config.model.lora, lambda: build(copy.deepcopy(architecture)), name=name)
+    problems += (foreign := tokenizer_problems(config, tokenizer))
     text = architecture.get_text_config()
-    if (known := getattr(text, "vocab_size", None)) is not None and known < tokenizer.vocab_size:
+    if getattr(text, "output_router_logits", False):
+        problems += router_problems(outline)
+    if not foreign and (known := getattr(text, "vocab_size", None)) is not None and known < tokenizer.vocab_size:
         what = f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, the model only {known}"
         fix = f"--model.config '{{..., vocab_size: {tokenizer.vocab_size}}}', or the model's own tokenizer"
+        if config.model.name_or_path is not None:
+            fix = "the model's own tokenizer: leave data.tokenizer out"
         problems.append(Problem(what, "an embedding for every token that the tokenizer can produce", fix))
     longest, seq_len = getattr(text, "max_position_embeddings", None), config.data.seq_len
+    longest = longest or getattr(text, "max_target_positions", None)
     if isinstance(longest, int):
         longest -= first_position(outline)
     if isinstance(longest, int) and 0 < longest < seq_len:
@@ -103,29 +142,3 @@ def check(
         problems.append(Problem(what, expected, f"--data.seq_len {longest}"))
     if problems:
         raise ConfigError.of(problems)
-
-
-def _batch_problems(config: Config, topology: Topology) -> list[Problem]:
-    problems: list[Problem] = []
-    cp, tp, size = topology.cp, topology.tp, config.train.micro_batch
-    rows, left = divmod(config.train.global_batch, topology.dp)
-    try:
-        check_global_batch(config.train.global_batch, dp_size=topology.dp)
-    except ConfigError as error:
-        problems += error.problems
-    if not left and size != "auto" and rows % size:
-        divisor = max(each for each in range(1, rows + 1) if rows % each == 0 and each <= size)
-        what = f"train.micro_batch = {size} does not divide the {rows} rows of a dp rank"
-        problems.append(Problem(what, "micro-batches of equal size", f"--train.micro_batch {divisor}   (or auto)"))
-    seq_len, unit, split = config.data.seq_len, 2 * cp if cp > 1 else 1, config.mesh.sequence_parallel is True
-    if split and seq_len % (cp * tp):
-        unit = math.lcm(cp * tp, unit)
-        what = f"data.seq_len = {seq_len} cannot be shared by {cp} cp x {tp} tp ranks"
-        expected = f"a multiple of {unit}, so that each tp rank has an equal part between the layers"
-        fix = f"--data.seq_len {-(-seq_len // unit) * unit}   (or --mesh.sequence_parallel false)"
-        problems.append(Problem(what, expected, fix))
-    elif seq_len % unit:
-        what = f"data.seq_len = {seq_len} cannot be split over {cp} cp ranks"
-        expected = f"a multiple of 2 x mesh.cp ({unit}): each rank takes a chunk of the head and one of the tail"
-        problems.append(Problem(what, expected, f"--data.seq_len {-(-seq_len // unit) * unit}"))
-    return problems

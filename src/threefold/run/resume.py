@@ -25,6 +25,7 @@ from threefold.checkpoint.manifest import architecture_of, read_manifest, refuse
 from threefold.checkpoint.saver import Job, Saver
 from threefold.checkpoint.seal import Seal
 from threefold.checkpoint.tensors import Part
+from threefold.config.peak_rate import peak_rate
 from threefold.config.schema import Config
 from threefold.data.loader import TokenLoader
 from threefold.data.permutation import seed_of
@@ -134,6 +135,15 @@ class Checkpointer:
             torch.manual_seed(seed_of("a resume on another mesh", *place))
         # Until every rank has read the checkpoint, no rank may start anything that could remove it.
         self.mesh.decide("resumed", "", lambda parts: "")
+
+
+def rate_of(config: Config, folder: RunFolder) -> tuple[float, str]:
+    """Returns the run's peak learning rate, and the reason: `auto` is the rate that a resumed run began with."""
+    if config.optimizer.lr == "auto" and folder.resume is not None:
+        before = read_manifest(folder.resume)["config"].get("optimizer", {}).get("lr")
+        if isinstance(before, float):
+            return before, "the run began with it"
+    return peak_rate(config)
 
 
 def versions() -> dict[str, str]:

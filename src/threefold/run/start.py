@@ -13,8 +13,10 @@ from threefold.config.loading import Loaded
 from threefold.config.schema import Config
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError, Problem, RunError
 from threefold.mesh import environment, local_ranks
+from threefold.mesh.shares import refuse_impossible
 from threefold.mesh.topology import Topology, resolve
 from threefold.run.folder import new_path
+from threefold.run.room import refuse_too_many, room_here
 
 # What every rank imports; the server that forks the ranks imports it in advance.
 PRELOAD = (
@@ -71,15 +73,19 @@ def train(config: Config | Mapping[str, Any] | str | Path | None = None) -> Resu
     return Result(code, Path(folder) if (folder := loaded.config.log.dir) is not None else None)
 
 
-def train_command(loaded: Loaded, *, max_restarts: int = 0) -> int:
+def train_command(loaded: Loaded, *, max_restarts: int = 0, force: bool = False) -> int:
     """Trains and returns the exit code; errors that users can fix are raised or, on ranks, printed once.
 
     Args:
         max_restarts: how often to restart the ranks that this process started, if one of them fails.
+        force: start more ranks here than the machine has room for.
     """
     info = environment.current()
     if info.launcher is not None:
         _refuse_unrestartable(loaded.config, info, max_restarts)
+        if force:
+            what, expected = "--force, but a launcher started this rank", "an option for ranks that are started here"
+            raise ConfigError(what, expected=expected, fix="leave --force out")
         if info.launcher == "torchrun":
             local_ranks.die_with_parent()
         environment.settle_rank(info)
@@ -87,10 +93,13 @@ def train_command(loaded: Loaded, *, max_restarts: int = 0) -> int:
         return code if code or info.rank else deliver(loaded.config)
     mesh = loaded.config.mesh
     sizes = {mesh.dp, mesh.dp_shard, mesh.cp, mesh.tp} - {None}
+    if (sizes or mesh.device == "cpu") and "auto" not in sizes:
+        refuse_impossible(loaded.config, resolve(mesh, launched_world_size=None, num_devices=None)[0])
     if sizes != {1}:
         # While the ranks' server imports, this process inspects the machine.
         local_ranks.preload(PRELOAD)
-    topology, why = topology_here(loaded.config)
+    topology, why = topology_here(loaded.config, force=force)
+    refuse_impossible(loaded.config, topology)
     if max_restarts and loaded.config.log.dir is None:  # restarted ranks must find the run
         section = loaded.config.log.model_copy(update={"dir": str(new_path())})
         loaded = Loaded(loaded.config.model_copy(update={"log": section}), loaded.origins)
@@ -135,8 +144,12 @@ def _refuse_unrestartable(config: Config, info: environment.LaunchInfo, max_rest
         raise ConfigError.of(problems)
 
 
-def topology_here(config: Config) -> tuple[Topology, str]:
-    """Returns the mesh for the ranks to start on this machine, and why it was chosen."""
+def topology_here(config: Config, *, force: bool = False) -> tuple[Topology, str]:
+    """Returns the mesh for the ranks to start on this machine, and why it was chosen.
+
+    Raises:
+        ConfigError: sizes that do not match, or more ranks than there are devices or, without `force`, is room for.
+    """
     num_devices = None
     if config.mesh.device != "cpu":
         import torch
@@ -155,6 +168,8 @@ def topology_here(config: Config) -> tuple[Topology, str]:
             expected="one device for each rank",
             fix="smaller mesh sizes, --mesh.device cpu, or torchrun on several machines",
         )
+    if num_devices is None and not force:
+        refuse_too_many(topology.world_size, room_here())
     return topology, why
 
 

@@ -101,7 +101,7 @@ def make_step(
     model: ParallelModel,
     mesh: Mesh,
     *,
-    lr: float = 2e-3,
+    lr: float | Literal["auto"] = "auto",
     weight_decay: float = 0.1,
     grad_clip: float = 1.0,
     micro_batch: int | None = None,
@@ -113,17 +113,19 @@ def make_step(
     ranks of one dp rank give the same rows. The loss is the mean over the target tokens of all dp ranks together.
 
     Args:
-        lr: learning rate; assign `step.lr` to follow a schedule.
+        lr: learning rate; assign `step.lr` to follow a schedule. auto: 2e-3 for random weights, 2e-5 for pretrained
+            ones.
         micro_batch: rows in one forward; default: all.
     """
-    return _Step(model, mesh, OptimizerConfig(lr=lr, weight_decay=weight_decay), grad_clip, micro_batch)
+    rate = model.automatic_rate if lr == "auto" else lr
+    return _Step(model, mesh, OptimizerConfig(lr=rate, weight_decay=weight_decay), grad_clip, micro_batch)
 
 
 class _Step:
     def __init__(
         self, model: ParallelModel, mesh: Mesh, config: OptimizerConfig, grad_clip: float, micro_batch: int | None
     ) -> None:
-        self.lr = config.lr
+        self.lr: float = config.lr  # type: ignore[assignment]
         self._mesh, self._micro_batch = mesh, micro_batch
         self._step = TrainStep(model, adamw(model.module, config), mesh, grad_clip=grad_clip)
 

@@ -25,7 +25,8 @@ def adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
         {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0}
         for (_, decays), parameters in groups.items()
     ]
-    return torch.optim.AdamW(asked, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    lr = 0.0 if config.lr == "auto" else config.lr  # each step sets its own (`learning_rate`)
+    return torch.optim.AdamW(asked, lr=lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def learning_rate(step: int, *, num_steps: int, config: OptimizerConfig) -> float:
@@ -34,11 +35,12 @@ def learning_rate(step: int, *, num_steps: int, config: OptimizerConfig) -> floa
     The shape is 1 up to the first step with the full rate, which is step 1 without warm-up; it may then fall to
     min_lr / lr at the last step.
     """
-    full = max(1, config.warmup_steps)
+    lr, full = config.lr, max(1, config.warmup_steps)
+    assert lr != "auto", "settled before training"
     if step <= full:
-        return config.lr * (step / full)  # exactly lr when it is full
+        return lr * (step / full)  # exactly lr when it is full
     if config.schedule == "constant":
-        return config.lr
+        return lr
     done = min(1.0, (step - full) / max(1, num_steps - full))
     share = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return config.min_lr + (config.lr - config.min_lr) * share
+    return config.min_lr + (lr - config.min_lr) * share

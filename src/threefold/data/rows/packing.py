@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from threefold.data.rows.concat import ConcatRows, PackingReport, RowArrays, Rows, checked
 from threefold.data.rows.padded import PaddedRows
+from threefold.data.store.id_range import check_ids
 from threefold.data.store.resolve import open_store
 from threefold.data.store.store import TokenStore
 from threefold.data.text.source import Source
@@ -85,9 +86,18 @@ class Packing:
         )
 
 
-def open_rows(source: Source, packing: Packing, *, tokenizer: Tokenizer | None, cache: Path) -> Rows:
-    """The packed rows of a source's store, which text has in the folder `cache`; errors as for both functions."""
-    return packing.pack(open_store(source, tokenizer=tokenizer, cache=cache))
+def open_rows(
+    source: Source, packing: Packing, *, tokenizer: Tokenizer | None, cache: Path, vocab_size: int | None = None
+) -> Rows:
+    """The packed rows of a source's store, which text has in the folder `cache`; errors as for all three functions.
+
+    Args:
+        vocab_size: of the model that reads them; None: the ids are not checked.
+    """
+    store = open_store(source, tokenizer=tokenizer, cache=cache)
+    if vocab_size is not None:
+        check_ids(store, vocab_size=vocab_size, cache=cache)
+    return packing.pack(store)
 
 
 class MixedRows:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from threefold.data.store.id_range import id_range
 from threefold.data.store.parts import Part, PartDone, PartMaker, make_in_processes, plan_parts
 from threefold.data.store.store import StoreInfo, StoreWriter, TokenStore, dtype_for, read_info, with_suffix
 from threefold.data.text.source import ReadLog, TextSource, log_error
@@ -104,6 +105,7 @@ def prepare(
             ) from error
         for left in to.glob(".parts-*"):
             shutil.rmtree(left)
+        id_range(TokenStore(prefix), cache=to)
         return PreparedStore(prefix, info, reused=False)
 
 

@@ -88,5 +88,6 @@ def _check_tokenizer(source: str, store: TokenStore, tokenizer: Tokenizer | None
         f"({info.vocab_size:,} ids, end token {info.end_id})",
         expected=f"the store's tokenizer; {tokenizer.name!r} has {tokenizer.vocab_size:,} ids, end token "
         f"{tokenizer.end_id}, and uses the same ids for other tokens",
-        fix=f"--data.tokenizer {info.tokenizer}   (or prepare the text again with {tokenizer.name})",
+        fix=f"prepare the text again with {tokenizer.name}   (for random weights also: --data.tokenizer "
+        f"{info.tokenizer})",
     )

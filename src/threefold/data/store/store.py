@@ -5,6 +5,7 @@ The layout is Megatron-LM's, so stores made by other programs can be read here, 
     PREFIX.bin   only the tokens (uint16 if the vocabulary allows, else int32), little-endian
     PREFIX.idx   where documents begin and end (`index`)
     PREFIX.json  written last: the origin of the store (`StoreInfo`); stores made by other programs have none
+    PREFIX.ids.json  the smallest and the largest id (`id_range`); it can be made again at any time
 
 A store with a .json is complete: the writer renames .bin and .idx into place before it. Reading gives one flat stream
 of tokens and the documents' ends in it; a truncated or foreign file is refused with the reason.

@@ -19,12 +19,14 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
+from threefold.config.loading import validate
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh, active_mesh
 from threefold.model.context_parallel import limits
 from threefold.model.context_parallel.split import ContextParallel, choose_method, gathered_positions, split_problems
 from threefold.model.head import first_position
+from threefold.training.admission.admit import admit
 
 # What the Trainer passes to every model, and what changes nothing here.
 _IGNORED_ARGUMENTS = {"num_items_in_batch", "return_dict", "use_cache", "output_attentions", "output_hidden_states"}
@@ -62,8 +64,24 @@ def problems(trainer: Any) -> Iterator[Problem]:
         yield Problem(what, "a router's loss over entire rows, which transformers' loop does not have then", fix)
 
 
+def _admit(model: Any, mesh: Mesh) -> None:
+    """Probes the architecture on the mesh with rows that hold documents and padding.
+
+    Raises:
+        ConfigError: a probe does not hold.
+    """
+    remote = not type(model).__module__.startswith("transformers.")
+    asked = {"name_or_path": model.name_or_path or None, "trust_remote_code": remote}
+    admit(validate({"model": asked, "data": {"packing": "none", "document_mask": True}}), model.config, mesh)
+
+
 def cut_rows(model: Any, mesh: Mesh) -> None:
-    """Replaces the model's forward, before anything wraps the model."""
+    """Replaces the model's forward, before anything wraps the model.
+
+    Raises:
+        ConfigError: the architecture fails a probe on this mesh.
+    """
+    _admit(model, mesh)
     config: PretrainedConfig = model.config
     longest = getattr(config.get_text_config(), "max_position_embeddings", 0) or 0
     method, _ = choose_method("auto", config, mesh.topology, seq_len=longest)

@@ -8,7 +8,6 @@ the end of a step, because the plan's own hook would sum an accumulated gradient
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_
 
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh
+from threefold.mesh.shares import head_problems
 from threefold.model.head import kind_of
 from threefold.model.load import layers_of
 from threefold.model.tensor_parallel import layers
@@ -68,19 +68,8 @@ def plan_problems(config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, 
         what = f"mesh.tp = {tp_size}, but transformers has no tensor-parallel plan for {name!r}"
         expected = "a model whose layers can be split, or one tp rank"
         return [Problem(what, expected, "--mesh.tp 1   (use mesh.dp, mesh.dp_shard or mesh.cp instead)")]
-    heads = getattr(text, "num_attention_heads", None)
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    shared = math.gcd(*(count for count in (heads, kv_heads) if isinstance(count, int)))
-    fitting = [size for size in range(1, shared + 1) if shared % size == 0]
-    return [
-        Problem(
-            f"mesh.tp = {tp_size} cannot divide the {count} {what} of {name!r}",
-            expected=f"whole heads on every rank: one of {', '.join(map(str, fitting))}",
-            fix=f"--mesh.tp {max(size for size in fitting if size <= tp_size)}",
-        )
-        for what, count in (("attention heads", heads), ("key-value heads", kv_heads))
-        if isinstance(count, int) and count % tp_size
-    ]
+    heads, kv_heads = (getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    return head_problems(tp_size, heads, kv_heads, name=name)
 
 
 def expert_problems(config: PretrainedConfig, ep_size: int, tp_size: int) -> list[Problem]:

@@ -25,44 +25,49 @@ from threefold.model.context_parallel.split import choose_method
 from threefold.model.reduced import reduced
 from threefold.training.admission import admitted
 from threefold.training.admission.probe_rows import Mode, row_length
-from threefold.training.admission.probes import Finding, Subject, failed, findings
+from threefold.training.admission.probes import Finding, OwnForwardError, Subject, failed, findings
 
 # A failure is confirmed with other weights and rows before a model is refused: a router's near tie can fall either way.
 _SEEDS = (0, 1)
 _OFF = "--model.admission off   (trains it unchecked)"
+# What a failed probe says, and what was expected; the first of these that fails is the one that a refusal names.
 _PROMISES = {
     "causality": ("later tokens move the loss of earlier ones by {:.1e} nats", "a causal model"),
     "context": ("the loss of a token does not see the tokens before it", "a model that reads its context"),
-    "composition": (
-        "the loss of a row depends on the other rows of its micro-batch, by {:.1e} nats",
-        "rows that do not see one another: train.micro_batch and the mesh must not change the curve",
-    ),
     "documents": (
         "a document moves the loss of the next one in its row by {:.1e} nats",
         "documents that are kept apart, as data.document_mask promises",
+    ),
+    "composition": (
+        "the loss of a row depends on the other rows of its micro-batch, by {:.1e} nats",
+        "rows that do not see one another: train.micro_batch and the mesh must not change the curve",
     ),
     "head": (
         "the logits of its head differ from the model's own by {:.1e} of the largest",
         "the model's own logits",
     ),
-    "loss": ("its loss differs from the model's own forward in one process by {:.1e} nats", "a difference of {:.0e}"),
-    "gradient norm": (
-        "the norm of its gradient differs from the model's own in one process by {:.1e}",
-        "a relative difference of {:.0e}",
-    ),
-    "gradients": (
-        "its gradients differ from the model's own in one process by {:.1e}",
-        "a relative difference of {:.0e} in each parameter",
+    "replicas": (
+        "tp ranks have gradients of the same parameter that differ by {:.1e}",
+        "the same gradient on every rank that holds a whole parameter: its copies would drift apart",
     ),
     "routers' loss": (
         "the loss of its routers differs from transformers' by {:.1e}",
         "a difference of {:.0e} over the tokens that are not padding",
     ),
-    "replicas": (
-        "tp ranks have gradients of the same parameter that differ by {:.1e}",
-        "the same gradient on every rank that holds a whole parameter: its copies would drift apart",
+    "loss": ("its loss differs from the model's own forward in one process by {:.1e} nats", "a difference of {:.0e}"),
+    "gradients": (
+        "its gradients differ from the model's own in one process by {:.1e}",
+        "a relative difference of {:.0e} in each parameter",
+    ),
+    "gradient norm": (
+        "the norm of its gradient differs from the model's own in one process by {:.1e}",
+        "a relative difference of {:.0e}",
     ),
 }
+
+
+class RefusedError(ConfigError):
+    """A probe of the model does not hold on this mesh."""
 
 
 @dataclass(frozen=True)
@@ -170,17 +175,22 @@ def _refusal(config: Config, architecture: PretrainedConfig, mesh: Mesh, tried: 
     name = config.model.name_or_path or architecture.model_type
     if tried.error is not None:
         # Other ranks may wait in a collective that this one never reached: nothing is asked of them.
-        where, fix = _where_it_raises(config, architecture, mesh)
+        if isinstance(tried.error, OwnForwardError):
+            reason = " ".join(str(tried.error).split())
+            expected = "sizes that fit one another, as transformers' own forward needs them"
+            fix = "see the architecture's config page in the transformers documentation"
+            return ConfigError(f"{name!r} cannot be computed by transformers: {reason}", expected=expected, fix=fix)
         reason = " ".join(f"{type(tried.error).__name__}: {tried.error}".split())
+        where, fix = _where_it_raises(config, architecture, mesh)
         expected = "an architecture whose step works there, with the model's own forward to compare it with"
         return ConfigError(f"{name!r} cannot be computed {where}: {reason[:300]}", expected=expected, fix=fix)
     where, fix = _diagnosis(config, architecture, mesh)
-    first, *others = failed(tried.found)
+    first, *others = sorted(failed(tried.found), key=lambda each: [*_PROMISES].index(each.probe))
     what, expected = _PROMISES[first.probe]
     at = f" ({first.detail})" if first.detail else ""
     also = "".join(f", {each.probe} {each.figure:.1e}" for each in others)
     measured = f"{what.format(first.figure)}{at}" + (f"; also fails: {also[2:]}" if also else "")
-    return ConfigError(
+    return RefusedError(
         f"{name!r} fails the probe of {first.probe} {where}: {measured}",
         expected=expected.format(first.bound),
         fix=fix,
@@ -221,7 +231,10 @@ def _alone(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[
     decoder = copy.deepcopy(architecture)
     decoder.get_text_config().is_decoder = True
     if not getattr(architecture.get_text_config(), "is_decoder", True) and _holds(config, decoder, one):
-        return "on any mesh", "--model.config '{..., is_decoder: true}'   (it is bidirectional without)"
+        named = "--model.config '{..., is_decoder: true}'"
+        if config.model.name_or_path is not None:
+            named = f'"is_decoder": true in {config.model.name_or_path}/config.json'
+        return "on any mesh", f"{named}   (without, it is bidirectional)"
     return "on any mesh", _OFF
 
 

@@ -57,23 +57,22 @@ def model_alone(config: PretrainedConfig, *, seed: int, trust_remote_code: bool)
     return model.train()
 
 
-def step_alone(model: PreTrainedModel, rows: Batch, real: Tensor, *, times: list[int], copies: int) -> Alone:
+def step_alone(model: PreTrainedModel, rows: Batch, *, times: list[int], copies: int) -> Alone:
     """Loss and gradients over rows [4, sequence] that the dp ranks have together.
 
     Args:
-        real: [4, sequence] bool, false for padding.
         times: how often the targets of each row count.
         copies: how often its tokens count for the routers.
     """
     device = next(model.parameters()).device
-    router = RouterLoss.of(model.config)
+    router = RouterLoss.of(model)
     targets = sum(count * (row != IGNORED).sum().item() for count, row in zip(times, rows["labels"], strict=True))
     total, routed = torch.zeros((), device=device), []
-    for ids, labels, count in _documents(rows, real, times):
+    for ids, labels, count in _documents(rows, times):
         outputs = _outputs(model, ids.to(device), routers=router is not None)
         logits = outputs.logits[0].float()
         total = total + count * F.cross_entropy(logits, labels.to(device), ignore_index=IGNORED, reduction="sum")
-        routed += [outputs.router_logits] * copies if router is not None else []
+        routed += [_by_token(outputs.router_logits)] * copies if router is not None else []
     objective, aux_loss = total / max(1, targets), None
     if router is not None:
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -89,13 +88,19 @@ def step_alone(model: PreTrainedModel, rows: Batch, real: Tensor, *, times: list
     return Alone(total.item() / max(1, targets), aux_loss, norm, gradients, departs)
 
 
-def _documents(rows: Batch, real: Tensor, times: list[int]) -> Iterator[tuple[Tensor, Tensor, int]]:
+def _documents(rows: Batch, times: list[int]) -> Iterator[tuple[Tensor, Tensor, int]]:
     """(tokens [1, length], labels [length], how often it counts) of each document."""
     for row, count in enumerate(times):
+        real = ~rows["padding"][row]
         numbers = rows["document_ids"][row] if "document_ids" in rows else torch.zeros_like(rows["labels"][row])
-        for number in numbers[real[row]].unique_consecutive().tolist():
-            place = (numbers == number) & real[row]
+        for number in numbers[real].unique_consecutive().tolist():
+            place = (numbers == number) & real
             yield rows["input_ids"][row][place][None], rows["labels"][row][place], count
+
+
+def _by_token(router_logits: tuple[Tensor, ...]) -> list[Tensor]:
+    """[tokens, experts] of each layer that routes."""
+    return [logits.flatten(0, -2) for logits in router_logits if logits is not None]
 
 
 def _outputs(model: PreTrainedModel, ids: Tensor, *, routers: bool) -> Any:

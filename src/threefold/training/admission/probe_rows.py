@@ -45,7 +45,7 @@ def row_length(topology: Topology) -> int:
 
 
 def probe_rows(mode: Mode, *, seq_len: int, vocabulary: int, seed: int) -> Batch:
-    """`input_ids`, `labels`, `position_ids` and with documents `document_ids`, each [4, seq_len] int64.
+    """`input_ids`, `labels`, `position_ids` and with documents `document_ids`, [4, seq_len] int64; `padding`, bool.
 
     Token 0 pads; `document_ids` are -1 there, as in the rows of a run.
     """
@@ -65,16 +65,8 @@ def probe_rows(mode: Mode, *, seq_len: int, vocabulary: int, seed: int) -> Batch
         rows["input_ids"][-1, used:] = 0
         rows["labels"][-1, used - 1 :] = IGNORED
         documents[-1, used:] = PADDING
-    rows["position_ids"] = positions
+    rows |= {"position_ids": positions, "padding": documents == PADDING}
     return {**rows, "document_ids": documents} if mode.documents else rows
-
-
-def real_tokens(mode: Mode, rows: Batch) -> Tensor:
-    """[4, seq_len] bool: false for padding."""
-    real = torch.ones_like(rows["input_ids"], dtype=torch.bool)
-    if mode.padding:
-        real[-1, round(_PADDED_FROM * real.shape[1]) :] = False
-    return real
 
 
 def share_of(rows: Batch, *, dp_rank: int, dp_size: int) -> Batch:

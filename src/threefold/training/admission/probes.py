@@ -40,6 +40,10 @@ _SMALLEST_GRADIENT = 1e-3
 _SEEN = 10 * LOSS_BOUND
 
 
+class OwnForwardError(Exception):
+    """transformers' own forward or backward of the architecture fails, in one process."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """What one probe measured.
@@ -107,14 +111,13 @@ def _expected(alone: Any, subject: Subject, rows: Batch, mesh: Mesh) -> Alone | 
         times = probe_rows.times_counted(mesh.dp_size)
         try:
             model = alone if mesh.device.type == "cpu" else alone.to(mesh.device)
-            real = probe_rows.real_tokens(subject.mode, rows)
-            computed.append(step_alone(model, rows, real, times=times, copies=mesh.dp_size))
+            computed.append(step_alone(model, rows, times=times, copies=mesh.dp_size))
         except Exception as error:  # whatever a model's code may raise
-            return f"transformers' own forward: {type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}"
         return ""
 
     if failure := mesh.share("own forward", compute):
-        raise RuntimeError(failure)
+        raise OwnForwardError(failure)
     return computed[0] if computed else None
 
 

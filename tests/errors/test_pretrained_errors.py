@@ -1,0 +1,185 @@
+"""Requests for pretrained weights: a path at which no model is, and a tokenizer that is not theirs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig
+
+from threefold.config.loading import validate
+from threefold.data.tokens import load_tokenizer
+from threefold.errors import ThreefoldError
+from threefold.export.model_folder import _byte_tokenizer
+from threefold.mesh.topology import Topology
+from threefold.model.load import read_config
+from threefold.run.request import check, model_of
+
+WORDS = {"a": 0, "b": 1, "</s>": 2}
+EXPECTED = "a folder with config.json and weights"
+OWN = "the tokenizer that the weights were trained with: to them, another one's ids mean other tokens"
+
+
+def write_tokenizer(folder: Path, words: dict[str, int] = WORDS, end: str = "</s>", special: bool = True) -> None:
+    folder.mkdir(exist_ok=True)
+    made = Tokenizer(models.WordLevel(words, unk_token="a"))
+    if special:
+        made.add_special_tokens(["</s>"])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder `model`, with a config and a tokenizer of three words."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    write_tokenizer(tmp_path / "model")
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 24, "num_hidden_layers": 1}
+    LlamaConfig(vocab_size=300, hidden_size=16, **sizes).save_pretrained("model")
+    return tmp_path
+
+
+def asked(tokenizer: str | None, **data: Any) -> None:
+    config = validate({"model": {"name_or_path": "model"}, "data": {"tokenizer": tokenizer, "seq_len": 8, **data}})
+    found, architecture = model_of(config)
+    check(config, architecture, found, Topology(), device="cpu")
+
+
+def said(act: Any) -> tuple[str, str, str]:
+    with pytest.raises(ThreefoldError) as caught:
+        act()
+    (problem,) = caught.value.problems
+    assert caught.value.exit_code == 2
+    return problem.what, problem.expected, problem.fix
+
+
+# --- the tokenizer ---------------------------------------------------------------------------------------------
+
+
+def test_own_tokenizer_is_taken(folder: Path) -> None:
+    shutil.copytree("model", "copied")
+    (folder / "copied" / "config.json").unlink()
+    for tokenizer in (None, "model", "./model", "copied", str(folder / "copied")):
+        asked(tokenizer)
+
+
+def test_own_tokenizer_in_another_form_is_taken(folder: Path) -> None:
+    """A model that was trained on bytes and exported: the ids are the same."""
+    _byte_tokenizer().save_pretrained("model")
+    asked("bytes")
+    assert load_tokenizer("model").end_id == 256
+
+
+OTHERS = [
+    ("bytes", "it has 257 tokens, the model's own 3"),
+    ("more", "it has 4 tokens, the model's own 3"),
+    ("turned", "2 ids are other tokens: 0 is 'b', in the model's own 'a'"),
+    ("ended", "its end token is 1, the model's own 2"),
+    ("plain", "2 is a special token in one of them only"),
+]
+
+
+@pytest.mark.parametrize(("tokenizer", "differs"), OTHERS)
+def test_another_tokenizer(folder: Path, tokenizer: str, differs: str) -> None:
+    write_tokenizer(folder / "more", {**WORDS, "c": 3})
+    write_tokenizer(folder / "turned", {"b": 0, "a": 1, "</s>": 2})
+    write_tokenizer(folder / "ended", end="b")
+    write_tokenizer(folder / "plain", special=False)
+    assert said(lambda: asked(tokenizer)) == (
+        f"data.tokenizer = {tokenizer!r} is not the tokenizer of model.name_or_path = 'model': {differs}",
+        OWN,
+        "leave data.tokenizer out   (or, to train the weights anew: --data.allow_other_tokenizer true)",
+    )
+    asked(tokenizer, allow_other_tokenizer=True)
+
+
+def test_model_without_a_tokenizer(folder: Path) -> None:
+    Path("model/tokenizer.json").unlink()
+    files = (
+        "tokenizer.json, or an older vocabulary (*.model, vocab.json, vocab.txt, merges.txt, *.tiktoken, tekken.json)"
+    )
+    copy = "copy the files of the tokenizer that the weights were trained with there"
+    lacks = "model.name_or_path = 'model' contains no tokenizer"
+    assert said(lambda: asked(None)) == (lacks, f"{files}, in model", copy)
+    assert said(lambda: asked("bytes")) == (
+        f"data.tokenizer = 'bytes' cannot be compared with the model's own: {lacks}",
+        OWN,
+        f"{copy}, and leave data.tokenizer out; if bytes is the model's own: --data.allow_other_tokenizer true",
+    )
+    asked("bytes", allow_other_tokenizer=True)
+
+
+# --- the path --------------------------------------------------------------------------------------------------
+
+
+def reading(name: str) -> tuple[str, str, str]:
+    return said(lambda: read_config(validate({"model": {"name_or_path": name}}).model))
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("./modle", "did you mean model?"),
+        ("./qqqq", "check the path"),
+        ("/nowhere/at/all", "check the path"),
+        ("a/b/c", "check the path"),
+        ("modle/", "did you mean model?"),
+    ],
+)
+def test_folder_that_is_not_there(name: str, fix: str) -> None:
+    assert reading(name) == (f"model.name_or_path = {name!r}: no such folder", EXPECTED, fix)
+
+
+def test_name_that_may_be_on_the_hub() -> None:
+    what, expected, fix = reading("modle")
+    assert what.startswith("model.name_or_path = 'modle' cannot be read: ")
+    assert expected == "a local folder, or a Hub id that can be reached"
+    assert fix == (
+        "did you mean the folder model? Otherwise check the name, your connection, and `hf auth login` for gated models"
+    )
+
+
+def test_quoted_home(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    assert reading("~/model") == (
+        "model.name_or_path = '~/model': no such folder",
+        EXPECTED,
+        f"--model.name_or_path {folder}/model   (~ is the shell's, and was quoted)",
+    )
+
+
+def test_file() -> None:
+    assert reading("model/config.json") == (
+        "model.name_or_path = 'model/config.json' is a file, not a folder",
+        EXPECTED,
+        "--model.name_or_path model   (the folder of the file)",
+    )
+
+
+def test_folder_without_a_model(folder: Path) -> None:
+    Path("empty").mkdir()
+    assert reading("empty") == ("model.name_or_path = 'empty' is an empty folder", EXPECTED, "check the path")
+    Path("other/logs").mkdir(parents=True)
+    assert reading("other") == ("model.name_or_path = 'other' has no config.json", EXPECTED, "check the path")
+    shutil.copytree("model", "other/inside")
+    what, _, fix = reading("other")
+    assert (what, fix) == (
+        "model.name_or_path = 'other' has no config.json",
+        "--model.name_or_path other/inside",
+    )
+    Path("run/checkpoints").mkdir(parents=True)
+    assert reading("run") == (
+        "model.name_or_path = 'run' has no config.json: it is the folder of a run",
+        EXPECTED,
+        "threefold export run --to DIR   and --model.name_or_path DIR",
+    )
+
+
+def test_wrong_model_is_said_before_its_tokenizer() -> None:
+    config = validate({"model": {"name_or_path": "./modle"}})
+    assert said(lambda: model_of(config))[0] == "model.name_or_path = './modle': no such folder"

@@ -28,6 +28,7 @@ from threefold.mesh.exchange import OtherRankError
 from threefold.mesh.mesh import FAILURES, Mesh, join_mesh
 from threefold.mesh.rendezvous_errors import NoDeviceError, RendezvousError
 from threefold.mesh.topology import Topology
+from threefold.model import load
 from threefold.run import assemble
 from threefold.run.assemble import Built
 from threefold.run.console import Terminal, conclude, introduce
@@ -208,7 +209,7 @@ def _watched(run: Built, audit: Audit, trackers: list[Tracker], stop: StopReques
 
 
 def _loop_of(run: Built, audit: Audit, trackers: list[Tracker], stop: StopRequest) -> Run:
-    config, train, mesh, text = run.config, run.config.train, run.mesh, run.architecture.get_text_config()
+    config, train, mesh = run.config, run.config.train, run.mesh
     progress = Progress()
     step = TrainStep(
         run.model,
@@ -218,8 +219,9 @@ def _loop_of(run: Built, audit: Audit, trackers: list[Tracker], stop: StopReques
         token_loss=token_loss_of(run.model, mesh, label_smoothing=train.label_smoothing, z_loss=train.z_loss),
         progress=progress,
     )
+    num_layers, hidden_size = load.sizes(run.model.module)
     flops = flops_per_token(
-        run.num_parameters, num_layers=text.num_hidden_layers, hidden_size=text.hidden_size, seq_len=config.data.seq_len
+        run.num_parameters, num_layers=num_layers, hidden_size=hidden_size, seq_len=config.data.seq_len
     )
     policy = Policy(skip=train.nonfinite == "skip", limit=train.nonfinite_limit, run=str(run.folder.path))
     timeout_s = train.timeout_s or _REPORT_BEFORE * config.mesh.timeout_s

@@ -216,7 +216,7 @@ def _asked(name: str, rows: str, folder: Path, column: str) -> Any:
     topology, method = MESHES[column]
     return validate(
         {
-            "model": {"name_or_path": str(folder / name)},
+            "model": {"name_or_path": str(folder / name), "admission": os.environ.get("FAMILIES_ADMISSION", "auto")},
             "data": {
                 "source": str(_corpus(folder)),
                 "tokenizer": str(folder),
@@ -268,6 +268,7 @@ def _prepare(name: str, rows: str, folder: Path, mesh: Any, column: str) -> str:
         config = reduced(config_of(name), ranks=2, seq_len=_SEQ_LEN)
         model: Any = perturbed(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
         model.save_pretrained(folder / name)
+        config.save_pretrained(folder / name)  # of all parts, where the model is of one
         for kind in ROWS:
             torch.save(_alone(name, kind, folder), folder / name / f"{kind}.pt")
     except Exception as error:
@@ -330,11 +331,14 @@ def _compare(name: str, kind: str, folder: Path, mesh: Any, column: str) -> str:
 
     from threefold.model.build import build
     from threefold.run import request
+    from threefold.training.admission.admit import admit
     from threefold.training.optimizer import adamw
     from threefold.training.step import TrainStep, mean_loss, micro_batches
 
     config = _asked(name, kind, folder, column)
     asked = request.asked_of(config, mesh)
+    if config.model.admission != "off":
+        admit(config, asked.architecture, mesh)
     expected = torch.load(folder / name / f"{kind}.pt")
     model = build(config, asked.architecture, mesh)
     worst = {"loss": 0.0, "norm": 0.0}

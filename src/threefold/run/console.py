@@ -16,6 +16,7 @@ from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT
 from threefold.export.model_folder import generate_sample
 from threefold.jsonl import Metrics
 from threefold.mesh import environment
+from threefold.model.layer_kinds import common_number
 from threefold.run.assemble import Built
 from threefold.training.loop import Outcome
 
@@ -64,8 +65,8 @@ def shape_text(architecture: PretrainedConfig) -> str:
     sizes = {
         "layers": getattr(text, "num_hidden_layers", None),
         "wide": getattr(text, "hidden_size", None),
-        "heads": (heads := getattr(text, "num_attention_heads", None)),
-        "kv heads": getattr(text, "num_key_value_heads", None) or heads,
+        "heads": (heads := common_number(text, "num_attention_heads")),
+        "kv heads": common_number(text, "num_key_value_heads") or heads,
         "tokens in the vocabulary": getattr(text, "vocab_size", None),
     }
     return ", ".join(f"{size:,} {what}" for what, size in sizes.items() if isinstance(size, int))

@@ -26,6 +26,7 @@ from threefold.model.context_parallel import backend, limits
 from threefold.model.context_parallel.attention import BatchMasks, Mask, attend
 from threefold.model.context_parallel.recurrence import DocumentRows, keep_documents_apart
 from threefold.model.context_parallel.rotary import follow_lengths, number_tokens, text_lengths
+from threefold.model.layer_kinds import common_number
 
 _instance_numbers = itertools.count()
 
@@ -94,12 +95,11 @@ def split_problems(method: str, config: PretrainedConfig, topology: Topology, mo
 
 def _heads_divide(config: PretrainedConfig, topology: Topology) -> bool:
     text, ranks = config.get_text_config(), topology.tp * topology.cp
-    try:
-        heads = text.num_attention_heads
-        kv_heads = 1 if getattr(text, "multi_query", False) else getattr(text, "num_key_value_heads", None) or heads
-    except (AttributeError, ValueError, KeyError):  # it has none, or a number of its own in each layer
+    heads = common_number(text, "num_attention_heads")
+    if heads is None:
         return False
-    return isinstance(heads, int) and heads % ranks == 0 and kv_heads % ranks == 0
+    kv_heads = 1 if getattr(text, "multi_query", False) else common_number(text, "num_key_value_heads") or heads
+    return heads % ranks == 0 and kv_heads % ranks == 0
 
 
 class ContextParallel:

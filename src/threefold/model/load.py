@@ -121,10 +121,14 @@ def build_without_storage(config: PretrainedConfig, *, attention: str, trust_rem
     return model
 
 
-def plan_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Mapping[str, str]:
-    """The tensor-parallel plan that transformers has for this architecture, if any."""
+def outline(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Any:
+    """The model without storage, with eager attention, to look at.
+
+    Raises:
+        ConfigError: its class cannot be built from this config.
+    """
     try:
-        model = build_without_storage(copy.deepcopy(config), attention="eager", trust_remote_code=trust_remote_code)
+        return build_without_storage(copy.deepcopy(config), attention="eager", trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a model's code may raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(
@@ -132,7 +136,11 @@ def plan_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Map
             expected="sizes that fit one another, and the packages that the architecture uses",
             fix="see the architecture's config page in the transformers documentation",
         ) from error
-    return dict(model.tp_plan or {})
+
+
+def plan_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Mapping[str, str]:
+    """The tensor-parallel plan that transformers has for this architecture, if any."""
+    return dict(outline(config, trust_remote_code=trust_remote_code).tp_plan or {})
 
 
 @contextmanager
@@ -268,3 +276,11 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     """The model's repeated blocks, in order."""
     blocks = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in blocks]
+
+
+def sizes(model: PreTrainedModel) -> tuple[int, int]:
+    """(number of layers, hidden size), from the config or, where it names them otherwise (blt), from the modules."""
+    text: Any = model.config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", None) or len(layers_of(model))
+    embedding: Any = model.get_input_embeddings()
+    return layers, getattr(text, "hidden_size", None) or embedding.weight.shape[-1]

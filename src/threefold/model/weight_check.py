@@ -41,19 +41,23 @@ class Stored:
         shapes: of its parameters and stored buffers, tied ones once.
         tied: further names of tensors, and the name under which each is stored.
         passed_over: patterns of names that the architecture does not load.
+        integers: names of stored buffers that are no weights (deepseek_v4's table of experts by token).
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str]
     passed_over: tuple[str, ...]
+    integers: frozenset[str] = frozenset()
 
 
 def stored_in_files(model: PreTrainedModel) -> Stored:
     """What the files of a model hold, before it is split."""
     tied = dict(model.all_tied_weights_keys)
     # Of two names of one tensor the model may give the tied one first; the files have the other.
-    shapes = {tied.get(name, name): tuple(tensor.shape) for name, tensor in stored_tensors(model)}
-    return Stored(shapes, tied, tuple(model._keys_to_ignore_on_load_unexpected or ()))
+    tensors = stored_tensors(model)
+    shapes = {tied.get(name, name): tuple(tensor.shape) for name, tensor in tensors}
+    integers = frozenset(name for name, tensor in tensors if not tensor.is_floating_point())
+    return Stored(shapes, tied, tuple(model._keys_to_ignore_on_load_unexpected or ()), integers)
 
 
 def stored_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -96,18 +100,19 @@ def check_files(files: Mapping[str, Path], stored: Stored, *, name: str) -> None
     """
     headers, shapes = _headers(files, name), stored.shapes
     if not shapes.keys() <= files.keys():
-        codes = [
+        converted = [
             f"{tensor} ({dtype})"
             for tensor, (dtype, shape) in headers.items()
-            if dtype.startswith("F8") or (dtype not in _FLOATS and len(shape) == 2)
+            if dtype.startswith("F8") or (dtype not in {*_FLOATS, "I64"} and len(shape) == 2)
         ]
-        return _refuse(name, quantised=codes)
+        return _refuse(name, quantised=converted)
     own = {tensor: header for tensor, header in headers.items() if tensor in shapes}
-    quantised = [f"{tensor} ({dtype})" for tensor, (dtype, _) in own.items() if dtype not in _FLOATS]
+    numbers = {tensor: dtype for tensor, (dtype, _) in own.items() if dtype not in _FLOATS}
+    quantised = [f"{tensor} ({dtype})" for tensor, dtype in numbers.items() if tensor not in stored.integers]
     misshapen = [
         f"{tensor} {list(shape)} instead of {list(shapes[tensor])}"
         for tensor, (dtype, shape) in own.items()
-        if dtype in _FLOATS and shape != tuple(shapes[tensor])
+        if (dtype in _FLOATS or tensor in stored.integers) and shape != tuple(shapes[tensor])
     ]
     others = sorted(files.keys() - shapes.keys() - stored.tied.keys())
     skipped = (*stored.passed_over, *_COMPUTED)

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from threefold import __version__
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config.schema import EMBEDDED_DEFAULT
-from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT
+from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT
 from threefold.export.model_folder import generate_sample
 from threefold.jsonl import Metrics
 from threefold.mesh import environment
@@ -113,7 +113,15 @@ class Terminal:
 
 def conclude(console: Console, run: Built, outcome: Outcome) -> int:
     """Prints how the run ended, with a sample of the model's text, and returns the exit code."""
-    path = run.folder.path
+    path, saved = run.folder.path, run.checkpointer.saver.saved_step
+    event = "stop" if outcome.stopped else "done"
+    if run.mesh.rank == 0:
+        run.folder.journal.append(event, step=outcome.step, saved=saved, start=run.checkpointer.folder.start)
+    if saved != outcome.step:
+        newest = f"the newest checkpoint is of step {saved}" if saved >= 0 else "this start has saved no checkpoint"
+        console.print(f"not saved: the state after step {outcome.step}; {newest}, in {path}")
+        console.print(f"train the steps since again: threefold train {path}/config.yaml --log.dir {path}")
+        return EXIT_FAILED
     if outcome.stopped:
         console.print(f"stopped by a signal after step {outcome.step}; the checkpoint is saved in {path}")
         console.print(f"resume: threefold train {path}/config.yaml --log.dir {path}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,10 +10,11 @@ from transformers import PretrainedConfig
 
 from threefold.config.loading import validate
 from threefold.config.schema import Config, OptimizerConfig
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh
 from threefold.model import load
 from threefold.model.build import ParallelModel, build
+from threefold.model.context_parallel import limits
 from threefold.model.context_parallel.split import split_problems
 from threefold.model.tensor_parallel.plan import plan_problems
 from threefold.training.admission.admit import admit
@@ -57,21 +58,30 @@ def load_model(
         }
     )
     architecture = load.read_config(asked.model)
-    plan = load.plan_of(architecture, trust_remote_code=trust_remote_code)
-    problems = plan_problems(architecture, mesh.topology.tp, plan=plan)
-    problems += split_problems(asked.mesh.cp_method, architecture, mesh.topology)
+    outline = load.outline(architecture, trust_remote_code=trust_remote_code)
+    problems = plan_problems(architecture, mesh.topology.tp, plan=outline.tp_plan)
+    problems += split_problems(asked.mesh.cp_method, architecture, mesh.topology, outline)
+    problems += limits.direction_problems(outline, pretrained=name_or_path is not None)
     if problems:
         raise ConfigError.of(problems)
-    refused = _admitted(asked, architecture, mesh)
+    refused = _admitted(asked, architecture, mesh, limits.document_problems(outline))
     built = build(asked, architecture, mesh)
     built.context.refused_documents = refused
     return built
 
 
-def _admitted(asked: Config, architecture: PretrainedConfig, mesh: Mesh) -> ConfigError | None:
-    """Admits the model with rows that hold documents and padding, or else without documents: then why."""
+def _admitted(
+    asked: Config, architecture: PretrainedConfig, mesh: Mesh, problems: Sequence[Problem]
+) -> ConfigError | None:
+    """Admits the model with rows that hold documents and padding, or else without documents: then why.
+
+    Args:
+        problems: why its documents cannot be kept apart.
+    """
     data = asked.data.model_copy(update={"packing": "none", "document_mask": True})
     try:
+        if problems:
+            raise ConfigError.of(problems)
         admit(asked.model_copy(update={"data": data}), architecture, mesh)
     except ConfigError as error:
         data = data.model_copy(update={"document_mask": False})

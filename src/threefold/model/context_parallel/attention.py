@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from threefold.errors import ConfigError
 from threefold.model.context_parallel.flex import attend_blocks, block_mask
 from threefold.model.context_parallel.rotary import places_in_documents
 
@@ -76,9 +77,22 @@ class BatchMasks:
             # Hidden states may be a part of the sequence here; attention sees all of it.
             kwargs["q_length"] = kwargs["kv_length"] = len(self.keys)
             return sdpa_mask(batch_size=batch_size, mask_function=mask_function, device=device, **kwargs)
+        if len(self.queries) % kwargs["q_length"]:  # tp ranks may share the sequence
+            raise ConfigError(
+                f"the model asks for a mask of {kwargs['q_length']} places; its rows have {len(self.keys)} tokens",
+                expected="attention over the tokens of a row, if rows hold documents or are split",
+                fix="--data.document_mask false --mesh.cp 1",
+            )
         rows = torch.arange(batch_size, device=device)[:, None, None, None]
         heads = torch.zeros(1, dtype=torch.long, device=device)[None, :, None, None]
-        in_row: Tensor = mask_function(rows, heads, self.queries[None, None, :, None], self.keys[None, None, None, :])
+        try:
+            in_row: Tensor = mask_function(rows, heads, self.queries[None, None, :, None], self.keys[None, None, None])
+        except IndexError as error:
+            raise ConfigError(
+                f"a mask of this model is made of the {kwargs['q_length']} tokens that a rank holds (mesh.cp > 1)",
+                expected="masks that are functions of a token's place in its row",
+                fix="--mesh.cp 1   (use mesh.dp or mesh.dp_shard instead)",
+            ) from error
         if self.documents is None:
             return _halved(in_row, in_row) if self.halved else in_row
         own, other = self._of_both(self.documents)

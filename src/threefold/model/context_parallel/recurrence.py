@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from threefold.model.context_parallel.backend import text_modules
+
 # What only such layers have: an argument of their forward, a tensor of their own.
 _ARGUMENTS = {"cache_params", "state", "conv_mask"}
 _TENSORS = ("A_log", "time_decay", "slope_rate")
@@ -23,7 +25,7 @@ _TENSORS = ("A_log", "time_decay", "slope_rate")
 
 def carriers(model: nn.Module) -> Iterator[nn.Module]:
     """The innermost modules that carry a state along the sequence."""
-    marked = [module for module in model.modules() if _carries(module)]
+    marked = [module for module in text_modules(model) if _carries(module)]
     outer = {id(module) for module in marked if any(each is not module and _carries(each) for each in module.modules())}
     return (module for module in marked if id(module) not in outer)
 

@@ -1,12 +1,14 @@
-"""Rotary embeddings that depend on a text's length (longrope): the length is that of a token's own row or document.
+"""Positions and lengths as a token's own row or document has them, where an architecture would take the tensor's.
 
-transformers takes the largest position of the tensor at hand. Here a tensor can be a part of a row, or hold several
-rows and documents, of which one long one would change the factors of all. So both sets of factors are computed, and
+A tensor can be a part of a row, or hold several rows and documents. Embeddings that number the tokens of the tensor at
+hand (bart) are given true positions. Rotary embeddings that depend on a text's length (longrope) take the largest
+position of the tensor, so one long document would change the factors of all: both sets of factors are computed, and
 each token takes the one that its document alone would give it.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 _LONG = "longrope"
+# Their result is laid out for one numbering that all rows share.
+_SHARED = ("RoFormerSinusoidalPositionalEmbedding",)
 
 
 def text_lengths(positions: Tensor, documents: Tensor | None) -> Tensor:
@@ -42,6 +46,40 @@ def follow_lengths(model: nn.Module, lengths: Callable[[], Tensor | None]) -> No
         kinds = getattr(module, "rope_type", None)
         if kinds == _LONG or (isinstance(kinds, dict) and _LONG in kinds.values()):
             module.forward = _by_length(module, lengths)
+
+
+def number_tokens(model: nn.Module, positions: Callable[[], Tensor | None]) -> None:
+    """Lets embeddings that number the tokens at hand take the true `positions`.
+
+    Args:
+        positions: those of the tokens at hand, [batch, sequence / cp]; None if their own numbers are true.
+    """
+    for module in numbering(model):
+        if type(module).__name__ not in _SHARED:
+            module.forward = _at_positions(module.forward, positions)
+
+
+def numbering(model: nn.Module) -> list[Any]:
+    """The embeddings of positions that number the tokens at hand, unless they are told positions."""
+    named = [module for module in model.modules() if "Position" in type(module).__name__]
+    # Behind the input; as the input itself (xglm) they are the model's own, and true.
+    return [module for module in named if "position_ids" in [*inspect.signature(type(module).forward).parameters][2:]]
+
+
+def shares_numbers(model: nn.Module) -> bool:
+    """Whether the model gives all rows the same positions, from 0 on."""
+    return any(type(module).__name__ in _SHARED for module in model.modules())
+
+
+def _at_positions(own: Callable[..., Tensor], positions: Callable[[], Tensor | None]) -> Callable[..., Tensor]:
+    def forward(*arguments: Any, **keywords: Any) -> Tensor:
+        known = positions()
+        if known is None:
+            return own(*arguments, **keywords)
+        found = own(*arguments, **{**keywords, "position_ids": known})
+        return found.view(*known.shape, found.shape[-1])
+
+    return forward
 
 
 def _by_length(module: Any, lengths: Callable[[], Tensor | None]) -> Callable[..., Any]:

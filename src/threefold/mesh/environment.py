@@ -18,6 +18,8 @@ from threefold.mesh.launchers import managed
 from threefold.mesh.launchers.info import LaunchInfo as LaunchInfo
 from threefold.mesh.launchers.readers import read as read
 
+LOOPBACK = "127.0.0.1"
+
 
 def current() -> LaunchInfo:
     """This very process as its launcher describes it."""
@@ -68,6 +70,13 @@ def settle_rank(info: LaunchInfo) -> None:
     cores = os.cpu_count() or 1
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     os.environ.setdefault("OMP_NUM_THREADS", str(own if own < cores else max(1, cores // info.local_world_size)))
+
+
+def stay_on_loopback() -> None:
+    """Lets gloo and NCCL of this process listen on the loopback interface only: all ranks are on this machine."""
+    names = [name for _, name in socket.if_nameindex()]
+    if (loopback := next((name for name in ("lo", "lo0") if name in names), None)) is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
 
 
 def accept_local_rank(value: int) -> None:

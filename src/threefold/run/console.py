@@ -44,6 +44,8 @@ def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]
     if run.done < run.num_steps:
         lines.append(f"  steps  {run.done + 1} to {run.num_steps}, {config.train.global_batch} rows each")
         lines.append(f"  lr     {config.optimizer.lr:g}: {run.rate_why}")
+    if mesh.num_hosts > 1:
+        lines.append(f"  hosts  {mesh.num_hosts}: {_who_can_join()}")
     if config.data.allow_other_tokenizer:
         own = "which is not compared with the model's own"
         lines.append(f"  tokenizer: {run.tokenizer.name}, {own}: data.allow_other_tokenizer")
@@ -57,6 +59,12 @@ def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]
         by = f" of {info.max_restarts}: a rank had failed" if info.max_restarts else f": by {info.launcher}"
         lines.append(f"  restart {info.restart}{by}")
     console.print("\n".join(lines))
+
+
+def _who_can_join() -> str:
+    if environment.token() is not None:
+        return "only ranks with the token can join"
+    return "no THREEFOLD_TOKEN, so every host that reaches them must be trusted"
 
 
 def shape_text(architecture: PretrainedConfig) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,6 +82,11 @@ class Journal:
 
     def __init__(self, run: Path) -> None:
         self._path = run / JOURNAL
+
+    def note(self, event: str, **facts: Any) -> None:
+        """As `append`, where the event itself is on the disk already: a full disk leaves the line out."""
+        with suppress(OSError):
+            self.append(event, **facts)
 
     def append(self, event: str, **facts: Any) -> None:
         cut_torn_line(self._path)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
-from typing import Any
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from transformers import AutoConfig, PretrainedConfig
 
 from threefold.checkpoint.layout import Checkpoint
-from threefold.config.schema import Config
-from threefold.config.text import pasted
+from threefold.config.schema import Config, every_key
+from threefold.config.text import as_yaml, pasted
 from threefold.errors import CheckpointError, Problem
 
 # Fields and types that a manifest must have. A damaged one fails its checksum; this check is for a foreign one.
@@ -54,6 +56,54 @@ def refuse_other(
         what = f"{at} was made with train.seed = {seed}, not {config.train.seed}"
         expected = "the seed of the run, so that it continues as if it had not stopped"
         problems.append(Problem(what, expected, f"--train.seed {seed}"))
+    if problems:
+        raise CheckpointError.of(problems)
+
+
+# Keys that change what is trained, and nothing else in a run would show it.
+_CONFIRMED = ("model.dtype", "optimizer.betas", "optimizer.eps", "train.label_smoothing", "train.z_loss")
+# Where a run lies and resumes is said in its head.
+_NOT_COMPARED = ("checkpoint.resume", "log.dir")
+
+
+class Change(NamedTuple):
+    """A key whose value is another one than when the checkpoint was saved."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} {as_yaml(self.before)} -> {as_yaml(self.now)}"
+
+
+def changes(manifest: Mapping[str, Any], config: Config) -> list[Change]:
+    """The keys of the config that differ from the checkpoint's; keys that its release did not have are left out."""
+    found = []
+    now = config.model_dump(mode="json")
+    for key in every_key():
+        if key in _NOT_COMPARED:
+            continue
+        try:
+            before = functools.reduce(operator.getitem, key.split("."), manifest["config"])
+        except (KeyError, TypeError):
+            continue
+        value = functools.reduce(operator.getitem, key.split("."), now)
+        found += [Change(key, before, value)] if before != value else []
+    return found
+
+
+def refuse_unconfirmed(found: Sequence[Change], checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError for the changes that must be confirmed."""
+    problems = [
+        Problem(
+            f"{change.key} = {as_yaml(change.now)}, but {checkpoint.path} was saved with {as_yaml(change.before)}",
+            "the run's own value: another one changes what is trained from here on",
+            f"--{change.key} {pasted(change.before)}   (or --accept-changes, to train on with the new one)",
+        )
+        for change in found
+        if change.key in _CONFIRMED
+    ]
     if problems:
         raise CheckpointError.of(problems)
 

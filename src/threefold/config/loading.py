@@ -24,10 +24,15 @@ MESH_VARIABLES = {"DP_SIZE": "mesh.dp", "CP_SIZE": "mesh.cp", "TP_SIZE": "mesh.t
 
 @dataclass(frozen=True)
 class Loaded:
-    """A validated config, and the origin of each `section.key` that is not a default."""
+    """A validated config, the origin of each `section.key` that is not a default, and what the command adds.
+
+    Attributes:
+        accept_changes: a resumed run may be trained on with keys that change what is trained.
+    """
 
     config: Config
     origins: Mapping[str, str] = field(default_factory=dict)
+    accept_changes: bool = False
 
     def describe(self) -> Iterator[tuple[str, Any, str]]:
         """(section.key, value, origin) of every key, in the order of the schema."""

@@ -55,6 +55,7 @@ def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]
         lines.append(f"  data.skip: the batches of the steps {skips} are left out")
     if run.folder.resume is not None:
         lines.append(f"  resumed from {run.folder.resume.path}")
+        lines += [f"  changed: {change}" for change in run.checkpointer.changed]
     if (info := environment.current()).restart:
         by = f" of {info.max_restarts}: a rank had failed" if info.max_restarts else f": by {info.launcher}"
         lines.append(f"  restart {info.restart}{by}")
@@ -124,7 +125,7 @@ def conclude(console: Console, run: Built, outcome: Outcome) -> int:
     path, saved = run.folder.path, run.checkpointer.saver.saved_step
     event = "stop" if outcome.stopped else "done"
     if run.mesh.rank == 0:
-        run.folder.journal.append(event, step=outcome.step, saved=saved, start=run.checkpointer.folder.start)
+        run.folder.journal.note(event, step=outcome.step, saved=saved, start=run.checkpointer.folder.start)
     if saved != outcome.step:
         newest = f"the newest checkpoint is of step {saved}" if saved >= 0 else "this start has saved no checkpoint"
         console.print(f"not saved: the state after step {outcome.step}; {newest}, in {path}")

@@ -39,6 +39,7 @@ class RunFolder:
         candidates: checkpoints to resume from, newest first; the first undamaged one becomes `resume`.
         asked: the user named the only candidate.
         origin: of a new run: the checkpoint that it forks.
+        accepts_changes: the user has confirmed changes of what is trained.
         run: id of the run in the folder, and `start`: number of this start; known once it is accepted.
     """
 
@@ -47,6 +48,7 @@ class RunFolder:
     candidates: tuple[Checkpoint, ...] = ()
     asked: bool = False
     origin: Origin | None = None
+    accepts_changes: bool = False
     run: str | None = None
     start: int = 0
 

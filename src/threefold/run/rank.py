@@ -62,7 +62,7 @@ def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
         asked = config.mesh
         mesh = join_mesh(topology, info, device=asked.device, timeout_s=asked.timeout_s, facts=facts_of(config))
         with RunLock() as lock:
-            return _train(config, mesh, why, lock)
+            return _train(loaded, mesh, why, lock)
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:
@@ -127,14 +127,16 @@ def quieten_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
+def _train(loaded: Loaded, mesh: Mesh, why: str, lock: RunLock) -> int:
+    config = loaded.config
     if config.train.deterministic:
         environment.make_products_deterministic()
         torch.use_deterministic_algorithms(True)
     console = Console(quiet=mesh.rank != 0, soft_wrap=True, markup=False, highlight=False)
     asked = asked_of(config, mesh)
     admission = admit(config, asked.architecture, mesh)
-    run = assemble.build_run(asked, mesh, _open_folder(asked, mesh, lock))
+    folder = dataclasses.replace(_open_folder(asked, mesh, lock), accepts_changes=loaded.accept_changes)
+    run = assemble.build_run(asked, mesh, folder)
     introduce(console, run, why, admission.said)
     if run.done >= run.num_steps:
         console.print(f"nothing to do: step {run.done} of {run.num_steps} is done. To train more: --train.steps N")
@@ -175,7 +177,8 @@ def _facts_of_start(run: Built) -> dict[str, object]:
     """What the journal keeps of a start."""
     from_checkpoint = str(run.folder.resume.path.resolve()) if run.folder.resume is not None else None
     facts = {"from": from_checkpoint, "mesh": str(run.mesh.topology), "restart": environment.current().restart}
-    return {**facts, "host": environment.current().host, **versions()}
+    changed = {change.key: [change.before, change.now] for change in run.checkpointer.changed}
+    return {**facts, "host": environment.current().host, "changed": changed, **versions()}
 
 
 def _trackers(console: Console, run: Built) -> list[Tracker]:

@@ -22,7 +22,15 @@ from threefold import __version__
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import newest_undamaged
-from threefold.checkpoint.manifest import architecture_of, read_manifest, refuse_other, refuse_other_base
+from threefold.checkpoint.manifest import (
+    Change,
+    architecture_of,
+    changes,
+    read_manifest,
+    refuse_other,
+    refuse_other_base,
+    refuse_unconfirmed,
+)
 from threefold.checkpoint.saver import Job, Saver
 from threefold.checkpoint.seal import Seal
 from threefold.checkpoint.tensors import Part
@@ -50,6 +58,7 @@ class Checkpointer:
 
     def __post_init__(self) -> None:
         self._best: float | None = self.mesh.share("best", self._best_before)
+        self.changed: list[Change] = []  # keys that are not as they were when the checkpoint was saved
         self.saver: Saver  # made by `start`, as the next
         self._held: list[run_state.Holding]
         # Adapters only work with the base weights they were trained on.
@@ -92,7 +101,7 @@ class Checkpointer:
             if best is not None:
                 checkpoints.mark_best(step, best)
             checkpoints.prune(asked.keep, keep_every=asked.keep_every)
-            self.folder.journal.append("save", step=step, start=self.folder.start)
+            self.folder.journal.note("save", step=step, start=self.folder.start)
 
         state = checkpoints.partial(step) / "state"
         begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
@@ -123,13 +132,17 @@ class Checkpointer:
         """Reads the checkpoint that the run folder found, if there is one.
 
         Raises:
-            CheckpointError: it belongs to another model or seed. DataError: it belongs to other data or another order.
+            CheckpointError: it belongs to another model or seed, or a change must be confirmed.
+            DataError: it belongs to other data or another order.
         """
         checkpoint = self.folder.resume
         if checkpoint is None:
             return
         manifest = read_manifest(checkpoint)
         refuse_other(manifest, self.config, self.architecture, checkpoint)
+        self.changed = changes(manifest, self.config)
+        if self.folder.origin is None and not self.folder.accepts_changes:
+            refuse_unconfirmed(self.changed, checkpoint)
         if self.config.model.lora.r:
             refuse_other_base(manifest, self._base, self.config, checkpoint)
         self.loader.load_state_dict(manifest["data"])

@@ -28,6 +28,7 @@ from threefold.integrations import trackers
 from threefold.jsonl import MetricsFile, Tracker
 from threefold.mesh.environment import cache_folder, data_path
 from threefold.mesh.mesh import Mesh
+from threefold.model import noise
 from threefold.model.build import ParallelModel, build
 from threefold.run.folder import RunFolder
 from threefold.run.request import Asked
@@ -94,8 +95,7 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
     num_steps = config.train.steps or (config.train.epochs or 0) * loader.steps_per_epoch or DEFAULT_STEPS
     model = build(config, asked.architecture, mesh)
     optimizer = adamw(model.module, config.optimizer)
-    # Dropout differs between rows and places in a row, and agrees if tp ranks hold the same activations.
-    torch.manual_seed(seed_of("a run", config.train.seed, mesh.dp_rank, mesh.cp_rank))
+    torch.manual_seed(seed_of("a run", config.train.seed, *noise.places(mesh, model.tensor.sequence_group)))
     checkpointer = Checkpointer(config, folder, mesh, model, optimizer, loader, architecture)
     checkpointer.resume()
     if config.train.epochs is not None:

@@ -39,7 +39,7 @@ from threefold.config.schema import Config
 from threefold.data.loader import TokenLoader
 from threefold.data.permutation import seed_of
 from threefold.mesh.mesh import Mesh
-from threefold.model import load
+from threefold.model import load, noise
 from threefold.model.build import ParallelModel
 from threefold.run.folder import RunFolder
 
@@ -154,8 +154,9 @@ class Checkpointer:
             run_state.restore_random_state(checkpoint.state, index, self.mesh)
         else:
             # The saved random states do not apply to another mesh, and those of step 1 must not repeat either.
-            place = (self.config.train.seed, checkpoint.step, self.mesh.dp_rank, self.mesh.cp_rank)
-            torch.manual_seed(seed_of("a resume on another mesh", *place))
+            place = noise.places(self.mesh, self.model.tensor.sequence_group)
+            seed = seed_of("a resume on another mesh", self.config.train.seed, checkpoint.step, *place)
+            torch.manual_seed(seed)
         # Until every rank has read the checkpoint, no rank may start anything that could remove it.
         self.mesh.decide("resumed", "", lambda parts: "")
 

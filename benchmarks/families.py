@@ -1,11 +1,16 @@
-"""Parity of model families on meshes, from real gloo processes on the CPU: writes the table of docs/models.md.
+"""Every causal architecture of transformers on every mesh, in real gloo processes on the CPU: writes docs/models.md.
 
-    python benchmarks/families.py [FAMILY ...] [--write docs/models.md]
+    python benchmarks/families.py --all [--write docs/models.md] [--check]
+    python benchmarks/families.py --types llama qwen3_next ...
 
-Every case trains a tiny model of the family for two AdamW steps, on a mesh and in one process, on the same rows. Its
-random weights have standard deviation 0.2, so that attention is far from uniform. A cell holds the largest of: the loss
-difference in nats / 1e-4, the gradient norm's relative difference / 1e-3, and the largest relative difference of any
-parameter's first gradient / 1e-3. A value of at most 1 passes.
+For each type a tiny model (its default config, reduced: every kind of layer that it has; every parameter perturbed)
+takes two AdamW steps, on a mesh and as transformers' own model in one process: its own attention, each document alone,
+no positions given. Three kinds of rows: `causal`: concatenated text; `documents`: packed, with a document mask;
+`padding`: one document a row. Rows have 32 tokens, windows 7.
+
+A cell is the largest of: the loss difference in nats / 1e-4, the gradient norm's relative difference / 1e-3, and the
+largest difference of any parameter's first gradient, relative to its largest entry, / 1e-3. A value of at most 1 holds.
+Otherwise it was refused by name, before anything was trained; or it is wrong, or it ended in a traceback.
 """
 
 from __future__ import annotations
@@ -13,212 +18,438 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from threefold.config.loading import validate
-from threefold.errors import ThreefoldError
-from threefold.mesh import environment, local_ranks
-from threefold.mesh.topology import Topology
-from threefold.run.start import PRELOAD
-from threefold.verify.comparison import GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, Comparison, Options
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-_SIZES = {
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 256,
-}
-_GPT2 = {
-    "vocab_size": 257,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "initializer_range": 0.2,
-    "attn_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-    "bos_token_id": 256,
-    "eos_token_id": 256,
-}
-_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("", _SIZES),
-    "llama (tied)": ("tied embeddings", {**_SIZES, "tie_word_embeddings": True}),
-    "qwen2": ("biases", _SIZES),
-    "qwen3": ("norms of queries and keys", {**_SIZES, "head_dim": 8}),
-    "mistral": ("window of 7", {**_SIZES, "sliding_window": 7, "head_dim": 8}),
-    "gemma2": (
-        "window of 7 in every second layer, soft-caps",
-        {**_SIZES, "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8},
-    ),
-    "gemma3_text": ("window of 7, norms of queries and keys", {**_SIZES, "head_dim": 8, "sliding_window": 7}),
-    "phi3": ("fused projections", _SIZES),
-    "olmo2": ("norms after the layers", _SIZES),
-    "granite": ("scaled residuals and logits", _SIZES),
-    "starcoder2": ("biases", _SIZES),
-    "cohere": ("parallel blocks, tied embeddings", _SIZES),
-    "glm4": ("fused gate and up", {**_SIZES, "head_dim": 8}),
-    "smollm3": ("layers without positions", _SIZES),
-    "stablelm": ("partial rotary embedding", _SIZES),
-    "gpt2": ("learned positions, Conv1D", _GPT2),
-    "gpt_neox": ("parallel residual", _SIZES),
-    "mixtral": ("4 experts, 2 a token", {**_SIZES, **_MOE}),
-    "qwen3_moe": (
-        "4 experts, 2 a token",
-        {**_SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    ),
-    "gpt_oss": ("sinks, window of 7, experts", {**_SIZES, **_MOE, "head_dim": 8, "sliding_window": 7}),
-}
-_BEYOND = [
-    "",
-    "Also tested: whole experts on each tp rank (`mesh.ep`, tests/ranks/test_experts.py), adapters",
-    "(tests/ranks/test_lora.py), and the routers' loss over the global batch (tests/ranks/test_silent.py). Families",
-    "that are refused under tp work on every mesh with tp = 1.",
-    "",
-    "In bfloat16, every product is rounded to 8 bits, so two meshes agree only to that rounding. On a CUDA device, one",
-    "rank in bfloat16 must stay within 2e-2 nats in loss and 5e-2 in gradient norm of float32, over 8 steps of a model",
-    "of 4 layers (tests/gpu/test_cuda.py, which reports it if there is no such device).",
-]
+from architectures import NAMES, NOT_RUN, config_of, perturbed
+from ranks import spawn
+from threefold.__main__ import main as threefold
+from threefold.errors import ThreefoldError
+from threefold.mesh import environment
+from threefold.mesh.topology import Topology
+
 MESHES = {
+    "one process": (Topology(), "auto"),
     "tp 2": (Topology(tp=2), "auto"),
     "cp 2 gather": (Topology(cp=2), "gather"),
     "cp 2 ulysses": (Topology(cp=2), "ulysses"),
     "dp_shard 2": (Topology(dp_shard=2), "auto"),
     "2x2x2": (Topology(dp_shard=2, cp=2, tp=2), "auto"),
 }
-MASKS: dict[str, dict[str, Any]] = {
+ROWS: dict[str, dict[str, Any]] = {
     "causal": {"packing": "concat"},
     "documents": {"packing": "best_fit", "document_mask": True},
-    "padded": {"packing": "none"},
+    "padding": {"packing": "none"},
 }
+WHOLE = "the command"
+SAMPLE = ("llama", "gemma3_text", "gpt_oss", "mixtral", "phi3", "falcon", "mamba2", "bart")
+_STEPS = 2
+_SEQ_LEN = 32
+_CASE_S = 60.0
+_TRAIN_S = 120.0
 
 
 def main() -> None:
     """Runs the cases and prints or writes the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument("--types", nargs="+", default=list(SAMPLE), metavar="TYPE")
+    parser.add_argument("--all", action="store_true", help=f"all {len(NAMES)} types")
+    parser.add_argument("--columns", nargs="+", default=[*MESHES, WHOLE], metavar="COLUMN")
     parser.add_argument("--write", type=Path, help="write the page there instead of printing it")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a cell is wrong or ended in a traceback")
     arguments = parser.parse_args()
-    local_ranks.preload(PRELOAD)
-    results: dict[str, dict[str, str]] = {family: {} for family in arguments.families}
+    types = list(NAMES) if arguments.all else arguments.types
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="threefold-families-") as folder:
-        os.environ["XDG_CACHE_HOME"] = folder
-        corpus = Path(folder) / "corpus.jsonl"
-        _write_corpus(corpus)
-        for mesh in MESHES:
-            answers = Path(folder) / "answers.jsonl"
-            answers.unlink(missing_ok=True)
-            topology = MESHES[mesh][0]
-            case = (mesh, list(arguments.families), str(corpus), str(answers))
-            code = local_ranks.start_ranks(_run_cases, case, num_ranks=topology.world_size)
-            for line in answers.read_text().splitlines():
-                found = json.loads(line)
-                results[found["family"]][f"{mesh}/{found['mask']}"] = found["cell"]
-            if code:
-                sys.exit(f"{mesh}: the ranks ended with exit code {code}")
-    page = _page(results)
+        os.environ.update(XDG_CACHE_HOME=f"{folder}/cache", HF_HUB_OFFLINE="1")
+        results = run_all(types, arguments.columns, Path(folder))
+    print(f"{len(types)} types in {(time.monotonic() - began) / 60:.1f} minutes", file=sys.stderr)
+    page = _page(results, arguments.columns)
     if arguments.write:
         arguments.write.write_text(page)
     else:
         print(page)
+    failed = [f"{name}, {key}: {cell}" for name, cells in results.items() for key, cell in cells.items() if _bad(cell)]
+    print("\n".join(failed), file=sys.stderr)
+    sys.exit(1 if failed and arguments.check else 0)
 
 
-def _write_corpus(path: Path) -> None:
-    # Documents of 5 to 60 bytes, so that a row of 32 holds several and some are cut.
-    lines = []
-    for number in range(400):
-        length = 5 + (number * 37) % 56
-        text = "".join(chr(97 + (number * 11 + place * place * 7) % 26) for place in range(length))
-        lines.append(json.dumps({"text": text}))
-    path.write_text("\n".join(lines) + "\n")
+def run_all(types: Sequence[str], columns: Sequence[str], folder: Path) -> dict[str, dict[str, str]]:
+    """Type -> `column/rows` -> cell; `-` holds why transformers itself does not run a type."""
+    spawn.PRELOAD += [f"transformers.models.{module}" for name in types if (module := _modeling(name))]
+    results: dict[str, dict[str, str]] = {name: {} for name in types}
+    _Group("reference", 1, _prepare, folder).run([(name, "") for name in types if name not in NOT_RUN], results)
+    for name in types:
+        if name in NOT_RUN:
+            results[name] = {"-": NOT_RUN[name]}
+        elif (found := results[name].pop("reference/", "no answer")) != "ready":
+            results[name] = {"-": found}
+    ready = [name for name in types if "-" not in results[name]]
+    for column in columns:
+        if column == WHOLE:
+            trained = [name for name in ready if _holds(results[name].get("one process/causal", "0"))]
+            _Group(WHOLE, 1, _by_command, folder, limit_s=_TRAIN_S).run([(name, "") for name in trained], results)
+            continue
+        size = MESHES[column][0].world_size
+        _Group(column, size, _compare, folder).run([(name, rows) for name in ready for rows in ROWS], results)
+    return results
 
 
-def _run_cases(mesh_name: str, families: list[str], corpus: str, answers: str) -> None:
+class _Group:
+    """Processes of one mesh that stay for many cases, and are started again if a case breaks or hangs them."""
+
+    def __init__(self, column: str, size: int, act: Any, folder: Path, *, limit_s: float = _CASE_S) -> None:
+        self._column, self._size, self._act, self._folder, self._limit_s = column, size, act, folder, limit_s
+        self._answers = folder / f"answers-{column.replace(' ', '-')}.jsonl"
+        self._starts = 0
+
+    def run(self, cases: Sequence[tuple[str, str]], results: dict[str, dict[str, str]]) -> None:
+        """Runs `act` on each case (type, rows) and writes its cells to `results`."""
+        left = list(cases)
+        while left:
+            left = self._serve(left, results)
+
+    def _serve(self, left: list[tuple[str, str]], results: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
+        self._starts += 1
+        self._answers.write_text("")
+        context = spawn.server()
+        join = self._folder / f"join-{self._answers.stem}-{self._starts}"
+        given = (self._column, self._size, self._act, self._folder, join, self._answers, left)
+        processes = [context.Process(target=_member, args=(rank, *given)) for rank in range(self._size)]
+        for process in processes:
+            process.start()
+        done, since, reason = 0, time.monotonic(), ""
+        try:
+            while done < len(left):
+                time.sleep(0.02)
+                lines = [json.loads(line) for line in self._answers.read_text().splitlines() if line.endswith("}")]
+                gone = [process.exitcode for process in processes if process.exitcode is not None]
+                for line in [line for line in lines if "cell" in line][done:]:
+                    self._write(left[done], line["cell"], results)
+                    done, since = done + 1, time.monotonic()
+                if any(gone) or (gone and done < len(left)):
+                    reason = next((line["error"] for line in lines if "error" in line), f"exit code {max(gone)}")
+                    break
+                if time.monotonic() - since > self._limit_s:
+                    reason = f"no answer within {self._limit_s:.0f} s"
+                    break
+        finally:
+            for process in processes:
+                if reason:
+                    process.kill()
+                process.join(10)
+        if done < len(left) and reason:
+            self._write(left[done], f"traceback: {reason}", results)
+            done += 1
+        return left[done:]
+
+    def _write(self, case: tuple[str, str], cell: str, results: dict[str, dict[str, str]]) -> None:
+        results[case[0]][f"{self._column}/{case[1]}"] = cell
+        print(f"{self._column:>12}  {case[0]:<24} {case[1]:<10} {cell}", file=sys.stderr, flush=True)
+
+
+def _member(
+    rank: int, column: str, size: int, act: Any, folder: Path, join: Path, answers: Path, cases: list[tuple[str, str]]
+) -> None:
+    """One process of a group."""
+    from datetime import timedelta
+
     import torch
+    import torch.distributed as dist
+    import transformers
 
     from threefold.mesh.mesh import join_mesh
     from threefold.run.rank import quieten_libraries
-    from threefold.verify.mesh_side import compare_on
 
+    spawn.fork_from_own_server()
+    torch.set_num_threads(1)
     quieten_libraries()
-    topology, method = MESHES[mesh_name]
-    mesh = join_mesh(topology, environment.current(), device="cpu", timeout_s=120)
-    for family in families:
-        for mask, data in MASKS.items():
-            config = validate(
-                {
-                    "model": {"config": {"model_type": family.split(" ")[0], **FAMILIES[family][1]}},
-                    "data": {"source": corpus, "seq_len": 32, **data},
-                    "train": {"global_batch": 8, "micro_batch": 2},
-                    "mesh": {"device": "cpu", "cp_method": method},
-                }
-            )
-            try:
-                cell = _cell(compare_on(mesh, config, Options(steps=2)))
-            except ThreefoldError as error:
-                cell = "refused: " + error.problems[0].what
-            if mesh.rank == 0:
-                print(f"{mesh_name:>12}  {family:<14} {mask:<10} {cell}", file=sys.stderr, flush=True)
-                with open(answers, "a") as file:
-                    file.write(json.dumps({"family": family, "mask": mask, "cell": cell}) + "\n")
-    torch.distributed.barrier()
-    mesh.close()
+    transformers.logging.set_verbosity_error()
+    mesh: Any = None
+    if size > 1:
+        limit = timedelta(seconds=_CASE_S)
+        dist.init_process_group("gloo", init_method=f"file://{join}", rank=rank, world_size=size, timeout=limit)
+    if column in MESHES:
+        info = environment.LaunchInfo(rank=rank, world_size=size, launcher="process group" if size > 1 else None)
+        mesh = join_mesh(MESHES[column][0], info, device="cpu", timeout_s=_CASE_S)
+    for name, rows in cases:
+        try:
+            cell = act(name, rows, folder, mesh, column)
+        except ThreefoldError as error:
+            cell = f"refused: {error.problems[0].what}"
+        except BaseException as error:
+            _append(answers, {"error": _shortened(error)})
+            os._exit(3)
+        if rank == 0:
+            _append(answers, {"cell": cell})
 
 
-def _cell(found: Comparison) -> str:
-    worst = max(
-        found.loss_difference / LOSS_TOLERANCE,
-        found.norm_difference / NORM_TOLERANCE,
-        found.gradient_difference / GRADIENT_TOLERANCE,
+def _append(answers: Path, line: dict[str, str]) -> None:
+    with answers.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _shortened(error: BaseException) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    text = (" ".join(str(error).split()))[:160]
+    return f"{type(error).__name__}: {text} ({Path(place.filename).name}:{place.lineno})"
+
+
+def _modeling(name: str) -> str:
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    module = model_type_to_module_name(name)
+    return f"{module}.modeling_{module}"
+
+
+def _asked(name: str, rows: str, folder: Path, column: str) -> Any:
+    from threefold.config.loading import validate
+
+    topology, method = MESHES[column]
+    return validate(
+        {
+            "model": {"name_or_path": str(folder / name), "admission": os.environ.get("FAMILIES_ADMISSION", "auto")},
+            "data": {
+                "source": str(_corpus(folder)),
+                "tokenizer": str(folder),
+                "seq_len": _SEQ_LEN,
+                "allow_other_tokenizer": True,
+                **ROWS[rows],
+            },
+            "optimizer": {"lr": 2e-3},
+            "train": {"global_batch": 4, "micro_batch": 2 // topology.dp},
+            "mesh": {"device": "cpu", "cp_method": method},
+        }
     )
-    return f"{worst:.3f}" if worst <= 1 else f"**{worst:.3g}**"
 
 
-def _page(results: dict[str, dict[str, str]]) -> str:
+def _corpus(folder: Path) -> Path:
+    return folder / "corpus.jsonl"
+
+
+def _write_corpus(folder: Path) -> None:
+    """Documents of 5 to 60 letters, so that a row of 32 holds several and some are cut; and a tokenizer of letters."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    lines = []
+    for number in range(200):
+        length = 5 + (number * 37) % 56
+        text = "".join(chr(97 + (number * 11 + place * place * 7 + place * number) % 26) for place in range(length))
+        lines.append(json.dumps({"text": text}))
+    _corpus(folder).write_text("\n".join(lines) + "\n")
+    letters = {token: number for number, token in enumerate(["<pad>", "<s>", "</s>", *map(chr, range(97, 123))])}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+
+
+def _prepare(name: str, rows: str, folder: Path, mesh: Any, column: str) -> str:
+    """Writes a type's model, and what transformers' own model of it computes for each kind of rows."""
     import torch
-    import transformers
+    from transformers import AutoModelForCausalLM
 
-    refusals: dict[str, int] = {}
-    lines = [
-        "# Model families",
-        "",
-        "Written by `python benchmarks/families.py --write docs/models.md` from real runs: gloo processes on a CPU, "
-        f"float32, torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}.",
-        "",
-        *[line for line in (__doc__ or "").split("\n\n")[2].strip().splitlines()],
-        "",
-        "Masks: `causal`: rows of concatenated text; `documents`: packed with a document mask, while the single "
-        "process runs each document alone; `padded`: one document per row. Rows have 32 tokens, windows 7.",
-        "",
-        "| family | what it has | mask | " + " | ".join(MESHES) + " |",
-        "|---|---|---|" + "---|" * len(MESHES),
-    ]
-    for family, cells in results.items():
-        for mask in MASKS:
-            row = []
-            for mesh in MESHES:
-                cell = cells.get(f"{mesh}/{mask}", "not run")
-                if cell.startswith("refused"):
-                    cell = f"refused [{refusals.setdefault(cell, len(refusals) + 1)}]"
-                row.append(cell)
-            first = mask == next(iter(MASKS))
-            name, what = (family, FAMILIES[family][0]) if first else ("", "")
-            lines.append(f"| {name} | {what} | {mask} | " + " | ".join(row) + " |")
-    if refusals:
-        lines += ["", "Refused before anything is sent:", ""]
-        lines += [f"{number}. {reason.removeprefix('refused: ')}" for reason, number in refusals.items()]
-    return "\n".join([*lines, *_BEYOND]) + "\n"
+    from threefold.model.reduced import reduced
+
+    if not _corpus(folder).exists():
+        _write_corpus(folder)
+    torch.manual_seed(0)
+    try:
+        config = reduced(config_of(name), ranks=2, seq_len=_SEQ_LEN)
+        model: Any = perturbed(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+        model.save_pretrained(folder / name)
+        config.save_pretrained(folder / name)  # of all parts, where the model is of one
+        for kind in ROWS:
+            torch.save(_alone(name, kind, folder), folder / name / f"{kind}.pt")
+    except Exception as error:
+        return _shortened(error)
+    return "ready"
+
+
+def _batches(config: Any, mesh: Any) -> tuple[Any, Iterator[Any]]:
+    from threefold.run import assemble, request
+
+    rows = assemble.rows_of(config, request.tokenizer_of(config), mesh)
+    return rows, iter(assemble.loader_of(config, rows, mesh))
+
+
+def _alone(name: str, kind: str, folder: Path) -> dict[str, Any]:
+    """Losses, norms and first gradients of transformers' own model, which is given one document at a time."""
+    import torch
+    import torch.nn.functional as F
+    from transformers import AutoModelForCausalLM
+
+    from threefold.mesh.mesh import join_mesh
+    from threefold.training.optimizer import adamw
+
+    config = _asked(name, kind, folder, "one process")
+    mesh = join_mesh(Topology(), environment.LaunchInfo(), device="cpu", timeout_s=60)
+    rows, loader = _batches(config, mesh)
+    model = AutoModelForCausalLM.from_pretrained(folder / name, attn_implementation="eager", dtype=torch.float32)
+    model.train()
+    optimizer = adamw(model, config.optimizer)
+    found: dict[str, Any] = {"losses": [], "norms": [], "gradients": {}}
+    for step in range(_STEPS):
+        batch = {key: torch.from_numpy(value) for key, value in rows.rows(next(loader)["indices"].numpy()).items()}
+        targets = (batch["labels"] != -100).sum()
+        total = 0.0
+        for row, documents in enumerate(batch["document_ids"]):
+            for document in documents.unique().tolist():
+                place = documents == document
+                if document == -1 or not (batch["labels"][row, place] != -100).any():
+                    continue
+                logits = model(input_ids=batch["input_ids"][row, place][None], use_cache=False).logits[0].float()
+                loss = F.cross_entropy(logits, batch["labels"][row, place], ignore_index=-100, reduction="sum")
+                (loss / targets).backward()
+                total += loss.item()
+        gradients = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
+        if step == 0:
+            found["gradients"] = {key: value.clone() for key, value in gradients.items()}
+        found["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip).item())
+        for group in optimizer.param_groups:
+            group["lr"] = config.optimizer.lr
+        optimizer.step()
+        optimizer.zero_grad()
+        found["losses"].append(total / targets.item())
+    return found
+
+
+def _compare(name: str, kind: str, folder: Path, mesh: Any, column: str) -> str:
+    """The product's own check, build and steps on a mesh against `_alone`; every rank calls it."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from threefold.model.build import build
+    from threefold.run import request
+    from threefold.training.admission.admit import admit
+    from threefold.training.optimizer import adamw
+    from threefold.training.step import TrainStep, mean_loss, micro_batches
+
+    config = _asked(name, kind, folder, column)
+    asked = request.asked_of(config, mesh)
+    if config.model.admission != "off":
+        admit(config, asked.architecture, mesh)
+    expected = torch.load(folder / name / f"{kind}.pt")
+    model = build(config, asked.architecture, mesh)
+    worst = {"loss": 0.0, "norm": 0.0}
+    floor = 1e-4 * max((float(value.abs().max()) for value in expected["gradients"].values()), default=1.0)
+
+    def observe() -> None:
+        if len(worst) > 2:
+            return
+        for key, parameter in model.module.named_parameters():
+            gradient = parameter.grad
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            wanted = expected["gradients"].get(key)
+            if whole is None and wanted is None:
+                continue
+            whole = torch.zeros_like(wanted) if whole is None else whole
+            wanted = torch.zeros_like(whole) if wanted is None else wanted
+            worst[key] = float((whole - wanted).abs().max() / wanted.abs().max().clamp(min=floor)) / 1e-3
+
+    step = TrainStep(
+        model, adamw(model.module, config.optimizer), mesh, grad_clip=config.train.grad_clip, observe=observe
+    )
+    _, loader = _batches(config, mesh)
+    assert isinstance(config.train.micro_batch, int)
+    for number in range(_STEPS):
+        result = step(micro_batches(next(loader), config.train.micro_batch), lr=config.optimizer.lr)
+        loss, norm = expected["losses"][number], expected["norms"][number]
+        worst["loss"] = max(worst["loss"], abs(mean_loss(result, mesh) - loss) / 1e-4)
+        worst["norm"] = max(worst["norm"], abs(result.grad_norm.item() / max(norm, 1e-12) - 1) / 1e-3)
+    mesh.barrier()
+    key, value = max(worst.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
+    return f"{value:.3f}" if value <= 1 else f"wrong: {value:.3g} ({re.sub(r'[.][0-9]+[.]', '.*.', key)})"
+
+
+def _by_command(name: str, rows: str, folder: Path, mesh: Any, column: str) -> str:
+    """Two steps, a checkpoint, one step more from it, an export, and the reloaded model's logits."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from threefold.checkpoint.layout import find
+    from threefold.export.model_folder import load_whole
+
+    run, out = folder / f"run-{name}", folder / f"out-{name}"
+    request = {
+        "model": {"name_or_path": str(folder / name)},
+        "data": {
+            "source": str(_corpus(folder)),
+            "tokenizer": str(folder),
+            "seq_len": _SEQ_LEN,
+            "allow_other_tokenizer": True,
+        },
+        "train": {"global_batch": 2, "steps": 2},
+        "mesh": {"device": "cpu", "tp": 1, "dp": 1, "cp": 1},
+        "log": {"dir": str(run), "sample_tokens": 0},
+    }
+    config = folder / f"{name}.yaml"
+    config.write_text(json.dumps(request))
+    for arguments in (["train", str(config)], ["train", str(config), "--train.steps", "3"]):
+        if said := _command(folder, *arguments):
+            return said
+    if said := _command(folder, "export", str(run), "--to", str(out)):
+        return said
+    reloaded = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager", dtype=torch.float32).eval()
+    trained, _ = load_whole(find(run))
+    assert find(run).step == 3
+    with torch.no_grad():
+        ids = torch.arange(3, 19)[None]
+        torch.manual_seed(0)
+        expected = trained(input_ids=ids, use_cache=False).logits
+        torch.manual_seed(0)
+        difference = (reloaded(input_ids=ids, use_cache=False).logits - expected).abs().max().item()
+    return "0.000" if difference == 0 else f"wrong: logits differ by {difference:.3g}"
+
+
+def _command(folder: Path, *arguments: str) -> str:
+    """`threefold ...` in a process of its own, forked from this one; empty if it ended well, else why not."""
+    said = folder / "said.txt"
+    if not (child := os.fork()):
+        code = 1
+        try:
+            file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            sys.argv = ["threefold", *arguments]
+            threefold()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    lines = [line for line in said.read_text().splitlines() if line.strip()]
+    if not code:
+        return ""
+    if code == 2:
+        return f"refused: {next((line for line in lines if not line.startswith(' ')), '')}"
+    return f"traceback: {arguments[0]}: {lines[-1] if lines else code}"
+
+
+def _holds(cell: str) -> bool:
+    return cell[:1].isdigit()
+
+
+def _bad(cell: str) -> bool:
+    return cell.startswith(("wrong", "traceback"))
+
+
+def _page(results: dict[str, dict[str, str]], columns: Sequence[str]) -> str:
+    return json.dumps(results, indent=1)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 
 import pytest
 from hypothesis import settings
@@ -16,6 +18,13 @@ settings.load_profile("threefold")
 
 # Files of whole runs begin, so that none of them is left alone at the end; the order of a file's tests stays.
 FIRST = ("ranks", "compat", "errors", "gpu", "examples", "launchers", "unit")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Caches of the tests' own, which all processes of a worker share."""
+    folder = tempfile.mkdtemp(prefix="threefold-tests-")
+    os.environ["XDG_CACHE_HOME"] = folder
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from threefold.data.distribute import distribute as distribute
     from threefold.data.sampler import DistributedSampler as DistributedSampler
     from threefold.mesh.mesh import init_mesh
-    from threefold.model.build import load_model as load_model
     from threefold.run.start import train
+    from threefold.training.make_step import load_model as load_model
     from threefold.training.make_step import make_step as make_step
 
 _HOME_OF_NAME = {
     "DistributedSampler": "threefold.data.sampler",
     "distribute": "threefold.data.distribute",
     "init_mesh": "threefold.mesh.mesh",
-    "load_model": "threefold.model.build",
+    "load_model": "threefold.training.make_step",
     "make_step": "threefold.training.make_step",
     "train": "threefold.run.start",
 }

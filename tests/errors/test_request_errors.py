@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
+from architectures import config_of
 from threefold.checkpoint.layout import CheckpointFolder, find
 from threefold.commands.arguments import split
 from threefold.config import loading as config_loading
@@ -18,6 +19,7 @@ from threefold.errors import EXIT_WRONG_REQUEST, CheckpointError, ConfigError, T
 from threefold.mesh import environment
 from threefold.mesh.topology import Topology, resolve
 from threefold.model.load import plan_of, read_config
+from threefold.model.reduced import reduced
 from threefold.model.tensor_parallel.plan import plan_problems
 from threefold.run.folder import open_run
 from threefold.run.request import check
@@ -407,6 +409,41 @@ KV_HEADS = problem(
 def test_what_fits_is_not_refused() -> None:
     checking(Topology())()
     checking(Topology(dp_replicate=2, dp_shard=2, cp=2, tp=2), micro_batch=2)()
+
+
+def test_config_that_a_checkpoint_could_not_keep() -> None:
+    model = architecture("moshi", audio_vocab_size=None, max_position_embeddings=64)
+    assert text(checking(Topology(), model)) == problem(
+        "the config of 'moshi' does not read back as it was written: audio_vocab_size = None becomes 2048",
+        "a config that a checkpoint can keep: the model of the run could not be resumed or exported",
+        "give the key the value that it becomes, in model.config or in config.json",
+    )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("glm4_moe", "but 'glm4_moe' has no routers' loss in transformers"),
+        ("afmoe", "but 'afmoe' has no routers' loss in transformers"),
+        ("hunyuan_v1_moe", "but 'hunyuan_v1_moe' has no routers' loss in transformers"),
+        ("doge", "but the routers' loss of 'doge' is another one"),
+    ],
+)
+def test_routers_without_the_loss_that_is_asked_for(model_type: str, why: str) -> None:
+    model = reduced(config_of(model_type))
+    model.output_router_logits, model.vocab_size = True, 257
+    assert text(checking(Topology(), model)) == problem(
+        f"model.config has output_router_logits = true, {why}",
+        "the loss of Switch Transformer, as for Mixtral: its routers would be trained without it, or with another",
+        "output_router_logits: false   (in model.config, or in the model's config.json)",
+    )
+
+
+@pytest.mark.parametrize("model_type", ["jetmoe", "mixtral", "dbrx", "deepseek_v4", "flint"])
+def test_routers_with_the_loss_that_is_asked_for(model_type: str) -> None:
+    model = reduced(config_of(model_type))
+    model.output_router_logits, model.vocab_size = True, 257
+    checking(Topology(), model)()
 
 
 @pytest.mark.parametrize(("dp", "fix"), [(3, "18   (or 15)"), (32, "32")])

@@ -24,6 +24,18 @@ from threefold.checkpoint.layout import Checkpoint, find
 from threefold.errors import CheckpointError, ConfigError, RunError
 
 TIED = {**LLAMA, "tie_word_embeddings": True}
+STATES = {
+    **{"model_type": "granitemoehybrid", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 257},
+    **{"layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+        "shared_intermediate_size": 32,
+    },
+    **{"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "time_step_limit": [0.0, math.inf]},
+}
 CASES: dict[str, tuple[dict[str, Any], Sizes]] = {
     "llama on one process": (LLAMA, (1, 1, 1, 1)),
     "llama on dp_shard x tp": (LLAMA, (1, 2, 1, 2)),
@@ -31,6 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], Sizes]] = {
     "tied on tp": (TIED, (1, 1, 1, 2)),
     "experts on tp": (MOE, (1, 1, 1, 2)),
     "gpt2 on dp": (GPT2, (2, 1, 1, 1)),
+    "a config with an infinity": (STATES, (1, 1, 1, 1)),
 }
 
 

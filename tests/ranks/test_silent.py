@@ -204,3 +204,88 @@ def test_split_loss_with_smoothing_and_z_loss() -> None:
     for difference, against_torch in run_ranks(_split_losses, 2):
         assert difference < 1e-5
         assert against_torch < 1e-6
+
+
+ROUTED = ("mixtral", "olmoe", "minimax", "ernie4_5_moe", "jetmoe", "dbrx")
+PADDED_FROM = (32, 9, 20, 13, 32, 5, 27, 18)
+
+
+def _padded_rows() -> Any:
+    import torch
+
+    tokens = torch.randint(3, 131, (8, 33), generator=torch.Generator().manual_seed(1))
+    padding = torch.arange(32)[None] >= torch.tensor(PADDED_FROM)[:, None]
+    rows = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": torch.arange(32).expand(8, -1)}
+    rows["labels"] = rows["labels"].masked_fill(padding, -100)
+    return {name: values.clone() for name, values in rows.items()}, padding
+
+
+def _routed_config(kind: str) -> Any:
+    from architectures import config_of
+    from threefold.model.reduced import reduced
+
+    config = reduced(config_of(kind))
+    config.output_router_logits = True
+    return config
+
+
+def _padded_router_loss(tmp: str, sizes: dict[str, int], kind: str, micro_batch: int) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    from threefold.checkpoint.manifest import architecture_of
+    from threefold.config.schema import Config
+    from threefold.mesh.mesh import init_mesh
+    from threefold.model import load
+    from threefold.model.build import build
+    from threefold.training.optimizer import adamw
+    from threefold.training.step import TrainStep, mean_aux_loss, micro_batches
+
+    mesh = init_mesh(device="cpu", **sizes)
+    config = Config.model_validate(
+        {"model": {"config": architecture_of(_routed_config(kind))}, "data": {"seq_len": 32}}
+    )
+    model = build(config, load.read_config(config.model), mesh)
+    gradients: dict[str, Any] = {}
+
+    def observe() -> None:
+        for name, parameter in model.module.named_parameters():
+            if parameter.grad is not None:
+                whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+                gradients[name] = whole.clone()
+
+    step = TrainStep(model, adamw(model.module, config.optimizer), mesh, observe=observe)
+    rows, padding = _padded_rows()
+    own = {name: values[mesh.dp_rank :: mesh.dp_size] for name, values in {**rows, "padding": padding}.items()}
+    result = step(micro_batches(own, micro_batch), lr=0.0)
+    return mean_aux_loss(result, mesh), {name: values.numpy() for name, values in gradients.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "micro_batch"),
+    [("mixtral", {}, 8), ("mixtral", {"dp": 2}, 2), ("mixtral", {"cp": 2}, 8), *((kind, {}, 2) for kind in ROUTED)],
+    ids=str,
+)
+def test_router_loss_leaves_padding_out(folder: str, kind: str, sizes: dict[str, int], micro_batch: int) -> None:
+    """As transformers does with an attention mask: in value, and in every gradient."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(_routed_config(kind), attn_implementation="eager")
+    rows, padding = _padded_rows()
+    output = model(
+        input_ids=rows["input_ids"], attention_mask=(~padding).long(), use_cache=False, output_router_logits=True
+    )
+    loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), rows["labels"].flatten())
+    coefficient = next(
+        getattr(model, name) for name in ("router_aux_loss_coef", "aux_loss_coef") if hasattr(model, name)
+    )
+    (loss + coefficient * output.aux_loss).backward()
+    aux, gradients = run_ranks(
+        _padded_router_loss, sizes.get("dp", 1) * sizes.get("cp", 1), folder, sizes, kind, micro_batch
+    )[0]
+    assert aux == pytest.approx(output.aux_loss.item(), abs=1e-5)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.grad.abs().max() > 1e-7:
+            difference = (torch.from_numpy(gradients[name]) - parameter.grad).abs().max() / parameter.grad.abs().max()
+            assert difference < 1e-3, name

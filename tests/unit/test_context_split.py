@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from threefold.errors import RunError
 from threefold.mesh.mesh import init_mesh
-from threefold.model.build import load_model
 from threefold.model.context_parallel.split import gathered_positions, local_positions
+from threefold.training.make_step import load_model
 
 CP = st.integers(1, 8)
 UNITS = st.integers(1, 9)

@@ -16,14 +16,14 @@ NAMED_AFTER_OTHERS = ("commands", "integrations/huggingface")
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_PARAMETERS = 8
 MOST_LINES_OF_A_FILE = 330
-MOST_LINES = 22_000
+MOST_LINES = 25_000
 
 # Signatures that users write: each parameter is a setting of theirs.
 PUBLIC_SIGNATURES = {
     "data/sampler.py:DistributedSampler.__init__",
     "data/streaming.py:StreamingLoader.__init__",
     "mesh/mesh.py:init_mesh",
-    "model/build.py:load_model",
+    "training/make_step.py:load_model",
     "training/make_step.py:make_step",
 }
 

@@ -122,7 +122,8 @@ def test_order_depends_on_the_seed_and_not_without_shuffle() -> None:
 def test_batch_holds_the_rows_that_its_indices_name() -> None:
     batch = next(iter(loader(50, batch=8, dp=(1, 2))))
     expected = CountingRows(50).rows(batch["indices"].numpy())
-    assert batch.keys() == {"input_ids", "labels", "position_ids", "indices"}
+    assert batch.keys() == {"input_ids", "labels", "position_ids", "indices", "padding"}
+    assert not batch["padding"].any()
     for name in ("input_ids", "labels", "position_ids"):
         assert batch[name].dtype == torch.int64 and batch[name].shape == (4, SEQ_LEN)
         assert batch[name].tolist() == expected[name].tolist()
@@ -132,6 +133,22 @@ def test_documents_are_handed_out_where_attention_stops_at_them() -> None:
     order = Order(8, 2, seed=0, shuffle=False)
     batch = next(iter(TokenLoader(CountingRows(8), order, dp_rank=0, dp_size=1, document_mask=True)))
     assert batch["document_ids"].shape == (2, SEQ_LEN)
+
+
+def test_padding_is_what_belongs_to_no_document() -> None:
+    """Places behind a row's documents, and rows that fill up the last step."""
+
+    class Padded(CountingRows):
+        def rows(self, indices: Any) -> Any:
+            found = super().rows(indices)
+            found["document_ids"][:, 3:] = -1
+            return found
+
+    order = Order(3, 2, seed=0, shuffle=False, tail="exact")
+    batches = list(islice(iter(TokenLoader(Padded(3), order, dp_rank=1, dp_size=2)), 2))
+    assert batches[0]["padding"].tolist() == [[False] * 3 + [True] * (SEQ_LEN - 3)]
+    assert batches[1]["indices"].tolist() == [-1]
+    assert batches[1]["padding"].all()
 
 
 # --- the same state ----------------------------------------------------------------------------------------------

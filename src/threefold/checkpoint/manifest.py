@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from threefold.checkpoint.layout import Checkpoint
 from threefold.config.schema import Config
@@ -94,3 +94,37 @@ def architecture_of(config: PretrainedConfig) -> dict[str, Any]:
     values = json.loads(config.to_json_string(use_diff=False))
     volatile = ("_name_or_path", "transformers_version", "dtype", "use_cache", "_attn_implementation")
     return {name: value for name, value in values.items() if name not in volatile}
+
+
+def read_architecture(values: Mapping[str, Any]) -> PretrainedConfig:
+    """The config that `architecture_of` wrote; of a class that transformers has, whose exceptions it lets pass."""
+    plain = with_infinities(values)
+    return AutoConfig.for_model(plain.pop("model_type"), **plain)
+
+
+def architecture_problems(config: PretrainedConfig) -> list[Problem]:
+    """Why a checkpoint could not say which model it holds; empty if the config reads back as it was written."""
+    written = architecture_of(config)
+    try:
+        # The class itself: a model's own code has one that transformers does not know.
+        read = architecture_of(type(config).from_dict(with_infinities(written)))
+    except Exception as error:  # a config validates with exceptions of several families
+        lost = f"it is refused: {' '.join(str(error).split())}"
+    else:
+        changed = sorted(key for key in written.keys() | read.keys() if written.get(key) != read.get(key))
+        if not changed:
+            return []
+        key = changed[0]
+        lost = f"{key} = {written.get(key)} becomes {read.get(key)}"
+    what = f"the config of {config.model_type!r} does not read back as it was written: {lost}"
+    expected = "a config that a checkpoint can keep: the model of the run could not be resumed or exported"
+    return [Problem(what, expected, "give the key the value that it becomes, in model.config or in config.json")]
+
+
+def with_infinities(values: Any) -> Any:
+    """Plain values with the floats that JSON does not have, which transformers writes as `{"__float__": ..}`."""
+    if isinstance(values, Mapping):
+        if values.keys() == {"__float__"}:
+            return float(values["__float__"])
+        return {key: with_infinities(value) for key, value in values.items()}
+    return [with_infinities(value) for value in values] if isinstance(values, list) else values

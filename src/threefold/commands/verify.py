@@ -53,6 +53,8 @@ def command(
 
 def verify_command(loaded: Loaded, options: Options, *, force: bool = False) -> int:
     """Verifies the mesh of the config and returns the exit code: 0 it follows the single process, 1 it does not."""
+    from dataclasses import replace
+
     from threefold.mesh import environment, local_ranks
     from threefold.mesh.shares import refuse_impossible
     from threefold.mesh.topology import resolve
@@ -77,7 +79,7 @@ def verify_command(loaded: Loaded, options: Options, *, force: bool = False) -> 
     if found.holds:
         print("the mesh follows the single process")
         return 0
-    print(diagnose(topology, lambda smaller: on_ranks(loaded.config, options, smaller)))
+    print(diagnose(topology, lambda smaller: on_ranks(loaded.config, replace(options, admission=False), smaller)))
     return EXIT_FAILED
 
 

@@ -25,7 +25,14 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # in model.config
+        protected_namespaces=(),
+    )
 
 
 class LoraConfig(_Section):
@@ -52,6 +59,10 @@ class ModelConfig(_Section):
     trust_remote_code: bool = Field(False, description="allow code from the model's repository to run")
     init_missing: list[str] = Field(
         [], description="patterns of weights that may be missing from the files; drawn from train.seed"
+    )
+    admission: Literal["auto", "full", "off"] = Field(
+        "auto",
+        description="probe the architecture on this mesh before training: auto: once, full: at every start, off: never",
     )
     attention: Literal["auto", "sdpa", "flex"] = Field(
         "auto", description="masks in memory (sdpa) or by blocks (flex); auto: flex on CUDA, sdpa on a CPU"

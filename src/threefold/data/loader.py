@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from threefold.data.order import Cursor, Order, Place, StepRange, num_batches, skips_ahead
 from threefold.data.partition import check_global_batch
-from threefold.data.rows.concat import IGNORED, Rows
+from threefold.data.rows.concat import IGNORED, PADDING, Rows
 from threefold.mesh.local_ranks import die_with_creator
 
 Batch = dict[str, Tensor]
@@ -31,7 +31,8 @@ class _StepDataset(Dataset[Batch]):
 
     Rows are int64 tensors [rows, seq_len]; those that fill up a step of the tail `exact` have only ignored labels.
     In addition to the rows' own keys there is `indices` [rows]: a row's number in `rows`, unique over the sources of a
-    mixture too, -1 for an ignored row. `document_ids` are left out if attention does not stop at documents.
+    mixture too, -1 for an ignored row; and `padding`, true where a place belongs to no document, or its row is ignored.
+    `document_ids` are left out if attention does not stop at documents.
     """
 
     rows: Rows
@@ -44,13 +45,15 @@ class _StepDataset(Dataset[Batch]):
         indices, num_ignored = self.order.rows_of_rank(begin, dp_rank=self.dp_rank, dp_size=self.dp_size)
         taken = indices if len(indices) else np.zeros(1, dtype=np.int64)
         batch = {name: torch.from_numpy(values) for name, values in self.rows.rows(taken).items()}
+        batch["padding"] = batch["document_ids"] == PADDING
         if not self.document_mask:
-            batch.pop("document_ids", None)
+            batch.pop("document_ids")
         if num_ignored:
             # An ignored row repeats a row's tokens, so that the model computes with real ones.
             again = torch.cat([torch.arange(len(indices)), torch.zeros(num_ignored, dtype=torch.int64)])
             batch = {name: values[again] for name, values in batch.items()}
             batch["labels"][len(indices) :] = IGNORED
+            batch["padding"][len(indices) :] = True
         batch["indices"] = torch.cat([torch.from_numpy(indices), torch.full((num_ignored,), -1)])
         return batch
 

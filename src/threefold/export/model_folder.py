@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import Checkpoint, damaged, find
-from threefold.checkpoint.manifest import read_manifest
+from threefold.checkpoint.manifest import read_architecture, read_manifest
 from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.data.tokens import Tokenizer
@@ -241,7 +241,7 @@ def _described(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[Config,
             return config, AutoConfig.from_pretrained(
                 config.model.name_or_path, revision=config.model.revision, trust_remote_code=True
             )
-        return config, AutoConfig.for_model(values.pop("model_type"), **values)
+        return config, read_architecture(values)
     except Exception as error:  # transformers validates with exceptions of several families
         raise CheckpointError(
             f"transformers has no model for {checkpoint.path}: {' '.join(str(error).split())}",

@@ -50,6 +50,21 @@ def settings() -> tuple[managed.Setting, ...]:
     return job.settings if job is not None else ()
 
 
+def restarted_job() -> str | None:
+    """The job that this process is a restart of, by its scheduler or launcher; None at a first start."""
+    if (count := os.environ.get("SLURM_RESTART_COUNT", "0")).isdigit() and int(count):
+        return f"slurm {os.environ.get('SLURM_JOB_ID', '')}"
+    return job() if current().restart else None
+
+
+def job() -> str | None:
+    """The job that this process belongs to, by the number that its scheduler or launcher keeps over restarts."""
+    for launcher, name in (("slurm", "SLURM_JOB_ID"), ("torchrun", "TORCHELASTIC_RUN_ID")):
+        if number := os.environ.get(name):
+            return f"{launcher} {number}"
+    return None
+
+
 def tell_failure(text: str) -> None:
     """Writes a failure's reason where the owner of a managed job sees it; without such a job does nothing."""
     with contextlib.suppress(ConfigError):

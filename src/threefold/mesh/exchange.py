@@ -20,6 +20,10 @@ from threefold.errors import Problem, RunError, ThreefoldError
 _LONGEST_PREPARATION = timedelta(days=2)
 
 
+class OtherRankError(RunError):
+    """Another rank failed, and not with an error for users: what that rank prints says why."""
+
+
 class Exchange:
     """The values that the ranks of one mesh send one another. All ranks ask for the same ones in the same order."""
 
@@ -31,7 +35,7 @@ class Exchange:
         """What `make` returns on the rank `maker`.
 
         Raises:
-            ThreefoldError: what `make` raised, on every rank; RunError if it was not an error for users.
+            ThreefoldError: what `make` raised, on every rank; OtherRankError if it was not an error for users.
         """
         if self._store is None:
             return json.loads(json.dumps(make()))
@@ -76,7 +80,9 @@ def _described(error: BaseException) -> dict[str, Any]:
 
 def _error_of(told: dict[str, Any], name: str) -> ThreefoldError:
     if told["class"] is None:
-        return RunError(f"another rank failed in {name!r}", expected="its result", fix="see that rank's traceback")
+        return OtherRankError(
+            f"another rank failed in {name!r}", expected="its result", fix="see that rank's traceback"
+        )
     classes = {cls.__name__: cls for cls in _family(ThreefoldError)}
     return classes.get(told["class"], RunError).of(Problem(*problem) for problem in told["problems"])
 

@@ -6,7 +6,8 @@ read the weights. The optimizer is built afterwards, on the parameters as they a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,17 +17,15 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PretrainedConfig, PreTrainedModel
 
-from threefold.config.loading import validate
 from threefold.config.peak_rate import RANDOM, automatic_rate
 from threefold.config.schema import Config
-from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
-from threefold.model import data_parallel, fused_loss, head, load, lora
+from threefold.model import data_parallel, fused_loss, head, load, lora, storage
 from threefold.model.collectives import gather_parts
 from threefold.model.context_parallel import flex
-from threefold.model.context_parallel.split import ContextParallel, choose_method, split_problems
-from threefold.model.tensor_parallel.plan import TensorParallelism, plan_problems, split_over_tp
-from threefold.model.weight_check import stored_in_files
+from threefold.model.context_parallel.split import ContextParallel, choose_method
+from threefold.model.tensor_parallel.plan import TensorParallelism, split_over_tp
+from threefold.model.weight_check import Weights, stored_in_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Choices = Sequence[tuple[str, str]]
@@ -55,55 +54,20 @@ class ParallelModel:
     automatic_rate: float = RANDOM
 
 
-def load_model(
-    name_or_path: str | None = None,
-    *,
-    mesh: Mesh,
-    config: Mapping[str, Any] | None = None,
-    dtype: str = "float32",
-    seq_len: int | None = None,
-    seed: int = 0,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
+def build(
+    config: Config, architecture: PretrainedConfig, mesh: Mesh, *, weights: Weights | None = None
 ) -> ParallelModel:
-    """A Hugging Face causal language model on the mesh; every rank calls it.
+    """The model on the mesh, filled with its weights; every rank calls it, after the architecture's check.
 
     Args:
-        name_or_path: Hub id or local folder with weights.
-        config: instead of a name: the architecture as a mapping with `model_type`; its weights are random.
-        dtype: type of the computation, `float32` or `bfloat16`; the weights are float32.
-        seq_len: length of all rows, if it is known: tp ranks can then share the sequence between the layers, and cp
-            ranks use the method that suits it.
-        seed: of random weights, which depend on it and not on the mesh.
-
-    Raises:
-        ConfigError: the model cannot be read, or cannot be split as the mesh asks.
+        weights: in place of those that `config.model` names.
     """
-    model = {"name_or_path": name_or_path, "config": dict(config) if config is not None else None, "dtype": dtype}
-    asked = validate(
-        {
-            "model": {**model, "revision": revision, "trust_remote_code": trust_remote_code},
-            "train": {"seed": seed},
-            "data": {"seq_len": seq_len} if seq_len is not None else {},
-            "mesh": {"sequence_parallel": "auto" if seq_len is not None else False},
-        }
-    )
-    architecture = load.read_config(asked.model)
-    plan = load.plan_of(architecture, trust_remote_code=trust_remote_code)
-    problems = plan_problems(architecture, mesh.topology.tp, plan=plan)
-    problems += split_problems(asked.mesh.cp_method, architecture, mesh.topology)
-    if problems:
-        raise ConfigError.of(problems)
-    return build(asked, architecture, mesh)
-
-
-def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> ParallelModel:
-    """The user's model on the mesh, filled with its weights; every rank calls it, after the architecture's check."""
     dtype = DTYPES[config.model.dtype]
     context, attention_choices = _context(config, architecture, mesh)
     model: Any = load.build_without_storage(
         architecture, attention=context.name, trust_remote_code=config.model.trust_remote_code
     )
+    context.adapt(model)
     model.config.use_cache = False
     stored = stored_in_files(model)
     tensor, split_choices = _split(model, config, mesh)
@@ -118,14 +82,16 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Paralle
         data_parallel.shard(
             model, mesh, dtype=dtype, cpu_offload=config.mesh.cpu_offload, prefetch=config.mesh.prefetch
         )
-    with load.weight_files(config.model, architecture, stored, seed=config.train.seed, mesh=mesh) as found:
-        load.fill(
+    seed = config.train.seed
+    given = nullcontext(weights) if weights is not None else None
+    with given or load.weights_of(config.model, architecture, stored, seed=seed, mesh=mesh) as found:
+        storage.fill(
             model,
             found,
             mesh=mesh,
             tp_placements=tensor.placements,
             fsdp_sharded=kind == "fsdp",
-            first_value=partial(lora.initial, seed=config.train.seed),
+            first_value=partial(lora.initial, seed=seed),
             offloaded=config.mesh.cpu_offload,
         )
     model.train()

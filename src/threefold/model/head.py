@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -66,9 +66,26 @@ def kind_of(model: PreTrainedModel) -> tuple[str | None, str]:
     kind = HEADS.get(cls.__name__) if cls.__module__.startswith("transformers.") else None
     # A head with layers of its own (roberta's: dense, norm, decoder) is more than the product at its end.
     head = model.get_output_embeddings()
-    if kind is None or head is None or all(child is not head for child in model.children()):
+    if kind is None or head is None or _inner(model) is None or all(child is not head for child in model.children()):
         return None, f"the head of {cls.__name__} is not known"
     return kind, "its head is of a known kind"
+
+
+def _inner(model: PreTrainedModel) -> nn.Module | None:
+    """The model below the head; the only one there is where a class does not name it as its prefix says (llama4)."""
+    if model.base_model is not model:
+        return model.base_model
+    found = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return found[0] if len(found) == 1 else None
+
+
+def first_position(model: nn.Module) -> int:
+    """The number of a row's first position; roberta and its like begin after the number of the padding token."""
+    for module in model.modules():
+        table = getattr(module, "position_embeddings", None)
+        if hasattr(module, "create_position_ids_from_input_ids") and isinstance(table, nn.Embedding):
+            return 0 if table.padding_idx is None else table.padding_idx + 1
+    return 0
 
 
 def chunk_tokens(asked: int | str, *, tokens: int, vocabulary: int) -> int:
@@ -93,12 +110,14 @@ def install(
         fused: head and loss in one kernel (`fused_loss.choose`).
     """
     kind, _ = kind_of(model)
-    own_forward = model.forward
+    own_forward, inner, first = model.forward, _inner(model), first_position(model)
 
     def forward(*, labels: Tensor, token_loss: Loss, output_router_logits: bool = False, **inputs: Any) -> Sums:
         if output_router_logits:
             inputs["output_router_logits"] = True
-        outputs = own_forward(**inputs) if kind is None else model.base_model(**inputs)
+        if first:
+            inputs["position_ids"] = inputs["position_ids"] + first
+        outputs = own_forward(**inputs) if kind is None or inner is None else inner(**inputs)
         if kind is None:
             sums = token_loss(outputs.logits.flatten(0, 1), labels.flatten())
         elif fused:
@@ -117,7 +136,7 @@ def _by_chunks(
     flat, targets = hidden.flatten(0, 1), labels.flatten()
 
     def one(states: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        return token_loss(_logits(model, states, kind), own)
+        return token_loss(logits_of(model, states, kind), own)
 
     head: Any = model.get_output_embeddings()
     size = chunk_tokens(asked, tokens=len(flat), vocabulary=head.weight.shape[0])
@@ -131,7 +150,7 @@ def _by_chunks(
     return objective, cross_entropy
 
 
-def _logits(model: PreTrainedModel, hidden: Tensor, kind: str) -> Tensor:
+def logits_of(model: PreTrainedModel, hidden: Tensor, kind: str) -> Tensor:
     head: Any = model.get_output_embeddings()
     config: Any = model.config
     logits: Tensor = head(hidden)

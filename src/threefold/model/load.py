@@ -1,8 +1,8 @@
-"""Hugging Face config and weights -> the shards of this rank.
+"""Hugging Face config and weights -> a model without storage, and the files that hold its weights.
 
-A model is built without storage, split, and then filled: each rank reads its own part of each tensor from memory-mapped
-safetensors files. Weights that are not in such files under the model's own names (random ones, other formats, layouts
-that transformers converts) are first written to such files by one process of each machine.
+A model is built without storage, split, and then filled (`storage`): each rank reads its own part of each tensor from
+memory-mapped safetensors files. Weights that are not in such files under the model's own names (random ones, other
+formats, layouts that transformers converts) are first written to such files by one process of each machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,15 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from threefold.config.schema import EMBEDDED_DEFAULT, ModelConfig
 from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
 from threefold.model import weight_check
-from threefold.model.collectives import local_part
+from threefold.model.context_parallel import backend
 from threefold.model.model_path import refuse_wrong_path, unreachable
-from threefold.model.weight_check import Stored, is_adapter, original, stored_tensors
+from threefold.model.weight_check import Stored, Weights, readers
 
 _CONFIG_READERS = ("configuration_utils", "masking_utils", "modeling_rope_utils", "modeling_utils")
 _STAGED_FILE_BYTES = 2 * 1024**3
@@ -107,24 +105,47 @@ def unknown_keys(model_type: str, keys: Iterable[str]) -> list[str]:
 
 
 def build_without_storage(config: PretrainedConfig, *, attention: str, trust_remote_code: bool = False) -> Any:
-    """The model's modules with parameters on the meta device."""
+    """The model's modules with parameters on the meta device.
+
+    Args:
+        attention: `eager`, or the name of registered masks, and of the attention that `backend` lets the model use.
+    """
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=trust_remote_code
         )
+    if attention != "eager":
+        backend.use(model, attention)
+    return model
+
+
+def outline(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Any:
+    """The model without storage, with eager attention, to look at.
+
+    Raises:
+        ConfigError: its class cannot be built from this config.
+    """
+    try:
+        return build_without_storage(copy.deepcopy(config), attention="eager", trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a model's code may raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(
+            f"transformers cannot build a {config.model_type!r}: {reason}",
+            expected="sizes that fit one another, and the packages that the architecture uses",
+            fix="see the architecture's config page in the transformers documentation",
+        ) from error
 
 
 def plan_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Mapping[str, str]:
     """The tensor-parallel plan that transformers has for this architecture, if any."""
-    model = build_without_storage(copy.deepcopy(config), attention="eager", trust_remote_code=trust_remote_code)
-    return dict(model.tp_plan or {})
+    return dict(outline(config, trust_remote_code=trust_remote_code).tp_plan or {})
 
 
 @contextmanager
-def weight_files(
+def weights_of(
     asked: ModelConfig, config: PretrainedConfig, stored: Stored, *, seed: int, mesh: Mesh
-) -> Iterator[Mapping[str, Path]]:
-    """For each of the model's tensors the safetensors file that holds it under its own name.
+) -> Iterator[Weights]:
+    """For each of the model's tensors, by its own name, how to read it: from a safetensors file that holds it.
 
     Args:
         seed: of random weights; they depend on it and not on the mesh.
@@ -136,7 +157,7 @@ def weight_files(
     if asked.name_or_path is not None:
         found = _index(Path(mesh.once_per_host("download", lambda: _checked(asked, stored))))
         if names <= found.keys():
-            yield found
+            yield readers(found)
             return
 
     def stage() -> str:
@@ -150,7 +171,7 @@ def weight_files(
 
     staged = Path(mesh.once_per_host("weights", stage))
     try:
-        yield _index(staged)
+        yield readers(_index(staged))
         mesh.barrier()
     finally:
         if mesh.rank == mesh.host_leader:
@@ -249,71 +270,15 @@ def fingerprint(asked: ModelConfig) -> str:
     return f"xxh3:{seen.hexdigest()}"
 
 
-def fill(
-    model: PreTrainedModel,
-    files: Mapping[str, Path],
-    *,
-    mesh: Mesh,
-    tp_placements: Mapping[str, Placement],
-    fsdp_sharded: bool,
-    first_value: Callable[[str, torch.Size], Tensor],
-    offloaded: bool = False,
-) -> None:
-    """Gives a split model its storage on the mesh's device and reads this rank's part of every tensor.
-
-    A tensor is cut first over tp by its placement, then over fsdp along dim 0, the order in which it was split. Peak
-    memory beyond the shards is one tensor.
-
-    Args:
-        first_value: (name, shape) -> first values of an adapter's whole weight, which no file has.
-    """
-    model.to_empty(device="cpu" if offloaded else mesh.device)
-    for buffer_owner in model.modules() if offloaded else ():
-        for name, buffer in buffer_owner.named_buffers(recurse=False):
-            buffer_owner._buffers[name] = torch.empty_like(buffer, device=mesh.device)
-    # `to_empty` gave each module parameters of its own: tie again those that were tied.
-    for name, source in model.all_tied_weights_keys.items():
-        owner, _, own = name.rpartition(".")
-        model.get_submodule(owner)._parameters[own] = model.get_parameter(source)
-    tied = dict(model.all_tied_weights_keys)
-    not_finite = []
-    fsdp_rank = mesh.topology.coordinates(mesh.rank)[1] * mesh.topology.cp + mesh.cp_rank
-    fsdp_size = mesh.size("fsdp") if fsdp_sharded else 1
-    with torch.no_grad():
-        for name, target in stored_tensors(model):
-            stored = original(name)
-            if stored not in files and not is_adapter(name):
-                stored = tied[stored]  # of two names of one tensor, the file has the other
-            whole = first_value(name, target.shape) if is_adapter(name) else _read(files[stored], stored)
-            part = _cut(whole, tp_placements.get(name), mesh=mesh)
-            if fsdp_size > 1 and isinstance(target, nn.Parameter):
-                pieces = part.chunk(fsdp_size, dim=0)
-                part = pieces[fsdp_rank] if fsdp_rank < len(pieces) else part[:0]
-            if part.is_floating_point() and part.numel() and not all(map(torch.isfinite, part.aminmax())):
-                not_finite.append(stored)
-            local_part(target).copy_(part)
-            target._is_hf_initialized = True  # type: ignore[union-attr]
-    mesh.decide("finite weights", not_finite, weight_check.refuse_not_finite)
-    # Buffers that are not stored (rotary frequencies) are computed by the model's own initialisation.
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-    model.initialize_weights()
-
-
-def _read(file: Path, name: str) -> Tensor:
-    with safe_open(file, framework="pt") as tensors:
-        return tensors.get_tensor(name)
-
-
-def _cut(whole: Tensor, placement: Placement | None, *, mesh: Mesh) -> Tensor:
-    if placement is None:
-        return whole
-    assert mesh.device_mesh is not None
-    with torch.device("cpu"):
-        return distribute_tensor(whole, mesh.device_mesh["tp"], [placement], src_data_rank=None).to_local()
-
-
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     """The model's repeated blocks, in order."""
     blocks = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in blocks]
+
+
+def sizes(model: PreTrainedModel) -> tuple[int, int]:
+    """(number of layers, hidden size), from the config or, where it names them otherwise (blt), from the modules."""
+    text: Any = model.config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", None) or len(layers_of(model))
+    embedding: Any = model.get_input_embeddings()
+    return layers, getattr(text, "hidden_size", None) or embedding.weight.shape[-1]

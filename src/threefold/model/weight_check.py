@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from threefold.errors import ConfigError, Problem
 
 Shape = tuple[int, ...]
+# A tensor's name -> what reads it, complete.
+Weights: TypeAlias = Mapping[str, Callable[[], Tensor]]
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # Computed from the config; older checkpoints store them, and transformers passes over them too.
@@ -38,19 +41,23 @@ class Stored:
         shapes: of its parameters and stored buffers, tied ones once.
         tied: further names of tensors, and the name under which each is stored.
         passed_over: patterns of names that the architecture does not load.
+        integers: names of stored buffers that are no weights (deepseek_v4's table of experts by token).
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str]
     passed_over: tuple[str, ...]
+    integers: frozenset[str] = frozenset()
 
 
 def stored_in_files(model: PreTrainedModel) -> Stored:
     """What the files of a model hold, before it is split."""
     tied = dict(model.all_tied_weights_keys)
     # Of two names of one tensor the model may give the tied one first; the files have the other.
-    shapes = {tied.get(name, name): tuple(tensor.shape) for name, tensor in stored_tensors(model)}
-    return Stored(shapes, tied, tuple(model._keys_to_ignore_on_load_unexpected or ()))
+    tensors = stored_tensors(model)
+    shapes = {tied.get(name, name): tuple(tensor.shape) for name, tensor in tensors}
+    integers = frozenset(name for name, tensor in tensors if not tensor.is_floating_point())
+    return Stored(shapes, tied, tuple(model._keys_to_ignore_on_load_unexpected or ()), integers)
 
 
 def stored_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -58,6 +65,16 @@ def stored_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     volatile = {name for name, _ in model.named_buffers()} - set(model.state_dict(keep_vars=True))
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name not in volatile]
     return [*model.named_parameters(), *buffers]
+
+
+def readers(files: Mapping[str, Path]) -> Weights:
+    """What reads each tensor from the safetensors file that holds it."""
+    return {name: partial(_read, file, name) for name, file in files.items()}
+
+
+def _read(file: Path, name: str) -> Tensor:
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(name)
 
 
 def refuse_quantised(config: PretrainedConfig, *, name: str) -> None:
@@ -83,18 +100,19 @@ def check_files(files: Mapping[str, Path], stored: Stored, *, name: str) -> None
     """
     headers, shapes = _headers(files, name), stored.shapes
     if not shapes.keys() <= files.keys():
-        codes = [
+        converted = [
             f"{tensor} ({dtype})"
             for tensor, (dtype, shape) in headers.items()
-            if dtype.startswith("F8") or (dtype not in _FLOATS and len(shape) == 2)
+            if dtype.startswith("F8") or (dtype not in {*_FLOATS, "I64"} and len(shape) == 2)
         ]
-        return _refuse(name, quantised=codes)
+        return _refuse(name, quantised=converted)
     own = {tensor: header for tensor, header in headers.items() if tensor in shapes}
-    quantised = [f"{tensor} ({dtype})" for tensor, (dtype, _) in own.items() if dtype not in _FLOATS]
+    numbers = {tensor: dtype for tensor, (dtype, _) in own.items() if dtype not in _FLOATS}
+    quantised = [f"{tensor} ({dtype})" for tensor, dtype in numbers.items() if tensor not in stored.integers]
     misshapen = [
         f"{tensor} {list(shape)} instead of {list(shapes[tensor])}"
         for tensor, (dtype, shape) in own.items()
-        if dtype in _FLOATS and shape != tuple(shapes[tensor])
+        if (dtype in _FLOATS or tensor in stored.integers) and shape != tuple(shapes[tensor])
     ]
     others = sorted(files.keys() - shapes.keys() - stored.tied.keys())
     skipped = (*stored.passed_over, *_COMPUTED)

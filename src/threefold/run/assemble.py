@@ -231,7 +231,8 @@ def open_audit(run: Built) -> Audit:
         checkpoint=str(run.folder.resume.path) if run.folder.resume is not None else None,
     )
     path = run.folder.path / record.FILE
-    file = MetricsFile(path) if mesh.rank == 0 else None
+    go_on = config.checkpoint.on_error == "continue"
+    file = MetricsFile(path, continue_on_error=go_on) if mesh.rank == 0 else None
     older = f"resume from an older checkpoint: {resume} --checkpoint.resume RUN/checkpoints/step-..."
     begin = functools.partial(compare.begin, start, path, file, fix=older)
     start = dataclasses.replace(start, **mesh.share("audit", begin))

@@ -12,10 +12,11 @@ from transformers import PretrainedConfig
 from threefold import __version__
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config.schema import EMBEDDED_DEFAULT
-from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT
+from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT
 from threefold.export.model_folder import generate_sample
 from threefold.jsonl import Metrics
 from threefold.mesh import environment
+from threefold.model.layer_kinds import common_number
 from threefold.run.assemble import Built
 from threefold.training.loop import Outcome
 
@@ -23,8 +24,8 @@ _FIRST_ROW = np.zeros(1, dtype=np.int64)
 _LARGEST_SAMPLED = 500_000_000
 
 
-def introduce(console: Console, run: Built, why: str) -> None:
-    """Prints the head of a run; `why` is the reason for its mesh."""
+def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]) -> None:
+    """Prints the head of a run; `why` is the reason for its mesh, `admission` what the probes found."""
     config, mesh = run.config, run.mesh
     name = config.model.name_or_path or f"random weights from seed {config.train.seed}"
     ranks = f"{mesh.world_size} ranks" if mesh.world_size > 1 else "1 process"
@@ -48,7 +49,7 @@ def introduce(console: Console, run: Built, why: str) -> None:
     if config.data.allow_other_tokenizer:
         own = "which is not compared with the model's own"
         lines.append(f"  tokenizer: {run.tokenizer.name}, {own}: data.allow_other_tokenizer")
-    lines += [f"  {choice}: {reason}" for choice, reason in run.model.choices]
+    lines += [f"  {choice}: {reason}" for choice, reason in (admission, *run.model.choices)]
     if config.data.skip:
         skips = ", ".join(f"[{first}, {last}]" for first, last in config.data.skip)
         lines.append(f"  data.skip: the batches of the steps {skips} are left out")
@@ -72,8 +73,8 @@ def shape_text(architecture: PretrainedConfig) -> str:
     sizes = {
         "layers": getattr(text, "num_hidden_layers", None),
         "wide": getattr(text, "hidden_size", None),
-        "heads": (heads := getattr(text, "num_attention_heads", None)),
-        "kv heads": getattr(text, "num_key_value_heads", None) or heads,
+        "heads": (heads := common_number(text, "num_attention_heads")),
+        "kv heads": common_number(text, "num_key_value_heads") or heads,
         "tokens in the vocabulary": getattr(text, "vocab_size", None),
     }
     return ", ".join(f"{size:,} {what}" for what, size in sizes.items() if isinstance(size, int))
@@ -120,7 +121,15 @@ class Terminal:
 
 def conclude(console: Console, run: Built, outcome: Outcome) -> int:
     """Prints how the run ended, with a sample of the model's text, and returns the exit code."""
-    path = run.folder.path
+    path, saved = run.folder.path, run.checkpointer.saver.saved_step
+    event = "stop" if outcome.stopped else "done"
+    if run.mesh.rank == 0:
+        run.folder.journal.append(event, step=outcome.step, saved=saved, start=run.checkpointer.folder.start)
+    if saved != outcome.step:
+        newest = f"the newest checkpoint is of step {saved}" if saved >= 0 else "this start has saved no checkpoint"
+        console.print(f"not saved: the state after step {outcome.step}; {newest}, in {path}")
+        console.print(f"train the steps since again: threefold train {path}/config.yaml --log.dir {path}")
+        return EXIT_FAILED
     if outcome.stopped:
         console.print(f"stopped by a signal after step {outcome.step}; the checkpoint is saved in {path}")
         console.print(f"resume: threefold train {path}/config.yaml --log.dir {path}")

@@ -8,6 +8,7 @@ from functools import partial
 
 from transformers import PretrainedConfig
 
+from threefold.checkpoint.manifest import architecture_problems
 from threefold.config.schema import Config
 from threefold.data.tokens import MODEL_KEY, Tokenizer, difference, load_tokenizer
 from threefold.errors import ConfigError, DataError, Problem
@@ -16,9 +17,11 @@ from threefold.mesh.mesh import Mesh
 from threefold.mesh.shares import batch_problems
 from threefold.mesh.topology import Topology
 from threefold.model import data_parallel, fused_loss, load, lora
-from threefold.model.context_parallel import flex
+from threefold.model.context_parallel import flex, limits
 from threefold.model.context_parallel.split import split_problems
+from threefold.model.head import first_position
 from threefold.model.tensor_parallel.plan import expert_problems, plan_problems
+from threefold.training.loss import router_problems
 
 
 def tokenizer_name(config: Config) -> tuple[str, str]:
@@ -100,10 +103,13 @@ def check(
         ConfigError: all that is wrong, at once.
     """
     problems = batch_problems(config, topology)
-    plan = load.plan_of(architecture, trust_remote_code=config.model.trust_remote_code)
-    problems += plan_problems(architecture, topology.tp, plan=plan)
+    outline = load.outline(architecture, trust_remote_code=config.model.trust_remote_code)
+    problems += plan_problems(architecture, topology.tp, plan=outline.tp_plan)
     problems += expert_problems(architecture, config.mesh.ep, topology.tp)
-    problems += split_problems(config.mesh.cp_method, architecture, topology)
+    problems += split_problems(config.mesh.cp_method, architecture, topology, outline)
+    problems += limits.direction_problems(outline, pretrained=config.model.name_or_path is not None)
+    problems += limits.document_problems(outline) if config.data.document_mask else []
+    problems += architecture_problems(architecture)
     problems += data_parallel.problems(config.mesh, topology, device=device)
     if config.log.trackers:
         problems += trackers.problems(config.log.trackers)
@@ -118,6 +124,8 @@ def check(
         problems += lora.problems(config.model.lora, lambda: build(copy.deepcopy(architecture)), name=name)
     problems += (foreign := tokenizer_problems(config, tokenizer))
     text = architecture.get_text_config()
+    if getattr(text, "output_router_logits", False):
+        problems += router_problems(outline)
     if not foreign and (known := getattr(text, "vocab_size", None)) is not None and known < tokenizer.vocab_size:
         what = f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, the model only {known}"
         fix = f"--model.config '{{..., vocab_size: {tokenizer.vocab_size}}}', or the model's own tokenizer"
@@ -125,6 +133,9 @@ def check(
             fix = "the model's own tokenizer: leave data.tokenizer out"
         problems.append(Problem(what, "an embedding for every token that the tokenizer can produce", fix))
     longest, seq_len = getattr(text, "max_position_embeddings", None), config.data.seq_len
+    longest = longest or getattr(text, "max_target_positions", None)
+    if isinstance(longest, int):
+        longest -= first_position(outline)
     if isinstance(longest, int) and 0 < longest < seq_len:
         what = f"data.seq_len = {seq_len}, but the model supports at most {longest} positions"
         expected = "rows that are no longer than the model's max_position_embeddings"

@@ -6,6 +6,7 @@ known to belong to this run. Until then, nothing in the run's folder changes.
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 from collections.abc import Mapping
@@ -48,13 +49,17 @@ class Checkpointer:
     architecture: PretrainedConfig
 
     def __post_init__(self) -> None:
-        best = self.mesh.share("best", self.folder.checkpoints.best)
-        self._best: float | None = best[1] if best else None
+        self._best: float | None = self.mesh.share("best", self._best_before)
         self.saver: Saver  # made by `start`, as the next
         self._held: list[run_state.Holding]
         # Adapters only work with the base weights they were trained on.
         adapted = bool(self.config.model.lora.r)
         self._base = self.mesh.once_per_host("base", lambda: load.fingerprint(self.config.model)) if adapted else None
+
+    def _best_before(self) -> float | None:
+        """The best evaluation loss of the steps that the run resumes after."""
+        best, resume = self.folder.checkpoints.best(), self.folder.resume
+        return best[1] if best is not None and resume is not None and best[0] <= resume.step else None
 
     def start(self) -> None:
         """Prepares to save; call this when the state is the one that training begins with."""
@@ -75,7 +80,9 @@ class Checkpointer:
         Raises:
             RunError: the previous save, or this one, failed.
         """
-        best = eval_loss if eval_loss is not None and (self._best is None or eval_loss < self._best) else None
+        best = None
+        if eval_loss is not None and math.isfinite(eval_loss) and (self._best is None or eval_loss < self._best):
+            best = eval_loss
         if not due and best is None:
             return
         asked, checkpoints, manifest = self.config.checkpoint, self.folder.checkpoints, self._manifest()
@@ -85,6 +92,7 @@ class Checkpointer:
             if best is not None:
                 checkpoints.mark_best(step, best)
             checkpoints.prune(asked.keep, keep_every=asked.keep_every)
+            self.folder.journal.append("save", step=step, start=self.folder.start)
 
         state = checkpoints.partial(step) / "state"
         begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
@@ -98,6 +106,8 @@ class Checkpointer:
 
     def _manifest(self) -> dict[str, Any]:
         return {
+            "run": self.folder.run,
+            "start": self.folder.start,
             "mesh": list(self.mesh.topology.sizes),
             "device": self.mesh.device.type,
             "data": self.loader.state_dict(),
@@ -105,6 +115,7 @@ class Checkpointer:
             "architecture": architecture_of(self.architecture),
             "config": self.config.model_dump(mode="json"),
             "base": self._base,
+            "admission": self.config.model.admission,
             "versions": versions(),
         }
 

@@ -6,6 +6,8 @@ of -100 do not count), and only `step` knows that count. Computed in float32 for
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PreTrainedModel
 
 from threefold.data.rows.concat import IGNORED
+from threefold.errors import Problem
 
 
 @dataclass(frozen=True)
@@ -132,26 +135,86 @@ class RouterLoss:
     coefficient: float
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> RouterLoss | None:
-        """The router loss that a model's config asks for with `output_router_logits: true`, or None."""
-        text: Any = config.get_text_config()
-        if not getattr(text, "output_router_logits", False):
-            return None
-        experts = getattr(text, "num_local_experts", None) or text.num_experts
-        return cls(experts, text.num_experts_per_tok, text.router_aux_loss_coef)
+    def of(cls, model: PreTrainedModel) -> RouterLoss | None:
+        """The router loss that a model's config asks for with `output_router_logits: true`, or None.
 
-    def picks(self, router_logits: tuple[Tensor, ...]) -> Tensor:
-        """[num_experts + 1] float64: picks of each expert over all layers, then the number of layer-tokens."""
-        counts = torch.zeros(self.num_experts + 1, dtype=torch.float64, device=router_logits[0].device)
+        The model itself knows its numbers, for they have other names in each config.
+        """
+        if not getattr(model.config.get_text_config(), "output_router_logits", False):
+            return None
+        experts, top_k, coefficient = (_number(model, names) for names in (_EXPERTS, _TOP_K, _COEFFICIENT))
+        return cls(int(experts), int(top_k), coefficient)
+
+    def picks(self, router_logits: tuple[Tensor, ...], counted: Tensor) -> Tensor:
+        """[num_experts + 1] float64: picks of each expert over all layers, then the number of layer-tokens.
+
+        Args:
+            router_logits: [tokens, experts] a layer.
+            counted: [tokens], 1.0, or 0.0 for padding, which belongs to no document.
+        """
+        counts = torch.zeros(self.num_experts + 1, dtype=torch.float64, device=counted.device)
+        weights = counted.double()
         for logits in router_logits:
             # As transformers picks: of the probabilities, whose ties can differ from those of the logits.
-            chosen = torch.softmax(logits.detach(), dim=-1).topk(self.top_k, dim=-1).indices
-            counts[:-1] += torch.bincount(chosen.flatten(), minlength=self.num_experts)
-            counts[-1] += len(logits)
+            flat = logits.detach().reshape(-1, self.num_experts)
+            chosen = torch.softmax(flat, dim=-1).topk(self.top_k, dim=-1).indices
+            counts.scatter_add_(0, chosen.flatten(), weights.repeat_interleave(self.top_k))
+            counts[-1] += weights.sum()
         return counts
 
-    def share(self, router_logits: tuple[Tensor, ...], picks: Tensor) -> Tensor:
+    def share(self, router_logits: tuple[Tensor, ...], picks: Tensor, counted: Tensor) -> Tensor:
         """What these tokens add to the loss, given the picks of the whole global batch; differentiable."""
-        probabilities = torch.stack([torch.softmax(logits.float(), dim=-1).sum(0) for logits in router_logits]).sum(0)
-        rows = picks[-1]
+        probabilities = torch.zeros(self.num_experts, device=counted.device)
+        for logits in router_logits:
+            flat = logits.float().reshape(-1, self.num_experts)
+            probabilities = probabilities + (torch.softmax(flat, dim=-1) * counted[:, None]).sum(0)
+        rows = picks[-1].clamp(min=1)
         return self.num_experts * (probabilities * (picks[:-1] / rows / rows).float()).sum()
+
+
+# How transformers' models and configs name a routers' numbers.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk")
+_COEFFICIENT = ("router_aux_loss_coef", "aux_loss_coef")
+
+
+def _number(model: PreTrainedModel, names: tuple[str, ...]) -> float:
+    """The first number under one of the names, of the model itself or of its config; NaN if there is none."""
+    owners = (model, model.config, model.config.get_text_config())
+    found = [vars(owner)[name] for owner in owners for name in names if name in vars(owner)]
+    return next((value for value in found if isinstance(value, int | float)), math.nan)
+
+
+def router_problems(model: PreTrainedModel) -> list[Problem]:
+    """Why the routers' loss that a model's config asks for is not the one computed here; empty if it is, or if none is.
+
+    The model's module has transformers' function for it, which is asked for the loss of random logits.
+    """
+    if not getattr(model.config.get_text_config(), "output_router_logits", False):
+        return []
+    kind = model.config.model_type
+    theirs = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    numbers = [_number(model, names) for names in (_EXPERTS, _TOP_K, _COEFFICIENT)]
+    if theirs is None or any(map(math.isnan, numbers)):
+        what = f"model.config has output_router_logits = true, but {kind!r} has no routers' loss in transformers"
+    elif not _same_loss(theirs, RouterLoss.of(model)):
+        what = f"model.config has output_router_logits = true, but the routers' loss of {kind!r} is another one"
+    else:
+        return []
+    expected = (
+        "the loss of Switch Transformer, as for Mixtral: its routers would be trained without it, or with another"
+    )
+    return [Problem(what, expected, "output_router_logits: false   (in model.config, or in the model's config.json)")]
+
+
+def _same_loss(theirs: Any, loss: RouterLoss | None) -> bool:
+    assert loss is not None
+    draws = torch.Generator().manual_seed(0)
+    logits = tuple(torch.randn(6, loss.num_experts, generator=draws) for _ in range(2))
+    counted = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    try:
+        expected = theirs(logits, loss.num_experts, loss.top_k, counted)
+    except Exception:  # another signature, other logits
+        return False
+    ours = loss.share(logits, loss.picks(logits, counted.flatten()), counted.flatten())
+    return bool(torch.allclose(ours, torch.as_tensor(expected).float(), rtol=1e-5))

@@ -21,6 +21,7 @@ from threefold.data.rows.concat import IGNORED
 from threefold.mesh.mesh import Mesh
 from threefold.model.build import ParallelModel
 from threefold.model.collectives import local_part
+from threefold.model.context_parallel.split import local_positions
 from threefold.model.data_parallel import last_backward
 from threefold.model.head import Sums
 from threefold.training.loss import RouterLoss, TokenLoss
@@ -77,7 +78,7 @@ class TrainStep:
         self._mesh = mesh
         self._grad_clip = grad_clip
         self._token_loss = token_loss or token_loss_of(model, mesh)
-        self._router = RouterLoss.of(model.module.config)
+        self._router = RouterLoss.of(model.module)
         self._observe = observe
         self._parameters_on = next(model.module.parameters()).device
         self._progress = progress or Progress()
@@ -108,9 +109,10 @@ class TrainStep:
                 # FSDP2 and DDP average over the dp x cp ranks; the loss is divided by a count that is global already.
                 objective = sums.objective * (ranks / target_tokens.clamp(min=1))
                 if self._router is not None and aux_loss is not None:
+                    counted = counted_tokens(batch, self._mesh)
                     if picks is None:
-                        picks = _over_ranks(self._router.picks(sums.router_logits), self._mesh)
-                    share = self._router.share(sums.router_logits, picks)
+                        picks = _over_ranks(self._router.picks(sums.router_logits, counted), self._mesh)
+                    share = self._router.share(sums.router_logits, picks, counted)
                     objective = objective + self._router.coefficient * ranks * share
                     aux_loss += share.detach()
                 losses.append(objective.detach())
@@ -140,7 +142,7 @@ class TrainStep:
         picks = torch.zeros(self._router.num_experts + 1, dtype=torch.float64, device=self._mesh.device)
         for batch in batches:
             with forward_sums(self._model, batch, self._mesh, self._token_loss, routers=True) as sums:
-                picks += self._router.picks(sums.router_logits)
+                picks += self._router.picks(sums.router_logits, counted_tokens(batch, self._mesh))
         return _over_ranks(picks, self._mesh)
 
     def _count_targets(self, batches: Sequence[Batch]) -> tuple[Tensor, dist.Work | None]:
@@ -222,6 +224,15 @@ def forward_sums(
                 use_cache=False,
             )
         yield sums
+
+
+def counted_tokens(batch: Batch, mesh: Mesh) -> Tensor:
+    """[rows x sequence / cp] of this rank's tokens in the order in which it holds them: 1.0, or 0.0 for padding."""
+    rows, sequence = batch["input_ids"].shape
+    if (padding := batch.get("padding")) is None:
+        return torch.ones(rows * sequence // mesh.size("cp"), device=mesh.device)
+    own = local_positions(sequence, cp_size=mesh.size("cp"), cp_rank=mesh.cp_rank)
+    return (~padding[:, own.to(padding.device)]).flatten().to(mesh.device, torch.float32, non_blocking=True)
 
 
 def micro_batches(batch: Batch, rows: int) -> list[Batch]:

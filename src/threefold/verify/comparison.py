@@ -24,11 +24,12 @@ OUTPUT_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Options:
-    """What to compare: steps, layers (None: all), and random weights instead of the named ones."""
+    """What to compare: steps, layers (None: all), random weights instead of the named ones; and whether to probe."""
 
     steps: int = 3
     layers: int | None = None
     random: bool = False
+    admission: bool = True
 
 
 @dataclass
@@ -39,12 +40,16 @@ class Comparison:
         losses, norms: (mesh, alone) of each step.
         gradients: largest relative difference in each group of parameters (layers taken together).
         departed_layer: number of the first layer whose output differs, from 0, or None.
+        admission: what the probes of the architecture found, or why they refuse it.
+        admitted: whether they hold.
     """
 
     losses: list[tuple[float, float]] = field(default_factory=list)
     norms: list[tuple[float, float]] = field(default_factory=list)
     gradients: dict[str, float] = field(default_factory=dict)
     departed_layer: int | None = None
+    admission: str = ""
+    admitted: bool = True
 
     @property
     def loss_difference(self) -> float:
@@ -61,7 +66,8 @@ class Comparison:
     @property
     def holds(self) -> bool:
         return (
-            self.loss_difference <= LOSS_TOLERANCE
+            self.admitted
+            and self.loss_difference <= LOSS_TOLERANCE
             and self.norm_difference <= NORM_TOLERANCE
             and self.gradient_difference <= GRADIENT_TOLERANCE
         )
@@ -87,7 +93,7 @@ def table(found: Comparison) -> list[str]:
         lines.append(f"  {difference:.1e}  {name}{mark}")
     if found.departed_layer is not None:
         lines.append(f"the first layer whose output differs: layer {found.departed_layer} (from 0)")
-    return lines
+    return [*lines, *found.admission.splitlines()]
 
 
 def diagnose(topology: Topology, compare: Callable[[Topology], Comparison | int]) -> str:

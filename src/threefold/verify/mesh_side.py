@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from threefold.checkpoint.manifest import architecture_of
+from threefold.checkpoint.manifest import architecture_of, with_infinities
 from threefold.config.loading import validate
 from threefold.config.peak_rate import peak_rate, with_rate
 from threefold.config.schema import Config
@@ -30,6 +30,7 @@ from threefold.model.context_parallel.split import gathered_positions
 from threefold.model.load import layers_of
 from threefold.run import assemble, request
 from threefold.run.rank import quieten_libraries, report_failure
+from threefold.training.admission.admit import RefusedError, admit
 from threefold.training.optimizer import adamw, learning_rate
 from threefold.training.step import TrainStep, mean_loss, micro_batches
 from threefold.verify.comparison import OUTPUT_TOLERANCE, Comparison, Options, group_of, table
@@ -74,6 +75,9 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
     tokenizer, architecture = request.model_of(config)
     config, architecture = _cut(config, architecture, options)
     request.check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
+    found = Comparison()
+    if options.admission:
+        found.admitted, found.admission = _admission(config, architecture, mesh)
     rows = assemble.rows_of(config, tokenizer, mesh, vocab_size=architecture.get_text_config().vocab_size)
     observed = config.train.global_batch // mesh.dp_size
 
@@ -90,7 +94,6 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
     curves: list[Curve] = []
     losses, norms = mesh.share("alone", alone)
     model = build(config, architecture, mesh)
-    found = Comparison()
     outputs = _watch(model.module)
     observe = _compare_gradients(model, curves[0].gradients if curves else {}, found, mesh)
     optimizer = adamw(model.module, config.optimizer)
@@ -108,6 +111,13 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
     return found
 
 
+def _admission(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[bool, str]:
+    try:
+        return True, ": ".join(admit(config, architecture, mesh).said)
+    except RefusedError as error:
+        return False, str(error)
+
+
 def _cut(config: Config, architecture: PretrainedConfig, options: Options) -> tuple[Config, PretrainedConfig]:
     text = architecture.get_text_config()
     if options.layers is not None and options.layers < text.num_hidden_layers:
@@ -117,7 +127,7 @@ def _cut(config: Config, architecture: PretrainedConfig, options: Options) -> tu
     if options.random and config.model.name_or_path is not None:
         values = config.model_dump()
         values["data"].update(tokenizer=request.tokenizer_name(config)[0], allow_other_tokenizer=False)
-        drawn = architecture_of(architecture)
+        drawn = with_infinities(architecture_of(architecture))
         for key in load.unknown_keys(architecture.model_type, [*drawn]):
             del drawn[key]  # a note in the model's config.json
         values["model"].update(name_or_path=None, revision=None, config=drawn)

@@ -19,10 +19,14 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
+from threefold.config.loading import validate
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh, active_mesh
+from threefold.model.context_parallel import limits
 from threefold.model.context_parallel.split import ContextParallel, choose_method, gathered_positions, split_problems
+from threefold.model.head import first_position
+from threefold.training.admission.admit import admit
 
 # What the Trainer passes to every model, and what changes nothing here.
 _IGNORED_ARGUMENTS = {"num_items_in_batch", "return_dict", "use_cache", "output_attentions", "output_hidden_states"}
@@ -40,11 +44,13 @@ def problems(trainer: Any) -> Iterator[Problem]:
     mesh, args = mesh_of_rows(), trainer.args
     if mesh is None:
         return
-    yield from split_problems("auto", trainer.model.config, mesh.topology)
+    yield from split_problems("auto", trainer.model.config, mesh.topology, trainer.model)
     cp, kind = mesh.size("cp"), type(trainer.model).__name__
     if not kind.endswith("ForCausalLM"):
         what = f"threefold.init_mesh(cp={cp}), and the model is a {kind}"
         yield Problem(what, "a causal language model, whose loss is a sum over places", "threefold.init_mesh(cp=1)")
+    else:
+        yield from limits.direction_problems(trainer.model, pretrained=True)
     if mesh.size("tp") > 1 or mesh.topology.dp_shard > 1:
         expected = "data and context ranks: transformers' loop has tensor ranks and shards by its DistributedConfig"
         yield Problem(f"the mesh is {mesh.topology}", expected, f"threefold.init_mesh(cp={cp})")
@@ -58,13 +64,31 @@ def problems(trainer: Any) -> Iterator[Problem]:
         yield Problem(what, "a router's loss over entire rows, which transformers' loop does not have then", fix)
 
 
+def _admit(model: Any, mesh: Mesh) -> None:
+    """Probes the architecture on the mesh with rows that hold documents and padding.
+
+    Raises:
+        ConfigError: a probe does not hold.
+    """
+    remote = not type(model).__module__.startswith("transformers.")
+    asked = {"name_or_path": model.name_or_path or None, "trust_remote_code": remote}
+    admit(validate({"model": asked, "data": {"packing": "none", "document_mask": True}}), model.config, mesh)
+
+
 def cut_rows(model: Any, mesh: Mesh) -> None:
-    """Replaces the model's forward, before anything wraps the model."""
+    """Replaces the model's forward, before anything wraps the model.
+
+    Raises:
+        ConfigError: the architecture fails a probe on this mesh.
+    """
+    _admit(model, mesh)
     config: PretrainedConfig = model.config
     longest = getattr(config.get_text_config(), "max_position_embeddings", 0) or 0
     method, _ = choose_method("auto", config, mesh.topology, seq_len=longest)
     context = ContextParallel(mesh, method=method)
     model.set_attn_implementation(context.name)
+    context.adapt(model)
+    first = first_position(model)
     own_forward = model.forward
     group = mesh.group("cp")
     assert group is not None
@@ -82,13 +106,13 @@ def cut_rows(model: Any, mesh: Mesh) -> None:
             expected = "input_ids, attention_mask, position_ids and labels: anything else would be ignored"
             fix = "leave it out; to generate, save_model(DIR) and from_pretrained(DIR) in one process"
             raise ConfigError(what, expected=expected, fix=fix)
-        length = input_ids.shape[1]
+        length, numbered = input_ids.shape[1], position_ids is None
         whole = _filled_up(input_ids, attention_mask, position_ids, labels, unit=2 * context.size)
         # The layers are given their masks, so what is recomputed in backward needs no batch.
         with context.batch(whole) as part:
             logits = own_forward(
                 input_ids=part["input_ids"],
-                position_ids=part["position_ids"],
+                position_ids=part["position_ids"] + first if numbered else part["position_ids"],
                 attention_mask=torch.ones_like(part["input_ids"]),
                 use_cache=False,
             ).logits

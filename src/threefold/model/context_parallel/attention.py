@@ -18,7 +18,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from threefold.errors import ConfigError
 from threefold.model.context_parallel.flex import attend_blocks, block_mask
+from threefold.model.context_parallel.rotary import places_in_documents
 
 # For the head half and the tail half of the queries: (the keys that any of them sees, or None for all; their mask).
 HalvedMask: TypeAlias = tuple[tuple[Tensor | None, Tensor], ...]
@@ -35,6 +37,7 @@ class BatchMasks:
         kernel: `sdpa` with masks in memory, or `flex` with masks by blocks.
         alone: this rank holds whole rows.
         halved: head and tail half are computed apart, each over the keys that it sees.
+        additive: the model keeps its own attention, which adds a mask to the scores (0, or the lowest number).
     """
 
     queries: Tensor
@@ -43,11 +46,24 @@ class BatchMasks:
     kernel: str
     alone: bool
     halved: bool
+    additive: bool = False
 
     def mask(
         self, batch_size: int, *, mask_function: Callable[..., Any], device: torch.device | str = "cpu", **kwargs: Any
     ) -> Mask:
-        """The boolean mask of one kind of layer; None if one process needs none."""
+        """The mask of one kind of layer, boolean unless `additive`; None if one process needs none."""
+        if not self.additive:
+            return self._boolean(batch_size, mask_function=mask_function, device=device, **kwargs)
+        skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
+        kwargs |= dict.fromkeys(skips, False)
+        seen = self._boolean(batch_size, mask_function=mask_function, device=device, **kwargs)
+        assert isinstance(seen, Tensor)
+        dtype = kwargs.get("dtype", torch.float32)
+        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+    def _boolean(
+        self, batch_size: int, *, mask_function: Callable[..., Any], device: torch.device | str, **kwargs: Any
+    ) -> Mask:
         plain = self.alone and self.documents is None
         if self.kernel == "flex":
             if plain and mask_function is causal_mask_function:
@@ -57,17 +73,36 @@ class BatchMasks:
             )
         if plain:
             kwargs["attention_mask"] = None  # ones, and looking at them would wait for the device
+            kwargs["allow_is_bidirectional_skip"] = False  # no mask at all means causal
             # Hidden states may be a part of the sequence here; attention sees all of it.
             kwargs["q_length"] = kwargs["kv_length"] = len(self.keys)
             return sdpa_mask(batch_size=batch_size, mask_function=mask_function, device=device, **kwargs)
+        if len(self.queries) % kwargs["q_length"]:  # tp ranks may share the sequence
+            raise ConfigError(
+                f"the model asks for a mask of {kwargs['q_length']} places; its rows have {len(self.keys)} tokens",
+                expected="attention over the tokens of a row, if rows hold documents or are split",
+                fix="--data.document_mask false --mesh.cp 1",
+            )
         rows = torch.arange(batch_size, device=device)[:, None, None, None]
         heads = torch.zeros(1, dtype=torch.long, device=device)[None, :, None, None]
-        mask: Tensor = mask_function(rows, heads, self.queries[None, None, :, None], self.keys[None, None, None, :])
-        in_row = mask
-        if self.documents is not None:
-            own = self.documents.index_select(1, self.queries)[:, None, :, None]
-            mask = mask & (own == self.documents.index_select(1, self.keys)[:, None, None, :])
-        return _halved(mask, in_row) if self.halved else mask
+        try:
+            in_row: Tensor = mask_function(rows, heads, self.queries[None, None, :, None], self.keys[None, None, None])
+        except IndexError as error:
+            raise ConfigError(
+                f"a mask of this model is made of the {kwargs['q_length']} tokens that a rank holds (mesh.cp > 1)",
+                expected="masks that are functions of a token's place in its row",
+                fix="--mesh.cp 1   (use mesh.dp or mesh.dp_shard instead)",
+            ) from error
+        if self.documents is None:
+            return _halved(in_row, in_row) if self.halved else in_row
+        own, other = self._of_both(self.documents)
+        # Chunks are counted from the beginning of a document.
+        mask = mask_function(rows, heads, *self._of_both(places_in_documents(self.documents))) & (own == other)
+        return _halved(mask, mask | in_row) if self.halved else mask
+
+    def _of_both(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Values of each token [batch, sequence], for the queries [batch, 1, queries, 1] and the keys."""
+        return values.index_select(1, self.queries)[:, None, :, None], values.index_select(1, self.keys)[:, None, None]
 
 
 def _halved(mask: Tensor, in_row: Tensor) -> HalvedMask:
@@ -102,6 +137,8 @@ def attend(
         return torch.cat(outputs, dim=1), None  # (batch, queries, heads, head)
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("softcap", "s_aux")}
+        if mask is None:
+            kwargs.setdefault("is_causal", True)  # not what a layer says of itself: bigbird_pegasus' says otherwise
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     dropout = kwargs.pop("dropout", 0.0)
     return _written_out(query, key, value, mask, dropout=dropout if module.training else 0.0, **kwargs), None

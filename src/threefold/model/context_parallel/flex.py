@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from transformers import PretrainedConfig
 
 from threefold.errors import Problem
+from threefold.model.context_parallel.rotary import places_in_documents
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -53,10 +54,14 @@ def block_mask(
         documents: [batch, sequence] number of each token's document by its true place, or None.
     """
 
+    places = places_in_documents(documents) if documents is not None else None
+
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own, other = queries[query], keys[key]
-        seen = mask_function(row, head, own, other)
-        return seen if documents is None else seen & (documents[row, own] == documents[row, other])
+        if documents is None or places is None:
+            return mask_function(row, head, own, other)
+        seen = mask_function(row, head, places[row, own], places[row, other])
+        return seen & (documents[row, own] == documents[row, other])
 
     create = _compiled(create_block_mask) if queries.is_cuda else create_block_mask
     rows = batch if documents is not None else None

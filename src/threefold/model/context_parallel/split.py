@@ -16,13 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
-from threefold.errors import Problem, RunError
+from threefold.errors import ConfigError, Problem, RunError, ThreefoldError
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 from threefold.model.collectives import gather_sequence, heads_to_sequence, sequence_to_heads
+from threefold.model.context_parallel import backend, limits
 from threefold.model.context_parallel.attention import BatchMasks, Mask, attend
+from threefold.model.context_parallel.recurrence import DocumentRows, keep_documents_apart
+from threefold.model.context_parallel.rotary import follow_lengths, number_tokens, text_lengths
+from threefold.model.layer_kinds import common_number
 
 _instance_numbers = itertools.count()
 
@@ -56,6 +60,8 @@ def choose_method(method: str, config: PretrainedConfig, topology: Topology, *, 
     """(`gather` or `ulysses`, why) for what `mesh.cp_method` asks."""
     if method != "auto":
         return method, "as given"
+    if topology.cp == 1:
+        return "gather", "rows are not split"
     if not _heads_divide(config, topology):
         return "gather", "the heads of a tp rank do not divide by cp"
     if seq_len < _ULYSSES_FROM:
@@ -63,29 +69,37 @@ def choose_method(method: str, config: PretrainedConfig, topology: Topology, *, 
     return "ulysses", f"the heads divide by cp, and rows have {_ULYSSES_FROM} tokens or more"
 
 
-def split_problems(method: str, config: PretrainedConfig, topology: Topology) -> list[Problem]:
-    """Why this architecture's sequences cannot be split as asked; empty if they can."""
+def split_problems(method: str, config: PretrainedConfig, topology: Topology, model: Any = None) -> list[Problem]:
+    """Why this architecture's sequences cannot be split as asked; empty if they can.
+
+    Args:
+        model: of this config, without storage; its modules say more than its config does.
+    """
     if topology.cp == 1:
         return []
     text = config.get_text_config()
-    found = []
     kinds = [*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())]
     carried = sorted({kind for kind in (config.model_type, *kinds) if any(word in kind for word in _RECURRENT)})
     if carried:
         what = f"mesh.cp = {topology.cp}, but {config.model_type!r} has recurrent layers ({', '.join(carried)})"
         expected = "attention layers only: a recurrent state runs along the whole sequence"
-        found.append(Problem(what, expected, "--mesh.cp 1   (use mesh.dp or mesh.tp instead)"))
+        return [Problem(what, expected, "--mesh.cp 1   (use mesh.dp or mesh.tp instead)")]
+    if model is not None and (found := limits.cp_problems(model, topology)):
+        return found
     if method == "ulysses" and not _heads_divide(config, topology):
         what = f"mesh.cp_method = ulysses, but the heads of a tp rank do not divide by mesh.cp ({topology.cp})"
         expected = "attention heads and key-value heads that are multiples of mesh.tp x mesh.cp"
-        found.append(Problem(what, expected, "--mesh.cp_method gather   (works for any number of heads)"))
-    return found
+        return [Problem(what, expected, "--mesh.cp_method gather   (works for any number of heads)")]
+    return []
 
 
 def _heads_divide(config: PretrainedConfig, topology: Topology) -> bool:
     text, ranks = config.get_text_config(), topology.tp * topology.cp
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return text.num_attention_heads % ranks == 0 and kv_heads % ranks == 0
+    heads = common_number(text, "num_attention_heads")
+    if heads is None:
+        return False
+    kv_heads = 1 if getattr(text, "multi_query", False) else common_number(text, "num_key_value_heads") or heads
+    return heads % ranks == 0 and kv_heads % ranks == 0
 
 
 class ContextParallel:
@@ -106,9 +120,24 @@ class ContextParallel:
         self._group = mesh.group("cp")
         self._method = method
         self._kernel = kernel
+        self._additive = False
+        self._carries = False
         self._masks: BatchMasks | None = None
+        self.refused_documents: ThreefoldError | None = None
+        self._lengths: Tensor | None = None
+        self._documents: DocumentRows | None = None
+        self._positions: Tensor | None = None
         AttentionInterface.register(self.name, self._attention)
         AttentionMaskInterface.register(self.name, self._mask)
+
+    def adapt(self, model: PreTrainedModel) -> None:
+        """Lets a model that was built under this name compute each token as in its own row or document."""
+        self._additive = backend.own_attention(model) is not None
+        follow_lengths(model, lambda: self._lengths)
+        number_tokens(model, lambda: self._positions)
+        if problems := limits.document_problems(model):
+            self.refused_documents = ConfigError.of(problems)
+        self._carries = keep_documents_apart(model, lambda: self._documents)
 
     @contextmanager
     def batch(self, rows: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -119,7 +148,12 @@ class ContextParallel:
 
         Yields:
             the same keys, each [batch, sequence / cp], in head-tail order.
+
+        Raises:
+            ConfigError: `document_ids` for a model that does not keep documents apart (`refused_documents`).
         """
+        if self.refused_documents is not None and "document_ids" in rows:
+            raise self.refused_documents
         sequence, device = rows["input_ids"].shape[1], rows["input_ids"].device
         own = local_positions(sequence, cp_size=self.size, cp_rank=self._rank).to(device)
         keys = gathered_positions(sequence, cp_size=self.size).to(device)
@@ -128,14 +162,21 @@ class ContextParallel:
             queries=keys if by_heads else own,
             keys=keys,
             documents=rows.get("document_ids"),
-            kernel=self._kernel,
+            kernel="sdpa" if self._additive else self._kernel,
             alone=self.size == 1,
             halved=self.size > 1 and not by_heads,
+            additive=self._additive,
         )
+        self._lengths = text_lengths(rows["position_ids"], rows.get("document_ids")).index_select(1, own)
+        if self._carries and "document_ids" in rows:
+            self._documents = DocumentRows.of(rows["document_ids"])
+        local = rows if self.size == 1 else {name: values.index_select(1, own) for name, values in rows.items()}
+        if self.size > 1 or "document_ids" in rows:
+            self._positions = local["position_ids"]
         try:
-            yield rows if self.size == 1 else {name: values.index_select(1, own) for name, values in rows.items()}
+            yield local
         finally:
-            self._masks = None
+            self._masks = self._lengths = self._documents = self._positions = None
 
     def _mask(self, batch_size: int, **kwargs: Any) -> Mask:
         if self._masks is None:
@@ -157,6 +198,12 @@ class ContextParallel:
         if self._method == "gather":
             key, value = gather_sequence(key, value, self._group)
             return attend(module, query, key, value, attention_mask, **kwargs)
+        if key.shape[1] % self.size:
+            raise ConfigError(
+                f"mesh.cp_method = ulysses, but a {type(module).__name__} has {key.shape[1]} key-value heads on a rank",
+                expected=f"key-value heads that mesh.cp ({self.size}) divides: each cp rank takes some of them",
+                fix="--mesh.cp_method gather   (works for any number of heads)",
+            )
         query, key, value = (heads_to_sequence(x, self._group) for x in (query, key, value))
         if kwargs.get("s_aux") is not None:
             kwargs["s_aux"] = kwargs["s_aux"].chunk(self.size)[self._rank]

@@ -1,0 +1,97 @@
+"""Which attention a model computes: ours, or its own.
+
+Most architectures ask transformers' attention interface for a function by name; they are given ours, and boolean masks.
+The others compute attention in layers of their own (bloom, falcon, gptj), derive a mask from the one they are given
+(deepseek_v4, for keys that it adds), or add a term that ours does not know (inkling). These keep their own attention,
+and take the same masks as numbers to add to the scores. Their layers see the keys that they hold, so cp ranks cannot
+split their rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+_EAGER = ("module", "query", "key", "value")
+# What an architecture's own attention function takes besides, and ours knows.
+_KNOWN = {*_EAGER, "attention_mask", "scaling", "dropout", "softcap", "s_aux", "sliding_window", "kwargs"}
+_DERIVED_MASK = re.compile(r"\battention_mask = [^\n]*\battention_mask\b|attention_mask=(?!attention_mask\b|None\b)\w")
+_ADDED_KEYS = re.compile(r"\battention_mask = (torch\.cat|F\.pad)\(")
+
+
+def own_attention(model: nn.Module) -> str | None:
+    """Why a model must keep its own attention; None if all its attention is asked for by name."""
+    asking = list(_asking(model))
+    for kind, method in asking:
+        if _DERIVED_MASK.search(inspect.getsource(method)):
+            return f"{kind.__name__} derives a mask of its own from the one that it is given"
+        if added := _added_terms(method):
+            return f"{kind.__name__} adds {added} to the scores"
+    return None if asking else f"{type(model).__name__} computes attention in layers of its own"
+
+
+def layer_with_added_keys(model: nn.Module) -> str | None:
+    """The class of a layer that attends to more keys than tokens, because some stand for several tokens of a row."""
+    return next((kind.__name__ for kind, how in _asking(model) if _ADDED_KEYS.search(inspect.getsource(how))), None)
+
+
+def _asking(model: nn.Module) -> Iterator[tuple[type, Any]]:
+    """The classes of the model's layers with their methods that ask for attention by name."""
+    for kind in {type(module) for module in text_modules(model) if not isinstance(module, PreTrainedModel)}:
+        yield from ((kind, method) for method in methods(kind) if _INTERFACE in method.__code__.co_names)
+
+
+def text_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that tokens run through: not those of models inside that read images or sounds."""
+    yield model
+    for child in model.children():
+        arguments = inspect.signature(type(child).forward).parameters
+        # A wrapper (bart's) passes on whatever it is given.
+        if not isinstance(child, PreTrainedModel) or not {"input_ids", "args"}.isdisjoint(arguments):
+            yield from text_modules(child)
+
+
+def methods(kind: type) -> Iterator[Any]:
+    """The functions of a class and of its bases, as they were written; not those of torch and of all models."""
+    for owner in kind.__mro__:
+        if owner is PreTrainedModel or owner.__module__.startswith("torch."):
+            return
+        for each in vars(owner).values():
+            method = inspect.unwrap(each) if callable(each) else each
+            if inspect.isfunction(method):
+                yield method
+
+
+def _added_terms(method: Any) -> str:
+    """What the attention function beside a layer takes that ours does not know."""
+    near = (method.__globals__.get(name) for name in method.__code__.co_names)
+    takes = [[*inspect.signature(each).parameters] for each in near if inspect.isfunction(each)]
+    terms = {name for names in takes if tuple(names[:4]) == _EAGER for name in names} - _KNOWN
+    return ", ".join(sorted(terms))
+
+
+def use(model: PreTrainedModel, name: str) -> None:
+    """Lets a model that was built with eager attention take masks, and attention unless it keeps its own, by `name`."""
+    if own_attention(model) is None:
+        for config in _configs(model, nn.Module):
+            config._attn_implementation = name
+        return
+    # Masks are made by the models inside, under the name in their config; their layers read the config they were given.
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config = copy.deepcopy(module.config)
+    for config in _configs(model, PreTrainedModel):
+        config._attn_implementation = name
+
+
+def _configs(model: nn.Module, kind: type[nn.Module]) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, kind) and isinstance(getattr(module, "config", None), PretrainedConfig):
+            yield module.config

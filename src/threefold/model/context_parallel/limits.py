@@ -1,0 +1,112 @@
+"""What an architecture cannot do, read from its modules: before anything is computed, and before the first collective.
+
+A model is given here without storage. What is not refused is mended where it is computed (`backend`, `recurrence`,
+`rotary`), or found wrong by the probes of an admission.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel, masking_utils
+
+from threefold.errors import Problem
+from threefold.mesh.topology import Topology
+from threefold.model.context_parallel import backend
+from threefold.model.context_parallel.recurrence import carriers
+from threefold.model.context_parallel.rotary import shares_numbers
+
+_MASKS = {name for name in vars(masking_utils) if "mask" in name.lower()}
+_ALONE = "--mesh.cp 1   (use mesh.dp or mesh.dp_shard instead)"
+_WHOLE_ROWS = "--data.document_mask false"
+
+
+def direction_problems(model: Any, *, pretrained: bool) -> list[Problem]:
+    """Why a model is not causal; empty if it is.
+
+    Args:
+        pretrained: its weights are given, with a config.json, and not random.
+    """
+    name = model.config.model_type
+    for inner in _models(model):
+        config: Any = inner.config
+        if getattr(config, "is_causal", True) and not (
+            "create_bidirectional_mask" in _words(inner) and _encodes(inner)
+        ):
+            continue
+        key = "is_decoder: true" if getattr(config, "is_causal", True) else "is_causal: true"
+        what = f"the model {name!r} is not causal: with its config each token sees the ones behind it"
+        if not pretrained:
+            expected = "a model that predicts each token from the ones before it"
+            return [Problem(what, expected, f"--model.config '{{..., {key}}}'")]
+        expected = "a causal language model: these weights were trained to see both sides of a token"
+        return [
+            Problem(what, expected, f"use a causal model; to train this one on as if it were: {key} in config.json")
+        ]
+    return []
+
+
+def cp_problems(model: Any, topology: Topology) -> list[Problem]:
+    """Why the rows of this architecture cannot be split over cp ranks; empty if they can."""
+    if topology.cp == 1:
+        return []
+    begin = f"mesh.cp = {topology.cp}, but {model.config.model_type!r}"
+    if kinds := sorted({type(module).__name__ for module in carriers(model)}):
+        expected = "attention layers only: a state runs along the whole sequence"
+        return [
+            Problem(f"{begin} has layers that carry a state along the sequence ({', '.join(kinds)})", expected, _ALONE)
+        ]
+    if _masks_itself(model):
+        expected = "masks from transformers' mask functions, which are given true positions"
+        return [Problem(f"{begin} makes its masks itself, for the tokens that it is given", expected, _ALONE)]
+    if (why := backend.own_attention(model)) is not None:
+        expected = "attention that is asked for by name: it is given the keys of the other cp ranks"
+        return [Problem(f"{begin} keeps its own attention: {why}", expected, _ALONE)]
+    if shares_numbers(model):
+        expected = "positions that can be told: a cp rank holds a part of the head and a part of the tail"
+        return [Problem(f"{begin} numbers the tokens that it is given from 0 on", expected, _ALONE)]
+    return []
+
+
+def document_problems(model: Any) -> list[Problem]:
+    """Why the documents of a row cannot be kept apart; empty if they can."""
+    begin = f"data.document_mask = true, but {model.config.model_type!r}"
+    if _masks_itself(model):
+        expected = "masks from transformers' mask functions, which keep documents apart"
+        return [Problem(f"{begin} makes its masks itself, for whole rows", expected, _WHOLE_ROWS)]
+    if shares_numbers(model):
+        expected = "positions that can begin again with each document"
+        return [Problem(f"{begin} gives every row the same positions", expected, _WHOLE_ROWS)]
+    if (layer := backend.layer_with_added_keys(model)) is not None:
+        expected = "keys that each stand for one token: one for several would join two documents"
+        return [Problem(f"{begin} has a {layer}, which adds keys for several tokens of a row", expected, _WHOLE_ROWS)]
+    return []
+
+
+def _masks_itself(model: Any) -> bool:
+    attends = next(carriers(model), None) is None
+    return attends and not any(_words(inner) & _MASKS for inner in _models(model))
+
+
+def _encodes(model: Any) -> bool:
+    """Whether its config lets it see both sides: bert's does unless it is a decoder."""
+    return "is_decoder" in _words(model) and not model.config.is_decoder
+
+
+def _models(model: nn.Module) -> Iterator[PreTrainedModel]:
+    return (module for module in backend.text_modules(model) if isinstance(module, PreTrainedModel))
+
+
+def _words(model: nn.Module) -> set[str]:
+    """The names that the code of a model's class mentions."""
+    return {word for method in backend.methods(type(model)) for word in _names(method.__code__)}
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)

@@ -1,0 +1,127 @@
+"""Layers that carry a state along the sequence: each document runs through them alone.
+
+A mask keeps attention inside a document; it does nothing to a convolution or a recurrence, which would take the end of
+one document into the next. So rows with documents are laid out anew in front of such a layer, a document to a row, and
+back behind it. Documents of similar length run together: at most half of what is computed is filling.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from threefold.model.context_parallel.backend import text_modules
+
+# What only such layers have: an argument of their forward, a tensor of their own.
+_ARGUMENTS = {"cache_params", "state", "conv_mask"}
+_TENSORS = ("A_log", "time_decay", "slope_rate")
+
+
+def carriers(model: nn.Module) -> Iterator[nn.Module]:
+    """The innermost modules that carry a state along the sequence."""
+    marked = [module for module in text_modules(model) if _carries(module)]
+    outer = {id(module) for module in marked if any(each is not module and _carries(each) for each in module.modules())}
+    return (module for module in marked if id(module) not in outer)
+
+
+def _carries(module: nn.Module) -> bool:
+    arguments = inspect.signature(type(module).forward).parameters
+    if next(iter([*arguments][1:]), "") in ("input_ids", "input"):
+        return False  # a model, or a layer of torch
+    own = any(isinstance(getattr(module, name, None), Tensor) for name in _TENSORS)
+    convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
+    return convolves or (own and len(arguments) > 2) or bool(_ARGUMENTS & arguments.keys())
+
+
+@dataclass(frozen=True)
+class DocumentRows:
+    """Where the tokens of a batch stand when each document is a row.
+
+    Attributes:
+        shape: (batch, sequence) of the batch.
+        places: for each group of documents [documents, longest] the place of each token among all of the batch;
+            behind a document's end its last token again.
+        back: [batch x sequence] the place of each token among those of all groups, one after the other.
+    """
+
+    shape: tuple[int, int]
+    places: tuple[Tensor, ...]
+    back: Tensor
+
+    @classmethod
+    def of(cls, documents: Tensor) -> DocumentRows:
+        """From the number of each token's document [batch, sequence]; waits for the device once."""
+        batch, sequence = documents.shape
+        begins = torch.ones_like(documents, dtype=torch.bool)
+        begins[:, 1:] = documents.diff(dim=1) != 0
+        starts = begins.flatten().nonzero()[:, 0].tolist()
+        groups: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for start, end in zip(starts, [*starts[1:], batch * sequence], strict=True):
+            groups[(end - start).bit_length()].append((start, end - start))
+        places, back, before = [], torch.empty(batch * sequence, dtype=torch.int64), 0
+        for group in groups.values():
+            start, length = torch.tensor(group).T.unsqueeze(-1)
+            steps = torch.arange(int(length.max()))
+            place = start + steps.minimum(length - 1)
+            real = steps < length
+            back[place[real]] = torch.arange(before, before + place.numel()).view(place.shape)[real]
+            places.append(place.to(documents.device))
+            before += place.numel()
+        return cls((batch, sequence), tuple(places), back.to(documents.device))
+
+    def run(self, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """What `forward` returns for a batch, computed for each document alone."""
+        outputs = [
+            forward(
+                *(self._laid_out(each, place) for each in arguments),
+                **{name: self._laid_out(each, place) for name, each in keywords.items()},
+            )
+            for place in self.places
+        ]
+        if not isinstance(outputs[0], tuple):
+            return self._put_back(outputs)
+        # Behind the hidden states there may be a final state, for which nobody asked.
+        return tuple(
+            self._put_back([*each], needed=not number) for number, each in enumerate(zip(*outputs, strict=True))
+        )
+
+    def _laid_out(self, value: Any, place: Tensor) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._laid_out(each, place) for each in value)
+        if not isinstance(value, Tensor) or value.shape[:2] != self.shape:
+            return value
+        return value.flatten(0, 1)[place]
+
+    def _put_back(self, outputs: list[Any], *, needed: bool = True) -> Any:
+        tensors = [each for each in outputs if isinstance(each, Tensor)]
+        if [each.shape[:2] for each in tensors] == [place.shape for place in self.places]:
+            return torch.cat([each.flatten(0, 1) for each in tensors])[self.back].unflatten(0, self.shape)
+        if needed:
+            raise RuntimeError(f"a layer that carries a state did not return a tensor of rows for rows {self.shape}")
+        return None
+
+
+def keep_documents_apart(model: nn.Module, rows: Callable[[], DocumentRows | None]) -> bool:
+    """Lets each document of a batch run alone through the layers that carry a state; returns whether there are any.
+
+    Args:
+        rows: those of the batch at hand; None if it has no documents.
+    """
+    found = list(carriers(model))
+    for module in found:
+        module.forward = _apart(module.forward, rows)
+    return bool(found)
+
+
+def _apart(own: Callable[..., Any], rows: Callable[[], DocumentRows | None]) -> Callable[..., Any]:
+    def forward(*arguments: Any, **keywords: Any) -> Any:
+        known = rows()
+        return own(*arguments, **keywords) if known is None else known.run(own, *arguments, **keywords)
+
+    return forward

@@ -1,0 +1,102 @@
+"""Positions and lengths as a token's own row or document has them, where an architecture would take the tensor's.
+
+A tensor can be a part of a row, or hold several rows and documents. Embeddings that number the tokens of the tensor at
+hand (bart) are given true positions. Rotary embeddings that depend on a text's length (longrope) take the largest
+position of the tensor, so one long document would change the factors of all: both sets of factors are computed, and
+each token takes the one that its document alone would give it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_LONG = "longrope"
+# Their result is laid out for one numbering that all rows share.
+_SHARED = ("RoFormerSinusoidalPositionalEmbedding",)
+
+
+def text_lengths(positions: Tensor, documents: Tensor | None) -> Tensor:
+    """For each token of complete rows [batch, sequence] the length of its document, or of its row without documents."""
+    if documents is None:
+        return (positions.amax(1, keepdim=True) + 1).expand_as(positions)
+    numbers = documents + 1  # padding has number -1
+    last = torch.zeros(len(positions), positions.shape[1] + 2, dtype=positions.dtype, device=positions.device)
+    return last.scatter_reduce(1, numbers, positions, "amax").gather(1, numbers) + 1
+
+
+def places_in_documents(documents: Tensor) -> Tensor:
+    """For each token [batch, sequence] its place in its document, from the number of each token's document."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.cat([torch.zeros_like(places[:, :1]), places[:, 1:] * (documents.diff(dim=1) != 0)], dim=1)
+    return places - begins.cummax(dim=1).values
+
+
+def follow_lengths(model: nn.Module, lengths: Callable[[], Tensor | None]) -> None:
+    """Lets the model's rotary embeddings take the length of each token's text from `lengths`.
+
+    Args:
+        lengths: those of the tokens at hand, [batch, sequence / cp]; None outside of a batch.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if kinds == _LONG or (isinstance(kinds, dict) and _LONG in kinds.values()):
+            module.forward = _by_length(module, lengths)
+
+
+def number_tokens(model: nn.Module, positions: Callable[[], Tensor | None]) -> None:
+    """Lets embeddings that number the tokens at hand take the true `positions`.
+
+    Args:
+        positions: those of the tokens at hand, [batch, sequence / cp]; None if their own numbers are true.
+    """
+    for module in numbering(model):
+        if type(module).__name__ not in _SHARED:
+            module.forward = _at_positions(module.forward, positions)
+
+
+def numbering(model: nn.Module) -> list[Any]:
+    """The embeddings of positions that number the tokens at hand, unless they are told positions."""
+    named = [module for module in model.modules() if "Position" in type(module).__name__]
+    # Behind the input; as the input itself (xglm) they are the model's own, and true.
+    return [module for module in named if "position_ids" in [*inspect.signature(type(module).forward).parameters][2:]]
+
+
+def shares_numbers(model: nn.Module) -> bool:
+    """Whether the model gives all rows the same positions, from 0 on."""
+    return any(type(module).__name__ in _SHARED for module in model.modules())
+
+
+def _at_positions(own: Callable[..., Tensor], positions: Callable[[], Tensor | None]) -> Callable[..., Tensor]:
+    def forward(*arguments: Any, **keywords: Any) -> Tensor:
+        known = positions()
+        if known is None:
+            return own(*arguments, **keywords)
+        found = own(*arguments, **{**keywords, "position_ids": known})
+        return found.view(*known.shape, found.shape[-1])
+
+    return forward
+
+
+def _by_length(module: Any, lengths: Callable[[], Tensor | None]) -> Callable[..., Any]:
+    own = module.forward
+
+    def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        kind: Any = {} if layer_type is None else {"layer_type": layer_type}
+        known, settings = lengths(), module.config.rope_parameters
+        if known is None or (module.rope_type if layer_type is None else module.rope_type[layer_type]) != _LONG:
+            return own(x, position_ids, **kind)
+        limit = (settings if layer_type is None else settings[layer_type])["original_max_position_embeddings"]
+        short = own(x, position_ids.clamp(max=limit - 1), **kind)
+        beyond = position_ids.new_full((*position_ids.shape[:-1], 1), limit)
+        long = own(x, torch.cat([position_ids, beyond], dim=-1), **kind)
+        is_long = (known > limit)[..., None]
+        if isinstance(short, Tensor):
+            return torch.where(is_long, long[..., :-1, :], short)
+        return tuple(torch.where(is_long, b[..., :-1, :], a) for a, b in zip(short, long, strict=True))
+
+    return forward

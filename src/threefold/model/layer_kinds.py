@@ -1,0 +1,108 @@
+"""Which layers of an architecture are alike, and its config with a few of them: the first of each kind.
+
+Configs say what a layer is in many ways: a list with an entry a layer, a list of layers' numbers, a number of leading
+or trailing layers, a period. Each is a trait; layers of the same traits are of one kind.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, TypeAlias
+
+from transformers import PretrainedConfig
+
+Values: TypeAlias = dict[str, Any]
+
+DEPTH = {
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"),
+    *("num_decoder_layers", "num_encoder_layers", "num_blocks", "num_layers_per_stack"),
+}
+_MAX_LAYERS = 6
+_PERIOD_LAYERS = 4
+_EACH_LAYER = re.compile(
+    r"(layer_types|block_types?|attn_layers|attention_layers|indexer_types|no_rope_layers|intermediate_size|_per_layer"
+    r"|layer_rope_theta|sparsity_pattern|moe_layer_freq|window_pattern)$"
+)
+_LAYER_NUMBERS = re.compile(r"(only_layers|moe_layers|attention_layers|layer_ids|_idxs|layer_indices)$")
+_LEADING = {"first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers"}
+_PERIODS = {"decoder_sparse_step", "moe_layer_interval", "expert_layer_period", "moe_layer_freq"}
+
+
+def first_of(values: Values, names: set[str]) -> int | None:
+    """The first number under one of the names."""
+    return next((values[name] for name in values if name in names and isinstance(values[name], int)), None)
+
+
+def common_number(config: PretrainedConfig, name: str) -> int | None:
+    """A config's number; where its layers have their own, the greatest that divides them all; None if it has none."""
+    if name in (getattr(config, "per_layer_attributes", None) or ()):
+        values = [getattr(config.per_layer_config[layer], name) for layer in range(config.num_hidden_layers)]
+        return math.gcd(*values) if all(isinstance(value, int) for value in values) else None
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else None
+
+
+def is_each_layer(name: str, value: Any) -> bool:
+    """Whether a list can have an entry a layer, by its name."""
+    return isinstance(value, list) and bool(_EACH_LAYER.search(name))
+
+
+def kept_layers(values: Values) -> list[int]:
+    """Numbers of the layers to keep: the first of each kind, two at least, and four if there is a period."""
+    depth = first_of(values, DEPTH) or 0
+    traits = [found for name, value in values.items() if (found := _trait(name, value, depth)) is not None]
+    kinds = list(zip(*traits, strict=True)) or [()] * depth
+    kept = sorted({kinds.index(kind) for kind in set(kinds)})
+    if len(kept) > _MAX_LAYERS:  # too many combinations: each trait's values at least
+        seen: set[tuple[int, Any]] = set()
+        kept = []
+        for layer, kind in enumerate(kinds):
+            if not seen.issuperset(enumerate(kind)):
+                seen.update(enumerate(kind))
+                kept.append(layer)
+    periodic = any(isinstance(values.get(name), int) and values[name] > 1 for name in _PERIODS)
+    others = [layer for layer in range(depth) if layer not in kept]
+    return sorted(kept + others[: max(0, (_PERIOD_LAYERS if periodic else 2) - len(kept))])
+
+
+def _trait(name: str, value: Any, depth: int) -> list[Any] | None:
+    """What a key says of each layer, in values that can be compared; None if it says nothing of layers."""
+    if is_each_layer(name, value) and len(value) == depth:
+        return [repr(each) for each in value]
+    if _are_layer_numbers(name, value):
+        return [layer in value for layer in range(depth)]
+    if name in _LEADING and isinstance(value, int):
+        return [layer < value for layer in range(depth)]
+    if name == "num_kv_shared_layers" and value:
+        return [layer >= depth - value for layer in range(depth)]
+    if name == "per_layer_config" and value:
+        own = {int(layer): repr(each) for layer, each in value.items()}
+        return [own.get(layer) for layer in range(depth)]
+    return None
+
+
+def cut_depth(name: str, value: Any, kept: list[int], depth: int) -> Any:
+    """A key's value for the kept layers alone, of a config with `depth` layers."""
+    if name in DEPTH and isinstance(value, int):
+        return len(kept) if value == depth else min(value, 2)
+    if is_each_layer(name, value) and len(value) == depth:
+        return [value[layer] for layer in kept]
+    if _are_layer_numbers(name, value):
+        return [kept.index(layer) for layer in value if layer in kept]
+    if name in _LEADING and isinstance(value, int):
+        return sum(layer < value for layer in kept)
+    if name == "num_kv_shared_layers" and value:
+        return sum(layer >= depth - value for layer in kept)
+    if name == "moe_layer_end_index" and isinstance(value, int):
+        return len(kept) - 1
+    if name in _PERIODS and isinstance(value, int):
+        return min(value, 2)
+    if name == "per_layer_config" and value:
+        own = {int(layer): each for layer, each in value.items()}
+        return {kept.index(layer): own[layer] for layer in sorted(own) if layer in kept}
+    return value
+
+
+def _are_layer_numbers(name: str, value: Any) -> bool:
+    return bool(_LAYER_NUMBERS.search(name)) and isinstance(value, list) and all(isinstance(n, int) for n in value)

@@ -1,0 +1,325 @@
+"""An architecture's config at reduced depth and width, which keeps every kind of layer, head and position that it has.
+
+A model of it costs milliseconds and behaves as the large one: what holds for it, or is refused by it, says what a mesh
+does to the architecture. Sizes are found by the names that configs give them, in any class; a key whose name says
+nothing keeps its value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from math import gcd, lcm
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from threefold.model.layer_kinds import DEPTH, Values, cut_depth, first_of, is_each_layer, kept_layers
+
+VOCABULARY = 131  # odd, so that no mesh divides it
+WINDOW = 7  # of sliding windows and chunks: shorter than a row, and no multiple of a rank's part
+_HEAD_DIM = 16
+
+_HIDDEN = {"hidden_size", "n_embd", "d_model", "emb_dim", "embedding_dim", "dim_model"}
+_HEADS = {
+    *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"),
+    *("encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads"),
+    *("swa_num_attention_heads", "num_attention_heads_per_layer"),
+}
+_KV_HEADS = {
+    *("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "multi_query_group_num"),
+    *("swa_num_key_value_heads", "num_query_groups"),
+}
+_EXPERTS = {
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"),
+    *("zero_expert_num", "num_moe_experts"),
+}
+_PICKED = {
+    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts"),
+    *("num_selected_experts", "moe_router_topk"),
+}
+_POSITIONS = {
+    *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions", "context_length"),
+    *("model_max_length", "max_source_positions", "seq_length", "max_sequence_length"),
+}
+_WINDOWS = {
+    *("sliding_window", "sliding_window_size", "window_size", "attention_window_size", "local_attention"),
+    *("attention_chunk_size", "keep_window_size", "index_topk", "local_attention_window_len"),
+}
+_NOISE = re.compile(r"(dropout|pdrop|layerdrop|jitter|mask_(time|feature)_prob)")
+_FEED_FORWARD = re.compile(r"(intermediate_size|ffn_dim|n_inner|d_inner|dff|dim_ff|feed_forward_size|ffn_hidden_size)")
+
+
+def reduced(config: PretrainedConfig, *, ranks: int = 1, seq_len: int = 32) -> PretrainedConfig:
+    """A copy of an architecture's config with 2 to 4 layers, of each kind that it has at least one, and small widths.
+
+    Heads, key-value heads, experts and the widths between them share the divisors with `ranks` that the real ones have.
+    Windows and chunks are shorter than `seq_len`, and a rotary embedding that changes with the length changes inside
+    of it. Nothing is random but the weights: every dropout is 0.
+
+    Args:
+        ranks: that heads, experts or widths are divided among, over all axes that divide them.
+        seq_len: tokens of a row.
+    """
+    values = _Sizes(config, ranks=ranks, seq_len=seq_len).values()
+    for name, part in vars(config).items():
+        if isinstance(part, PretrainedConfig):
+            values[name] = reduced(part, ranks=ranks, seq_len=seq_len).to_dict()
+    _OWN.get(config.model_type, lambda values: None)(values)
+    return type(config).from_dict(values)
+
+
+def same_divisors(real: int, of: int, *, least: int) -> int:
+    """The smallest number from `least` on that has the same greatest common divisor with `of` as the real one."""
+    shared = gcd(real, of)
+    return next(size for size in range(max(least, 1), least + 2 * of + 1) if gcd(size, of) == shared)
+
+
+class _Sizes:
+    """The reduced values of one config, of which each depends on a few found before it."""
+
+    def __init__(self, config: PretrainedConfig, *, ranks: int, seq_len: int) -> None:
+        self._ranks = ranks
+        self._seq_len = seq_len
+        self._real: Values = {name: value for name, value in config.to_dict().items() if not _is_part(config, name)}
+        self._layers = kept_layers(self._real)
+        kv_heads = first_of(self._real, _KV_HEADS)
+        heads = first_of(self._real, _HEADS) or kv_heads or 4
+        self._heads, self._kv_heads = self._head_pair(heads, kv_heads or heads)
+        self._real_hidden = first_of(self._real, _HIDDEN) or 0
+        self._hidden = self._heads * (_HEAD_DIM if self._heads <= 8 else _HEAD_DIM // 2)
+        self._real_head = self._real_hidden // heads
+        self._tokens: dict[int, int] = {}
+
+    def values(self) -> Values:
+        found = {name: self._reduced(name, value) for name, value in self._real.items()}
+        depth = first_of(self._real, DEPTH) or 0
+        found = {name: cut_depth(name, value, self._layers, depth) for name, value in found.items()}
+        for layer, own in (found.get("per_layer_config") or {}).items():
+            found["per_layer_config"][layer] = self._own_sizes(own)
+        self._fit_heads(found)
+        self._fit_positions(found)
+        return found
+
+    def _head_pair(self, heads: int, kv_heads: int) -> tuple[int, int]:
+        """(query heads, key-value heads): all the same, in groups, or one of them for all, as the real ones are."""
+        if heads <= kv_heads:
+            return (same := same_divisors(heads, self._ranks, least=min(heads, 4))), same
+        kv = 1 if kv_heads == 1 else same_divisors(kv_heads, self._ranks, least=2)
+        shared = gcd(heads, self._ranks)
+        groups = range(2 if kv > 1 else 3, 3 + 2 * self._ranks)
+        return kv * next((group for group in groups if gcd(kv * group, self._ranks) == shared), 2), kv
+
+    def _reduced(self, name: str, value: Any) -> Any:
+        if _NOISE.search(name) and isinstance(value, int | float) and not isinstance(value, bool):
+            return type(value)(0)
+        if isinstance(value, float) and name in ("initializer_range", "init_std"):
+            return 0.1
+        if name == "use_cache":
+            return False
+        if re.search(r"token_(id|index)$", name):
+            return self._token(value)
+        if is_each_layer(name, value):
+            return [self._size(name, each) for each in value]
+        return self._size(name, value)
+
+    def _token(self, value: Any) -> Any:
+        """A special token inside the vocabulary; different ones stay different."""
+        if isinstance(value, list):
+            return [self._token(each) for each in value]
+        if not isinstance(value, int) or value < VOCABULARY // 2:
+            return value
+        return self._tokens.setdefault(value, VOCABULARY - 1 - len(self._tokens))
+
+    def _size(self, name: str, value: Any) -> Any:
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            return value
+        return next((size(value) for found, size in self._rules() if found(name)), value)
+
+    def _rules(self) -> Sequence[tuple[Callable[[str], Any], Callable[[int], int]]]:
+        ranks, hidden = self._ranks, self._hidden
+        return (
+            (_HIDDEN.__contains__, lambda value: hidden),
+            (_HEADS.__contains__, lambda value: self._head_pair(value, first_of(self._real, _KV_HEADS) or value)[0]),
+            (_KV_HEADS.__contains__, lambda value: self._kv_heads),
+            (_EXPERTS.__contains__, lambda value: value if value < 4 else same_divisors(value, ranks, least=4)),
+            (_PICKED.__contains__, lambda value: min(value, 2)),
+            (_WINDOWS.__contains__, lambda value: min(value, WINDOW)),
+            (_POSITIONS.__contains__, lambda value: max(2 * self._seq_len, 64)),
+            (re.compile(r"(^|_)vocab(_size|$)").search, lambda value: value if value < VOCABULARY else VOCABULARY),
+            (re.compile(r"(moe|expert|shared)\w*(intermediate|hidden)_size$").search, self._width(32)),
+            (_FEED_FORWARD.search, self._width(96)),
+            (
+                re.compile(r"(embedding_size|embed_dim|proj_dim|hidden_size\w*|_width|_d_ssm)$").search,
+                self._like_hidden,
+            ),
+            (re.compile(r"q_lora_rank$").search, lambda value: 24),
+            (re.compile(r"kv_lora_rank$").search, lambda value: 16),
+            (re.compile(r"(_rank|_lowrank)$").search, lambda value: min(value, 8)),
+            (re.compile(r"qk_rope_head_dim$").search, lambda value: _HEAD_DIM // 2),
+            (re.compile(r"(nope_head_dim|v_head_dim)$").search, lambda value: _HEAD_DIM),
+            (re.compile(r"(head_dim|_headdim|_d_head|kv_channels|d_head|dim_head|head_size)$").search, self._head_dim),
+            (re.compile(r"(state|state_size)$").search, lambda value: min(value, _HEAD_DIM)),
+            (re.compile(r"chunk_size$").search, lambda value: min(value, 8)),
+            (re.compile(r"^(n_group|num_expert_group|n_groups|\w+_n_?groups)$").search, lambda value: min(value, 2)),
+            (re.compile(r"^topk_group$").search, lambda value: 1),
+            (re.compile(r"shared_experts$").search, lambda value: min(value, 2)),
+            (re.compile(r"(index_n_heads|mamba_num_heads)$").search, self._divided(4)),
+            (re.compile(r"linear_num_(key_)?heads$").search, self._divided(2)),
+            (re.compile(r"linear_num_value_heads$").search, self._value_heads),
+            (re.compile(r"(dim|size|width)$").search, lambda value: hidden if value == self._real_hidden else value),
+        )
+
+    def _width(self, base: int) -> Callable[[int], int]:
+        # Kernels want their rows aligned to 16 numbers, wherever the real ones are.
+        return lambda value: same_divisors(value, lcm(self._ranks, 16), least=base)
+
+    def _divided(self, least: int) -> Callable[[int], int]:
+        return lambda value: same_divisors(value, self._ranks, least=min(least, value))
+
+    def _value_heads(self, value: int) -> int:
+        """Heads of the values in linear attention: each key head serves one of them, or several."""
+        real = self._real.get("linear_num_key_heads") or value
+        return self._divided(2)(real) * (1 if real == value else 2)
+
+    def _like_hidden(self, value: int) -> int:
+        """A width that equals the hidden size, is smaller or larger."""
+        real = self._real_hidden
+        return self._hidden * (value // real) if value >= real > 0 else self._hidden // 2
+
+    def _head_dim(self, value: int) -> int:
+        if value == self._real_head:
+            return self._hidden // self._heads
+        return 2 * _HEAD_DIM if value > self._real_head > 0 else _HEAD_DIM
+
+    def _own_sizes(self, own: Values) -> Values:
+        """One layer's own values, in proportion to the whole model's."""
+        sizes: Values = {}
+        for name, value in own.items():
+            base, real = self._size(name, self._real.get(name)), self._real.get(name)
+            numbers = isinstance(value, int) and isinstance(real, int) and not isinstance(value, bool)
+            sizes[name] = max(1, base * value // real) if numbers and real else self._size(name, value)
+        return sizes
+
+    def _fit_heads(self, found: Values) -> None:
+        """Latent attention: a head's width is the sum of two, and `head_dim` can mean one of them."""
+        rope, nope = self._real.get("qk_rope_head_dim"), self._real.get("qk_nope_head_dim")
+        if isinstance(rope, int) and isinstance(found.get("head_dim"), int):
+            found["head_dim"] = max(1, self._real["head_dim"] // rope) * found["qk_rope_head_dim"]
+        if isinstance(rope, int) and isinstance(nope, int) and self._real.get("qk_head_dim") == rope + nope:
+            found["qk_head_dim"] = found["qk_rope_head_dim"] + found["qk_nope_head_dim"]
+            if self._real.get("head_dim") == rope + nope:
+                found["head_dim"] = found["qk_head_dim"]
+        if isinstance(rotary := self._real.get("rotary_dim"), int):
+            real = self._real.get("head_dim") or self._real_head
+            head = found.get("head_dim") or self._hidden // self._heads
+            found["rotary_dim"] = head if rotary >= real else head // 2
+
+    def _fit_positions(self, found: Values) -> None:
+        """Positions that a rotary embedding was first trained for: half a row, so that both of its regimes are met."""
+        head = found.get("qk_rope_head_dim") or found.get("head_dim") or self._hidden // self._heads
+        share = found.get("partial_rotary_factor") or 1.0
+        for name in ("rope_parameters", "rope_scaling"):
+            if isinstance(found.get(name), dict):
+                found[name] = self._rope(found[name], head=head, share=share)
+        if isinstance(found.get("original_max_position_embeddings"), int):
+            found["original_max_position_embeddings"] = self._seq_len // 2
+
+    def _rope(self, values: Values, *, head: int, share: float) -> Values:
+        share = values.get("partial_rotary_factor") or share
+        pairs = max(1, int(head * share) // 2)
+        cut: Values = {}
+        for name, value in values.items():
+            if isinstance(value, dict):
+                value = self._rope(value, head=head, share=share)
+            elif name == "original_max_position_embeddings" and value:
+                value = self._seq_len // 2
+            elif name in ("short_factor", "long_factor") and isinstance(value, list):
+                value = [value[place * len(value) // pairs] for place in range(pairs)]
+            elif name == "mrope_section" and isinstance(value, list):
+                value = _sections(value, pairs)
+            cut[name] = value
+        return cut
+
+
+def _sections(real: list[int], pairs: int) -> list[int]:
+    """Sections of a rotary embedding, in proportion to the real ones and `pairs` wide together."""
+    sizes = [part * pairs // sum(real) for part in real]
+    sizes[0] += pairs - sum(sizes)
+    return sizes
+
+
+def _is_part(config: PretrainedConfig, name: str) -> bool:
+    return isinstance(vars(config).get(name), PretrainedConfig)
+
+
+def _jamba(values: Values) -> None:
+    values.update(attn_layer_period=4, attn_layer_offset=2, expert_layer_period=2, expert_layer_offset=1)
+    values.update(num_hidden_layers=4, mamba_dt_rank=4)
+
+
+def _mamba(values: Values) -> None:
+    values.update(intermediate_size=values["expand"] * values["hidden_size"], time_step_rank=4)
+
+
+def _mamba2(values: Values) -> None:
+    values.update(head_dim=_HEAD_DIM, num_heads=values["expand"] * values["hidden_size"] // _HEAD_DIM)
+
+
+def _bamba(values: Values) -> None:
+    inner = values.get("mamba_d_ssm") or values["mamba_expand"] * values["hidden_size"]
+    values.update(mamba_d_head=_HEAD_DIM, mamba_n_heads=inner // _HEAD_DIM)
+
+
+def _dbrx(values: Values) -> None:
+    values["ffn_config"]["hidden_size"] = values["d_model"]
+    values["attn_config"]["kv_n_heads"] = values["num_key_value_heads"]
+
+
+def _zamba(values: Values) -> None:
+    kinds = ["linear_attention", "hybrid"] * 2  # every hybrid layer has the same attention
+    values.update(layers_block_type=kinds, hybrid_layer_ids=[1, 3], num_hidden_layers=4)
+    if "mamba_headdim" in values:
+        values["mamba_headdim"] = values["mamba_expand"] * values["hidden_size"] // values["n_mamba_heads"]
+
+
+def _reformer(values: Values) -> None:
+    hidden, positions = values["hidden_size"], values["max_position_embeddings"] // 2  # of a row, exactly
+    values.update(max_position_embeddings=positions, axial_pos_shape=[4, positions // 4])
+    values.update(axial_pos_embds_dim=[hidden // 4, hidden - hidden // 4])
+    values.update(local_attn_chunk_length=8, lsh_attn_chunk_length=8)
+
+
+def _dots3_note(values: Values) -> None:
+    for part in ("vision_config", "audio_config"):
+        values[part]["adapter_out_dim"] = values["text_config"]["hidden_size"]
+
+
+def _qwen4_exp(values: Values) -> None:
+    if values["indexer_budget"] is not None:
+        values["indexer_budget"] = 2 * values["indexer_compress_ratio"]
+
+
+def _blt(values: Values) -> None:
+    whole = values["global_config"]
+    whole["hidden_size"] = values["encoder_config"]["hidden_size"] * values["cross_attn_k"]
+    whole["head_dim"] = whole["hidden_size"] // whole["num_attention_heads"]
+
+
+# What names alone do not say.
+_OWN: dict[str, Callable[[Values], None]] = {
+    "jamba": _jamba,
+    "mamba": _mamba,
+    "falcon_mamba": _mamba,
+    "mamba2": _mamba2,
+    "bamba": _bamba,
+    "falcon_h1": _bamba,
+    "granitemoehybrid": _bamba,
+    "blt": _blt,
+    "dbrx": _dbrx,
+    "dots3_note": _dots3_note,
+    "qwen4_exp_text": _qwen4_exp,
+    "zamba": _zamba,
+    "zamba2": _zamba,
+    "reformer": _reformer,
+}

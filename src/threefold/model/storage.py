@@ -1,0 +1,107 @@
+"""Storage for a model that was built without it and split, and the weights in it.
+
+Each rank reads its own part of each tensor from memory-mapped safetensors files. Storage is not initialised by itself:
+every parameter and every buffer is written here, or there is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+from transformers import PreTrainedModel
+
+from threefold.mesh.mesh import Mesh
+from threefold.model import weight_check
+from threefold.model.collectives import local_part
+from threefold.model.weight_check import Weights, is_adapter, original, stored_tensors
+
+_INTEGERS = (torch.int16, torch.int32, torch.int64)
+
+
+def fill(
+    model: PreTrainedModel,
+    weights: Weights,
+    *,
+    mesh: Mesh,
+    tp_placements: Mapping[str, Placement],
+    fsdp_sharded: bool,
+    first_value: Callable[[str, torch.Size], Tensor],
+    offloaded: bool = False,
+) -> None:
+    """Gives a split model its storage on the mesh's device and reads this rank's part of every tensor.
+
+    A tensor is cut first over tp by its placement, then over fsdp along dim 0, the order in which it was split. Peak
+    memory beyond the shards is one tensor.
+
+    Args:
+        first_value: (name, shape) -> first values of an adapter's whole weight, which no file has.
+    """
+    model.to_empty(device="cpu" if offloaded else mesh.device)
+    for buffer_owner in model.modules() if offloaded else ():
+        for name, buffer in buffer_owner.named_buffers(recurse=False):
+            buffer_owner._buffers[name] = torch.empty_like(buffer, device=mesh.device)
+    # `to_empty` gave each module parameters of its own: tie again those that were tied.
+    for name, source in model.all_tied_weights_keys.items():
+        owner, _, own = name.rpartition(".")
+        model.get_submodule(owner)._parameters[own] = model.get_parameter(source)
+    tied = dict(model.all_tied_weights_keys)
+    not_finite, written = [], set()
+    fsdp_rank = mesh.topology.coordinates(mesh.rank)[1] * mesh.topology.cp + mesh.cp_rank
+    fsdp_size = mesh.size("fsdp") if fsdp_sharded else 1
+    with torch.no_grad():
+        for name, target in stored_tensors(model):
+            stored = original(name)
+            if stored not in weights and not is_adapter(name):
+                stored = tied[stored]  # of two names of one tensor, the file has the other
+            whole = first_value(name, target.shape) if is_adapter(name) else weights[stored]()
+            part = _cut(whole, tp_placements.get(name), mesh=mesh)
+            if fsdp_size > 1 and isinstance(target, nn.Parameter):
+                pieces = part.chunk(fsdp_size, dim=0)
+                part = pieces[fsdp_rank] if fsdp_rank < len(pieces) else part[:0]
+            if part.is_floating_point() and part.numel() and not all(map(torch.isfinite, part.aminmax())):
+                not_finite.append(stored)
+            local_part(target).copy_(part)
+            target._is_hf_initialized = True  # type: ignore[union-attr]
+            written.add(id(target))
+    mesh.decide("finite weights", not_finite, weight_check.refuse_not_finite)
+    # Buffers that are not stored (rotary frequencies) are computed by the model's own initialisation.
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    _mark_unwritten(model, written)
+    model.initialize_weights()
+    _require_written(model, written)
+
+
+def _mark_unwritten(model: nn.Module, written: set[int]) -> None:
+    """Fills the buffers that no file holds with what no initialisation leaves in them."""
+    for buffer in model.buffers():
+        if id(buffer) not in written and buffer.dtype.is_floating_point:
+            buffer.fill_(torch.nan)
+        elif id(buffer) not in written and buffer.dtype in _INTEGERS:
+            buffer.fill_(torch.iinfo(buffer.dtype).min)
+
+
+def _require_written(model: nn.Module, written: set[int]) -> None:
+    """RuntimeError where memory as it was found would be used: an error of ours, or of the model's own code."""
+    left = [name for name, parameter in model.named_parameters() if id(parameter) not in written]
+    for name, buffer in model.named_buffers():
+        if id(buffer) in written or not buffer.numel():
+            continue
+        if buffer.dtype.is_floating_point and buffer.isnan().any():
+            left.append(name)
+        if buffer.dtype in _INTEGERS and (buffer == torch.iinfo(buffer.dtype).min).any():
+            left.append(name)
+    if left:
+        raise RuntimeError(f"{type(model).__name__} has tensors that were never written: {', '.join(left)}")
+
+
+def _cut(whole: Tensor, placement: Placement | None, *, mesh: Mesh) -> Tensor:
+    if placement is None:
+        return whole
+    assert mesh.device_mesh is not None
+    with torch.device("cpu"):
+        return distribute_tensor(whole, mesh.device_mesh["tp"], [placement], src_data_rank=None).to_local()

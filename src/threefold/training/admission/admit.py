@@ -1,0 +1,268 @@
+"""Admits an architecture to this mesh, or refuses it by name, before its weights are loaded.
+
+The architecture is built at reduced depth and width, with random weights, on the real mesh, and probed there. A model
+that fails is refused with the probe, its figure, the axis of the mesh that is wrong and what works instead: the
+axes are tried one by one, and the run's rows without documents.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from transformers import PretrainedConfig
+
+from threefold.config.schema import Config
+from threefold.errors import ConfigError, ThreefoldError
+from threefold.mesh import environment
+from threefold.mesh.mesh import Mesh, join_mesh
+from threefold.mesh.topology import Topology
+from threefold.model import load
+from threefold.model.context_parallel.split import choose_method
+from threefold.model.reduced import reduced
+from threefold.training.admission import admitted
+from threefold.training.admission.probe_rows import Mode, row_length
+from threefold.training.admission.probes import Finding, OwnForwardError, Subject, failed, findings
+
+# A failure is confirmed with other weights and rows before a model is refused: a router's near tie can fall either way.
+_SEEDS = (0, 1)
+_OFF = "--model.admission off   (trains it unchecked)"
+# What a failed probe says, and what was expected; the first of these that fails is the one that a refusal names.
+_PROMISES = {
+    "causality": ("later tokens move the loss of earlier ones by {:.1e} nats", "a causal model"),
+    "context": ("the loss of a token does not see the tokens before it", "a model that reads its context"),
+    "documents": (
+        "a document moves the loss of the next one in its row by {:.1e} nats",
+        "documents that are kept apart, as data.document_mask promises",
+    ),
+    "composition": (
+        "the loss of a row depends on the other rows of its micro-batch, by {:.1e} nats",
+        "rows that do not see one another: train.micro_batch and the mesh must not change the curve",
+    ),
+    "head": (
+        "the logits of its head differ from the model's own by {:.1e} of the largest",
+        "the model's own logits",
+    ),
+    "replicas": (
+        "tp ranks have gradients of the same parameter that differ by {:.1e}",
+        "the same gradient on every rank that holds a whole parameter: its copies would drift apart",
+    ),
+    "routers' loss": (
+        "the loss of its routers differs from transformers' by {:.1e}",
+        "a difference of {:.0e} over the tokens that are not padding",
+    ),
+    "loss": ("its loss differs from the model's own forward in one process by {:.1e} nats", "a difference of {:.0e}"),
+    "gradients": (
+        "its gradients differ from the model's own in one process by {:.1e}",
+        "a relative difference of {:.0e} in each parameter",
+    ),
+    "gradient norm": (
+        "the norm of its gradient differs from the model's own in one process by {:.1e}",
+        "a relative difference of {:.0e}",
+    ),
+}
+
+
+class RefusedError(ConfigError):
+    """A probe of the model does not hold on this mesh."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """That a model was admitted, and by what; `said` is (what, why) for the head of a run."""
+
+    said: tuple[str, str]
+
+
+class _Tried(NamedTuple):
+    found: list[Finding]
+    error: Exception | None
+
+    @property
+    def holds(self) -> bool:
+        return self.error is None and not failed(self.found)
+
+
+def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Admission:
+    """Probes the architecture on the mesh as the config would train it; every rank calls it.
+
+    Raises:
+        ConfigError: a probe does not hold, or the model cannot be computed on this mesh; on every rank.
+    """
+    if config.model.admission == "off":
+        return Admission(("admission: off", "model.admission is off: this model was not checked on this mesh"))
+    begun = time.perf_counter()
+    try:
+        subject = _subject(config, architecture, mesh.topology)
+    except Exception as error:  # a config of any class
+        name = config.model.name_or_path or architecture.model_type
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        expected = "an architecture that can be built at reduced size, to be probed on this mesh"
+        raise ConfigError(f"{name!r} cannot be reduced: {reason}", expected=expected, fix=_OFF) from error
+    key = mesh.share("admission", lambda: _known(subject, mesh, config.model.admission))
+    if key["found"]:
+        known = [Finding(**each) for each in key["found"]]
+        return Admission((f"admission: {len(known)} probes hold", f"{_worst(known)}; found before"))
+    tried = _tried(subject, mesh)
+    if not tried.holds:
+        again = [_tried(replace(subject, seed=seed), mesh) for seed in _SEEDS[1:]]
+        if not any(each.holds for each in again):
+            raise _refusal(config, architecture, mesh, tried)
+        tried = next(each for each in again if each.holds)
+    if mesh.rank == 0:
+        admitted.keep(key["key"], tried.found)
+    seconds = time.perf_counter() - begun
+    return Admission((f"admission: {len(tried.found)} probes hold", f"{_worst(tried.found)}; {seconds:.1f} s"))
+
+
+def _known(subject: Subject, mesh: Mesh, asked: str) -> dict[str, object]:
+    trusted = subject.config.model.trust_remote_code
+    model = load.build_without_storage(subject.architecture, attention="eager", trust_remote_code=trusted)
+    key = admitted.key_of(subject, mesh, type(model))
+    found = admitted.read(key) if asked == "auto" else None
+    return {"key": key, "found": [vars(each) for each in found or ()]}
+
+
+def _worst(found: list[Finding]) -> str:
+    """The gradients' figure, which is the widest of them."""
+    figure = max((each.figure for each in found if each.probe == "gradients"), default=0.0)
+    return f"causal, and gradients within {figure:.0e} of the model's own in one process"
+
+
+def _subject(config: Config, architecture: PretrainedConfig, topology: Topology) -> Subject:
+    """What is probed for this run."""
+    seq_len = row_length(topology)
+    method, _ = choose_method(config.mesh.cp_method, architecture, topology, seq_len=config.data.seq_len)
+    shared_evenly = config.data.seq_len % (topology.cp * topology.tp) == 0
+    ranks = topology.tp * (topology.cp if method == "ulysses" else 1)
+    small = reduced(architecture, ranks=ranks, seq_len=seq_len)
+    as_probed = config.model_copy(
+        update={
+            "model": config.model.model_copy(
+                update={"dtype": "float32", "lora": config.model.lora.model_copy(update={"r": 0})}
+            ),
+            "data": config.data.model_copy(update={"seq_len": seq_len}),
+            # Chunks of the head that do not divide the tokens.
+            "train": config.train.model_copy(update={"compile": False, "loss_chunk_tokens": 7}),
+            "mesh": config.mesh.model_copy(
+                update={
+                    "cpu_offload": False,
+                    "prefetch": 0,
+                    "cp_method": method,
+                    "sequence_parallel": config.mesh.sequence_parallel if shared_evenly else False,
+                }
+            ),
+        }
+    )
+    return Subject(as_probed, small, Mode.of(config.data))
+
+
+def _tried(subject: Subject, mesh: Mesh) -> _Tried:
+    """The findings, or the error that the model gave instead of them."""
+    try:
+        return _Tried(findings(subject, mesh), None)
+    except ThreefoldError:
+        raise
+    except Exception as error:  # whatever a model's code may raise
+        return _Tried([], error)
+
+
+def _refusal(config: Config, architecture: PretrainedConfig, mesh: Mesh, tried: _Tried) -> ConfigError:
+    """Why the model is refused, and what works instead."""
+    name = config.model.name_or_path or architecture.model_type
+    if tried.error is not None:
+        # Other ranks may wait in a collective that this one never reached: nothing is asked of them.
+        if isinstance(tried.error, OwnForwardError):
+            reason = " ".join(str(tried.error).split())
+            expected = "sizes that fit one another, as transformers' own forward needs them"
+            fix = "see the architecture's config page in the transformers documentation"
+            return ConfigError(f"{name!r} cannot be computed by transformers: {reason}", expected=expected, fix=fix)
+        reason = " ".join(f"{type(tried.error).__name__}: {tried.error}".split())
+        where, fix = _where_it_raises(config, architecture, mesh)
+        expected = "an architecture whose step works there, with the model's own forward to compare it with"
+        return ConfigError(f"{name!r} cannot be computed {where}: {reason[:300]}", expected=expected, fix=fix)
+    where, fix = _diagnosis(config, architecture, mesh)
+    first, *others = sorted(failed(tried.found), key=lambda each: [*_PROMISES].index(each.probe))
+    what, expected = _PROMISES[first.probe]
+    at = f" ({first.detail})" if first.detail else ""
+    also = "".join(f", {each.probe} {each.figure:.1e}" for each in others)
+    measured = f"{what.format(first.figure)}{at}" + (f"; also fails: {also[2:]}" if also else "")
+    return RefusedError(
+        f"{name!r} fails the probe of {first.probe} {where}: {measured}",
+        expected=expected.format(first.bound),
+        fix=fix,
+    )
+
+
+def _diagnosis(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[str, str]:
+    """(where the model fails, what works instead), by trying parts of the request; every rank calls it."""
+    if (found := mesh.share("admission alone", lambda: _alone(config, architecture, mesh))) is not None:
+        return found[0], found[1]
+    wrong = [axis for axis, smaller in _axes(mesh) if not _holds(config, architecture, smaller)]
+    if not wrong:
+        return f"on {mesh.topology} (each of its axes alone works)", _without(_several(mesh))
+    return f"on {mesh.topology}, for its {' and '.join(wrong)}", _without(wrong)
+
+
+def _where_it_raises(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[str, str]:
+    """As `_diagnosis`, without other ranks."""
+    if (found := _alone(config, architecture, mesh)) is not None:
+        return found
+    return f"on {mesh.topology}", _without(_several(mesh))
+
+
+def _several(mesh: Mesh) -> list[str]:
+    """The axes to leave out first: tp and cp, or else those of the data ranks."""
+    axes = [axis for axis in ("cp", "tp") if mesh.size(axis) > 1]
+    return axes or (["dp_shard"] if mesh.topology.dp_shard > 1 else ["dp"])
+
+
+def _alone(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[str, str] | None:
+    """(where, what works instead) if the model fails in one process too; None if it does not."""
+    one = Mesh(Topology(), 0, mesh.device)
+    if _holds(config, architecture, one):
+        return None
+    without = config.model_copy(update={"data": config.data.model_copy(update={"document_mask": False})})
+    if config.data.document_mask and _holds(without, architecture, one):
+        return "with documents kept apart, on any mesh", "--data.document_mask false"
+    decoder = copy.deepcopy(architecture)
+    decoder.get_text_config().is_decoder = True
+    if not getattr(architecture.get_text_config(), "is_decoder", True) and _holds(config, decoder, one):
+        named = "--model.config '{..., is_decoder: true}'"
+        if config.model.name_or_path is not None:
+            named = f'"is_decoder": true in {config.model.name_or_path}/config.json'
+        return "on any mesh", f"{named}   (without, it is bidirectional)"
+    return "on any mesh", _OFF
+
+
+def _holds(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> bool:
+    ep = config.mesh.ep if config.mesh.ep == mesh.topology.tp else 1
+    asked = config.model_copy(update={"mesh": config.mesh.model_copy(update={"ep": ep})})
+    try:
+        return _tried(_subject(asked, architecture, mesh.topology), mesh).holds
+    except ThreefoldError:
+        return False
+
+
+def _without(axes: Sequence[str]) -> str:
+    others = "" if "dp" in axes else "   (use mesh.dp instead)"
+    return " ".join(f"--mesh.{axis} 1" for axis in axes) + others
+
+
+def _axes(mesh: Mesh) -> Iterator[tuple[str, Mesh]]:
+    """Each axis of the mesh alone, over all of its ranks; the rest are data ranks."""
+    asked = mesh.topology
+    for axis in ("dp_replicate", "dp_shard", "cp", "tp"):
+        size = getattr(asked, axis)
+        if size == 1:
+            continue
+        sizes = {"dp_replicate": mesh.world_size // size, axis: size} if axis != "dp_replicate" else {}
+        smaller = Topology(**sizes) if sizes else Topology(dp_replicate=mesh.world_size)
+        name = "dp" if axis == "dp_replicate" else axis
+        if smaller == asked:
+            yield name, mesh
+        else:
+            yield name, join_mesh(smaller, environment.current(), device=mesh.device.type, timeout_s=600.0)

@@ -1,0 +1,209 @@
+"""Admission: a fault of each probe's kind, planted on two ranks, is refused by name; right models are admitted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ranks.spawn import run_ranks
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+TIED = {**LLAMA, "tie_word_embeddings": True}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {**MIXTRAL, "output_router_logits": True}
+
+
+def drop_the_mask() -> None:
+    import torch
+
+    from threefold.model.context_parallel.attention import BatchMasks
+
+    def everything(masks: BatchMasks, batch_size: int, **kwargs: Any) -> Any:
+        return torch.ones(1, 1, len(masks.queries), len(masks.keys), dtype=torch.bool)
+
+    BatchMasks.mask = everything  # type: ignore[method-assign]
+
+
+def forget_documents() -> None:
+    import dataclasses
+
+    from threefold.model.context_parallel.attention import BatchMasks
+
+    mask = BatchMasks.mask
+
+    def without(masks: BatchMasks, batch_size: int, **kwargs: Any) -> Any:
+        return mask(dataclasses.replace(masks, documents=None), batch_size, **kwargs)
+
+    BatchMasks.mask = without  # type: ignore[method-assign]
+
+
+def shift_positions() -> None:
+    from collections.abc import Iterator
+    from contextlib import contextmanager
+
+    from threefold.model.context_parallel.split import ContextParallel
+
+    batch = ContextParallel.batch
+
+    @contextmanager
+    def shifted(context: ContextParallel, rows: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        with batch(context, rows) as local:
+            yield {**local, "position_ids": local["position_ids"] + context._rank}
+
+    ContextParallel.batch = shifted  # type: ignore[method-assign]
+
+
+def sum_twice() -> None:
+    from threefold.training.step import TrainStep
+
+    once = TrainStep._sum_partial
+
+    def twice(step: TrainStep, gradients: Any) -> None:
+        once(step, gradients)
+        once(step, gradients)
+
+    TrainStep._sum_partial = twice  # type: ignore[method-assign]
+
+
+def sum_never() -> None:
+    from threefold.training.step import TrainStep
+
+    TrainStep._sum_partial = lambda step, gradients: None  # type: ignore[method-assign]
+
+
+def reduce_never() -> None:
+    from contextlib import contextmanager
+
+    from threefold.model import data_parallel
+    from threefold.training import step
+
+    last = data_parallel.last_backward
+    step.last_backward = contextmanager(  # type: ignore[assignment]
+        lambda model, _: (yield from _enter(last(model, False)))
+    )
+
+
+def _enter(context: Any) -> Any:
+    with context:
+        yield
+
+
+def untie_the_head() -> None:
+    import torch
+
+    from threefold.model import storage
+
+    fill = storage.fill
+
+    def untied(model: Any, *args: Any, **kwargs: Any) -> None:
+        fill(model, *args, **kwargs)
+        model.lm_head._parameters["weight"] = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+
+    storage.fill = untied  # type: ignore[assignment]
+
+
+def leak_rows() -> None:
+    from threefold.model.context_parallel import split
+
+    attend = split.attend
+
+    def leaking(module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+        output, weights = attend(module, query, *args, **kwargs)
+        return output + 0.05 * output.flip(0), weights
+
+    split.attend = leaking  # type: ignore[assignment]
+
+
+def scale_the_head() -> None:
+    from threefold.model import head
+
+    logits = head.logits_of
+    head.logits_of = lambda *args: logits(*args) * 1.01  # type: ignore[assignment]
+
+
+def count_padding() -> None:
+    from threefold.training.loss import RouterLoss
+
+    picks = RouterLoss.picks
+
+    def more(self: RouterLoss, *args: Any) -> Any:
+        return picks(self, *args) * 1.01
+
+    RouterLoss.picks = more  # type: ignore[method-assign]
+
+
+def _admit(mesh: Any, model: dict[str, Any], data: dict[str, Any], admission: str) -> str:
+    from threefold.config.loading import validate
+    from threefold.errors import ConfigError
+    from threefold.model import load
+    from threefold.training.admission.admit import admit
+
+    config = validate({"model": {"config": model, "admission": admission}, "data": {"seq_len": 32, **data}})
+    try:
+        return ": ".join(admit(config, load.read_config(config.model), mesh).said)
+    except ConfigError as error:
+        return str(error)
+
+
+def _admit_with(fault: Callable[[], None], sizes: dict[str, int], *asked: Any) -> str:
+    import threefold
+
+    fault()
+    mesh = threefold.init_mesh(**sizes, device="cpu")
+    return _admit(mesh, *asked, "full")
+
+
+def _admit_twice(folder: str, sizes: dict[str, int], data: dict[str, Any]) -> list[tuple[str, str]]:
+    import threefold
+
+    os.environ["XDG_CACHE_HOME"] = folder
+    mesh = threefold.init_mesh(**sizes, device="cpu")
+    models = (LLAMA, TIED, MIXTRAL, ROUTED)
+    said = [(_admit(mesh, model, data, "auto"), _admit(mesh, model, data, "auto")) for model in models]
+    mesh.close()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("fault", "sizes", "model", "data", "probe", "fix"),
+    [
+        (drop_the_mask, {"tp": 2}, LLAMA, {}, "causality", "--model.admission off"),
+        (drop_the_mask, {"cp": 2}, LLAMA, {}, "causality", "--model.admission off"),
+        (forget_documents, {"dp": 2}, LLAMA, {"document_mask": True}, "documents", "--data.document_mask false"),
+        (shift_positions, {"cp": 2}, LLAMA, {}, "loss", "--mesh.cp 1"),
+        (sum_twice, {"tp": 2}, LLAMA, {}, "gradients", "--mesh.tp 1"),
+        (sum_never, {"tp": 2}, LLAMA, {}, "replicas", "--mesh.tp 1"),
+        (reduce_never, {"dp": 2}, LLAMA, {}, "gradients", "--mesh.dp 1"),
+        (untie_the_head, {"dp": 2}, TIED, {}, "gradients", "--model.admission off"),
+        (leak_rows, {"dp": 2}, LLAMA, {}, "composition", "--model.admission off"),
+        (scale_the_head, {"dp": 2}, LLAMA, {}, "head", "--model.admission off"),
+        (count_padding, {"dp": 2}, ROUTED, {}, "routers' loss", "--model.admission off"),
+    ],
+)
+def test_a_planted_fault_is_refused_by_name(
+    fault: Callable[[], None], sizes: dict[str, int], model: dict[str, Any], data: dict[str, Any], probe: str, fix: str
+) -> None:
+    found = run_ranks(_admit_with, 2, fault, sizes, model, data)
+    assert found[0] == found[1]
+    assert f"{model['model_type']!r} fails the probe of {probe} " in found[0]
+    assert f"fix: {fix}" in found[0]
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "dp_shard": 2}, {"cp": 2}, {"tp": 2}])
+@pytest.mark.parametrize("data", [{}, {"document_mask": True, "packing": "best_fit"}, {"packing": "none"}])
+def test_right_models_are_admitted_once(sizes: dict[str, int], data: dict[str, Any], tmp_path: Any) -> None:
+    for first, again in run_ranks(_admit_twice, 2, str(tmp_path), sizes, data)[0]:
+        assert " probes hold: " in first
+        assert not first.endswith("; found before")
+        assert again.endswith("; found before")

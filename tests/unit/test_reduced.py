@@ -1,0 +1,148 @@
+"""Reduced configs: every kind of layer stays, and transformers builds and runs a model of them."""
+
+from __future__ import annotations
+
+import time
+from math import gcd
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from architectures import NAMES, NOT_RUN, config_of
+from threefold.checkpoint.manifest import architecture_of, read_architecture
+from threefold.model.reduced import VOCABULARY, WINDOW, reduced
+
+# One of each kind: attention, windows, latent attention, experts, states, parts, tables of positions.
+SAMPLE = (
+    *("llama", "gemma2", "gemma3n_text", "gemma4_text", "phi3", "gpt2", "gpt_neo", "falcon", "bloom", "bart", "mpt"),
+    *("deepseek_v3", "deepseek_v4", "glm_moe_dsa", "mixtral", "qwen3_next", "llama4", "dbrx", "ernie4_5_moe"),
+    *("mamba2", "jamba", "zamba2", "falcon_h1", "granitemoehybrid", "rwkv", "xlstm", "recurrent_gemma", "reformer"),
+)
+
+
+class Remote(PretrainedConfig):
+    """As a model's own code writes one: no fields, and a key that nobody knows."""
+
+    model_type = "remote"
+
+    def __init__(self, hidden_size: int = 512, num_hidden_layers: int = 9, mystery_size: int = 77, **values: Any):
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = 8
+        self.mystery_size = mystery_size
+        super().__init__(**values)
+
+
+def run(config: PretrainedConfig) -> tuple[int, float]:
+    """(parameters, seconds of forward and backward) of transformers' own model."""
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    began = time.thread_time()
+    logits = model(input_ids=torch.arange(3, 67).reshape(2, 32), use_cache=False).logits
+    logits.logsumexp(-1).sum().backward()
+    assert logits.shape[:2] == (2, 32)
+    assert logits.isfinite().all()
+    return sum(parameter.numel() for parameter in model.parameters()), time.thread_time() - began
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_transformers_runs_it(name: str) -> None:
+    parameters, seconds = run(reduced(config_of(name)))
+    assert parameters < 1e6
+    assert seconds < 2
+
+
+@pytest.mark.examples
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_RUN])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_transformers_runs_every_architecture(name: str, ranks: int) -> None:
+    parameters, seconds = run(reduced(config_of(name), ranks=ranks))
+    assert parameters < 6e6  # parts for images and sound have fixed widths
+    assert seconds < 2
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_config_reads_back_and_reduces_to_itself(name: str) -> None:
+    small = reduced(config_of(name))
+    assert architecture_of(read_architecture(architecture_of(small))) == architecture_of(small)
+    assert type(small) is type(config_of(name))
+    twice = reduced(small)
+    assert twice.num_hidden_layers <= small.num_hidden_layers if hasattr(small, "num_hidden_layers") else True
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(32, 32), (32, 8), (9, 3), (14, 2), (71, 1), (12, 4), (1, 1), (40, 10)]
+)
+def test_heads_divide_by_what_the_real_ones_do(heads: int, kv_heads: int, ranks: int) -> None:
+    real = AutoConfig.for_model(
+        "llama", num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=heads * 64
+    )
+    small = reduced(real, ranks=ranks)
+    assert gcd(small.num_key_value_heads, ranks) == gcd(kv_heads, ranks) or kv_heads == 1
+    assert gcd(small.num_attention_heads, ranks) == gcd(heads, ranks)
+    assert (small.num_attention_heads == small.num_key_value_heads) == (heads == kv_heads)
+    assert (small.num_key_value_heads == 1) == (kv_heads == 1)
+    assert gcd(small.intermediate_size, ranks) == gcd(real.intermediate_size, ranks)
+
+
+def test_every_kind_of_layer_stays() -> None:
+    small = reduced(AutoConfig.for_model("gemma3_text"))
+    assert set(small.layer_types) == {"sliding_attention", "full_attention"}
+    small = reduced(AutoConfig.for_model("glm_moe_dsa"))
+    assert set(small.mlp_layer_types) == {"dense", "sparse"}
+    small = reduced(AutoConfig.for_model("deepseek_v3"))
+    assert small.num_hidden_layers == 2
+    assert small.first_k_dense_replace == 1
+    small = reduced(AutoConfig.for_model("gemma3n_text"))
+    kinds = {
+        (kind, n >= small.num_hidden_layers - small.num_kv_shared_layers) for n, kind in enumerate(small.layer_types)
+    }
+    assert len(kinds) == 4
+    small = reduced(AutoConfig.for_model("qwen2_moe", decoder_sparse_step=2))
+    assert (small.decoder_sparse_step, small.num_hidden_layers) == (2, 4)
+    small = reduced(AutoConfig.for_model("gemma4_text"))
+    assert {layer.head_dim for layer in small.per_layer_config} == {16, 32}
+
+
+def test_structure_stays_and_sizes_shrink() -> None:
+    real = AutoConfig.for_model(
+        "qwen2", tie_word_embeddings=True, use_sliding_window=True, sliding_window=4096, max_window_layers=4,
+        attention_dropout=0.1, eos_token_id=[151643, 151645], pad_token_id=151643,
+    )  # fmt: skip
+    small = reduced(real)
+    assert small.tie_word_embeddings
+    assert small.sliding_window == WINDOW
+    assert set(small.layer_types) == set(real.layer_types)
+    assert small.vocab_size == VOCABULARY
+    assert all(0 <= token < VOCABULARY for token in [*small.eos_token_id, small.pad_token_id])
+    assert small.eos_token_id[0] == small.pad_token_id != small.eos_token_id[1]
+    assert small.attention_dropout == 0.0
+    assert not small.use_cache
+
+
+def test_rotary_embeddings_meet_both_of_their_regimes() -> None:
+    factors = {"short_factor": [1.0 + n / 48 for n in range(48)], "long_factor": [2.0 + n / 48 for n in range(48)]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors, "original_max_position_embeddings": 4096}
+    small = reduced(AutoConfig.for_model("phi3", max_position_embeddings=131072, rope_parameters=rope), seq_len=32)
+    assert small.max_position_embeddings >= 32
+    assert small.rope_parameters["original_max_position_embeddings"] == 16
+    head = small.hidden_size // small.num_attention_heads
+    assert len(small.rope_parameters["short_factor"]) == len(small.rope_parameters["long_factor"]) == head // 2
+    run(small)
+
+
+def test_code_of_a_model_s_own_keeps_what_nobody_knows() -> None:
+    small = reduced(Remote(mystery_size=99, layer_types=["full_attention"] * 8 + ["conv"]))
+    assert isinstance(small, Remote)
+    assert (small.mystery_size, small.layer_types, small.num_hidden_layers) == (99, ["full_attention", "conv"], 2)
+    assert small.hidden_size < 512
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen4_exp", "emu3"])
+def test_parts_of_a_model_shrink_each(name: str) -> None:
+    small = reduced(config_of(name))
+    assert type(small) is type(config_of(name))
+    assert small.get_text_config().vocab_size == VOCABULARY
+    run(small)

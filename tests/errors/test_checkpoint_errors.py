@@ -75,7 +75,7 @@ def test_another_model_is_one_problem() -> None:
         "the checkpoint run/checkpoints/step-00000005 has the model my-qwen with num_hidden_layers = 3, this run 4; "
         "hidden_size = 64, this run 128; num_attention_heads = 2, this run 8; 3 more keys differ",
         "the same model: its tensors would not fit, or would mean something else",
-        "threefold train run/config.yaml --log.dir run   to resume the run, or --log.dir ANOTHER_FOLDER for a new one",
+        "threefold resume run   to resume the run, or --log.dir ANOTHER_FOLDER for a new one",
     )
     refuse_other(manifest, config, then, checkpoint)
 

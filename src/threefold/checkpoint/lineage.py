@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from threefold.checkpoint.seal import sync_folder, write_sealed
+from threefold.config.paths import RUN_FILE
 from threefold.errors import ConfigError
 from threefold.jsonl import cut_torn_line
 
-FILE = "run.json"
 JOURNAL = "journal.jsonl"
 
 
@@ -58,22 +58,22 @@ class Identity:
             ConfigError: the file was changed or cut.
         """
         try:
-            found = json.loads((run / FILE).read_bytes())
+            found = json.loads((run / RUN_FILE).read_bytes())
             origin = Origin(**found["origin"]) if found["origin"] is not None else None
             return cls(found["id"], found["created"], origin)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{run / FILE} cannot be read: {error!r}",
+                f"{run / RUN_FILE} cannot be read: {error!r}",
                 expected="the run's id, as it was written when the run began: its checkpoints name it",
-                fix=f"restore {FILE} from a copy of the run; each manifest.json in {run}/checkpoints names the id",
+                fix=f"restore {RUN_FILE} from a copy of the run; each manifest.json in {run}/checkpoints names the id",
             ) from error
 
     def write(self, run: Path) -> None:
-        temporary = run / f".{FILE}"
+        temporary = run / f".{RUN_FILE}"
         write_sealed(temporary, json.dumps(asdict(self)).encode() + b"\n")
-        os.replace(temporary, run / FILE)
+        os.replace(temporary, run / RUN_FILE)
         sync_folder(run)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from transformers import AutoConfig, PretrainedConfig
 
 from threefold.checkpoint.layout import Checkpoint
+from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config, every_key
 from threefold.config.text import as_yaml, pasted
 from threefold.errors import CheckpointError, Problem
@@ -80,7 +81,7 @@ class Change(NamedTuple):
 def changes(manifest: Mapping[str, Any], config: Config) -> list[Change]:
     """The keys of the config that differ from the checkpoint's; keys that its release did not have are left out."""
     found = []
-    now = config.model_dump(mode="json")
+    now = with_absolute_paths(config).model_dump(mode="json")
     for key in every_key():
         if key in _NOT_COMPARED:
             continue
@@ -89,7 +90,8 @@ def changes(manifest: Mapping[str, Any], config: Config) -> list[Change]:
         except (KeyError, TypeError):
             continue
         value = functools.reduce(operator.getitem, key.split("."), now)
-        found += [Change(key, before, value)] if before != value else []
+        moved = isinstance(before, str) and isinstance(value, str) and value.endswith(f"/{before.removeprefix('./')}")
+        found += [Change(key, before, value)] if before != value and not moved else []
     return found
 
 
@@ -124,7 +126,7 @@ def _other_model(manifest: Mapping[str, Any], now: Mapping[str, Any], checkpoint
     fix, run = "use the model of the run", checkpoint.path.parents[1]
     if (run / "config.yaml").is_file():
         quoted = shlex.quote(str(run))
-        fix = f"threefold train {quoted}/config.yaml --log.dir {quoted}   to resume the run"
+        fix = f"threefold resume {quoted}   to resume the run"
     fix += ", or --log.dir ANOTHER_FOLDER for a new one"
     return [Problem(what, expected, fix)]
 

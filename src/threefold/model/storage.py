@@ -7,9 +7,11 @@ every parameter and every buffer is written here, or there is an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from transformers import PreTrainedModel
@@ -72,7 +74,11 @@ def fill(
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     _mark_unwritten(model, written)
+    unsharded: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    # transformers passes over modules of code that is not its own, and FSDP's class around the model's is not.
+    model.is_custom_code = lambda: unsharded.is_custom_code()  # type: ignore[method-assign]
     model.initialize_weights()
+    del model.is_custom_code
     _require_written(model, written)
 
 

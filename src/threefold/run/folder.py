@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import time
@@ -164,7 +165,7 @@ def _made(path: Path) -> bool:
         path.mkdir(parents=True)
     except FileExistsError:
         if not path.is_dir():
-            raise
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
         return False
     return True
 

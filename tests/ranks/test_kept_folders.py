@@ -90,7 +90,10 @@ def test_second_run_in_the_same_folder_is_refused(folder: Path, run: Path) -> No
     [
         (("--train.seed", "1"), "was made with train.seed = 0, not 1"),
         (("--data.seed", "1"), "the saved state has seed = 0, but here seed = 1"),
-        (("--model.config", "{model_type: llama, hidden_size: 16, num_attention_heads: 2}"), "has a model with hidden"),
+        (
+            ("--model.config", "{model_type: llama, hidden_size: 16, num_attention_heads: 2}"),
+            "has a model with num_hidden",
+        ),
     ],
     ids=["seed", "data", "model"],
 )

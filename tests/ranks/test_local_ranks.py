@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -158,6 +159,29 @@ def test_nohup_protects_the_ranks(tmp_path: Path) -> None:
         assert going.running()
         os.kill(going.process, signal.SIGTERM)
         assert going.wait(20) == 128 + signal.SIGTERM
+
+
+SCRIPT = """
+import threefold
+print("the script")
+result = threefold.train({"train": {"steps": 1, "global_batch": 8}, "mesh": {"dp": 2, "device": "cpu"},
+                          "data": {"source": "corpus", "seq_len": 32, "num_workers": 1}, "log": {"dir": "scripted"},
+                          "model": {"config": {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4,
+                                               "intermediate_size": 64, "num_hidden_layers": 1}}})
+print(result.exit_code)
+"""
+
+
+def test_script_without_a_guard_trains_on_ranks(folder: Path) -> None:
+    """As the README shows it; each rank imported the script again, and died of starting ranks itself."""
+    (folder / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines.count("the script") == 1 and lines[-1] == "0"
+    assert last_step(folder / "scripted") == 1
 
 
 # --- who can reach them --------------------------------------------------------------------------------------------

@@ -12,15 +12,14 @@ import os
 import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from threefold.checkpoint.seal import sync_folder, write_sealed
+from threefold.config.paths import RUN_FILE
 from threefold.errors import ConfigError
-from threefold.jsonl import cut_torn_line
+from threefold.jsonl import cut_torn_line, utc_now
 
-FILE = "run.json"
 JOURNAL = "journal.jsonl"
 
 
@@ -48,7 +47,7 @@ class Identity:
     @classmethod
     def new(cls, origin: Origin | None = None, *, named: str | None = None) -> Identity:
         """A new identity; with the id that is `named` by checkpoints, if there are any."""
-        return cls(named or uuid.uuid4().hex, _now(), origin)
+        return cls(named or uuid.uuid4().hex, utc_now(), origin)
 
     @classmethod
     def read(cls, run: Path) -> Identity | None:
@@ -58,22 +57,22 @@ class Identity:
             ConfigError: the file was changed or cut.
         """
         try:
-            found = json.loads((run / FILE).read_bytes())
+            found = json.loads((run / RUN_FILE).read_bytes())
             origin = Origin(**found["origin"]) if found["origin"] is not None else None
             return cls(found["id"], found["created"], origin)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{run / FILE} cannot be read: {error!r}",
+                f"{run / RUN_FILE} cannot be read: {error!r}",
                 expected="the run's id, as it was written when the run began: its checkpoints name it",
-                fix=f"restore {FILE} from a copy of the run; each manifest.json in {run}/checkpoints names the id",
+                fix=f"restore {RUN_FILE} from a copy of the run; each manifest.json in {run}/checkpoints names the id",
             ) from error
 
     def write(self, run: Path) -> None:
-        temporary = run / f".{FILE}"
+        temporary = run / f".{RUN_FILE}"
         write_sealed(temporary, json.dumps(asdict(self)).encode() + b"\n")
-        os.replace(temporary, run / FILE)
+        os.replace(temporary, run / RUN_FILE)
         sync_folder(run)
 
 
@@ -91,7 +90,7 @@ class Journal:
     def append(self, event: str, **facts: Any) -> None:
         cut_torn_line(self._path)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"event": event, "time": _now(), **facts}) + "\n")
+            file.write(json.dumps({"event": event, "time": utc_now(), **facts}) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -114,7 +113,3 @@ class Journal:
     def starts(self) -> int:
         """How many starts were accepted."""
         return sum(line["event"] == "start" for line in self.lines())
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

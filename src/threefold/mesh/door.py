@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import hmac
 import ipaddress
@@ -38,6 +39,14 @@ class NoDoorError(Exception):
 
 class RefusedError(Exception):
     """The other side has another token."""
+
+
+def place_of(info: LaunchInfo) -> LaunchInfo:
+    """The info with rank 0's address on loopback, if the launcher has started all ranks on one host."""
+    known = info.generation is None and info.launcher not in (None, "environment")
+    if known and info.local_world_size == info.world_size:
+        return dataclasses.replace(info, master_addr=LOOPBACK)
+    return info
 
 
 def listen_for(info: LaunchInfo) -> tuple[socket.socket, str]:
@@ -74,8 +83,7 @@ def _is_meant(info: LaunchInfo) -> bool:
         return True
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(info.master_addr).is_loopback
-    # Many hosts know themselves by a loopback address, and others by a real one.
-    return info.launcher not in (None, "environment") and info.local_world_size == info.world_size
+    return False  # many hosts know themselves by a loopback address, and others by a real one
 
 
 def _addresses(name: str) -> list[tuple[int, str]]:

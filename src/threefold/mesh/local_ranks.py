@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import Any, Self
 
 from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST, Problem
@@ -121,6 +122,7 @@ class _Ranks:
         }
         threads = max(1, (os.cpu_count() or 1) // num_ranks)
         context = multiprocessing.get_context("forkserver")
+        self._own = entry.__module__.startswith("threefold.")
         self._all: list[BaseProcess] = []
         for rank in range(num_ranks):
             environ = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
@@ -138,8 +140,9 @@ class _Ranks:
 
     def run(self, signals: _Signals, grace_s: float) -> tuple[int, bool]:
         """Starts the ranks and waits for their end; returns the exit code, and whether another start could help."""
-        for process in self._all:
-            process.start()
+        with _main_left_out() if self._own else contextlib.nullcontext():
+            for process in self._all:
+                process.start()
         stopped: int | None = None
         until = float("inf")
         failed: BaseProcess | None = None
@@ -179,6 +182,20 @@ class _Ranks:
             assert process.pid is not None
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
+
+
+@contextlib.contextmanager
+def _main_left_out() -> Iterator[None]:
+    """Lets processes that are started meanwhile run without the user's script, which they would import again.
+
+    A script that calls `threefold.train` outside of `if __name__ == "__main__"` would start ranks of ranks.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _loopback_store() -> tuple[Any, int]:

@@ -112,7 +112,7 @@ def rendezvous(
         RendezvousError: within `timeout_s`: the port is taken, no rank answers, ranks are missing, two have one number,
             facts differ, or a rank has another token.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline, info = time.monotonic() + timeout_s, door.place_of(info)
     serving = info.rank == 0 and info.generation is None
     if token is not None and info.generation is not None:
         if info.master_addr != LOOPBACK:

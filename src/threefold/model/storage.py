@@ -73,7 +73,11 @@ def fill(
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     _mark_unwritten(model, written)
     model.initialize_weights()
-    _require_written(model, written)
+    # FSDP's class is not transformers' own, and in foreign code it passes over modules without tensors of their own.
+    for name in _unwritten(model, written):
+        _initialise_around(model, name)
+    if left := _unwritten(model, written):
+        raise RuntimeError(f"{type(model).__name__} has tensors that were never written: {', '.join(left)}")
 
 
 def _mark_unwritten(model: nn.Module, written: set[int]) -> None:
@@ -85,18 +89,28 @@ def _mark_unwritten(model: nn.Module, written: set[int]) -> None:
             buffer.fill_(torch.iinfo(buffer.dtype).min)
 
 
-def _require_written(model: nn.Module, written: set[int]) -> None:
-    """RuntimeError where memory as it was found would be used: an error of ours, or of the model's own code."""
+def _unwritten(model: nn.Module, written: set[int]) -> list[str]:
+    """The tensors in which memory is as it was found: an error of ours, or of the model's own code."""
     left = [name for name, parameter in model.named_parameters() if id(parameter) not in written]
     for name, buffer in model.named_buffers():
-        if id(buffer) in written or not buffer.numel():
+        if id(buffer) in written:
             continue
         if buffer.dtype.is_floating_point and buffer.isnan().any():
             left.append(name)
         if buffer.dtype in _INTEGERS and (buffer == torch.iinfo(buffer.dtype).min).any():
             left.append(name)
-    if left:
-        raise RuntimeError(f"{type(model).__name__} has tensors that were never written: {', '.join(left)}")
+    return left
+
+
+def _initialise_around(model: PreTrainedModel, name: str) -> None:
+    """Runs the initialisation of each module around a tensor, the innermost first, by the model that it belongs to."""
+    owner = model
+    parts = name.split(".")[:-1]
+    for depth in range(len(parts) + 1):
+        around = model.get_submodule(".".join(parts[:depth]))
+        owner = around if isinstance(around, PreTrainedModel) else owner
+    for depth in range(len(parts), -1, -1):
+        owner._init_weights(model.get_submodule(".".join(parts[:depth])))
 
 
 def _cut(whole: Tensor, placement: Placement | None, *, mesh: Mesh) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -220,7 +221,7 @@ def open_audit(run: Built) -> Audit:
         RunError: the loader does not resume where the run's record ended; on every rank.
     """
     config, mesh, loader = run.config, run.mesh, run.loader
-    resume = f"threefold train {run.folder.path}/config.yaml --log.dir {run.folder.path}"
+    resume = f"threefold resume {shlex.quote(str(run.folder.path))}"
     start = SegmentLine.of(
         order_of(config, loader.rows),
         loader.cursor().place,
@@ -233,7 +234,7 @@ def open_audit(run: Built) -> Audit:
     path = run.folder.path / record.FILE
     go_on = config.checkpoint.on_error == "continue"
     file = MetricsFile(path, continue_on_error=go_on) if mesh.rank == 0 else None
-    older = f"resume from an older checkpoint: {resume} --checkpoint.resume RUN/checkpoints/step-..."
+    older = f"resume from an older checkpoint: {resume}/checkpoints/step-..."
     begin = functools.partial(compare.begin, start, path, file, fix=older)
     start = dataclasses.replace(start, **mesh.share("audit", begin))
     return Audit(

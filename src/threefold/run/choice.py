@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, find
-from threefold.checkpoint.lineage import FILE as RUN_FILE
 from threefold.checkpoint.lineage import Identity, Journal, Origin
+from threefold.config.paths import RUN_FILE
 from threefold.config.schema import Config
 from threefold.config.text import read_yaml
 from threefold.errors import CheckpointError, ConfigError, ThreefoldError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, damaged
 from threefold.checkpoint.lineage import Identity, Journal, Origin
 from threefold.config import text as config_text
+from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
 from threefold.mesh import environment
@@ -119,6 +121,7 @@ class RunFolder:
         # A path to resume from was asked for once: the run that is there now is resumed.
         resume = {} if config.checkpoint.resume == "never" else {"resume": "auto"}
         kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=resume)})
+        kept = with_absolute_paths(kept)
         temporary = self.path / ".config.yaml"
         temporary.write_text(config_text.dump(kept))
         os.replace(temporary, self.path / "config.yaml")
@@ -162,7 +165,7 @@ def _made(path: Path) -> bool:
         path.mkdir(parents=True)
     except FileExistsError:
         if not path.is_dir():
-            raise
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
         return False
     return True
 

@@ -34,6 +34,7 @@ from threefold.checkpoint.manifest import (
 from threefold.checkpoint.saver import Job, Saver
 from threefold.checkpoint.seal import Seal
 from threefold.checkpoint.tensors import Part
+from threefold.config.paths import with_absolute_paths
 from threefold.config.peak_rate import peak_rate
 from threefold.config.schema import Config
 from threefold.data.loader import TokenLoader
@@ -122,7 +123,7 @@ class Checkpointer:
             "data": self.loader.state_dict(),
             "seed": self.config.train.seed,
             "architecture": architecture_of(self.architecture),
-            "config": self.config.model_dump(mode="json"),
+            "config": with_absolute_paths(self.config).model_dump(mode="json"),
             "base": self._base,
             "admission": self.config.model.admission,
             "versions": versions(),

@@ -37,6 +37,11 @@ def own_attention(model: nn.Module) -> str | None:
     return None if asking else f"{type(model).__name__} computes attention in layers of its own"
 
 
+def asks_for_attention(model: nn.Module) -> bool:
+    """Whether any layer of it asks for attention by name."""
+    return next(_asking(model), None) is not None
+
+
 def layer_with_added_keys(model: nn.Module) -> str | None:
     """The class of a layer that attends to more keys than tokens, because some stand for several tokens of a row."""
     return next((kind.__name__ for kind, how in _asking(model) if _ADDED_KEYS.search(inspect.getsource(how))), None)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threefold.model.context_parallel.backend import text_modules
+from threefold.model.context_parallel.backend import asks_for_attention, text_modules
 
 # What only such layers have: an argument of their forward, a tensor of their own.
 _ARGUMENTS = {"cache_params", "state", "conv_mask"}
@@ -36,7 +36,8 @@ def _carries(module: nn.Module) -> bool:
         return False  # a model, or a layer of torch
     own = any(isinstance(getattr(module, name, None), Tensor) for name in _TENSORS)
     convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
-    return convolves or (own and len(arguments) > 2) or bool(_ARGUMENTS & arguments.keys())
+    told = bool(_ARGUMENTS & arguments.keys()) and not asks_for_attention(module)
+    return convolves or (own and len(arguments) > 2) or told
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,247 @@
+"""One process, every kind of architecture: our loss and gradients are transformers' own, with each document alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from architectures import NAMES, NOT_RUN, config_of, perturbed
+from threefold.mesh.mesh import Mesh, init_mesh
+from threefold.model import load, storage
+from threefold.model.context_parallel import backend, limits, recurrence
+from threefold.model.context_parallel.split import ContextParallel
+from threefold.model.head import install
+from threefold.model.reduced import reduced
+from threefold.training.loss import TokenLoss
+from threefold.verify.comparison import GRADIENT_TOLERANCE, LOSS_TOLERANCE
+
+SEQ_LEN = 32
+# Their own attention; masks, keys or terms of their own.
+OWN = ("bloom", "codegen", "falcon", "gptj", "gpt_neo", "gpt_neox_japanese", "mpt", "xglm", "trocr", "git", "big_bird")
+DERIVED = ("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "inkling2_text")
+STATES = (
+    *("qwen3_next", "granitemoehybrid", "nemotron_h", "olmo_hybrid", "minimax", "lfm2_moe", "mamba2", "jamba"),
+    *("zamba2", "falcon_h1", "recurrent_gemma", "rwkv", "xlstm", "zaya", "inkling_text", "kimi_linear"),
+)
+# Positions: numbered from a cut row, after the padding's number, chunks of a document, two sets of factors.
+POSITIONS = ("bart", "marian", "pegasus", "whisper", "roberta", "camembert", "llama4", "phi3", "bigbird_pegasus")
+SAMPLE = ("llama", "gemma3_text", "gpt_oss", "bert", *OWN, *DERIVED, *STATES, *POSITIONS)
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [4.0] * 48, "rope_theta": 1e4}
+# What transformers' own forward makes of a row's beginning depends on the row's length, or on later tokens.
+NOT_CAUSAL = ("cpmant", "xlnet", "xlm", "reformer", "prophetnet")
+# Of many near-equal keys it picks the largest: rounding decides.
+PICKS = ("doge",)
+
+
+def small(name: str) -> PretrainedConfig:
+    values: dict[str, Any] = {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 4096}}
+    config = reduced(config_of(name, **(values if name == "phi3" else {})), seq_len=SEQ_LEN)
+    if hasattr(text := config.get_text_config(), "index_n_heads"):
+        text.index_n_heads = 16  # with few, many scores are 0, and which of them are picked is left to chance
+    return config
+
+
+def rows(mask: str, config: PretrainedConfig) -> dict[str, Tensor]:
+    """Two rows; `documents`: of several documents; `padded`: filled up after the first."""
+    draws = torch.Generator().manual_seed(5)
+    tokens = torch.randint(3, config.get_text_config().vocab_size, (2, SEQ_LEN + 1), generator=draws)
+    batch = {"input_ids": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone()}
+    documents = torch.zeros(2, SEQ_LEN, dtype=torch.int64)
+    if mask == "documents":
+        for row, begins in ((0, (4, 9)), (1, (19, 27))):
+            for begin in begins:
+                documents[row, begin:] += 1
+                batch["labels"][row, begin - 1] = -100
+    if mask == "padded":
+        for row, length in ((0, 21), (1, 11)):
+            documents[row, length:] = -1
+            batch["labels"][row, length - 1 :] = -100
+    batch["document_ids"] = documents
+    begins = torch.cat([torch.ones(2, 1, dtype=torch.bool), documents.diff(dim=1) != 0], dim=1)
+    places = torch.arange(SEQ_LEN).expand(2, -1)
+    batch["position_ids"] = places - places.where(begins, 0).cummax(dim=1).values
+    return batch if mask != "causal" else {name: value for name, value in batch.items() if name != "document_ids"}
+
+
+def theirs(model: Any, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of transformers' own model, which is given each document alone, and no positions."""
+    total = torch.zeros(())
+    documents = batch.get("document_ids", torch.zeros_like(batch["input_ids"]))
+    for tokens, labels, numbers in zip(batch["input_ids"], batch["labels"], documents, strict=True):
+        for number in numbers.unique_consecutive():
+            if number >= 0:
+                own = numbers == number
+                logits = model(input_ids=tokens[own][None], use_cache=False).logits[0]
+                total = total + F.cross_entropy(logits, labels[own], ignore_index=-100, reduction="sum")
+    total.backward()
+    return total.item(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+class Ours:
+    """The product's model in one process, with the weights of transformers' own."""
+
+    def __init__(self, config: PretrainedConfig, weights: dict[str, Tensor], mesh: Mesh) -> None:
+        self.context = ContextParallel(mesh)
+        self.model = load.build_without_storage(copy.deepcopy(config), attention=self.context.name)
+        self.context.adapt(self.model)
+        install(self.model, chunk=7)
+        storage.fill(
+            self.model,
+            {name: lambda each=each: each for name, each in weights.items()},
+            mesh=mesh,
+            tp_placements={},
+            fsdp_sharded=False,
+            first_value=lambda name, shape: torch.empty(shape),
+        )
+        self.model.eval()
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        with self.context.batch(batch) as local:
+            sums = self.model(
+                labels=local["labels"],
+                token_loss=TokenLoss(),
+                input_ids=local["input_ids"],
+                position_ids=local["position_ids"],
+                attention_mask=torch.ones_like(local["input_ids"]),
+                use_cache=False,
+            )
+            if torch.is_grad_enabled():
+                self.model.zero_grad()
+                sums.objective.backward()
+            return sums.cross_entropy.detach()
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    found = init_mesh(device="cpu")
+    yield found
+    found.close()
+
+
+def compare(name: str, mesh: Mesh) -> None:
+    torch.manual_seed(0)
+    config = small(name)
+    own = perturbed(AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")).eval()
+    ours = Ours(config, dict(own.state_dict()), mesh)
+    kept = not limits.document_problems(ours.model) and name not in PICKS and name != "blt"
+    for mask in ("causal", "documents", "padded") if kept else ("causal",):
+        batch = rows(mask, config)
+        own.zero_grad()
+        loss, gradients = theirs(own, batch)
+        targets = int((batch["labels"] != -100).sum())
+        assert abs(ours.loss(batch).item() - loss) / targets <= LOSS_TOLERANCE, mask
+        found = {each: parameter.grad for each, parameter in ours.model.named_parameters()}
+        largest = max(gradient.abs().max() for gradient in gradients.values())
+        for each, gradient in gradients.items():
+            if gradient.abs().max() > 1e-5 * largest:  # a key's bias has none, but for rounding
+                difference = (found[each] - gradient).abs().max() / gradient.abs().max()
+                assert difference <= GRADIENT_TOLERANCE, (mask, each)
+    with torch.no_grad():
+        early = rows("causal", config)
+        early["labels"][:, 8:] = -100
+        changed = {**early, "input_ids": early["input_ids"].clone()}
+        changed["input_ids"][:, 16:] = 5
+        assert abs(ours.loss(early) - ours.loss(changed)) < 1e-3
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_it_computes_as_transformers_does_with_each_document_alone(name: str, mesh: Mesh) -> None:
+    compare(name, mesh)
+
+
+@pytest.mark.examples
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in {*SAMPLE, *NOT_RUN, *NOT_CAUSAL}])
+def test_every_architecture_computes_as_transformers_does(name: str, mesh: Mesh) -> None:
+    compare(name, mesh)
+
+
+def outline(name: str, **values: Any) -> Any:
+    config = small(name)
+    for key, value in values.items():
+        setattr(config, key, value)
+    return load.outline(config)
+
+
+@pytest.mark.parametrize("name", [*OWN, *DERIVED])
+def test_own_attention_is_kept(name: str) -> None:
+    assert backend.own_attention(outline(name)) is not None
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_oss", "bert", "bart", "qwen3_next", "gemma3"])
+def test_attention_that_is_asked_for_is_given(name: str) -> None:
+    assert backend.own_attention(outline(name)) is None
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_are_found(name: str) -> None:
+    assert list(recurrence.carriers(outline(name)))
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "gpt2", "deepseek_v3", "gemma4", "whisper", "phi4_multimodal"])
+def test_no_state_is_found_where_there_is_none(name: str) -> None:
+    """Convolutions of parts that hear or see are not in the way of a text."""
+    assert not list(recurrence.carriers(outline(name)))
+
+
+def test_documents_as_rows_and_back() -> None:
+    documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, -1]])
+    values = torch.arange(16).reshape(2, 8, 1)
+    laid_out = recurrence.DocumentRows.of(documents)
+    seen: list[list[int]] = []
+
+    def forward(rows: Tensor, state: None = None) -> tuple[Tensor, Tensor]:
+        seen.extend(row.flatten().tolist() for row in rows)
+        return rows * 10, torch.zeros(7)
+
+    output, state = laid_out.run(forward, values)
+    assert output.equal(values * 10)
+    assert state is None
+    runs = [[0, 1, 2], [3, 4], [5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [15]]
+    assert sorted(sorted(set(row)) for row in seen) == runs
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "camembert", "electra", "megatron-bert", "big_bird", "rembert"])
+def test_a_model_of_both_sides_is_no_causal_one(name: str) -> None:
+    assert limits.direction_problems(outline(name), pretrained=False) == []
+    model = load.outline(reduced(AutoConfig.for_model(name)))
+    found = limits.direction_problems(model, pretrained=False)
+    assert [str(problem) for problem in found] == [
+        f"the model {name!r} is not causal: with its config each token sees the ones behind it\n"
+        "  expected: a model that predicts each token from the ones before it\n"
+        "  fix: --model.config '{..., is_decoder: true}'"
+    ]
+
+
+def test_given_weights_of_a_model_of_both_sides() -> None:
+    model = load.outline(reduced(AutoConfig.for_model("bert")))
+    assert [str(problem) for problem in limits.direction_problems(model, pretrained=True)] == [
+        "the model 'bert' is not causal: with its config each token sees the ones behind it\n"
+        "  expected: a causal language model: these weights were trained to see both sides of a token\n"
+        "  fix: use a causal model; to train this one on as if it were: is_decoder: true in config.json"
+    ]
+
+
+def test_gpt_neox_says_that_it_is_no_decoder_and_is_one() -> None:
+    assert limits.direction_problems(outline("gpt_neox", is_decoder=False), pretrained=False) == []
+
+
+def test_a_buffer_that_nothing_writes_is_an_error(mesh: Mesh) -> None:
+    model = load.build_without_storage(small("llama"), attention="eager")
+    weights = {name: torch.zeros(each.shape) for name, each in model.named_parameters()}
+    model.model.register_buffer("forgotten", torch.zeros(3, device="meta"), persistent=False)
+    with pytest.raises(RuntimeError, match=r"never written: model\.forgotten"):
+        storage.fill(
+            model,
+            {name: lambda each=each: each for name, each in weights.items()},
+            mesh=mesh,
+            tp_placements={},
+            fsdp_sharded=False,
+            first_value=lambda name, shape: torch.empty(shape),
+        )

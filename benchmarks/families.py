@@ -161,13 +161,16 @@ class _Group:
         try:
             while done < len(left):
                 time.sleep(0.02)
-                lines = [json.loads(line) for line in self._answers.read_text().splitlines() if line.endswith("}")]
+                # In this order: one that has gone has written all that it had to say.
                 gone = [process.exitcode for process in processes if process.exitcode is not None]
+                lines = [json.loads(line) for line in self._answers.read_text().splitlines() if line.endswith("}")]
                 for line in [line for line in lines if "cell" in line][done:]:
                     self._write(left[done], line["cell"], results)
                     done, since = done + 1, time.monotonic()
-                if any(gone) or (gone and done < len(left)):
-                    reason = next((line["error"] for line in lines if "error" in line), f"exit code {max(gone)}")
+                # A rank may be done before rank 0 has told the last cell.
+                if any(gone) or (len(gone) == len(processes) and done < len(left)):
+                    code = next((code for code in gone if code), 0)
+                    reason = next((line["error"] for line in lines if "error" in line), f"exit code {code}")
                     break
                 if time.monotonic() - since > self._limit_s:
                     reason = f"no answer within {self._limit_s:.0f} s"

@@ -97,7 +97,7 @@ def _heads_divide(config: PretrainedConfig, topology: Topology) -> bool:
     try:
         heads = text.num_attention_heads
         kv_heads = 1 if getattr(text, "multi_query", False) else getattr(text, "num_key_value_heads", None) or heads
-    except (AttributeError, ValueError, KeyError):  # it has none, or a number of its own in each layer
+    except (AttributeError, RuntimeError, ValueError):  # it has none, or a number of its own in each layer
         return False
     return isinstance(heads, int) and heads % ranks == 0 and kv_heads % ranks == 0
 

@@ -12,10 +12,10 @@ ARGS ?=
 TESTS ?= tests
 KILLS ?= 100
 
-.PHONY: train test test-faults test-launchers test-examples check fix wheel clean help
+.PHONY: train test test-faults test-launchers test-examples test-families check fix wheel clean help
 
 help:
-	@sed -n 's/^#   //p' Makefile; echo "make test | test-faults | test-launchers | test-examples | check | fix | wheel | clean"
+	@sed -n 's/^#   //p' Makefile; echo "make test | test-faults | test-launchers | test-examples | test-families | check | fix | wheel | clean"
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
@@ -65,6 +65,10 @@ test-launchers: $(VENV)/.dev $(LAUNCHERS)/.installed
 # Every example by the command of its page, and long versions of tests that are short elsewhere.
 test-examples: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m examples tests
+
+# Every causal architecture of transformers on every mesh; fails if one is wrong, or fails without being refused by name.
+test-families: $(VENV)/.dev
+	$(BIN)/python benchmarks/families.py --all --check --write docs/models.md
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

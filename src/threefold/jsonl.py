@@ -6,8 +6,12 @@ same value.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,19 +29,44 @@ class Tracker(Protocol):
 
 
 class MetricsFile:
-    """Appends to a run's metrics.jsonl."""
+    """Appends to a run's metrics.jsonl.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        continue_on_error: a line that cannot be written, on a full disk say, is left out, and that is printed once.
+    """
+
+    def __init__(self, path: Path, *, continue_on_error: bool = False) -> None:
         cut_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._continue_on_error = continue_on_error
+        self._said = False
 
     def log(self, metrics: Metrics) -> None:
-        self._file.write(json.dumps(metrics) + "\n")
-        self._file.flush()
+        with self._attempt():
+            line = json.dumps(metrics).encode() + b"\n"
+            start = os.fstat(self._file.fileno()).st_size
+            if self._file.write(line) != len(line):
+                self._file.truncate(start)  # no torn line between whole ones
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        os.fsync(self._file.fileno())
+        with self._attempt():
+            os.fsync(self._file.fileno())
         self._file.close()
+
+    @contextmanager
+    def _attempt(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._continue_on_error:
+                raise
+            if not self._said:
+                self._said = True
+                print(
+                    f"{self._file.name} cannot be written ({error.strerror}): lines are missing from it",
+                    file=sys.stderr,
+                )
 
 
 def cut_torn_line(path: Path) -> None:

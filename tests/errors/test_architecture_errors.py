@@ -99,7 +99,7 @@ def test_one_key_for_all_heads_is_not_shared_by_ranks() -> None:
     assert choose_method("auto", config, Topology(cp=2), seq_len=4096)[0] == "gather"
 
 
-@pytest.mark.parametrize("name", ["mamba", "rwkv", "xlstm", "dots3_note_text"])
+@pytest.mark.parametrize("name", ["mamba", "rwkv", "xlstm", "blt"])
 def test_a_config_that_does_not_say_how_many_heads_it_has(name: str) -> None:
     assert choose_method("auto", small(name), Topology(), seq_len=4096)[0] == "gather"
     assert choose_method("auto", small(name), Topology(cp=2), seq_len=4096)[0] == "gather"

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from threefold.checkpoint import saver
 from threefold.checkpoint.boxes import Box, Chunk, Entry, Index
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
-from threefold.checkpoint.manifest import read_manifest
+from threefold.checkpoint.manifest import architecture_of, read_manifest, refuse_other
 from threefold.checkpoint.seal import checksum_of
 from threefold.checkpoint.state import fit
 from threefold.checkpoint.tensors import read_box
+from threefold.config.loading import validate
 from threefold.errors import EXIT_FAILED, EXIT_WRONG_REQUEST, CheckpointError, ThreefoldError
 from threefold.run.folder import RunFolder
 
@@ -58,6 +60,24 @@ def test_changed_manifest() -> None:
         "the manifest that was written with the checkpoint",
         "remove run/checkpoints/step-00000005, and resume from an older checkpoint",
     )
+
+
+def test_another_model_is_one_problem() -> None:
+    """A run of one's own model was asked to resume with the default one: a block for each of sixteen keys."""
+    checkpoint = saved()
+    Path("run/config.yaml").touch()
+    model = {"name_or_path": "my-qwen"}
+    then = LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=2, head_dim=8, vocab_size=99)
+    now = LlamaConfig(hidden_size=128, num_hidden_layers=4, num_attention_heads=8, vocab_size=257)
+    config = validate({"model": model})
+    manifest = {"config": config.model_dump(mode="json"), "seed": 0, "architecture": architecture_of(then)}
+    assert text(lambda: refuse_other(manifest, config, now, checkpoint)) == problem(
+        "the checkpoint run/checkpoints/step-00000005 has the model my-qwen with num_hidden_layers = 3, this run 4; "
+        "hidden_size = 64, this run 128; num_attention_heads = 2, this run 8; 3 more keys differ",
+        "the same model: its tensors would not fit, or would mean something else",
+        "threefold resume run   to resume the run, or --log.dir ANOTHER_FOLDER for a new one",
+    )
+    refuse_other(manifest, config, then, checkpoint)
 
 
 def test_manifest_of_another_release() -> None:

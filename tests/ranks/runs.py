@@ -38,7 +38,8 @@ def environment(folder: Path) -> dict[str, str]:
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DP_SIZE", "CP_SIZE", "TP_SIZE")
     kept = {name: value for name, value in os.environ.items() if name not in launcher}
     # What was admitted in one test is admitted in all of them.
-    admitted, shared = folder / "cache/threefold/admission", Path(os.environ["XDG_CACHE_HOME"]) / "threefold/admission"
+    admitted, cache = folder / "cache/threefold/admission", os.environ.get("XDG_CACHE_HOME", folder / "shared")
+    shared = Path(cache) / "threefold/admission"
     if not admitted.is_symlink():
         admitted.parent.mkdir(parents=True, exist_ok=True)
         shared.mkdir(parents=True, exist_ok=True)

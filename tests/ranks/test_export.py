@@ -36,6 +36,8 @@ STATES = {
     },
     **{"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "time_step_limit": [0.0, math.inf]},
 }
+_EMU3 = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+EMU3 = {"model_type": "emu3", "text_config": {**_EMU3, "num_key_value_heads": 2, "vocab_size": 257, "pad_token_id": 0}}
 CASES: dict[str, tuple[dict[str, Any], Sizes]] = {
     "llama on one process": (LLAMA, (1, 1, 1, 1)),
     "llama on dp_shard x tp": (LLAMA, (1, 2, 1, 2)),
@@ -44,6 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], Sizes]] = {
     "experts on tp": (MOE, (1, 1, 1, 2)),
     "gpt2 on dp": (GPT2, (2, 1, 1, 1)),
     "a config with an infinity": (STATES, (1, 1, 1, 1)),
+    "a text part whose config has no class": (EMU3, (1, 1, 1, 1)),
 }
 
 

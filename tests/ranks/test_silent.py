@@ -46,7 +46,8 @@ def folder(tmp_path: Any) -> str:
 
 def _holds(folder: str, sizes: dict[str, int], model: dict[str, Any], steps: int = 2, **values: Any) -> None:
     world = sizes.get("dp", 1) * sizes.get("cp", 1) * sizes.get("tp", 1)
-    settings = {"model": {"config": {**SIZES, **model}}, **values}
+    sized = model if "hidden_size" in model else {**SIZES, **model}
+    settings = {"model": {"config": sized}, **values}
     settings.setdefault("train", {"global_batch": 8})
     loss, norm, gradient, holds, by_group = run_ranks(_compare, world, folder, sizes, settings, steps)[0]
     assert holds, (loss, norm, gradient, by_group)
@@ -64,6 +65,25 @@ def test_norms_of_heads_are_summed_once_over_micro_batches(folder: str) -> None:
     train = {"global_batch": 8, "micro_batch": 2}
     _holds(folder, {"tp": 2}, {"model_type": "qwen3"}, train=train)
     _holds(folder, {"dp": 2, "dp_shard": 2, "tp": 2}, {"model_type": "qwen3"}, train=train)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "apertus",  # an activation with parameters between columns and rows
+        "youtu",  # a plan that leaves attention whole, so that the sequence must be whole there too
+        "dots3_note_text",  # layers with heads of their own number
+    ],
+)
+def test_what_a_plan_leaves_out_is_exact_under_tp(folder: str, kind: str) -> None:
+    from architectures import config_of
+    from threefold.checkpoint.manifest import architecture_of
+    from threefold.model.reduced import reduced
+
+    model = {**architecture_of(reduced(config_of(kind), ranks=2)), "vocab_size": 257}
+    for key in ("is_encoder_decoder", "id2label", "label2id"):
+        model.pop(key, None)
+    _holds(folder, {"tp": 2}, model)
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}], ids=str)
@@ -289,3 +309,42 @@ def test_router_loss_leaves_padding_out(folder: str, kind: str, sizes: dict[str,
         if parameter.grad is not None and parameter.grad.abs().max() > 1e-7:
             difference = (torch.from_numpy(gradients[name]) - parameter.grad).abs().max() / parameter.grad.abs().max()
             assert difference < 1e-3, name
+
+
+def _noise(sequence_parallel: bool) -> Any:
+    """(what attention drops on this rank, whether a layer that is computed again drops the same, the numbers after)."""
+    import torch
+
+    from threefold.config.schema import Config
+    from threefold.mesh.mesh import init_mesh
+    from threefold.model import load, noise
+    from threefold.model.build import build
+
+    mesh = init_mesh(device="cpu", tp=2)
+    config = Config.model_validate(
+        {
+            "model": {"config": {**SIZES, "model_type": "llama", "attention_dropout": 0.5}},
+            "data": {"seq_len": 32},
+            "mesh": {"sequence_parallel": sequence_parallel},
+        }
+    )
+    model = build(config, load.read_config(config.model), mesh)
+    torch.manual_seed(hash(noise.places(mesh, model.tensor.sequence_group)))
+    module = model.module.model.layers[0].self_attn.train()
+    states = torch.ones(1, 2, 8, 8)
+    rows = {name: torch.zeros(1, 8, dtype=torch.int64) for name in ("input_ids", "labels")}
+    with model.context.batch({**rows, "position_ids": torch.arange(8)[None]}):
+        before = torch.get_rng_state()
+        first, _ = model.context._attention(module, states, states, states, None, dropout=0.5, is_causal=True)
+        after = torch.rand(4)
+        torch.set_rng_state(before)
+        again, _ = model.context._attention(module, states, states, states, None, dropout=0.5, is_causal=True)
+    return first.tolist(), torch.equal(first, again), after.tolist()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tp_ranks_drop_their_own_heads_and_the_same_activations(sequence_parallel: bool) -> None:
+    (first, same_0, after_0), (second, same_1, after_1) = run_ranks(_noise, 2, sequence_parallel)
+    assert first != second  # other heads, other noise
+    assert same_0 and same_1
+    assert (after_0 != after_1) == sequence_parallel  # other tokens, or the same activations

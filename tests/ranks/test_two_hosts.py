@@ -71,3 +71,37 @@ def test_host_that_is_cut_off_is_named_and_the_run_goes_on_after_a_restart(tmp_p
         assert (found[step]["loss"], found[step]["grad_norm"]) == (whole[step]["loss"], whole[step]["grad_norm"]), step
     proof = command(tmp_path, "data", "audit", "run")
     assert proof.returncode == 0 and "2 starts" in proof.stdout, proof.stderr
+
+
+_STRANGER = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 29500), timeout=5) as door:
+    door.sendall(bytes(200))
+    heard = b""
+    while piece := door.recv(4096):
+        heard += piece
+print(heard[:17], len(heard))
+"""
+
+
+@pytest.mark.parametrize("token", [None, "a token that nobody guesses"], ids=["open", "token"])
+def test_who_can_join_a_run_on_two_hosts(tmp_path: Path, token: str | None) -> None:
+    prepare(tmp_path)
+    (tmp_path / "stranger.py").write_text(_STRANGER)
+    with hosts("tfdoor", 3) as (first, second, third):
+        env = {**environment(tmp_path), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+        env |= {"MASTER_ADDR": first.address, "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        env |= {"THREEFOLD_TOKEN": token} if token is not None else {}
+        command = [sys.executable, "-m", "threefold", "train", "config.yaml", *RUN]
+        for rank, host in enumerate((first, second)):
+            host.start(command, cwd=tmp_path, env={**env, "RANK": str(rank)}, output=tmp_path / f"{rank}.txt")
+        wait_for(lambda: last_step(tmp_path / "run") >= 10, f"step 10: {(tmp_path / '0.txt').read_text()}")
+        head = (tmp_path / "0.txt").read_text()
+        if token is None:
+            assert "  hosts  2: no THREEFOLD_TOKEN, so every host that reaches them must be trusted" in head
+            return
+        assert "  hosts  2: only ranks with the token can join" in head
+        asked = third.command([sys.executable, str(tmp_path / "stranger.py"), first.address])
+        heard = subprocess.run(asked, capture_output=True, text=True, timeout=60)
+        # A greeting, a random number, and that it was refused.
+        assert heard.stdout == f"{b'threefold door 1' + bytes([10])!r} {17 + 32 + 1}\n", heard.stderr

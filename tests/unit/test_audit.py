@@ -32,7 +32,7 @@ SEQ_LEN = 4
 ONE, TWO, FOUR = Topology(), Topology(dp_replicate=2, tp=2), Topology(dp_shard=4)
 ORDER = Order(num_rows=40, global_batch=8, seed=3, shuffle=True)
 SECOND = Place(0, 8)
-GO_ON = "threefold train runs/a/config.yaml --log.dir runs/a"
+GO_ON = "threefold resume runs/a"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, find, newest_undamaged
+from threefold.checkpoint.lineage import Identity
 from threefold.errors import CheckpointError
 
 
@@ -118,13 +119,39 @@ def test_prune_keeps_the_best(checkpoints: CheckpointFolder) -> None:
     assert steps(checkpoints) == [5, 6]
 
 
-def test_prune_removes_what_broken_saves_left(checkpoints: CheckpointFolder) -> None:
+def test_prune_removes_what_broken_saves_left_and_nothing_that_is_being_copied(checkpoints: CheckpointFolder) -> None:
     save(checkpoints, 1)
-    (save(checkpoints, 2).path / "COMPLETE").unlink()
+    (save(checkpoints, 2).path / "COMPLETE").unlink()  # cp or rsync have not brought it yet
     checkpoints.begin(3)
     save(checkpoints, 4)
     checkpoints.prune(2)
-    assert sorted(os.listdir(checkpoints.path)) == ["step-00000001", "step-00000004"]
+    assert sorted(os.listdir(checkpoints.path)) == ["step-00000001", "step-00000002", "step-00000004"]
+
+
+def test_link_and_what_it_leads_to_are_left_alone(checkpoints: CheckpointFolder, tmp_path: Path) -> None:
+    archive = CheckpointFolder(tmp_path / "archive")
+    archived = save(archive, 1)
+    checkpoints.path.mkdir(parents=True, exist_ok=True)
+    (checkpoints.path / "step-00000001").symlink_to(archived.path)
+    for step in (2, 3):
+        save(checkpoints, step)
+    checkpoints.prune(1)
+    assert checkpoints.set_aside_after(0) == [checkpoints.path / "aside-1-step-00000003"]
+    assert archived.complete and archived.damage() is None
+    assert (checkpoints.path / "step-00000001").is_symlink()
+
+
+def test_checkpoint_of_another_run_is_left_alone(checkpoints: CheckpointFolder) -> None:
+    own, other = Identity.new(), Identity.new()
+    checkpoints.path.mkdir(parents=True, exist_ok=True)
+    own.write(checkpoints.path.parent)
+    for step, run in ((1, other), (2, own), (3, own)):
+        checkpoints.begin(step)
+        checkpoints.commit(step, {"run": run.id})
+    checkpoints.prune(1)
+    assert [each.step for each in checkpoints.complete()] == [3]
+    assert [each.step for each in checkpoints.foreign()] == [1]
+    assert checkpoints.set_aside_after(0) == [checkpoints.path / "aside-1-step-00000003"]
 
 
 def test_removal_cut_short_is_not_complete(checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +166,7 @@ def test_removal_cut_short_is_not_complete(checkpoints: CheckpointFolder, monkey
         patch.setattr("shutil.rmtree", interrupted)
         with pytest.raises(Interrupted):
             checkpoints.prune(1)
-    assert (checkpoints.path / "step-00000001" / "state" / "0.distcp").exists()
+    assert list(checkpoints.path.glob(".step-00000001.*/state/0.distcp"))
     assert steps(checkpoints) == [2]
     checkpoints.prune(1)
     assert os.listdir(checkpoints.path) == ["step-00000002"]

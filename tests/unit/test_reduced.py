@@ -146,3 +146,77 @@ def test_parts_of_a_model_shrink_each(name: str) -> None:
     assert type(small) is type(config_of(name))
     assert small.get_text_config().vocab_size == VOCABULARY
     run(small)
+
+
+# As published: the sizes, switches and rotary embeddings of real models.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": {
+        **{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+        **{
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "vocab_size": 128256,
+        },
+        "eos_token_id": [128001, 128008, 128009],
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"},
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "Qwen2.5-7B": {
+        **{"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28},
+        **{"num_attention_heads": 28, "num_key_value_heads": 4, "max_window_layers": 28, "sliding_window": 131072},
+        **{"use_sliding_window": False, "vocab_size": 152064, "rope_theta": 1000000.0},
+    },
+    "Phi-3.5-mini": {
+        **{"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32},
+        **{"num_attention_heads": 32, "num_key_value_heads": 32, "sliding_window": 262144, "vocab_size": 32064},
+        **{"max_position_embeddings": 131072, "original_max_position_embeddings": 4096},
+        "rope_scaling": {"type": "longrope", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48},
+    },
+    "DeepSeek-V3": {
+        **{"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61},
+        **{"moe_intermediate_size": 2048, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536},
+        **{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_group": 8},
+        **{"n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "topk_group": 4},
+        **{"first_k_dense_replace": 3, "max_position_embeddings": 163840, "vocab_size": 129280},
+        "rope_scaling": {
+            **{"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "gpt-oss-20b": {
+        **{"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24},
+        **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32},
+        **{"num_experts_per_tok": 4, "sliding_window": 128, "vocab_size": 201088, "pad_token_id": 199999},
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "rope_scaling": {
+            **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "Qwen3-Next-80B": {
+        **{"model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16},
+        **{"num_key_value_heads": 2, "head_dim": 256, "num_experts": 512, "num_experts_per_tok": 10},
+        **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "partial_rotary_factor": 0.25},
+        **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4},
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_published_configs(name: str, ranks: int) -> None:
+    values = dict(PUBLISHED[name])
+    real = AutoConfig.for_model(values.pop("model_type"), **values)
+    small = reduced(real, ranks=ranks)
+    parameters, _ = run(small)
+    assert parameters < 1e6
+    kinds = [key for key in ("layer_types", "mlp_layer_types") if getattr(real, key, None)]
+    assert all(set(getattr(small, key)) == set(getattr(real, key)) for key in kinds)
+    assert small.rope_parameters.keys() == real.rope_parameters.keys()
+    assert {key for key, value in real.to_dict().items() if value is None} == {
+        key for key, value in small.to_dict().items() if value is None
+    }

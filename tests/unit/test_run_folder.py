@@ -38,7 +38,13 @@ def test_new_folder_is_made_and_begins_at_step_1(resume: str) -> None:
     opened = open_run(config(resume, "deep/er/run"))
     assert opened == RunFolder(Path("deep/er/run"))
     opened.accept(config(resume))
-    assert sorted(path.name for path in opened.path.iterdir()) == ["checkpoints", "config.yaml", "logs"]
+    assert sorted(path.name for path in opened.path.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "journal.jsonl",
+        "logs",
+        "run.json",
+    ]
     assert opened.metrics == Path("deep/er/run/metrics.jsonl") and not opened.metrics.exists()
 
 

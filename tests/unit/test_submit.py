@@ -118,7 +118,7 @@ def test_batch_script_holds_the_config_and_starts_itself_again(tmp_path: Path) -
     # The script is run with a srun of our own, which shows what the job would start and with which config.
     (tmp_path / "bin").mkdir()
     fake = tmp_path / "bin" / "srun"
-    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > srun.txt\nexit 75\n')
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > srun.txt\necho "$THREEFOLD_TOKEN" > token.txt\nexit 75\n')
     again = tmp_path / "bin" / "scontrol"
     again.write_text('#!/bin/sh\necho "$@" > scontrol.txt\n')
     for program in (fake, again):
@@ -129,6 +129,8 @@ def test_batch_script_holds_the_config_and_starts_itself_again(tmp_path: Path) -
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n"
+    assert re.fullmatch("[0-9a-f]{64}\n", (tmp_path / "token.txt").read_text())
+    assert "THREEFOLD_TOKEN" not in slurm.script(asked, ranks(num_hosts=1), options)
     started = (tmp_path / "srun.txt").read_text().splitlines()
     run = "runs/it's mine"
     assert started[-5:] == ["threefold", "train", f"{run}/submitted.yaml", "--log.dir", run]

@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from threefold.checkpoint.lineage import Identity
 from threefold.checkpoint.seal import Seal, checksum_of, shares, sync_folder, write_sealed, wrong_checksums, wrong_sizes
 from threefold.errors import CheckpointError
 
@@ -42,6 +43,15 @@ class Checkpoint:
     @property
     def complete(self) -> bool:
         return (self.path / _MARKER).exists()
+
+    @property
+    def run(self) -> str | None:
+        """The id of the run that wrote it; None if it cannot be read, or for one of version 0.1.0."""
+        try:
+            found = json.loads((self.path / _MANIFEST).read_bytes())["run"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return found if isinstance(found, str) else None
 
     def manifest(self) -> dict[str, Any]:
         """Returns what the checkpoint belongs to: config, mesh, versions, data and cursor, and the seals of its files.
@@ -106,10 +116,14 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """The checkpoints of one run."""
+    """The checkpoints of one run.
+
+    What another run wrote, a link, and what has no marker yet (a copy under way) are never removed or renamed.
+    """
 
     def __init__(self, run: Path) -> None:
         self.path = run / "checkpoints"
+        self._run = run
 
     def partial(self, step: int) -> Path:
         """Returns the hidden folder in which the checkpoint of `step` is being written."""
@@ -133,9 +147,19 @@ class CheckpointFolder:
         """
         return seal_folder(self.partial(step), self.path / _name(step), step, manifest, seals or {})
 
+    def own(self) -> list[Checkpoint]:
+        """Returns the checkpoints of this run, oldest first, complete or not; all of them in a folder without an id."""
+        identity = Identity.read(self._run)
+        return [each for each in self.all() if identity is None or each.run in (None, identity.id)]
+
+    def foreign(self) -> list[Checkpoint]:
+        """Returns the checkpoints that another run wrote, oldest first."""
+        own = self.own()
+        return [each for each in self.all() if each not in own]
+
     def complete(self) -> list[Checkpoint]:
-        """Returns all complete checkpoints, oldest first; they may still be damaged."""
-        return [checkpoint for checkpoint in self.all() if checkpoint.complete]
+        """Returns the run's complete checkpoints, oldest first; they may still be damaged."""
+        return [checkpoint for checkpoint in self.own() if checkpoint.complete]
 
     def all(self) -> list[Checkpoint]:
         """Returns all folders with a checkpoint's name, oldest first, complete or not."""
@@ -160,18 +184,25 @@ class CheckpointFolder:
         temporary = self.path / f".{_BEST}"
         write_sealed(temporary, json.dumps({"step": step, "eval_loss": eval_loss}).encode() + b"\n")
         os.replace(temporary, self.path / _BEST)
+        sync_folder(self.path)
+
+    def forget_best_after(self, step: int) -> None:
+        """Removes the record of a best checkpoint later than `step`: it is not of this timeline any more."""
+        best = self.best()
+        if best is not None and best[0] > step:
+            (self.path / _BEST).unlink()
 
     def prune(self, keep: int, *, keep_every: int = 0) -> None:
         """Removes all but the `keep` newest complete checkpoints, the best, and those of every `keep_every`-th step.
 
-        Also removes the remains of interrupted saves.
+        Also removes the remains of interrupted saves and removals.
         """
         best, _ = self.best() or (None, None)
         for checkpoint in self.complete()[:-keep]:
-            if checkpoint.step != best and (not keep_every or checkpoint.step % keep_every):
+            linked = checkpoint.path.is_symlink()
+            if not linked and checkpoint.step != best and (not keep_every or checkpoint.step % keep_every):
                 _remove(checkpoint.path)
-        remnants = [checkpoint.path for checkpoint in self.all() if not checkpoint.complete]
-        for path in [*remnants, *self.path.glob(".step-*.partial")]:
+        for path in self.path.glob(".step-*.partial"):
             _remove(path)
 
     def set_aside_after(self, step: int) -> list[Path]:
@@ -180,7 +211,7 @@ class CheckpointFolder:
         Returns the new paths. Their content is unchanged; the user may remove them.
         """
         aside = []
-        for checkpoint in [each for each in self.all() if each.step > step]:
+        for checkpoint in [each for each in self.own() if each.step > step and not each.path.is_symlink()]:
             targets = (self.path / f"aside-{number}-{checkpoint.path.name}" for number in count(1))
             aside.append(checkpoint.path.rename(next(target for target in targets if not target.exists())))
         return aside
@@ -268,6 +299,13 @@ def _step(path: Path) -> int | None:
 
 
 def _remove(folder: Path) -> None:
-    # Remove the marker first: an interrupted removal must not look like a complete checkpoint.
-    (folder / _MARKER).unlink(missing_ok=True)
+    """Removes a folder of ours; never what a link leads to."""
+    if folder.is_symlink() or not folder.exists():
+        return
+    # Hidden first: an interrupted removal must not look like a checkpoint, complete or being copied.
+    if not folder.name.startswith("."):
+        hidden = folder.with_name(f".{folder.name}.removed.partial")
+        if hidden.exists():
+            shutil.rmtree(hidden, ignore_errors=True)
+        folder = folder.rename(hidden)
     shutil.rmtree(folder, ignore_errors=True)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
-from typing import Any
+import operator
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from transformers import AutoConfig, PretrainedConfig
 
 from threefold.checkpoint.layout import Checkpoint
-from threefold.config.schema import Config
-from threefold.config.text import pasted
+from threefold.config.paths import with_absolute_paths
+from threefold.config.schema import Config, every_key
+from threefold.config.text import as_yaml, pasted
 from threefold.errors import CheckpointError, Problem
 
 # Fields and types that a manifest must have. A damaged one fails its checksum; this check is for a foreign one.
 _FIELDS = {"step": int, "mesh": list, "data": dict, "seed": int, "architecture": dict, "config": dict}
+# Of a model that is quite another one, these are named.
+_TELLING = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_NUM_NAMED = 3
 
 
 def read_manifest(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -39,11 +46,7 @@ def refuse_other(
 ) -> None:
     """Raises CheckpointError if the checkpoint belongs to another model or seed."""
     problems, at, seed = [], f"the checkpoint {checkpoint.path}", manifest["seed"]
-    now, then = architecture_of(architecture), manifest["architecture"]
-    for key in sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key)):
-        what = f"{at} has a model with {key} = {then.get(key)}, this run {now.get(key)}"
-        expected = "the same model: its tensors would not fit, or would mean something else"
-        problems.append(Problem(what, expected, "use the model of the run, or --log.dir ANOTHER_FOLDER for a new one"))
+    problems += _other_model(manifest, architecture_of(architecture), checkpoint)
     asked, trained = config.model.model_dump(mode="json")["lora"], manifest["config"]["model"].get("lora", {})
     for key in sorted((asked.keys() & trained.keys()) - {"dropout"}) if asked["r"] or trained.get("r") else ():
         if asked[key] != trained[key]:
@@ -56,6 +59,76 @@ def refuse_other(
         problems.append(Problem(what, expected, f"--train.seed {seed}"))
     if problems:
         raise CheckpointError.of(problems)
+
+
+# Keys that change what is trained, and nothing else in a run would show it.
+_CONFIRMED = ("model.dtype", "optimizer.betas", "optimizer.eps", "train.label_smoothing", "train.z_loss")
+# Where a run lies and resumes is said in its head.
+_NOT_COMPARED = ("checkpoint.resume", "log.dir")
+
+
+class Change(NamedTuple):
+    """A key whose value is another one than when the checkpoint was saved."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} {as_yaml(self.before)} -> {as_yaml(self.now)}"
+
+
+def changes(manifest: Mapping[str, Any], config: Config) -> list[Change]:
+    """The keys of the config that differ from the checkpoint's; keys that its release did not have are left out."""
+    found = []
+    now = with_absolute_paths(config).model_dump(mode="json")
+    for key in every_key():
+        if key in _NOT_COMPARED:
+            continue
+        try:
+            before = functools.reduce(operator.getitem, key.split("."), manifest["config"])
+        except (KeyError, TypeError):
+            continue
+        value = functools.reduce(operator.getitem, key.split("."), now)
+        moved = isinstance(before, str) and isinstance(value, str) and value.endswith(f"/{before.removeprefix('./')}")
+        found += [Change(key, before, value)] if before != value and not moved else []
+    return found
+
+
+def refuse_unconfirmed(found: Sequence[Change], checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError for the changes that must be confirmed."""
+    problems = [
+        Problem(
+            f"{change.key} = {as_yaml(change.now)}, but {checkpoint.path} was saved with {as_yaml(change.before)}",
+            "the run's own value: another one changes what is trained from here on",
+            f"--{change.key} {pasted(change.before)}   (or --accept-changes, to train on with the new one)",
+        )
+        for change in found
+        if change.key in _CONFIRMED
+    ]
+    if problems:
+        raise CheckpointError.of(problems)
+
+
+def _other_model(manifest: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Checkpoint) -> list[Problem]:
+    """One problem for all keys of the architecture that differ, the sizes that tell most first."""
+    then = manifest["architecture"]
+    differing = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
+    if not differing:
+        return []
+    differing.sort(key=lambda key: _TELLING.index(key) if key in _TELLING else len(_TELLING))
+    named = [f"{key} = {then.get(key)}, this run {now.get(key)}" for key in differing[:_NUM_NAMED]]
+    more = f"; {len(differing) - _NUM_NAMED} more keys differ" if len(differing) > _NUM_NAMED else ""
+    name = manifest["config"].get("model", {}).get("name_or_path")
+    model = f"the model {name}" if name else "a model"
+    what = f"the checkpoint {checkpoint.path} has {model} with {'; '.join(named)}{more}"
+    expected = "the same model: its tensors would not fit, or would mean something else"
+    fix, run = "use the model of the run", checkpoint.path.parents[1]
+    if (run / "config.yaml").is_file():
+        quoted = shlex.quote(str(run))
+        fix = f"threefold resume {quoted}   to resume the run"
+    fix += ", or --log.dir ANOTHER_FOLDER for a new one"
+    return [Problem(what, expected, fix)]
 
 
 def refuse_other_base(manifest: Mapping[str, Any], base: str | None, config: Config, checkpoint: Checkpoint) -> None:

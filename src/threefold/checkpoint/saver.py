@@ -128,6 +128,7 @@ class Saver:
         self._number = 0
         self._running: threading.Thread | None = None
         self._failure: str | None = None
+        self.saved_step = -1  # the last one of which the checkpoint is complete
 
     def save(self, job: Job) -> None:
         """Waits for the previous save and begins this one; waits for this one too unless it runs in the background.
@@ -202,6 +203,8 @@ class Saver:
             log.exception("the save of step %d", job.step)
             outcome = json.dumps({"step": job.step, "reason": str(error) or repr(error)})
         self._failure = outcome or None
+        if not outcome:
+            self.saved_step = job.step
 
     def _together(self, job: Job, parts: Sequence[Part]) -> str:
         """Returns rank 0's conclusion: empty, or the step and the reason as JSON."""

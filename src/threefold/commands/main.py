@@ -28,6 +28,9 @@ app = typer.Typer(
 # In the order of `--help`; those with CONTEXT take any key of the config.
 _COMMANDS = {
     "train": CONTEXT,
+    "resume": CONTEXT,
+    "eval": CONTEXT,
+    "sample": None,
     "verify": CONTEXT,
     "export": None,
     "doctor": CONTEXT,

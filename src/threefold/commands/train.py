@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -18,6 +19,9 @@ def command(
     ] = 0,
     force: Annotated[
         bool, typer.Option("--force", help="Start more local ranks than this machine has room for.")
+    ] = False,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Resume with keys that change what is trained.")
     ] = False,
     local_rank: Annotated[
         int | None, typer.Option("--local_rank", "--local-rank", hidden=True, help="Added by older launchers.")
@@ -45,4 +49,5 @@ def command(
         return
     from threefold.run.start import train_command
 
+    loaded = replace(loaded, accept_changes=accept_changes)
     sys.exit(train_command(loaded, max_restarts=max_restarts, force=force))

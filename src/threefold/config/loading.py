@@ -10,10 +10,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from threefold.config.paths import run_of
 from threefold.config.rules import MIXTURE_FIX, contradictions
 from threefold.config.schema import Config, MixtureSource, every_key, inner_sections, keys_of, value_at
 from threefold.config.text import as_yaml, parse, pasted
@@ -24,10 +26,15 @@ MESH_VARIABLES = {"DP_SIZE": "mesh.dp", "CP_SIZE": "mesh.cp", "TP_SIZE": "mesh.t
 
 @dataclass(frozen=True)
 class Loaded:
-    """A validated config, and the origin of each `section.key` that is not a default."""
+    """A validated config, the origin of each `section.key` that is not a default, and what the command adds.
+
+    Attributes:
+        accept_changes: a resumed run may be trained on with keys that change what is trained.
+    """
 
     config: Config
     origins: Mapping[str, str] = field(default_factory=dict)
+    accept_changes: bool = False
 
     def describe(self) -> Iterator[tuple[str, Any, str]]:
         """(section.key, value, origin) of every key, in the order of the schema."""
@@ -48,7 +55,7 @@ def load(
     The environment gives only defaults: a file or an override takes precedence over it.
 
     Args:
-        path: YAML 1.2 file of sections, or None.
+        path: YAML 1.2 file of sections, or None. The config of a run's folder means that run: `log.dir` is its folder.
         overrides: (section.key, value as YAML 1.2 text).
         environ: read for DP_SIZE, CP_SIZE and TP_SIZE.
         defaults: (section.key, value as text, origin) that a launcher suggests; the file overrides them.
@@ -68,6 +75,8 @@ def load(
     layers = _parsed(before, problems)
     if path is not None:
         layers += [(key, value, path) for key, value in _read_file(path, problems)]
+        if (run := run_of(Path(path))) is not None:
+            layers.append(("log.dir", str(run), path))
     for key, value, origin in layers + _parsed(after, problems):
         _put(values, origins, key, value, origin)
     problems += _unknown(values)

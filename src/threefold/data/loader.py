@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from threefold.data.order import Cursor, Order, Place, StepRange, num_batches, skips_ahead
 from threefold.data.partition import check_global_batch
 from threefold.data.rows.concat import IGNORED, PADDING, Rows
+from threefold.mesh.local_ranks import die_with_creator
 
 Batch = dict[str, Tensor]
 
@@ -111,6 +112,8 @@ class TokenLoader:
             pin_memory=self._pin_memory,
             # A fork of a process with live communication threads can hang; the server has none.
             multiprocessing_context=multiprocessing.get_context("forkserver") if self._num_workers else None,
+            # torch's workers look at their parent only, which is that server.
+            worker_init_fn=die_with_creator,
             # torch draws a seed here; drawn from the global generator, it would put a resumed run one number ahead.
             generator=torch.Generator(),
         )

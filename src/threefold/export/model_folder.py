@@ -7,6 +7,7 @@ from elsewhere is loaded only if the caller allows it, whatever the run that sav
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import shutil
 import warnings
@@ -125,7 +126,7 @@ class _Export:
             max_shard_bytes=self.max_shard_bytes,
             convert=lambda layer: revert_weight_conversion(model, layer),
         )
-        _save_descriptions(model, self.config, self.to)
+        _save_descriptions(model, self.config, self.architecture, self.to)
         num_bytes = sum(index.entries[name].num_bytes for name in tensors)
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if self.verify is None and num_bytes * 1.5 > free:
@@ -149,7 +150,7 @@ class _Export:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # transformers' own warning, about an internal name
             model.save_pretrained(self.to, max_shard_size=self.max_shard_bytes)
-        _save_descriptions(model, self.config, self.to)
+        _save_descriptions(model, self.config, self.architecture, self.to)
         files = sorted(path.name for path in self.to.glob("*.safetensors"))
         return self._exported(model.parameters(), files, self._reloaded(lambda: model))
 
@@ -167,11 +168,16 @@ class _Export:
         return "reloaded: equal logits"
 
 
-def _save_descriptions(model: Any, config: Config, to: Path) -> None:
+def _save_descriptions(model: Any, config: Config, architecture: PretrainedConfig, to: Path) -> None:
     """Writes the model's config and code, its generation config and the run's tokenizer to the folder `to`."""
-    model.config.architectures = [type(model).__name__]
-    model.config.dtype = "float32"
-    model.config.save_pretrained(to)
+    # Of a few models' text part alone (Emu3's) transformers finds no class; the whole config names it.
+    part = (
+        type(model.config) is not type(architecture) and type(model.config) not in AutoModelForCausalLM._model_mapping
+    )
+    described = copy.deepcopy(architecture) if part else model.config
+    described.architectures = [type(model).__name__]
+    described.dtype = "float32"
+    described.save_pretrained(to)
     if model.is_remote_code():
         transformers.dynamic_module_utils.custom_object_save(model, to, config=model.config)
     if model.can_generate():

@@ -41,6 +41,10 @@ class SlurmOptions:
     python: str = "python"
 
 
+# srun hands it to every rank; each start of the job has its own.
+_TOKEN = ("export THREEFOLD_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')", "")
+
+
 def script(config: Config, ranks: Ranks, options: SlurmOptions) -> str:
     """The batch script; ConfigError if a name is not accepted, or an option would not stay on its line."""
     name = checked_name(options.name, longest=64)
@@ -65,6 +69,7 @@ def script(config: Config, ranks: Ranks, options: SlurmOptions) -> str:
         text.rstrip("\n"),
         end,
         "",
+        *(_TOKEN if ranks.num_hosts > 1 else ()),
         f"srun --wait={_WAIT_S}{cpus} {shlex.quote(options.python)} -m threefold train "
         '"$run/submitted.yaml" --log.dir "$run"',
         "code=$?",

@@ -18,6 +18,9 @@ from threefold.mesh.launchers import managed
 from threefold.mesh.launchers.info import LaunchInfo as LaunchInfo
 from threefold.mesh.launchers.readers import read as read
 
+LOOPBACK = "127.0.0.1"
+_LEAST_TOKEN = 16
+
 
 def current() -> LaunchInfo:
     """This very process as its launcher describes it."""
@@ -47,6 +50,21 @@ def settings() -> tuple[managed.Setting, ...]:
     return job.settings if job is not None else ()
 
 
+def restarted_job() -> str | None:
+    """The job that this process is a restart of, by its scheduler or launcher; None at a first start."""
+    if (count := os.environ.get("SLURM_RESTART_COUNT", "0")).isdigit() and int(count):
+        return f"slurm {os.environ.get('SLURM_JOB_ID', '')}"
+    return job() if current().restart else None
+
+
+def job() -> str | None:
+    """The job that this process belongs to, by the number that its scheduler or launcher keeps over restarts."""
+    for launcher, name in (("slurm", "SLURM_JOB_ID"), ("torchrun", "TORCHELASTIC_RUN_ID")):
+        if number := os.environ.get(name):
+            return f"{launcher} {number}"
+    return None
+
+
 def tell_failure(text: str) -> None:
     """Writes a failure's reason where the owner of a managed job sees it; without such a job does nothing."""
     with contextlib.suppress(ConfigError):
@@ -68,6 +86,55 @@ def settle_rank(info: LaunchInfo) -> None:
     cores = os.cpu_count() or 1
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     os.environ.setdefault("OMP_NUM_THREADS", str(own if own < cores else max(1, cores // info.local_world_size)))
+
+
+def stay_on_loopback(*, asked: bool = False) -> None:
+    """Lets gloo and NCCL of this process listen on the loopback interface only: all ranks are on this machine.
+
+    Args:
+        asked: leave an interface that the user has named.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    if (loopback := next((name for name in ("lo", "lo0") if name in names), None)) is not None:
+        # NCCL takes a name for the beginning of one, unless it is told otherwise.
+        for variable, value in (("GLOO_SOCKET_IFNAME", loopback), ("NCCL_SOCKET_IFNAME", f"={loopback}")):
+            if not (asked and variable in os.environ):
+                os.environ[variable] = value
+
+
+def network_here() -> str | None:
+    """Names the network stack that this process shares with others of its machine; None if that cannot be told."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return None
+
+
+def token() -> bytes | None:
+    """What the ranks of a run must know to meet: THREEFOLD_TOKEN, or the content of the file THREEFOLD_TOKEN_FILE.
+
+    Raises:
+        ConfigError: it is short, or in a file that cannot be read, or that others can read.
+    """
+    name, fix = "THREEFOLD_TOKEN", "export THREEFOLD_TOKEN=$(openssl rand -hex 32)   (the same on every host)"
+    found = os.environ.get(name)
+    if found is None and (path := os.environ.get("THREEFOLD_TOKEN_FILE")) is not None:
+        name, fix = f"THREEFOLD_TOKEN_FILE = {path}", f"(umask 077; openssl rand -hex 32 > {path})"
+        try:
+            if Path(path).stat().st_mode & 0o077:
+                expected = "a file that only its owner can read: who knows the token can join the run"
+                raise ConfigError(f"{name} can be read by others", expected=expected, fix=f"chmod 600 {path}")
+            found = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not text"
+            raise ConfigError(f"{name}: {reason}", expected="a file with the token", fix=fix) from error
+    if found is None:
+        return None
+    if len(found := found.strip()) < _LEAST_TOKEN:
+        expected = f"at least {_LEAST_TOKEN} random ones"
+        raise ConfigError(f"{name} has {len(found)} characters", expected=expected, fix=fix)
+    return found.encode()
 
 
 def accept_local_rank(value: int) -> None:

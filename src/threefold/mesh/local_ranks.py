@@ -1,29 +1,38 @@
 """Starting ranks on this machine, if no launcher did.
 
-Local ranks run under torch's elastic agent, forked from a server process that has already imported the heavy libraries.
+Local ranks are forked from a server process that has already imported the heavy libraries. They meet in a store that
+this process keeps, and which, like all that they open among themselves, listens on the loopback interface only: nobody
+outside of this machine can reach a run of local ranks. They end with this process, however it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
-import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from types import ModuleType
+from typing import Any, Self
 
-from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST
+from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST, Problem
+from threefold.mesh.environment import LOOPBACK, stay_on_loopback
 
-_LEAVES_AFTER_S = 2.0
-_LAUNCHER_PIPE = "launcher"
+# Passed on to the ranks, unless they are ignored here, as SIGHUP is under nohup.
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 # A restart would not change these: a wrong request, and a requested stop.
 _FINAL = (EXIT_WRONG_REQUEST, EXIT_STOPPED_WITH_CHECKPOINT)
+# Ranks whose peer has failed find their connections closed; one that does not is killed.
+_END_WITHIN_S = 30.0
+_LEAVES_AFTER_S = 2.0
 
 
 def preload(modules: Sequence[str]) -> None:
@@ -48,52 +57,179 @@ def start_ranks(
     When a rank fails, the others are stopped and all are started again, up to `max_restarts` times. A signal to this
     process is passed on to the ranks, which have `grace_s` seconds to finish their step and save.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher import LaunchConfig, elastic_launch
+    code = EXIT_FAILED
+    with _Signals() as signals:
+        for restart in range(max_restarts + 1):
+            with _Ranks(entry, args, num_ranks, restart, max_restarts) as ranks:
+                code, again = ranks.run(signals, grace_s)
+            if not again:
+                break
+    return code
 
-    # Its messages are about agents and error files; the failed rank has reported what is wrong.
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed", "torch.multiprocessing")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="threefold-") as folder:
-        outcome, launcher = Path(folder) / "exit-code", Path(folder) / _LAUNCHER_PIPE
-        os.mkfifo(launcher)
-        pipe = os.open(launcher, os.O_RDWR)  # closed by the kernel when this process dies
-        launch_config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            run_id=f"threefold-{os.getpid()}",
-            start_method="forkserver",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=max_restarts,
-            monitor_interval=0.1,
-            shutdown_timeout=grace_s,
-            signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-        )
+
+class _Signals:
+    """The signals that arrive while it is open; `reader` becomes readable when one does."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        os.set_blocking(self._writer, False)
+        os.set_blocking(self.reader, False)
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {
+                number: signal.signal(number, self._note)
+                for number in _SIGNALS
+                if signal.getsignal(number) is not signal.SIG_IGN
+            }
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        os.close(self.reader)
+        os.close(self._writer)
+
+    def _note(self, number: int, frame: object) -> None:
+        os.write(self._writer, bytes([number]))
+
+    def arrived(self) -> bytes:
+        """The numbers of the signals since the last call, in order."""
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self.reader, 1024)
+        return b""
+
+
+class _Ranks:
+    """One start of all ranks, with a store of their own; none is left when it is closed."""
+
+    def __init__(
+        self, entry: Callable[..., None], args: Sequence[Any], num_ranks: int, restart: int, max_restarts: int
+    ) -> None:
+        self._store, port = _loopback_store()
+        shared = {
+            "WORLD_SIZE": num_ranks,
+            "LOCAL_WORLD_SIZE": num_ranks,
+            "GROUP_WORLD_SIZE": 1,
+            "GROUP_RANK": 0,
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RUN_ID": f"threefold-{os.getpid()}",
+            "TORCHELASTIC_RESTART_COUNT": restart,
+            "TORCHELASTIC_MAX_RESTARTS": max_restarts,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
         threads = max(1, (os.cpu_count() or 1) // num_ranks)
-        try:
-            elastic_launch(launch_config, _rank_process)(entry, tuple(args), threads, str(outcome))
-        except ChildFailedError as error:
-            _, failure = error.get_first_failure()
-            return failure.exitcode if failure.exitcode > 0 else EXIT_FAILED
-        except SignalException as error:
-            return int(outcome.read_text()) if outcome.exists() else 128 + error.sigval
-        finally:
-            os.close(pipe)
-    return 0
+        context = multiprocessing.get_context("forkserver")
+        self._own = entry.__module__.startswith("threefold.")
+        self._all: list[BaseProcess] = []
+        for rank in range(num_ranks):
+            environ = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            given = (entry, tuple(args), threads, environ)
+            self._all.append(context.Process(target=_rank_process, args=given, name=f"rank {rank}"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._send(signal.SIGKILL)
+        for process in self._all:
+            if process.pid is not None:
+                process.join(_END_WITHIN_S)
+
+    def run(self, signals: _Signals, grace_s: float) -> tuple[int, bool]:
+        """Starts the ranks and waits for their end; returns the exit code, and whether another start could help."""
+        with _main_left_out() if self._own else contextlib.nullcontext():
+            for process in self._all:
+                process.start()
+        stopped: int | None = None
+        until = float("inf")
+        failed: BaseProcess | None = None
+        while self._alive() and time.monotonic() < until:
+            self._wait(signals, until)
+            for number in signals.arrived():
+                if stopped is None:
+                    stopped, until = number, time.monotonic() + grace_s
+                self._send(number)
+            if failed is None and stopped is None and (failed := self._first_failed()) is not None:
+                _report_killed(failed)
+                until = time.monotonic() + _END_WITHIN_S
+                self._send(signal.SIGTERM)
+        codes = [process.exitcode for process in self._all]
+        if stopped is not None:
+            first = codes[0]
+            return first if first is not None and first >= 0 else 128 + stopped, False
+        if failed is None and (failed := self._first_failed()) is None:
+            return 0, False
+        final = next((code for code in codes if code in _FINAL), None)
+        if final is not None:
+            return final, False
+        return failed.exitcode if failed.exitcode is not None and failed.exitcode > 0 else EXIT_FAILED, True
+
+    def _alive(self) -> list[BaseProcess]:
+        return [process for process in self._all if process.pid is not None and process.exitcode is None]
+
+    def _first_failed(self) -> BaseProcess | None:
+        return next((process for process in self._all if process.exitcode), None)
+
+    def _wait(self, signals: _Signals, until: float) -> None:
+        patience = None if until == float("inf") else max(0.0, until - time.monotonic())
+        connection.wait([signals.reader, *(process.sentinel for process in self._alive())], patience)
+
+    def _send(self, number: int) -> None:
+        for process in self._alive():
+            assert process.pid is not None
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
 
-def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int, outcome: str) -> None:
+@contextlib.contextmanager
+def _main_left_out() -> Iterator[None]:
+    """Lets processes that are started meanwhile run without the user's script, which they would import again.
+
+    A script that calls `threefold.train` outside of `if __name__ == "__main__"` would start ranks of ranks.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _loopback_store() -> tuple[Any, int]:
+    """A store for the ranks, kept in this process, and its port on the loopback interface."""
+    import torch.distributed as dist
+
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening.bind((LOOPBACK, 0))
+    listening.listen(socket.SOMAXCONN)
+    port = listening.getsockname()[1]
+    patience = timedelta(seconds=30)
+    store = dist.TCPStore(
+        LOOPBACK, port, None, True, patience, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+    return store, port
+
+
+def _report_killed(failed: BaseProcess) -> None:
+    """Names a rank that a signal has ended: it could not report that itself."""
+    if failed.exitcode is not None and failed.exitcode < 0:
+        number = -failed.exitcode
+        names = {int(each): each.name for each in signal.Signals}
+        what = f"{failed.name} (process {failed.pid}) was ended by {names.get(number, f'signal {number}')}"
+        expected = "every rank to stay until the run is over"
+        fix = "after SIGKILL look for `Out of memory` in the kernel's log (dmesg)"
+        print(f"{Problem(what, expected, fix)}\n", end="", file=sys.stderr, flush=True)
+
+
+def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int, environ: dict[str, str]) -> None:
+    die_with_creator()
+    os.environ.update(environ)
+    stay_on_loopback()
     import torch
 
-    _die_with_launcher(Path(outcome).parent / _LAUNCHER_PIPE)
-    final = Path(f"{outcome}-final")
-    if final.exists():
-        os._exit(int(final.read_text()))
     torch.set_num_threads(threads)
     code = EXIT_FAILED
     try:
@@ -101,40 +237,34 @@ def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int,
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else EXIT_FAILED
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     except BaseException:
         # An entry reports its expected errors itself; this one is unexpected.
         traceback.print_exc()
-    if os.environ.get("RANK") == "0":
-        Path(outcome).write_text(str(code))
-    if code in _FINAL:
-        final.write_text(str(code))
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
         os._exit(code)
-    # A rank that returns waits until the agent has every rank's value. After a signal the agent collects none and waits
-    # for the rank. The value is in the agent's pipe immediately, so a rank that leaves later loses nothing.
+    # What is still running could keep a rank that is done for ever.
     leave = threading.Timer(_LEAVES_AFTER_S, os._exit, (0,))
     leave.daemon = True
     leave.start()
 
 
-def _die_with_launcher(pipe: Path) -> None:
-    """Kills this rank as soon as no process holds the other end of `pipe`.
+def die_with_creator(worker: int = 0) -> None:
+    """Kills this process as soon as the one that created it has ended, for ranks and for a loader's workers.
 
-    Its parent is the server that it was forked from, which lives as long as any rank does.
+    Its parent is the server that it was forked from, which lives as long as any process that it has forked.
     """
-    try:
-        end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    except FileNotFoundError:  # the launcher is gone, and its folder with it
-        os._exit(EXIT_FAILED)
-    os.set_blocking(end, True)
+    creator = multiprocessing.parent_process()
+    assert creator is not None
 
     def wait() -> None:
-        os.read(end, 1)
+        creator.join()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=wait, name="launcher pipe", daemon=True).start()
+    threading.Thread(target=wait, name="creator", daemon=True).start()
 
 
 def die_with_parent() -> None:

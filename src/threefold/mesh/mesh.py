@@ -200,7 +200,7 @@ def join_mesh(
     if not dist.is_initialized():
         versions = {"torch": torch.__version__, "transformers": version("transformers")}
         own = {**versions, "the mesh": str(topology), "the device": own_device.type, **(facts or {})}
-        hosts = join_group(info, own_device, timeout_s, own)
+        hosts = join_group(info, own_device, timeout_s, own, environment.token())
     sizes = (topology.dp_replicate, topology.dp_shard * topology.cp, topology.tp)
     device_mesh = init_device_mesh(own_device.type, sizes, mesh_dim_names=_PARAMETER_AXES)
     groups = {name: _group_of(topology, axes) for name, axes in _GROUPS.items()}

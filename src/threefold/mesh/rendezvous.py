@@ -9,6 +9,7 @@ the host but not who is missing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -24,7 +25,9 @@ import torch
 import torch.distributed as dist
 
 from threefold.errors import Problem
+from threefold.mesh import door
 from threefold.mesh import rendezvous_errors as errors
+from threefold.mesh.environment import LOOPBACK, network_here, stay_on_loopback
 from threefold.mesh.launchers.info import LaunchInfo
 
 # Rank 0 gives up first, so that the others learn of it before their own time is over.
@@ -37,16 +40,27 @@ _FAREWELL_S = 5.0
 
 # Process groups one after another in one process use the same store; all ranks count in the same order.
 _numbers = itertools.count()
+# By port.
+_served: dict[int, Any] = {}
+# A program that listens where rank 0 should, and has not answered within this time, is asked whether it is a door.
+_ANSWERS_WITHIN_S = 2.0
 
 
-def join_group(info: LaunchInfo, device: torch.device, timeout_s: float, facts: Mapping[str, str]) -> tuple[str, ...]:
+def join_group(
+    info: LaunchInfo, device: torch.device, timeout_s: float, facts: Mapping[str, str], token: bytes | None = None
+) -> tuple[str, ...]:
     """Makes the default process group of all ranks; returns the host of each.
+
+    Args:
+        token: what every rank must know to use rank 0's store (`door`).
 
     Raises:
         RendezvousError: the ranks did not come together, or cannot connect to one another.
     """
     begun = time.monotonic()
-    store, hosts = rendezvous(info, timeout_s=timeout_s, facts=facts)
+    store, hosts, local = rendezvous(info, timeout_s=timeout_s, facts=facts, token=token)
+    if local:
+        stay_on_loopback(asked=True)
     left = max(1.0, timeout_s - (time.monotonic() - begun))
     failures: list[str] = []
 
@@ -88,20 +102,27 @@ def _asked(ask: Callable[[], Any], *, otherwise: bool) -> bool:
         return otherwise
 
 
-def rendezvous(info: LaunchInfo, *, timeout_s: float, facts: Mapping[str, str]) -> tuple[Any, tuple[str, ...]]:
-    """Joins the other ranks of `info`; when all are there and agree on the `facts`: their store, and the host of each.
+def rendezvous(
+    info: LaunchInfo, *, timeout_s: float, facts: Mapping[str, str], token: bytes | None = None
+) -> tuple[Any, tuple[str, ...], bool]:
+    """Joins the other ranks of `info`; when all are there and agree on the `facts`: their store, the host of each, and
+    whether they share one machine's loopback interface.
 
     Raises:
         RendezvousError: within `timeout_s`: the port is taken, no rank answers, ranks are missing, two have one number,
-            or facts differ.
+            facts differ, or a rank has another token.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline, info = time.monotonic() + timeout_s, door.place_of(info)
     serving = info.rank == 0 and info.generation is None
-    store = _serve(info, deadline) if serving else _reach(info, deadline, timeout_s)
+    if token is not None and info.generation is not None:
+        if info.master_addr != LOOPBACK:
+            raise _told(errors.token_without_effect(info), first=info.local_rank == 0)
+        token = None  # nobody else can reach that store
+    store = _serve(info, deadline, token) if serving else _reach(info, deadline, timeout_s, token)
     store.set_timeout(timedelta(seconds=timeout_s))
     store = dist.PrefixStore(f"threefold/{info.generation or 'rendezvous'}/{next(_numbers)}", store)
     facts = {"the number of ranks": str(info.world_size), **facts}
-    said = {"host": info.host, "process": os.getpid(), "facts": facts}
+    said = {"host": info.host, "process": os.getpid(), "network": network_here(), "facts": facts}
     try:
         verdict, mine = _verdict(store, info, said, deadline, timeout_s)
     except RuntimeError as error:
@@ -115,7 +136,7 @@ def rendezvous(info: LaunchInfo, *, timeout_s: float, facts: Mapping[str, str]) 
             with contextlib.suppress(RuntimeError):
                 store.add("read", 1)
         raise _told(errors.RendezvousError.of(Problem(*each) for each in verdict["problems"]), first=mine)
-    return store, tuple(verdict["hosts"])
+    return store, tuple(verdict["hosts"]), verdict["local"]
 
 
 def _told(error: Any, *, first: bool) -> Any:
@@ -131,21 +152,31 @@ def _pauses() -> Iterator[float]:
         pause = min(_LOOK_S, pause * 1.5)
 
 
-def _serve(info: LaunchInfo, deadline: float) -> Any:
+def _serve(info: LaunchInfo, deadline: float, token: bytes | None) -> Any:
     assert info.master_port is not None
+    if (served := _served.get(info.master_port)) is not None:
+        return served.clone()
     until = min(deadline, time.monotonic() + _PORT_FREE_WITHIN_S)
     while True:
         try:
-            # Through its own name it could be unreachable, which is better reported when ranks are missing.
-            address, limit = ("localhost", info.master_port), timedelta(seconds=30)
-            return dist.TCPStore(*address, info.world_size, True, limit, wait_for_workers=False, multi_tenant=True)
-        except RuntimeError as error:
-            if time.monotonic() > until or "EADDRINUSE" not in str(error):
-                raise errors.port_taken(info, str(error)) from error
+            listening, address = door.listen_for(info)
+            break
+        except OSError as error:
+            if time.monotonic() > until or error.errno != errno.EADDRINUSE:
+                reason = f"{errno.errorcode.get(error.errno or 0, '')}: {error.strerror}"
+                raise errors.port_taken(info, reason) from error
         time.sleep(_LOOK_S)
+    if token is not None:
+        inner = door.listen_on_loopback()
+        door.open_door(listening, (LOOPBACK, inner.getsockname()[1]), token)
+        listening, address = inner, LOOPBACK
+    place, limit, number = (address, listening.getsockname()[1]), timedelta(seconds=30), listening.detach()
+    store = dist.TCPStore(*place, info.world_size, True, limit, wait_for_workers=False, master_listen_fd=number)
+    _served[info.master_port] = store
+    return store
 
 
-def _reach(info: LaunchInfo, deadline: float, timeout_s: float) -> Any:
+def _reach(info: LaunchInfo, deadline: float, timeout_s: float, token: bytes | None) -> Any:
     assert info.master_addr is not None and info.master_port is not None
     address = (info.master_addr, info.master_port)
     speaks = info.local_rank == 0 or info.rank == 1
@@ -153,6 +184,13 @@ def _reach(info: LaunchInfo, deadline: float, timeout_s: float) -> Any:
         if time.monotonic() > deadline - _LOOK_S:
             raise _told(errors.unreached(info, reason, timeout_s), first=speaks)
         time.sleep(_LOOK_S)
+    if token is not None:
+        try:
+            address = (LOOPBACK, door.open_gate(address, token))
+        except (OSError, EOFError, door.NoDoorError) as error:
+            raise _told(errors.no_door(info), first=speaks) from error
+        except door.RefusedError as error:
+            raise _told(errors.other_token(info), first=speaks) from error
     found: list[Any] = []
 
     def connect() -> None:
@@ -163,6 +201,9 @@ def _reach(info: LaunchInfo, deadline: float, timeout_s: float) -> Any:
     # It does not return if another program listens, whatever its time limit.
     attempt = threading.Thread(target=connect, name="rendezvous", daemon=True)
     attempt.start()
+    attempt.join(min(_ANSWERS_WITHIN_S, max(_LOOK_S, deadline - time.monotonic() - _LOOK_S)))
+    if not found and door.is_door(address, _ANSWERS_WITHIN_S):
+        raise _told(errors.needs_token(info), first=speaks)
     attempt.join(max(_LOOK_S, deadline - time.monotonic() - _LOOK_S))
     if not found:
         raise _told(errors.no_store(info), first=speaks)
@@ -236,7 +277,8 @@ def _self_refusal(info: LaunchInfo) -> str | None:
 
 
 def _failed(problems: Sequence[Problem], present: int = 1) -> dict[str, Any]:
-    return {"problems": [[each.what, each.expected, each.fix] for each in problems], "present": present, "hosts": []}
+    told = [[each.what, each.expected, each.fix] for each in problems]
+    return {"problems": told, "present": present, "hosts": [], "local": False}
 
 
 def _compared(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -245,7 +287,9 @@ def _compared(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name, expected in said[0]["facts"].items()
         if (others := [each for each in said if each["facts"].get(name) != expected])
     ]
-    return {**_failed(problems, len(said)), "hosts": [] if problems else [each["host"] for each in said]}
+    hosts = [] if problems else [each["host"] for each in said]
+    networks = {each["network"] for each in said}
+    return {**_failed(problems, len(said)), "hosts": hosts, "local": len(networks) == 1 and None not in networks}
 
 
 def _keep_until_read(store: Any, world_size: int, present: int) -> None:

@@ -95,6 +95,42 @@ def no_store(info: LaunchInfo) -> RendezvousError:
     )
 
 
+_TOKEN_FIX = "the same THREEFOLD_TOKEN (or THREEFOLD_TOKEN_FILE) on every host; new: openssl rand -hex 32"
+
+
+def needs_token(info: LaunchInfo) -> RendezvousError:
+    return RendezvousError(
+        f"{_self(info)} has no token, but rank 0 at {_place(info)} asks for one",
+        expected="a rank that knows the run's token",
+        fix=_TOKEN_FIX,
+    )
+
+
+def other_token(info: LaunchInfo) -> RendezvousError:
+    return RendezvousError(
+        f"{_self(info)} has another token than rank 0 at {_place(info)}",
+        expected="the run's token; what listens there may also belong to another run",
+        fix=_TOKEN_FIX,
+    )
+
+
+def no_door(info: LaunchInfo) -> RendezvousError:
+    return RendezvousError(
+        f"{_self(info)} has a token, but what listens at {_place(info)} asks for none",
+        expected="rank 0 of the same run, with the same token",
+        fix=_TOKEN_FIX,
+    )
+
+
+def token_without_effect(info: LaunchInfo) -> RendezvousError:
+    return RendezvousError(
+        f"THREEFOLD_TOKEN is set, but torchrun's agent keeps the store at {_place(info)}, which asks for none",
+        expected="a token that protects the run",
+        fix="srun, mpirun, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank; or unset THREEFOLD_TOKEN "
+        "THREEFOLD_TOKEN_FILE, if every host that reaches this one is trusted",
+    )
+
+
 def store_lost(info: LaunchInfo, reason: str) -> RendezvousError:
     return RendezvousError(
         f"{_self(info)} lost rank 0 at {_place(info)} while ranks were still joining: {reason.splitlines()[0]}",

@@ -66,12 +66,17 @@ def kind_of(model: PreTrainedModel) -> tuple[str | None, str]:
     kind = HEADS.get(cls.__name__) if cls.__module__.startswith("transformers.") else None
     # A head with layers of its own (roberta's: dense, norm, decoder) is more than the product at its end.
     head = model.get_output_embeddings()
-    if kind is None or head is None or _inner(model) is None or all(child is not head for child in model.children()):
+    if (
+        kind is None
+        or head is None
+        or below_head(model) is None
+        or all(child is not head for child in model.children())
+    ):
         return None, f"the head of {cls.__name__} is not known"
     return kind, "its head is of a known kind"
 
 
-def _inner(model: PreTrainedModel) -> nn.Module | None:
+def below_head(model: PreTrainedModel) -> nn.Module | None:
     """The model below the head; the only one there is where a class does not name it as its prefix says (llama4)."""
     if model.base_model is not model:
         return model.base_model
@@ -110,7 +115,7 @@ def install(
         fused: head and loss in one kernel (`fused_loss.choose`).
     """
     kind, _ = kind_of(model)
-    own_forward, inner, first = model.forward, _inner(model), first_position(model)
+    own_forward, inner, first = model.forward, below_head(model), first_position(model)
 
     def forward(*, labels: Tensor, token_loss: Loss, output_router_logits: bool = False, **inputs: Any) -> Sums:
         if output_router_logits:

@@ -6,8 +6,11 @@ or trailing layers, a period. Each is a trait; layers of the same traits are of 
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, TypeAlias
+
+from transformers import PretrainedConfig
 
 Values: TypeAlias = dict[str, Any]
 
@@ -29,6 +32,15 @@ _PERIODS = {"decoder_sparse_step", "moe_layer_interval", "expert_layer_period", 
 def first_of(values: Values, names: set[str]) -> int | None:
     """The first number under one of the names."""
     return next((values[name] for name in values if name in names and isinstance(values[name], int)), None)
+
+
+def common_number(config: PretrainedConfig, name: str) -> int | None:
+    """A config's number; where its layers have their own, the greatest that divides them all; None if it has none."""
+    if name in (getattr(config, "per_layer_attributes", None) or ()):
+        values = [getattr(config.per_layer_config[layer], name) for layer in range(config.num_hidden_layers)]
+        return math.gcd(*values) if all(isinstance(value, int) for value in values) else None
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else None
 
 
 def is_each_layer(name: str, value: Any) -> bool:

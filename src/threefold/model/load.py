@@ -96,7 +96,9 @@ def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
 def unknown_keys(model_type: str, keys: Iterable[str]) -> list[str]:
     """The keys that an architecture's config does not have, and that no source which could read them names."""
     known = AutoConfig.for_model(model_type)
-    if not (unknown := [key for key in keys if not hasattr(known, key)]):
+    # Not by `hasattr`, which a config refuses for a value that its layers have each.
+    names = {*dir(known), *known.to_dict(), *known.attribute_map}
+    if not (unknown := [key for key in keys if key not in names]):
         return []
     files = list(Path(inspect.getfile(type(known))).parent.glob("*.py"))
     files += [Path(transformers.__file__).with_name(f"{name}.py") for name in _CONFIG_READERS]

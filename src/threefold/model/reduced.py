@@ -164,7 +164,9 @@ class _Sizes:
             (re.compile(r"^(n_group|num_expert_group|n_groups|\w+_n_?groups)$").search, lambda value: min(value, 2)),
             (re.compile(r"^topk_group$").search, lambda value: 1),
             (re.compile(r"shared_experts$").search, lambda value: min(value, 2)),
-            (re.compile(r"(index_n_heads|mamba_num_heads)$").search, self._divided(4)),
+            # Of few heads all could give a key exactly nothing, and which keys are picked would be chance.
+            (re.compile(r"(index_n_heads|indexer_n_heads)$").search, self._divided(16)),
+            (re.compile(r"mamba_num_heads$").search, self._divided(4)),
             (re.compile(r"linear_num_(key_)?heads$").search, self._divided(2)),
             (re.compile(r"linear_num_value_heads$").search, self._value_heads),
             (re.compile(r"(dim|size|width)$").search, lambda value: hidden if value == self._real_hidden else value),

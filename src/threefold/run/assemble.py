@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ from threefold.integrations import trackers
 from threefold.jsonl import MetricsFile, Tracker
 from threefold.mesh.environment import cache_folder, data_path
 from threefold.mesh.mesh import Mesh
+from threefold.model import noise
 from threefold.model.build import ParallelModel, build
 from threefold.run.folder import RunFolder
 from threefold.run.request import Asked
@@ -94,8 +96,7 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
     num_steps = config.train.steps or (config.train.epochs or 0) * loader.steps_per_epoch or DEFAULT_STEPS
     model = build(config, asked.architecture, mesh)
     optimizer = adamw(model.module, config.optimizer)
-    # Dropout differs between rows and places in a row, and agrees if tp ranks hold the same activations.
-    torch.manual_seed(seed_of("a run", config.train.seed, mesh.dp_rank, mesh.cp_rank))
+    torch.manual_seed(seed_of("a run", config.train.seed, *noise.places(mesh, model.tensor.sequence_group)))
     checkpointer = Checkpointer(config, folder, mesh, model, optimizer, loader, architecture)
     checkpointer.resume()
     if config.train.epochs is not None:
@@ -220,7 +221,7 @@ def open_audit(run: Built) -> Audit:
         RunError: the loader does not resume where the run's record ended; on every rank.
     """
     config, mesh, loader = run.config, run.mesh, run.loader
-    resume = f"threefold train {run.folder.path}/config.yaml --log.dir {run.folder.path}"
+    resume = f"threefold resume {shlex.quote(str(run.folder.path))}"
     start = SegmentLine.of(
         order_of(config, loader.rows),
         loader.cursor().place,
@@ -231,8 +232,9 @@ def open_audit(run: Built) -> Audit:
         checkpoint=str(run.folder.resume.path) if run.folder.resume is not None else None,
     )
     path = run.folder.path / record.FILE
-    file = MetricsFile(path) if mesh.rank == 0 else None
-    older = f"resume from an older checkpoint: {resume} --checkpoint.resume RUN/checkpoints/step-..."
+    go_on = config.checkpoint.on_error == "continue"
+    file = MetricsFile(path, continue_on_error=go_on) if mesh.rank == 0 else None
+    older = f"resume from an older checkpoint: {resume}/checkpoints/step-..."
     begin = functools.partial(compare.begin, start, path, file, fix=older)
     start = dataclasses.replace(start, **mesh.share("audit", begin))
     return Audit(

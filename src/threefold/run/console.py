@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 
 import numpy as np
 from rich.console import Console
@@ -12,12 +13,14 @@ from transformers import PretrainedConfig
 from threefold import __version__
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config.schema import EMBEDDED_DEFAULT
-from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT
+from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT
 from threefold.export.model_folder import generate_sample
 from threefold.jsonl import Metrics
 from threefold.mesh import environment
+from threefold.model.layer_kinds import common_number
 from threefold.run.assemble import Built
 from threefold.training.loop import Outcome
+from threefold.training.optimizer import learning_rate
 
 _FIRST_ROW = np.zeros(1, dtype=np.int64)
 _LARGEST_SAMPLED = 500_000_000
@@ -43,6 +46,8 @@ def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]
     if run.done < run.num_steps:
         lines.append(f"  steps  {run.done + 1} to {run.num_steps}, {config.train.global_batch} rows each")
         lines.append(f"  lr     {config.optimizer.lr:g}: {run.rate_why}")
+    if mesh.num_hosts > 1:
+        lines.append(f"  hosts  {mesh.num_hosts}: {_who_can_join()}")
     if config.data.allow_other_tokenizer:
         own = "which is not compared with the model's own"
         lines.append(f"  tokenizer: {run.tokenizer.name}, {own}: data.allow_other_tokenizer")
@@ -52,10 +57,18 @@ def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]
         lines.append(f"  data.skip: the batches of the steps {skips} are left out")
     if run.folder.resume is not None:
         lines.append(f"  resumed from {run.folder.resume.path}")
+        lines += [f"  changed: {change}" for change in run.checkpointer.changed]
+        lines += _schedule_changed(run)
     if (info := environment.current()).restart:
         by = f" of {info.max_restarts}: a rank had failed" if info.max_restarts else f": by {info.launcher}"
         lines.append(f"  restart {info.restart}{by}")
     console.print("\n".join(lines))
+
+
+def _who_can_join() -> str:
+    if environment.token() is not None:
+        return "only ranks with the token can join"
+    return "no THREEFOLD_TOKEN, so every host that reaches them must be trusted"
 
 
 def shape_text(architecture: PretrainedConfig) -> str:
@@ -64,11 +77,23 @@ def shape_text(architecture: PretrainedConfig) -> str:
     sizes = {
         "layers": getattr(text, "num_hidden_layers", None),
         "wide": getattr(text, "hidden_size", None),
-        "heads": (heads := getattr(text, "num_attention_heads", None)),
-        "kv heads": getattr(text, "num_key_value_heads", None) or heads,
+        "heads": (heads := common_number(text, "num_attention_heads")),
+        "kv heads": common_number(text, "num_key_value_heads") or heads,
         "tokens in the vocabulary": getattr(text, "vocab_size", None),
     }
     return ", ".join(f"{size:,} {what}" for what, size in sizes.items() if isinstance(size, int))
+
+
+def _schedule_changed(run: Built) -> list[str]:
+    """What another number of steps does to the rate of a run that is resumed."""
+    before = next((change.before for change in run.checkpointer.changed if change.key == "train.steps"), None)
+    optimizer = run.config.optimizer
+    if not isinstance(before, int) or optimizer.schedule == "constant" or run.done >= run.num_steps:
+        return []
+    last = learning_rate(run.done, num_steps=before, config=optimizer)
+    now = learning_rate(run.done + 1, num_steps=run.num_steps, config=optimizer)
+    shape = f"{optimizer.schedule} over {run.num_steps:,} steps, not {before:,}"
+    return [f"  schedule: {shape}: the rate of step {run.done + 1} is {now:.2e}, after {last:.2e}"]
 
 
 class Terminal:
@@ -112,10 +137,18 @@ class Terminal:
 
 def conclude(console: Console, run: Built, outcome: Outcome) -> int:
     """Prints how the run ended, with a sample of the model's text, and returns the exit code."""
-    path = run.folder.path
+    path, saved = run.folder.path, run.checkpointer.saver.saved_step
+    event = "stop" if outcome.stopped else "done"
+    if run.mesh.rank == 0:
+        run.folder.journal.note(event, step=outcome.step, saved=saved, start=run.checkpointer.folder.start)
+    if saved != outcome.step:
+        newest = f"the newest checkpoint is of step {saved}" if saved >= 0 else "this start has saved no checkpoint"
+        console.print(f"not saved: the state after step {outcome.step}; {newest}, in {path}")
+        console.print(f"train the steps since again: threefold resume {shlex.quote(str(path))}")
+        return EXIT_FAILED
     if outcome.stopped:
         console.print(f"stopped by a signal after step {outcome.step}; the checkpoint is saved in {path}")
-        console.print(f"resume: threefold train {path}/config.yaml --log.dir {path}")
+        console.print(f"resume: threefold resume {shlex.quote(str(path))}")
         return EXIT_STOPPED_WITH_CHECKPOINT
     if console.quiet:
         return 0
@@ -123,7 +156,7 @@ def conclude(console: Console, run: Built, outcome: Outcome) -> int:
         _show_sample(console, run)
     loss = f"loss {outcome.loss:.4f}" if outcome.loss is not None else ""
     console.print(f"done: {outcome.step} steps, {loss}, in {path}")
-    console.print(f"export: threefold export {path} --to DIR")
+    console.print(f"export: threefold export {shlex.quote(str(path))} --to DIR")
     return 0
 
 

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, damaged, find
+from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, damaged
+from threefold.checkpoint.lineage import Identity, Journal, Origin
 from threefold.config import text as config_text
+from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
 from threefold.mesh import environment
+from threefold.run import choice
 from threefold.run.lock import RunLock
 
 if TYPE_CHECKING:
     from threefold.mesh.mesh import Mesh
 
-METRICS = "metrics.jsonl"
 # Network file systems show a new file to other hosts after a moment.
 _SEEN_WITHIN_S = 15.0
 _LOOK_S = 0.1
@@ -37,30 +40,43 @@ class RunFolder:
     Attributes:
         candidates: checkpoints to resume from, newest first; the first undamaged one becomes `resume`.
         asked: the user named the only candidate.
+        origin: of a new run: the checkpoint that it forks.
+        accepts_changes: the user has confirmed changes of what is trained.
+        run: id of the run in the folder, and `start`: number of this start; known once it is accepted.
     """
 
     path: Path
     resume: Checkpoint | None = None
     candidates: tuple[Checkpoint, ...] = ()
     asked: bool = False
+    origin: Origin | None = None
+    accepts_changes: bool = False
+    run: str | None = None
+    start: int = 0
 
     @property
     def metrics(self) -> Path:
-        return self.path / METRICS
+        return self.path / choice.METRICS
 
     @property
     def checkpoints(self) -> CheckpointFolder:
         return CheckpointFolder(self.path)
 
+    @property
+    def journal(self) -> Journal:
+        return Journal(self.path)
+
     def to_values(self) -> dict[str, Any]:
         """Returns plain values from which other ranks open the same folder."""
         candidates = [[str(candidate.path), candidate.step] for candidate in self.candidates]
-        return {"path": str(self.path), "candidates": candidates, "asked": self.asked}
+        origin = dataclasses.asdict(self.origin) if self.origin is not None else None
+        return {"path": str(self.path), "candidates": candidates, "asked": self.asked, "origin": origin}
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> RunFolder:
         candidates = tuple(Checkpoint(Path(path), step) for path, step in values["candidates"])
-        return cls(Path(values["path"]), None, candidates, values["asked"])
+        origin = Origin(**values["origin"]) if values["origin"] is not None else None
+        return cls(Path(values["path"]), None, candidates, values["asked"], origin)
 
     def resuming(self, chosen: Checkpoint | None, passed: Sequence[tuple[Checkpoint, str]]) -> RunFolder:
         """Returns the folder with the chosen candidate.
@@ -82,64 +98,76 @@ class RunFolder:
             )
         return dataclasses.replace(self, resume=chosen)
 
-    def accept(self, config: Config) -> list[Path]:
-        """Makes the folder this run's: writes its config and sets later checkpoints aside; one rank calls it.
+    def accept(self, config: Config, *, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Makes the folder this run's: its id, its config, later checkpoints set aside; one rank calls it.
 
-        Call this when nothing can refuse the request any more; until then, the folder is unchanged. Returns the new
-        paths of the checkpoints later than the step that the run resumes from.
+        Call this when nothing can refuse the request any more; until then, the folder is unchanged.
+
+        Args:
+            facts: of this start, for the journal.
+
+        Returns:
+            `run` and `start` for the folder, and `aside`: the new paths of the checkpoints later than the step that the
+            run resumes from.
         """
-        aside = self.checkpoints.set_aside_after(self.resume.step) if self.resume is not None else []
+        identity = Identity.read(self.path)
+        if identity is None:
+            identity = Identity.new(self.origin, named=choice.named_by(self.checkpoints))
+            identity.write(self.path)
+        step = self.resume.step if self.resume is not None else 0
+        aside = self.checkpoints.set_aside_after(step) if self.resume is not None else []
+        if self.resume is not None:
+            self.checkpoints.forget_best_after(step)
+        # A path to resume from was asked for once: the run that is there now is resumed.
+        resume = {} if config.checkpoint.resume == "never" else {"resume": "auto"}
+        kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=resume)})
+        kept = with_absolute_paths(kept)
         temporary = self.path / ".config.yaml"
-        temporary.write_text(config_text.dump(config))
+        temporary.write_text(config_text.dump(kept))
         os.replace(temporary, self.path / "config.yaml")
-        return aside
+        start, asked = self.journal.starts + 1, config.checkpoint.resume
+        named = str(Path(asked).resolve()) if asked not in ("auto", "never") else None
+        kind = {"run": identity.id, "step": step, "asked": named, "job": environment.job()}
+        self.journal.append("start", start=start, **kind, **(facts or {}))
+        if aside:
+            self.journal.append("rewind", start=start, step=step, aside=[path.name for path in aside])
+        return {"run": identity.id, "start": start, "aside": [str(path) for path in aside]}
 
 
 def open_run(config: Config, lock: RunLock | None = None) -> RunFolder:
     """Makes or reopens the run's folder, with `lock`, and finds where the run may resume; one rank calls it.
 
     Raises:
-        ConfigError: the folder holds a run and `checkpoint.resume` is `never`, another run is using it, or it cannot
-            be written.
+        ConfigError: the folder holds a run and `checkpoint.resume` is `never`, it holds another run than the one that
+            is asked for, another process is using it, or it cannot be written.
         CheckpointError: a checkpoint given by path does not exist.
     """
     path = Path(config.log.dir) if config.log.dir is not None else new_path()
-    _candidates(config, path)  # refuse before anything is made
-    fresh = not path.exists()
+    choice.of(config, path)  # refuse before anything is made
     try:
-        (path / "logs").mkdir(parents=True, exist_ok=True)
-        CheckpointFolder(path).path.mkdir(exist_ok=True)
+        fresh = _made(path)
         if lock is not None:
             lock.take(path, fresh=fresh)
+        (path / "logs").mkdir(exist_ok=True)
+        CheckpointFolder(path).path.mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"log.dir = {path} cannot be written: {error.strerror}",
             expected="a folder that this user can write, with room for checkpoints",
             fix="--log.dir ANOTHER_FOLDER",
         ) from error
-    return RunFolder(path, None, *_candidates(config, path))
+    return RunFolder(path, None, *choice.of(config, path))
 
 
-def _candidates(config: Config, path: Path) -> tuple[tuple[Checkpoint, ...], bool]:
-    checkpoints = CheckpointFolder(path)
-    if config.checkpoint.resume == "auto":
-        return tuple(reversed(checkpoints.all())), False
-    if config.checkpoint.resume == "never":
-        if (path / METRICS).exists() or checkpoints.all():
-            raise ConfigError(
-                f"log.dir = {path} holds a run, and checkpoint.resume is never",
-                expected="an empty folder, so that no earlier run is mixed into this one",
-                fix="--log.dir ANOTHER_FOLDER, or --checkpoint.resume auto to resume it",
-            )
-        return (), False
-    asked = Path(config.checkpoint.resume)
-    if not asked.exists():
-        raise CheckpointError(
-            f"checkpoint.resume = {asked} does not exist",
-            expected="auto, never, or the folder of a run or of one of its checkpoints",
-            fix="check the path; `ls RUN/checkpoints` lists what a run has kept",
-        )
-    return (find(asked),), True
+def _made(path: Path) -> bool:
+    """Makes a folder; returns whether this call made it."""
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
+        return False
+    return True
 
 
 def new_path() -> Path:

@@ -10,18 +10,16 @@ import contextlib
 import errno
 import fcntl
 import json
-import logging
 import os
 import shutil
 import socket
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
 from typing import IO
 
 from threefold.errors import EXIT_WRONG_REQUEST, ConfigError, ThreefoldError
-
-log = logging.getLogger("threefold")
 
 _FILE = "run.lock"
 # A run that was just killed, or just told its launcher that it ended, may still be closing its files.
@@ -42,9 +40,10 @@ class RunLock:
         Raises:
             ConfigError: another process holds the lock.
         """
+        self._file = file = _locked(folder / _FILE)
+        # Only what this process has locked is its own to remove.
         self._made = folder if fresh else None
-        self._file = file = (folder / _FILE).open("a+")
-        if _locked(file):
+        if not file.closed:
             file.truncate(0)
             holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now():%Y-%m-%d %H:%M}"}
             file.write(json.dumps(holder) + "\n")
@@ -65,20 +64,44 @@ class RunLock:
             self._file.close()
 
 
-def _locked(file: IO[str]) -> bool:
-    """Locks the file. Returns False if its file system has no locks; raises ConfigError if another process has it."""
+def _locked(path: Path) -> IO[str]:
+    """Opens and locks a file; one that cannot be locked is returned closed, and said on the terminal.
+
+    Raises:
+        ConfigError: another process holds the lock.
+    """
     until = time.monotonic() + _PATIENCE_S
+    file = path.open("a+")
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                log.warning("%s cannot be locked: %s", file.name, error)
-                return False
+                print(
+                    f"{path} cannot be locked ({error.strerror}): a second run here would not be noticed",
+                    file=sys.stderr,
+                )
+                file.close()
+                return file
+        else:
+            if _is_at(file, path):
+                return file
+            # Whoever held it has removed the folder: what lies there now is another file.
+            file.close()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("a+")
+            continue
         if time.monotonic() > until:
-            raise _in_use(Path(file.name))
+            file.close()
+            raise _in_use(path)
         time.sleep(1 / _LOOKS_PER_S)
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _in_use(path: Path) -> ConfigError:

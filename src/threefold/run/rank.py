@@ -6,11 +6,11 @@ them. Later failures are printed once, by the rank that failed first.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 import traceback
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import transformers
@@ -19,7 +19,6 @@ from rich.console import Console
 
 from threefold import __version__
 from threefold.audit.compare import Audit
-from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config.loading import Loaded
 from threefold.config.schema import Config
 from threefold.errors import EXIT_FAILED, Problem, ThreefoldError
@@ -36,10 +35,10 @@ from threefold.run.console import Terminal, conclude, introduce
 from threefold.run.folder import RunFolder, log_to_file, open_run, require_shared
 from threefold.run.lock import RunLock
 from threefold.run.request import Asked, asked_of
-from threefold.run.resume import undamaged
+from threefold.run.resume import undamaged, versions
 from threefold.run.watchdog import Watchdog
 from threefold.training.admission.admit import admit
-from threefold.training.loop import Outcome, Run, train_loop
+from threefold.training.loop import Outcome, Run, StopRequest, train_loop
 from threefold.training.nonfinite import Finite, Policy
 from threefold.training.progress import Progress, flops_per_token, peak_flops
 from threefold.training.step import TrainStep, token_loss_of, warm_up_buckets
@@ -63,7 +62,7 @@ def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
         asked = config.mesh
         mesh = join_mesh(topology, info, device=asked.device, timeout_s=asked.timeout_s, facts=facts_of(config))
         with RunLock() as lock:
-            return _train(config, mesh, why, lock)
+            return _train(loaded, mesh, why, lock)
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:
@@ -118,15 +117,6 @@ def facts_of(config: Config) -> dict[str, str]:
     return {"threefold": __version__, **digests}
 
 
-def _as_restarted(config: Config) -> Config:
-    """Returns the config; after a restart, it resumes from what the run itself saved."""
-    if not environment.current().restart or config.log.dir is None or config.checkpoint.resume == "auto":
-        return config
-    if config.checkpoint.resume != "never" and not CheckpointFolder(Path(config.log.dir)).all():
-        return config
-    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "auto"})})
-
-
 def quieten_libraries() -> None:
     """Sends the libraries' warnings to the rank's log file."""
     # On the terminal, eight ranks would print each warning eight times.
@@ -137,29 +127,33 @@ def quieten_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def _train(config: Config, mesh: Mesh, why: str, lock: RunLock) -> int:
+def _train(loaded: Loaded, mesh: Mesh, why: str, lock: RunLock) -> int:
+    config = loaded.config
     if config.train.deterministic:
         environment.make_products_deterministic()
         torch.use_deterministic_algorithms(True)
     console = Console(quiet=mesh.rank != 0, soft_wrap=True, markup=False, highlight=False)
     asked = asked_of(config, mesh)
     admission = admit(config, asked.architecture, mesh)
-    run = assemble.build_run(asked, mesh, _open_folder(asked, mesh, lock))
+    folder = dataclasses.replace(_open_folder(asked, mesh, lock), accepts_changes=loaded.accept_changes)
+    run = assemble.build_run(asked, mesh, folder)
     introduce(console, run, why, admission.said)
     if run.done >= run.num_steps:
         console.print(f"nothing to do: step {run.done} of {run.num_steps} is done. To train more: --train.steps N")
         mesh.close()
         return 0
     audit = _accept(console, run, lock)
-    outcome = _watched(run, audit, _trackers(console, run))
-    mesh.barrier()
-    mesh.close()
-    return conclude(console, run, outcome)
+    # Until the end, so that no signal can interrupt what is being saved.
+    with StopRequest(mesh) as stop:
+        outcome = _watched(run, audit, _trackers(console, run), stop)
+        mesh.barrier()
+        mesh.close()
+        return conclude(console, run, outcome)
 
 
 def _open_folder(asked: Asked, mesh: Mesh, lock: RunLock) -> RunFolder:
     """Returns the run's folder, opened by rank 0, seen by all hosts, with the newest undamaged checkpoint."""
-    opened = mesh.share("run", lambda: open_run(_as_restarted(asked.config), lock).to_values())
+    opened = mesh.share("run", lambda: open_run(asked.config, lock).to_values())
     folder = RunFolder.from_values(opened)
     require_shared(folder.path, mesh)
     log_to_file(folder.path, mesh.rank)
@@ -171,26 +165,41 @@ def _accept(console: Console, run: Built, lock: RunLock) -> Audit:
     config, mesh = run.config, run.mesh
     run.loader.leave_out(config.data.skip, first_step=run.done + 1)
     audit = assemble.open_audit(run)
-    for path in mesh.share("accept", lambda: [str(moved) for moved in run.folder.accept(config)]):
+    accepted = mesh.share("accept", lambda: run.folder.accept(config, facts=_facts_of_start(run)))
+    run.checkpointer.folder = dataclasses.replace(run.folder, run=accepted["run"], start=accepted["start"])
+    for path in accepted["aside"]:
         console.print(f"  set aside: {path}, later than the step that the run resumes from")
     lock.keep()
     return audit
 
 
+def _facts_of_start(run: Built) -> dict[str, object]:
+    """What the journal keeps of a start."""
+    from_checkpoint = str(run.folder.resume.path.resolve()) if run.folder.resume is not None else None
+    facts = {"from": from_checkpoint, "mesh": str(run.mesh.topology), "restart": environment.current().restart}
+    changed = {change.key: [change.before, change.now] for change in run.checkpointer.changed}
+    return {**facts, "host": environment.current().host, "changed": changed, **versions()}
+
+
 def _trackers(console: Console, run: Built) -> list[Tracker]:
     if run.mesh.rank != 0:
         return []
+    go_on = run.config.checkpoint.on_error == "continue"
     terminal = Terminal(console, num_steps=run.num_steps, done=run.done)
-    return [MetricsFile(run.folder.metrics), terminal, *assemble.trackers_of(run, say=console.print)]
+    return [
+        MetricsFile(run.folder.metrics, continue_on_error=go_on),
+        terminal,
+        *assemble.trackers_of(run, say=console.print),
+    ]
 
 
-def _watched(run: Built, audit: Audit, trackers: list[Tracker]) -> Outcome:
+def _watched(run: Built, audit: Audit, trackers: list[Tracker], stop: StopRequest) -> Outcome:
     """Trains to the end or to a stop signal, watched, audited and tracked; returns when everything is saved."""
     checkpointer = run.checkpointer
     warm_up_buckets(run.model, run.mesh, rows=run.micro_batch, seq_len=run.config.data.seq_len)
     checkpointer.start()
     try:
-        outcome = train_loop(_loop_of(run, audit, trackers), first_step=run.done + 1)
+        outcome = train_loop(_loop_of(run, audit, trackers, stop), first_step=run.done + 1)
         checkpointer.saver.wait()
     except ThreefoldError:
         checkpointer.saver.join(_LINGER_S)
@@ -202,7 +211,7 @@ def _watched(run: Built, audit: Audit, trackers: list[Tracker]) -> Outcome:
     return outcome
 
 
-def _loop_of(run: Built, audit: Audit, trackers: list[Tracker]) -> Run:
+def _loop_of(run: Built, audit: Audit, trackers: list[Tracker], stop: StopRequest) -> Run:
     config, train, mesh = run.config, run.config.train, run.mesh
     progress = Progress()
     step = TrainStep(
@@ -237,4 +246,5 @@ def _loop_of(run: Built, audit: Audit, trackers: list[Tracker]) -> Run:
         finite=Finite(mesh, policy),
         progress=progress,
         watch=Watchdog(mesh, progress, stall_s=config.log.stall_s, timeout_s=timeout_s),
+        stop=stop,
     )

@@ -6,6 +6,7 @@ known to belong to this run. Until then, nothing in the run's folder changes.
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 from collections.abc import Mapping
@@ -21,16 +22,25 @@ from threefold import __version__
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import newest_undamaged
-from threefold.checkpoint.manifest import architecture_of, read_manifest, refuse_other, refuse_other_base
+from threefold.checkpoint.manifest import (
+    Change,
+    architecture_of,
+    changes,
+    read_manifest,
+    refuse_other,
+    refuse_other_base,
+    refuse_unconfirmed,
+)
 from threefold.checkpoint.saver import Job, Saver
 from threefold.checkpoint.seal import Seal
 from threefold.checkpoint.tensors import Part
+from threefold.config.paths import with_absolute_paths
 from threefold.config.peak_rate import peak_rate
 from threefold.config.schema import Config
 from threefold.data.loader import TokenLoader
 from threefold.data.permutation import seed_of
 from threefold.mesh.mesh import Mesh
-from threefold.model import load
+from threefold.model import load, noise
 from threefold.model.build import ParallelModel
 from threefold.run.folder import RunFolder
 
@@ -48,13 +58,18 @@ class Checkpointer:
     architecture: PretrainedConfig
 
     def __post_init__(self) -> None:
-        best = self.mesh.share("best", self.folder.checkpoints.best)
-        self._best: float | None = best[1] if best else None
+        self._best: float | None = self.mesh.share("best", self._best_before)
+        self.changed: list[Change] = []  # keys that are not as they were when the checkpoint was saved
         self.saver: Saver  # made by `start`, as the next
         self._held: list[run_state.Holding]
         # Adapters only work with the base weights they were trained on.
         adapted = bool(self.config.model.lora.r)
         self._base = self.mesh.once_per_host("base", lambda: load.fingerprint(self.config.model)) if adapted else None
+
+    def _best_before(self) -> float | None:
+        """The best evaluation loss of the steps that the run resumes after."""
+        best, resume = self.folder.checkpoints.best(), self.folder.resume
+        return best[1] if best is not None and resume is not None and best[0] <= resume.step else None
 
     def start(self) -> None:
         """Prepares to save; call this when the state is the one that training begins with."""
@@ -75,7 +90,9 @@ class Checkpointer:
         Raises:
             RunError: the previous save, or this one, failed.
         """
-        best = eval_loss if eval_loss is not None and (self._best is None or eval_loss < self._best) else None
+        best = None
+        if eval_loss is not None and math.isfinite(eval_loss) and (self._best is None or eval_loss < self._best):
+            best = eval_loss
         if not due and best is None:
             return
         asked, checkpoints, manifest = self.config.checkpoint, self.folder.checkpoints, self._manifest()
@@ -85,6 +102,7 @@ class Checkpointer:
             if best is not None:
                 checkpoints.mark_best(step, best)
             checkpoints.prune(asked.keep, keep_every=asked.keep_every)
+            self.folder.journal.note("save", step=step, start=self.folder.start)
 
         state = checkpoints.partial(step) / "state"
         begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
@@ -98,12 +116,14 @@ class Checkpointer:
 
     def _manifest(self) -> dict[str, Any]:
         return {
+            "run": self.folder.run,
+            "start": self.folder.start,
             "mesh": list(self.mesh.topology.sizes),
             "device": self.mesh.device.type,
             "data": self.loader.state_dict(),
             "seed": self.config.train.seed,
             "architecture": architecture_of(self.architecture),
-            "config": self.config.model_dump(mode="json"),
+            "config": with_absolute_paths(self.config).model_dump(mode="json"),
             "base": self._base,
             "admission": self.config.model.admission,
             "versions": versions(),
@@ -113,13 +133,17 @@ class Checkpointer:
         """Reads the checkpoint that the run folder found, if there is one.
 
         Raises:
-            CheckpointError: it belongs to another model or seed. DataError: it belongs to other data or another order.
+            CheckpointError: it belongs to another model or seed, or a change must be confirmed.
+            DataError: it belongs to other data or another order.
         """
         checkpoint = self.folder.resume
         if checkpoint is None:
             return
         manifest = read_manifest(checkpoint)
         refuse_other(manifest, self.config, self.architecture, checkpoint)
+        self.changed = changes(manifest, self.config)
+        if self.folder.origin is None and not self.folder.accepts_changes:
+            refuse_unconfirmed(self.changed, checkpoint)
         if self.config.model.lora.r:
             refuse_other_base(manifest, self._base, self.config, checkpoint)
         self.loader.load_state_dict(manifest["data"])
@@ -131,8 +155,9 @@ class Checkpointer:
             run_state.restore_random_state(checkpoint.state, index, self.mesh)
         else:
             # The saved random states do not apply to another mesh, and those of step 1 must not repeat either.
-            place = (self.config.train.seed, checkpoint.step, self.mesh.dp_rank, self.mesh.cp_rank)
-            torch.manual_seed(seed_of("a resume on another mesh", *place))
+            place = noise.places(self.mesh, self.model.tensor.sequence_group)
+            seed = seed_of("a resume on another mesh", self.config.train.seed, checkpoint.step, *place)
+            torch.manual_seed(seed)
         # Until every rank has read the checkpoint, no rank may start anything that could remove it.
         self.mesh.decide("resumed", "", lambda parts: "")
 

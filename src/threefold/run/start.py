@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,12 @@ class Result:
     folder: Path | None
 
 
-def train(config: Config | Mapping[str, Any] | str | Path | None = None) -> Result:
+def train(config: Config | Mapping[str, Any] | str | Path | None = None, *, accept_changes: bool = False) -> Result:
     """Trains like `threefold train`: as a rank if a launcher started this process, else on ranks that it starts.
 
     Args:
         config: a Config, nested plain values, the path of a YAML file, or None for the embedded default.
+        accept_changes: resume with keys that change what is trained, as `--accept-changes`.
 
     Raises:
         ConfigError: the config is wrong; all errors are reported at once.
@@ -63,7 +64,7 @@ def train(config: Config | Mapping[str, Any] | str | Path | None = None) -> Resu
     else:
         path = str(config) if config is not None else None
         loaded = loading.load(path, environ=environment.variables(), defaults=environment.defaults())
-    code = train_command(loaded)
+    code = train_command(replace(loaded, accept_changes=accept_changes))
     if code not in (0, EXIT_STOPPED_WITH_CHECKPOINT):
         raise RunError(
             f"training ended with exit code {code}",
@@ -102,7 +103,7 @@ def train_command(loaded: Loaded, *, max_restarts: int = 0, force: bool = False)
     refuse_impossible(loaded.config, topology)
     if max_restarts and loaded.config.log.dir is None:  # restarted ranks must find the run
         section = loaded.config.log.model_copy(update={"dir": str(new_path())})
-        loaded = Loaded(loaded.config.model_copy(update={"log": section}), loaded.origins)
+        loaded = replace(loaded, config=loaded.config.model_copy(update={"log": section}))
     if topology.world_size == 1 and not max_restarts:
         return _run_rank(loaded, topology, why) or deliver(loaded.config)
     code = local_ranks.start_ranks(

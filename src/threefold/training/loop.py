@@ -10,6 +10,7 @@ import os
 import signal
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _KEY = "threefold/stop-after"  # and who asks: the store may outlive a restart, and hold an older request
 # A terminal sends Ctrl-C to every process and a launcher passes it on: within this time it is one request.
 _ONE_REQUEST_S = 1.0
+# So many signals of one kind within that time end the process at once, whatever it is doing.
+_AT_ONCE = 3
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Run:
         finite: looks for numbers that are not finite, before anything is built on them.
         progress: told where the loop is, as in the step.
         watch: watches the ranks while they step.
+        stop: open already if the caller keeps it open for longer than the loop; else the loop opens its own.
     """
 
     config: Config
@@ -69,6 +73,7 @@ class Run:
     finite: Finite | None = None
     progress: Progress = field(default_factory=Progress)
     watch: AbstractContextManager[object] | None = None
+    stop: StopRequest | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,8 @@ def train_loop(run: Run, *, first_step: int) -> Outcome:
     batches = iter(run.loader)
     window, slowest = _Window(), Slowest(run.mesh)
     loss: float | None = None
-    with StopRequest(run.mesh) as stop, run.watch or nullcontext():
+    own = nullcontext(run.stop) if run.stop is not None else StopRequest(run.mesh)
+    with own as stop, run.watch or nullcontext():
         for step in range(first_step, run.num_steps + 1):
             epoch = run.loader.epoch
             run.progress.enter("data", step=step)
@@ -109,6 +115,7 @@ def train_loop(run: Run, *, first_step: int) -> Outcome:
                 window = _Window()
             eval_loss = _evaluate(run, step) if due.evaluation else None
             saving = due.save or due.evaluation
+            stop.saving = stopping or step == run.num_steps
             if run.audit is not None and (saving or run.audit.due(step)):
                 run.progress.enter("audit")
                 run.audit.check()
@@ -218,6 +225,9 @@ def _tell(trackers: Sequence[Tracker], metrics: Metrics) -> None:
 class StopRequest:
     """Listens for stop signals while it is open: a signal to any rank lets all of them finish the same step.
 
+    A second Ctrl-C leaves a step that does not end. Once the last save has begun (`saving`), further signals change
+    nothing; three of one kind within a second end the process at once, and say so.
+
     No collective is spent on it. The rank that is signalled in step s publishes s + 2 in the rendezvous store before it
     enters step s + 1; no other rank can finish step s + 1 without it, so every rank reads the same answer at the end of
     that step at the latest.
@@ -225,8 +235,9 @@ class StopRequest:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._asked_at: float | None = None
-        self._by_hand = False
+        self.saving = False
+        self._asked: dict[int, deque[float]] = {number: deque(maxlen=_AT_ONCE) for number in SIGNALS}
+        self._first_s: float | None = None
         self._stop_after: int | None = None
         self._key = f"{_KEY}/{mesh.share('stop requests', lambda: uuid.uuid4().hex)}"
         self._previous: dict[int, Any] = {}
@@ -241,20 +252,29 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: object) -> None:
-        now = time.monotonic()
+        times, now = self._asked[number], time.monotonic()
         # A launcher that is interrupted twice passes the second on as SIGTERM.
-        if self._asked_at is not None and self._by_hand and now - self._asked_at > _ONE_REQUEST_S:
+        again = self._first_s is not None and now - self._first_s > _ONE_REQUEST_S
+        if again and not self.saving and self._asked[signal.SIGINT]:
             os._exit(128 + signal.SIGINT)
-        self._by_hand = self._by_hand or number == signal.SIGINT
-        self._asked_at = self._asked_at or now
+        self._first_s = self._first_s or now
+        times.append(now)
+        if len(times) == _AT_ONCE and now - times[0] <= _ONE_REQUEST_S:
+            name = signal.Signals(number).name
+            os.write(2, f"ended at once by {_AT_ONCE} x {name}: what was being saved is lost\n".encode())
+            os._exit(128 + number)
+
+    @property
+    def _is_asked(self) -> bool:
+        return any(self._asked.values())
 
     def after(self, step: int) -> bool:
         """Whether the run stops after `step`, which this rank has just finished."""
         store = self._mesh.store
         if store is None:
-            return self._asked_at is not None
+            return self._is_asked
         if self._stop_after is None:
-            if self._asked_at is not None:
+            if self._is_asked:
                 store.compare_set(self._key, "", str(step + 2))
             if store.check([self._key]):
                 self._stop_after = int(store.get(self._key))

@@ -21,11 +21,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from threefold.errors import ConfigError, Problem, RunError, ThreefoldError
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
+from threefold.model import noise
 from threefold.model.collectives import gather_sequence, heads_to_sequence, sequence_to_heads
 from threefold.model.context_parallel import backend, limits
 from threefold.model.context_parallel.attention import BatchMasks, Mask, attend
 from threefold.model.context_parallel.recurrence import DocumentRows, keep_documents_apart
 from threefold.model.context_parallel.rotary import follow_lengths, number_tokens, text_lengths
+from threefold.model.layer_kinds import common_number
 
 _instance_numbers = itertools.count()
 
@@ -94,12 +96,11 @@ def split_problems(method: str, config: PretrainedConfig, topology: Topology, mo
 
 def _heads_divide(config: PretrainedConfig, topology: Topology) -> bool:
     text, ranks = config.get_text_config(), topology.tp * topology.cp
-    try:
-        heads = text.num_attention_heads
-        kv_heads = 1 if getattr(text, "multi_query", False) else getattr(text, "num_key_value_heads", None) or heads
-    except (AttributeError, RuntimeError, ValueError):  # it has none, or a number of its own in each layer
+    heads = common_number(text, "num_attention_heads")
+    if heads is None:
         return False
-    return isinstance(heads, int) and heads % ranks == 0 and kv_heads % ranks == 0
+    kv_heads = 1 if getattr(text, "multi_query", False) else common_number(text, "num_key_value_heads") or heads
+    return heads % ranks == 0 and kv_heads % ranks == 0
 
 
 class ContextParallel:
@@ -116,6 +117,7 @@ class ContextParallel:
         """
         self.size = mesh.size("cp")
         self._rank = mesh.cp_rank
+        self._tp_rank = mesh.tp_rank if mesh.size("tp") > 1 else None
         self.name = f"threefold_{next(_instance_numbers)}"
         self._group = mesh.group("cp")
         self._method = method
@@ -192,12 +194,12 @@ class ContextParallel:
     ) -> tuple[Tensor, None]:
         """Attention of local queries [batch, heads, sequence / cp, head] over the keys of the whole row."""
         if self._group is None:
-            return attend(module, query, key, value, attention_mask, **kwargs)
+            return self._attend(module, query, key, value, attention_mask, **kwargs)
         if attention_mask is None:
             raise RuntimeError(f"{type(module).__name__} was given no mask under context parallelism")
         if self._method == "gather":
             key, value = gather_sequence(key, value, self._group)
-            return attend(module, query, key, value, attention_mask, **kwargs)
+            return self._attend(module, query, key, value, attention_mask, **kwargs)
         if key.shape[1] % self.size:
             raise ConfigError(
                 f"mesh.cp_method = ulysses, but a {type(module).__name__} has {key.shape[1]} key-value heads on a rank",
@@ -207,6 +209,13 @@ class ContextParallel:
         query, key, value = (heads_to_sequence(x, self._group) for x in (query, key, value))
         if kwargs.get("s_aux") is not None:
             kwargs["s_aux"] = kwargs["s_aux"].chunk(self.size)[self._rank]
-        output, _ = attend(module, query, key, value, attention_mask, **kwargs)
+        output, _ = self._attend(module, query, key, value, attention_mask, **kwargs)
         # (batch, sequence, heads / cp, head) -> (batch, sequence / cp, heads, head)
         return sequence_to_heads(output.transpose(1, 2), self._group).transpose(1, 2).contiguous(), None
+
+    def _attend(self, module: torch.nn.Module, query: Tensor, *others: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Attention of heads that are all here; tp ranks, which have others, drop other weights of theirs."""
+        if self._tp_rank is None or not kwargs.get("dropout"):
+            return attend(module, query, *others, **kwargs)
+        with noise.of_heads(self._tp_rank, query.device):
+            return attend(module, query, *others, **kwargs)

@@ -114,6 +114,13 @@ def allowed(modules: Mapping[str, nn.Module], plan: Mapping[str, str], layers: l
             return False, f"{name} is not a plain layer"
     if not layers or not all(split_parts(layer, modules, plan) for layer in layers):
         return False, "its layers have no split parts"
+    whole = [child for layer in layers for child in layer.children() if child not in split_parts(layer, modules, plan)]
+    # By transformers' custom, what mixes tokens knows its layer's number, for a cache.
+    mixing = next(
+        (type(each).__name__ for child in whole for each in child.modules() if hasattr(each, "layer_idx")), None
+    )
+    if mixing is not None:
+        return False, f"{mixing}, which mixes tokens, is not split"
     return True, "every split part begins by columns and ends by rows"
 
 

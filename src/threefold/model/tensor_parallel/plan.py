@@ -24,6 +24,7 @@ from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.shares import head_problems
 from threefold.model.head import kind_of
+from threefold.model.layer_kinds import common_number
 from threefold.model.load import layers_of
 from threefold.model.tensor_parallel import layers
 from threefold.model.tensor_parallel.layers import SharedInput
@@ -68,7 +69,7 @@ def plan_problems(config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, 
         what = f"mesh.tp = {tp_size}, but transformers has no tensor-parallel plan for {name!r}"
         expected = "a model whose layers can be split, or one tp rank"
         return [Problem(what, expected, "--mesh.tp 1   (use mesh.dp, mesh.dp_shard or mesh.cp instead)")]
-    heads, kv_heads = (getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    heads, kv_heads = (common_number(text, key) for key in ("num_attention_heads", "num_key_value_heads"))
     return head_problems(tp_size, heads, kv_heads, name=name)
 
 
@@ -148,6 +149,7 @@ def split_over_tp(
     if tied:
         # Splitting gave each of the two modules a parameter of its own; they are one again.
         head._parameters["weight"] = embedding._parameters["weight"]
+    partial += _of_activations(modules, plan)
     parameters = dict(model.named_parameters())
     placements = {name: each.placements[0] for name, each in parameters.items() if isinstance(each, DTensor)}
     if scattered:
@@ -176,6 +178,22 @@ def _rules(model: PreTrainedModel, module: str, style: str) -> dict[str, str]:
         return {}
     own = [f"{module}.{name}" for name, _ in model.get_submodule(module).named_parameters(recurse=False)]
     return dict.fromkeys([*own, module], style)
+
+
+def _of_activations(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> list[str]:
+    """The parameters of activations between columns and rows (Apertus' xIELU): a rank knows those of its columns."""
+    found = []
+    for name, module in modules.items():
+        siblings = {
+            plan.get(f"{name.rpartition('.')[0]}.{child}") for child, _ in _owner(modules, name).named_children()
+        }
+        if type(module).__module__ == "transformers.activations" and {"colwise", "rowwise"} <= siblings:
+            found += [f"{name}.{own}" for own, _ in module.named_parameters()]
+    return found
+
+
+def _owner(modules: Mapping[str, nn.Module], name: str) -> nn.Module:
+    return modules[name.rpartition(".")[0]]
 
 
 def _known_in_part(

@@ -114,5 +114,6 @@ def _head_departs(model: PreTrainedModel, ids: Tensor) -> float:
     if kind is None:
         return 0.0  # its own forward is used
     own = model(input_ids=ids, use_cache=False).logits
-    ours = head.logits_of(model, model.base_model(input_ids=ids, use_cache=False).last_hidden_state, kind)
+    inner: Any = head.below_head(model)
+    ours = head.logits_of(model, inner(input_ids=ids, use_cache=False).last_hidden_state, kind)
     return ((ours - own).abs().max() / own.abs().max()).item()

@@ -1,0 +1,120 @@
+"""What a run is: its id, where it came from, and the journal of what was done to it. No torch.
+
+`run.json` is written once, when the folder's first start is accepted. Every checkpoint's manifest names the run, and
+the start that wrote it; so a checkpoint of another run is not taken for this one's, wherever it was copied to. Folders
+of version 0.1.0 have no id: theirs is made at the next start, and their checkpoints are this run's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from threefold.checkpoint.seal import sync_folder, write_sealed
+from threefold.config.paths import RUN_FILE
+from threefold.errors import ConfigError
+from threefold.jsonl import cut_torn_line
+
+JOURNAL = "journal.jsonl"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a run was forked from: its absolute path, its step and the id of its run, if it has one."""
+
+    path: str
+    step: int
+    run: str | None
+
+    def is_of(self, path: Path, step: int, run: str | None) -> bool:
+        """Whether a checkpoint is this one, at its place or copied elsewhere."""
+        return step == self.step and (str(path) == self.path or (run is not None and run == self.run))
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A run's id, when it was made (UTC), and the checkpoint that it was forked from, if it was."""
+
+    id: str
+    created: str
+    origin: Origin | None = None
+
+    @classmethod
+    def new(cls, origin: Origin | None = None, *, named: str | None = None) -> Identity:
+        """A new identity; with the id that is `named` by checkpoints, if there are any."""
+        return cls(named or uuid.uuid4().hex, _now(), origin)
+
+    @classmethod
+    def read(cls, run: Path) -> Identity | None:
+        """The identity of a run's folder; None for a new one, or one of version 0.1.0.
+
+        Raises:
+            ConfigError: the file was changed or cut.
+        """
+        try:
+            found = json.loads((run / RUN_FILE).read_bytes())
+            origin = Origin(**found["origin"]) if found["origin"] is not None else None
+            return cls(found["id"], found["created"], origin)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{run / RUN_FILE} cannot be read: {error!r}",
+                expected="the run's id, as it was written when the run began: its checkpoints name it",
+                fix=f"restore {RUN_FILE} from a copy of the run; each manifest.json in {run}/checkpoints names the id",
+            ) from error
+
+    def write(self, run: Path) -> None:
+        temporary = run / f".{RUN_FILE}"
+        write_sealed(temporary, json.dumps(asdict(self)).encode() + b"\n")
+        os.replace(temporary, run / RUN_FILE)
+        sync_folder(run)
+
+
+class Journal:
+    """One line for each start, stop, save, rewind and takeover of a run, on the disk before the call returns."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / JOURNAL
+
+    def note(self, event: str, **facts: Any) -> None:
+        """As `append`, where the event itself is on the disk already: a full disk leaves the line out."""
+        with suppress(OSError):
+            self.append(event, **facts)
+
+    def append(self, event: str, **facts: Any) -> None:
+        cut_torn_line(self._path)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"event": event, "time": _now(), **facts}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All lines that can be read; what was saved, the checkpoints themselves say."""
+        try:
+            texts = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return []
+        found = []
+        for text in texts:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            found += [line] if isinstance(line, dict) and "event" in line else []
+        return found
+
+    @property
+    def starts(self) -> int:
+        """How many starts were accepted."""
+        return sum(line["event"] == "start" for line in self.lines())
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

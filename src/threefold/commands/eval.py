@@ -1,0 +1,60 @@
+"""`threefold eval`: the loss of a run's checkpoint over held-out data."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from threefold.errors import ConfigError
+
+if TYPE_CHECKING:
+    from threefold.config.loading import Loaded
+    from threefold.mesh.topology import Topology
+
+
+def command(
+    context: typer.Context,
+    run: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.")],
+) -> None:
+    """Evaluate a run: threefold eval RUN [--eval.source SOURCE] [--section.key value ...].
+
+    The newest checkpoint, or the one that is named, is evaluated exactly, every row once, on the run's mesh or on the
+    one that is given. The run's folder stays as it is.
+
+    Exit codes: 0 done; 1 it failed; 2 the request was wrong.
+    """
+    from threefold.checkpoint.layout import find
+    from threefold.commands.arguments import load_config, run_and_checkpoint
+    from threefold.mesh import environment, local_ranks
+    from threefold.mesh.topology import resolve
+
+    folder, _ = run_and_checkpoint(run)
+    loaded = load_config([str(folder / "config.yaml"), *context.args])
+    if loaded.config.eval.source is None:
+        what, fix = f"the run in {folder} has no eval.source", "--eval.source FILE_OR_FOLDER"
+        raise ConfigError(what, expected="held-out data to evaluate on", fix=fix)
+    checkpoint, info = find(run), environment.current()
+    if info.launcher is not None:
+        topology, _ = resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None)
+        sys.exit(_rank(loaded, topology, checkpoint.path, checkpoint.step))
+    from threefold.run.start import PRELOAD, topology_here
+
+    local_ranks.preload((*PRELOAD, "threefold.run.evaluate"))
+    topology, _ = topology_here(loaded.config)
+    arguments = (loaded, topology, checkpoint.path, checkpoint.step)
+    if topology.world_size == 1:
+        sys.exit(_rank(*arguments))
+    sys.exit(local_ranks.start_ranks(_rank_entry, arguments, num_ranks=topology.world_size))
+
+
+def _rank(loaded: Loaded, topology: Topology, checkpoint: Path, step: int) -> int:
+    from threefold.run.evaluate import evaluate_rank
+
+    return evaluate_rank(loaded, topology, checkpoint, step)
+
+
+def _rank_entry(loaded: Loaded, topology: Topology, checkpoint: Path, step: int) -> None:
+    sys.exit(_rank(loaded, topology, checkpoint, step))

@@ -1,0 +1,40 @@
+"""`threefold resume`: the run in a folder goes on, from wherever the command is given."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    context: typer.Context,
+    run: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints to go back to.")],
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", min=0, help="How often to restart the ranks after a failure.")
+    ] = 0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start more local ranks than this machine has room for.")
+    ] = False,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Resume with keys that change what is trained.")
+    ] = False,
+) -> None:
+    """Resume a run: threefold resume RUN [--section.key value ...].
+
+    RUN/config.yaml is what the run was trained with; keys that are given replace its own: --train.steps 2000 trains on.
+    With RUN/checkpoints/step-... the run goes back there, and its later checkpoints are set aside.
+
+    Exit codes: 0 done; 1 the run failed; 2 the request was wrong; 75 stopped by a signal with a checkpoint saved.
+    """
+    from threefold.commands.arguments import load_config, run_and_checkpoint
+    from threefold.run.start import train_command
+
+    folder, checkpoint = run_and_checkpoint(run)
+    back = ("--checkpoint.resume", str(checkpoint)) if checkpoint is not None else ()
+    loaded = load_config([str(folder / "config.yaml"), *back, *context.args])
+    loaded = replace(loaded, accept_changes=accept_changes)
+    sys.exit(train_command(loaded, max_restarts=max_restarts, force=force))

@@ -1,0 +1,151 @@
+"""Where a run resumes: by what is asked, and by what the folder's run is and has done, never by names alone.
+
+A fork is accepted once: from then on the run resumes itself, whatever command started it. Going back to an own
+checkpoint is done again when a person asks again, and not when the same job is restarted or requeued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, find
+from threefold.checkpoint.lineage import Identity, Journal, Origin
+from threefold.config.paths import RUN_FILE
+from threefold.config.schema import Config
+from threefold.config.text import read_yaml
+from threefold.errors import CheckpointError, ConfigError, ThreefoldError
+from threefold.mesh import environment
+
+METRICS = "metrics.jsonl"
+
+
+class Choice(NamedTuple):
+    """The checkpoints to resume from, newest first; whether the user named one; the origin of a run that it forks."""
+
+    candidates: tuple[Checkpoint, ...] = ()
+    asked: bool = False
+    origin: Origin | None = None
+
+
+def of(config: Config, path: Path) -> Choice:
+    """Where the run in a folder may resume, as the request asks and the folder's own history allows.
+
+    Raises:
+        ConfigError: the folder holds a run and `checkpoint.resume` is `never`, or another run than the one asked for.
+        CheckpointError: a checkpoint given by path does not exist.
+    """
+    checkpoints, identity, asked = CheckpointFolder(path), Identity.read(path), config.checkpoint.resume
+    if identity is None:
+        named_by(checkpoints)
+    if foreign := checkpoints.foreign():
+        raise ConfigError(
+            f"log.dir = {path} has a checkpoint that another run wrote: {foreign[0].path.name}",
+            expected="checkpoints of one run in a folder: a resume would mix two",
+            fix=f"move it out of {checkpoints.path}; to fork it: --checkpoint.resume {foreign[0].path} "
+            "--log.dir ANOTHER_FOLDER",
+        )
+    own = tuple(reversed(checkpoints.own()))
+    if asked == "never" and not _was_restarted(path, own):
+        if (path / METRICS).exists() or own:
+            raise ConfigError(
+                f"log.dir = {path} holds a run, and checkpoint.resume is never",
+                expected="an empty folder, so that no earlier run is mixed into this one",
+                fix="--log.dir ANOTHER_FOLDER, or --checkpoint.resume auto to resume it",
+            )
+        return Choice()
+    if asked not in ("auto", "never") and not _asked_before(path, Path(asked), identity):
+        named = _named(Path(asked))
+        origin = Origin(str(named.path.resolve()), named.step, named.run)
+        if not _taken_up(path, named, origin, identity, own):
+            return Choice((named,), True, None if _is_own(named, path, identity) else origin)
+    if not own and identity is not None and identity.origin is not None:
+        # A fork that has not saved yet.
+        return Choice((_named(Path(identity.origin.path)),), True)
+    return Choice(own)
+
+
+def named_by(checkpoints: CheckpointFolder) -> str | None:
+    """The id that a folder's checkpoints name, if its run.json is gone.
+
+    Raises:
+        ConfigError: they name several.
+    """
+    named = sorted({run for each in checkpoints.all() if (run := each.run) is not None})
+    if len(named) > 1:
+        raise ConfigError(
+            f"{checkpoints.path} has checkpoints of {len(named)} runs, and no {RUN_FILE} says which one is here",
+            expected="checkpoints of one run in a folder: a resume would mix them",
+            fix=f"move the others out; each manifest.json names its run ({', '.join(named)})",
+        )
+    return named[0] if named else None
+
+
+def _named(asked: Path) -> Checkpoint:
+    if not asked.exists():
+        raise CheckpointError(
+            f"checkpoint.resume = {asked} does not exist",
+            expected="auto, never, or the folder of a run or of one of its checkpoints",
+            fix="check the path; `ls RUN/checkpoints` lists what a run has kept",
+        )
+    return find(asked)
+
+
+def _is_own(named: Checkpoint, path: Path, identity: Identity | None) -> bool:
+    """Whether a checkpoint is of the run in the folder: it lies there, or is a copy."""
+    inside = named.path.resolve().parent == CheckpointFolder(path).path.resolve()
+    return inside or (identity is not None and named.run == identity.id)
+
+
+def _asked_before(path: Path, asked: Path, identity: Identity | None) -> bool:
+    """Whether an earlier start did what `checkpoint.resume` asks: a fork once, a return to an own one once a job.
+
+    By its path, for the checkpoint itself may have been removed since.
+    """
+    starts = [line for line in Journal(path).lines() if line["event"] == "start"]
+    resolved = str(asked.resolve())
+    if identity is not None and identity.origin is not None and starts and starts[0].get("asked") == resolved:
+        return True
+    return _was_restarted(path, ()) and starts[-1].get("asked") == resolved
+
+
+def _taken_up(path: Path, named: Checkpoint, origin: Origin, identity: Identity | None, own: Sequence[Any]) -> bool:
+    """Whether the run in the folder is the fork of the named checkpoint that is asked for.
+
+    Raises:
+        ConfigError: the folder holds a run that does not come from there.
+    """
+    if _is_own(named, path, identity):
+        return False
+    if identity is not None and identity.origin is not None:
+        taken = identity.origin.is_of(named.path.resolve(), named.step, named.run)
+    else:
+        # A fork of version 0.1.0 says in its config where it came from.
+        taken = identity is None and bool(own) and _asked_in_config(path) == str(named.path)
+    if not taken and (own or identity is not None or (path / METRICS).exists()):
+        raise ConfigError(
+            f"log.dir = {path} holds a run, and checkpoint.resume = {named.path} is of another one",
+            expected="a new folder for a run that is forked: two runs would be mixed in this one",
+            fix="--log.dir ANOTHER_FOLDER, or --checkpoint.resume auto to resume the run that is there",
+        )
+    return taken
+
+
+def _asked_in_config(path: Path) -> str | None:
+    try:
+        return str(read_yaml((path / "config.yaml").read_text())["checkpoint"]["resume"])
+    except (OSError, ThreefoldError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _was_restarted(path: Path, own: Sequence[Checkpoint]) -> bool:
+    """Whether an earlier start of this very job, before a restart or a requeue, has made the folder's run."""
+    if (job := environment.restarted_job()) is None:
+        return bool(own) and environment.current().restart > 0
+    last = _last_start(path)
+    return last is not None and last.get("job") == job
+
+
+def _last_start(path: Path) -> dict[str, Any] | None:
+    return next((line for line in reversed(Journal(path).lines()) if line["event"] == "start"), None)

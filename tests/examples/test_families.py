@@ -1,0 +1,70 @@
+"""The table of architectures: a few of them in it, all columns, and what makes it fail."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TABLE = Path(__file__).parents[2] / "benchmarks" / "families.py"
+COLUMNS = ("one process", "tp 2", "cp 2 gather", "cp 2 ulysses", "dp_shard 2", "2x2x2", "the command")
+
+
+def table(folder: Path, *arguments: str, timeout_s: float) -> tuple[dict[str, dict[str, str]], str]:
+    """(type -> column/rows -> cell, the page)."""
+    results, page = folder / "results.json", folder / "models.md"
+    done = subprocess.run(
+        [sys.executable, str(TABLE), "--check", "--results", str(results), "--write", str(page), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(results.read_text()), page.read_text()
+
+
+def holds(cell: str) -> bool:
+    return cell[:1].isdigit() and float(cell) <= 1
+
+
+def test_what_holds_and_what_is_refused(tmp_path: Path) -> None:
+    columns = ("one process", "cp 2 gather", "the command")
+    found, page = table(tmp_path, "--types", "llama", "mamba2", "musicgen", "--columns", *columns, timeout_s=240)
+    assert all(holds(found["llama"][f"{column}/{rows}"]) for column in columns[:2] for rows in ("causal", "documents"))
+    assert found["llama"]["the command/"] == "0.000"
+    assert found["mamba2"]["cp 2 gather/causal"].startswith("refused: mesh.cp = 2, but 'mamba2' has recurrent layers")
+    assert holds(found["mamba2"]["one process/causal"])
+    assert "| mamba2 | " in page
+    assert "- musicgen: its config is of three models" in page
+
+
+@pytest.mark.examples
+@pytest.mark.timeout(900)
+def test_one_of_each_kind_on_every_mesh(tmp_path: Path) -> None:
+    found, _ = table(tmp_path, timeout_s=900)
+    assert len(found) == 8
+    for name, cells in found.items():
+        assert {key.split("/")[0] for key in cells} == set(COLUMNS)
+        assert holds(cells["one process/causal"]), name
+        assert cells["the command/"] == "0.000", name
+    for column in COLUMNS[:-1]:
+        assert holds(found["llama"][f"{column}/documents"])
+
+
+@pytest.mark.parametrize("cell", ["wrong: 1.2 (loss)", "traceback: KeyError: 'x'"])
+def test_a_wrong_cell_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: str) -> None:
+    script: dict[str, Any] = runpy.run_path(str(TABLE))
+    results = {"llama": {"one process/causal": cell, "tp 2/causal": "0.001", "cp 2 gather/causal": "refused: by name"}}
+    main = script["main"]
+    monkeypatch.setitem(main.__globals__, "run_all", lambda types, columns, folder: results)
+    for arguments, code in ((["--check"], 1), ([], 0)):
+        monkeypatch.setattr(sys, "argv", ["families.py", "--write", str(tmp_path / "page.md"), *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == code
+    assert "| wrong | 1 | 0 |" in (tmp_path / "page.md").read_text() or cell.startswith("traceback")

@@ -1,0 +1,192 @@
+"""A run is one thing: what it resumes, what it forks, and what it refuses, is decided by its id."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from threefold.checkpoint.layout import CheckpointFolder
+from threefold.checkpoint.lineage import Identity, Journal
+from threefold.config import loading
+from threefold.config.schema import Config
+from threefold.errors import ConfigError
+from threefold.run.folder import RunFolder, open_run
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def config(run: str, resume: str = "auto") -> Config:
+    values: dict[str, Any] = {"log": {"dir": run}, "checkpoint": {"resume": resume}}
+    return loading.validate(values)
+
+
+def start(run: str, resume: str = "auto", *, saves: tuple[int, ...] = ()) -> int:
+    """One start of a run: where it resumed (0: at step 1), and what it saved then."""
+    opened = open_run(config(run, resume))
+    chosen = next(iter(opened.candidates), None)
+    opened = opened.resuming(chosen, ())
+    accepted = opened.accept(config(run, resume))
+    for step in saves:
+        checkpoints = CheckpointFolder(Path(run))
+        checkpoints.begin(step)
+        checkpoints.commit(step, {"run": accepted["run"], "start": accepted["start"]})
+    return chosen.step if chosen is not None else 0
+
+
+def step(run: str, number: int) -> str:
+    return f"{run}/checkpoints/step-{number:08d}"
+
+
+def read(run: str) -> RunFolder:
+    return open_run(config(run))
+
+
+def test_forked_run_resumes_itself() -> None:
+    """By its config, which asks for nothing any more, and by the command that forked it, as a requeued job gives it."""
+    start("a", saves=(5, 10))
+    assert start("b", step("a", 5), saves=(7,)) == 5
+    assert start("b") == 7
+    assert start("b", step("a", 5)) == 7
+    assert loading.load("b/config.yaml", environ={}).config.checkpoint.resume == "auto"
+    identity = Identity.read(Path("b"))
+    assert identity is not None and identity.origin is not None
+    assert (identity.origin.step, identity.origin.run) == (5, Identity.read(Path("a")).id)  # type: ignore[union-attr]
+
+
+def test_fork_that_has_not_saved_begins_at_its_origin_again() -> None:
+    start("a", saves=(5,))
+    start("b", step("a", 5))
+    assert start("b") == 5
+
+
+def test_fork_is_known_when_its_origin_was_moved() -> None:
+    start("a", saves=(5,))
+    start("b", step("a", 5), saves=(6,))
+    shutil.move("a", "archive")
+    assert start("b", step("archive", 5)) == 6
+
+
+def test_moved_run_is_the_same_run(folder: Path) -> None:
+    start("a", saves=(5,))
+    shutil.move("a", folder / "elsewhere")
+    assert start("elsewhere", saves=(6,)) == 5
+    assert [each.step for each in CheckpointFolder(Path("elsewhere")).complete()] == [5, 6]
+
+
+def test_another_runs_folder_is_refused() -> None:
+    start("a", saves=(20,))
+    start("b", saves=(5, 10))
+    with pytest.raises(ConfigError, match=r"log.dir = b holds a run, and checkpoint.resume = .* is of another one"):
+        open_run(config("b", step("a", 20)))
+
+
+def test_another_runs_checkpoint_is_refused() -> None:
+    start("a", saves=(20,))
+    start("b", saves=(5,))
+    shutil.copytree(step("a", 20), step("b", 20))
+    with pytest.raises(ConfigError, match=r"has a checkpoint that another run wrote: step-00000020"):
+        read("b")
+
+
+def test_own_checkpoint_that_was_copied_out_is_gone_back_to() -> None:
+    start("a", saves=(5, 10))
+    shutil.copytree(step("a", 5), "kept/checkpoints/step-00000005")
+    assert start("a", "kept/checkpoints/step-00000005") == 5
+    assert sorted(path.name for path in Path("a/checkpoints").iterdir()) == ["aside-1-step-00000010", "step-00000005"]
+
+
+def test_rewind_is_repeated_by_hand_and_not_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    start("a", saves=(5, 10))
+    assert start("a", step("a", 5), saves=(6,)) == 5
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert start("a", step("a", 5), saves=(8,)) == 6
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert start("a", step("a", 5)) == 8
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    assert start("a", step("a", 5)) == 5
+
+
+def test_restart_before_the_rewind_was_accepted_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's own later checkpoints are of the future that the request abandons."""
+    start("a", saves=(5, 10, 20))
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert start("a", step("a", 5)) == 5
+
+
+def test_requeued_job_of_a_new_run_resumes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    start("a", "never", saves=(5,))
+    with pytest.raises(ConfigError, match=r"holds a run, and checkpoint.resume is never"):
+        open_run(config("a", "never"))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert start("a", "never") == 5
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    with pytest.raises(ConfigError, match=r"holds a run, and checkpoint.resume is never"):
+        open_run(config("a", "never"))
+
+
+def test_run_without_an_id_gets_one_and_keeps_its_checkpoints() -> None:
+    checkpoints = CheckpointFolder(Path("old"))
+    checkpoints.begin(5)
+    checkpoints.commit(5, {})
+    assert start("old", saves=(6,)) == 5
+    assert [each.step for each in checkpoints.complete()] == [5, 6]
+    assert start("old") == 6
+
+
+def test_lost_id_is_read_from_the_checkpoints() -> None:
+    start("a", saves=(5,))
+    before = Identity.read(Path("a"))
+    Path("a/run.json").unlink()
+    assert start("a") == 5
+    after = Identity.read(Path("a"))
+    assert before is not None and after is not None and after.id == before.id
+
+
+def test_checkpoints_of_several_runs_without_an_id_are_refused() -> None:
+    start("a", saves=(20,))
+    start("b", saves=(5,))
+    shutil.copytree(step("a", 20), step("b", 20))
+    Path("b/run.json").unlink()
+    with pytest.raises(ConfigError, match=r"has checkpoints of 2 runs, and no run.json says which one is here"):
+        read("b")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"id": "x"}'])
+def test_damaged_id_is_refused(text: str) -> None:
+    start("a", saves=(5,))
+    Path("a/run.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"a/run.json cannot be read"):
+        read("a")
+
+
+def test_journal_has_a_line_for_each_start_and_rewind_and_survives_a_torn_one() -> None:
+    start("a", saves=(5, 10))
+    with Path("a/journal.jsonl").open("a") as file:
+        file.write('{"event": "sta')
+    start("a", step("a", 5))
+    lines = Journal(Path("a")).lines()
+    assert [(line["event"], line["start"], line["step"]) for line in lines] == [
+        ("start", 1, 0),
+        ("start", 2, 5),
+        ("rewind", 2, 5),
+    ]
+
+
+def test_best_of_an_abandoned_future_is_forgotten() -> None:
+    start("a", saves=(5, 10))
+    checkpoints = CheckpointFolder(Path("a"))
+    checkpoints.mark_best(10, 1.0)
+    start("a", step("a", 5))
+    assert checkpoints.best() is None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any
 
+from threefold.config.described import keys_in
 from threefold.config.schema import Config
-from threefold.config.text import as_yaml
 
 PAGE = Path(__file__).with_name("config.md")
 
@@ -25,33 +25,11 @@ def page() -> str:
         kind: Any = field.annotation
         lines += ["", f"## {section}", "", str(kind.__doc__), "", "| key | default | values | what it does |"]
         lines += ["|---|---|---|---|"]
-        lines += _rows(kind)
+        lines += [
+            f"| `{each.key}` | `{each.default}` | {', '.join(each.values)} | {each.meaning} |"
+            for each in keys_in(section)
+        ]
     return "\n".join(lines) + "\n"
-
-
-def _rows(kind: Any, prefix: str = "") -> list[str]:
-    lines = []
-    for key, entry in kind.model_fields.items():
-        if hasattr(entry.annotation, "model_fields"):
-            lines += _rows(entry.annotation, f"{key}.")
-            continue
-        values = _values(entry.annotation)
-        lines.append(f"| `{prefix}{key}` | `{as_yaml(entry.default)}` | {values} | {entry.description} |")
-    return lines
-
-
-def _values(annotation: Any) -> str:
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return ", ".join(f"`{as_yaml(value)}`" for value in inner)
-    if origin is Annotated:
-        return _values(inner[0])
-    if origin in (dict, tuple, list):
-        return "mapping" if origin is dict else "list"
-    if inner:
-        return ", ".join(dict.fromkeys(_values(part) for part in inner if part is not type(None)))
-    names = {int: "whole number", float: "number", str: "text", bool: "true, false"}
-    return names.get(annotation, "mapping")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,17 +34,20 @@ class MetricsFile:
 
     Args:
         continue_on_error: a line that cannot be written, on a full disk say, is left out, and that is printed once.
+        timed: each line ends with its time (UTC).
     """
 
-    def __init__(self, path: Path, *, continue_on_error: bool = False) -> None:
+    def __init__(self, path: Path, *, continue_on_error: bool = False, timed: bool = False) -> None:
         cut_torn_line(path)
+        self._timed = timed
         self._file = path.open("ab", buffering=0)
         self._continue_on_error = continue_on_error
         self._said = False
 
     def log(self, metrics: Metrics) -> None:
         with self._attempt():
-            line = json.dumps(metrics).encode() + b"\n"
+            time = {"time": utc_now()} if self._timed else {}
+            line = json.dumps({**metrics, **time}).encode() + b"\n"
             start = os.fstat(self._file.fileno()).st_size
             if self._file.write(line) != len(line):
                 self._file.truncate(start)  # no torn line between whole ones
@@ -67,6 +71,11 @@ class MetricsFile:
                     f"{self._file.name} cannot be written ({error.strerror}): lines are missing from it",
                     file=sys.stderr,
                 )
+
+
+def utc_now() -> str:
+    """This moment in UTC, to the millisecond, as ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def cut_torn_line(path: Path) -> None:

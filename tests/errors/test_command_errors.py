@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ranks import warm
-from ranks.runs import cold_command, run
+from ranks.runs import cold_command, command, run
 
 LLAMA = {
     "model_type": "llama",
@@ -54,6 +54,32 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
         _, expected, fix = message.split("\n")
         assert expected.startswith("  expected: ") and fix.startswith("  fix: ")
     return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "path"),
+    [
+        (("export",), "Missing argument 'run'.", "threefold export"),
+        (("export", "x"), "Missing option '--to'.", "threefold export"),
+        (("trian",), "No such command 'trian'.", "threefold"),
+        (("sample", "x", "--tokens", "many"), "Invalid value for '--tokens': ", "threefold sample"),
+    ],
+)
+def test_wrong_use_of_a_command_is_said_in_three_parts(
+    folder: Path, words: tuple[str, ...], what: str, path: str
+) -> None:
+    message = said(command(folder, *words))
+    assert message.startswith(what)
+    assert message.endswith(f"\n  fix: `{path} --help` shows its options\n")
+
+
+def test_help_about_a_section_and_a_key(folder: Path) -> None:
+    section = command(folder, "train", "--help", "optimizer")
+    assert section.returncode == 0 and "--optimizer.betas  list  (default: [0.9, 0.95])\n" in section.stdout
+    key = command(folder, "verify", "-h", "model.lora.r")
+    assert key.stdout.startswith("--model.lora.r  whole number  (default: 0)\n      rank of the adapters; ")
+    message = said(command(folder, "train", "--help", "optimiser"))
+    assert message.startswith("there is no help about 'optimiser'\n  expected: a section (model, data, ")
 
 
 # --- before torch is loaded --------------------------------------------------------------------------------------

@@ -210,8 +210,9 @@ def test_changed_record_fails_the_proof(folder: Path) -> None:
 def test_changed_source_fails_the_proof(folder: Path) -> None:
     shutil.copytree(folder / "run", folder / "moved")
     text = (folder / "moved" / "config.yaml").read_text()
-    assert "source: corpus" in text
-    (folder / "moved" / "config.yaml").write_text(text.replace("source: corpus", "source: corpus/part-0.txt"))
+    source = f"source: {folder}/corpus"
+    assert source in text
+    (folder / "moved" / "config.yaml").write_text(text.replace(source, f"{source}/part-0.txt"))
     failed = command(folder, "data", "audit", "moved", "--contents")
     assert failed.returncode == 1
     assert failed.stderr.startswith("the source of moved/config.yaml has the fingerprint ")

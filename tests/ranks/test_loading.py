@@ -63,11 +63,11 @@ def _load(folder: str, sizes: dict[str, int]) -> Any:
     from torch.distributed.tensor import DTensor
 
     from threefold.mesh.mesh import init_mesh
-    from threefold.model.build import load_model
+    from threefold.training.make_step import load_model
 
     mesh = init_mesh(device="cpu", **sizes)
     with _AnonymousMemory() as memory:
-        model = load_model(folder, mesh=mesh).module
+        model = load_model(folder, mesh=mesh, admission="off").module
     own = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
     largest = max(p.numel() * 4 for p in model.parameters())
     files = {}

@@ -12,14 +12,13 @@ import os
 import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from threefold.checkpoint.seal import sync_folder, write_sealed
 from threefold.config.paths import RUN_FILE
 from threefold.errors import ConfigError
-from threefold.jsonl import cut_torn_line
+from threefold.jsonl import cut_torn_line, utc_now
 
 JOURNAL = "journal.jsonl"
 
@@ -48,7 +47,7 @@ class Identity:
     @classmethod
     def new(cls, origin: Origin | None = None, *, named: str | None = None) -> Identity:
         """A new identity; with the id that is `named` by checkpoints, if there are any."""
-        return cls(named or uuid.uuid4().hex, _now(), origin)
+        return cls(named or uuid.uuid4().hex, utc_now(), origin)
 
     @classmethod
     def read(cls, run: Path) -> Identity | None:
@@ -91,7 +90,7 @@ class Journal:
     def append(self, event: str, **facts: Any) -> None:
         cut_torn_line(self._path)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"event": event, "time": _now(), **facts}) + "\n")
+            file.write(json.dumps({"event": event, "time": utc_now(), **facts}) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -114,7 +113,3 @@ class Journal:
     def starts(self) -> int:
         """How many starts were accepted."""
         return sum(line["event"] == "start" for line in self.lines())
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -9,22 +9,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from threefold import __version__
 from threefold.commands.arguments import CONTEXT
-from threefold.errors import ThreefoldError
+from threefold.errors import ConfigError, Problem, ThreefoldError
 
 app = typer.Typer(
     name="threefold",
     help="Train Hugging Face language models on a data x context x tensor mesh: exact, and it can prove it.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+# typer brings its own click, or uses click's: the errors of either.
+_AnyError: Any = typer.BadParameter.__mro__[2]
 # In the order of `--help`; those with CONTEXT take any key of the config.
 _COMMANDS = {
     "train": CONTEXT,
@@ -64,6 +66,20 @@ def _root(
     pass
 
 
+def _print_keys(named: str) -> None:
+    """Prints the keys of a section of the config, or the one key: values, default and meaning."""
+    from threefold.config.described import keys_named
+    from threefold.config.schema import Config
+
+    if not (found := keys_named(named)):
+        fix = f"threefold train --help {next(iter(Config.model_fields))}"
+        expected = f"a section ({', '.join(Config.model_fields)}), or section.key"
+        raise ConfigError(f"there is no help about {named!r}", expected=expected, fix=fix)
+    for section, each in found:
+        values = " | ".join(each.values).replace("`", "")
+        typer.echo(f"--{section}.{each.key}  {values}  (default: {each.default})\n      {each.meaning}")
+
+
 def _speaks_for_all() -> bool:
     # All ranks of a host find the same error, but hosts may differ. A wrongly set up launcher has no rank to choose.
     from threefold.mesh import environment
@@ -76,10 +92,26 @@ def _speaks_for_all() -> bool:
 
 def run() -> None:
     """Runs the command line; prints a user's error in its three parts and exits with its code."""
-    asked = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
+    arguments = sys.argv[1:]
+    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
     _load([asked] if asked in _COMMANDS else _COMMANDS)
     try:
-        app()
+        match arguments:
+            case [name, "-h" | "--help", named] if _COMMANDS.get(name) is CONTEXT:
+                return _print_keys(named)
+        code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except _AnyError as error:
+        context = getattr(error, "ctx", None)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+            sys.exit(error.exit_code)
+        path = context.command_path if context is not None else "threefold"
+        fix = f"`{path} --help` shows its options"
+        sys.stderr.write(f"{Problem(error.format_message(), f'{path} as its help describes it', fix)}\n")
+        sys.exit(error.exit_code)
+    except typer.Abort:
+        sys.exit(130)
     except ThreefoldError as error:
         if _speaks_for_all():
             from threefold.mesh import environment

@@ -142,8 +142,9 @@ def conclude(console: Console, run: Built, outcome: Outcome) -> int:
     if run.mesh.rank == 0:
         run.folder.journal.note(event, step=outcome.step, saved=saved, start=run.checkpointer.folder.start)
     if saved != outcome.step:
-        newest = f"the newest checkpoint is of step {saved}" if saved >= 0 else "this start has saved no checkpoint"
-        console.print(f"not saved: the state after step {outcome.step}; {newest}, in {path}")
+        newest = run.folder.checkpoints.newest()
+        kept = f"the newest checkpoint is of step {newest.step}" if newest is not None else "there is no checkpoint"
+        console.print(f"not saved: the state after step {outcome.step}; {kept}, in {path}")
         console.print(f"train the steps since again: threefold resume {shlex.quote(str(path))}")
         return EXIT_FAILED
     if outcome.stopped:

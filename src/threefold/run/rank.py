@@ -187,7 +187,7 @@ def _trackers(console: Console, run: Built) -> list[Tracker]:
     go_on = run.config.checkpoint.on_error == "continue"
     terminal = Terminal(console, num_steps=run.num_steps, done=run.done)
     return [
-        MetricsFile(run.folder.metrics, continue_on_error=go_on),
+        MetricsFile(run.folder.metrics, continue_on_error=go_on, timed=True),
         terminal,
         *assemble.trackers_of(run, say=console.print),
     ]

@@ -76,6 +76,7 @@ class DocumentRows:
             before += place.numel()
         return cls((batch, sequence), tuple(places), back.to(documents.device))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """What `forward` returns for a batch, computed for each document alone."""
         outputs = [

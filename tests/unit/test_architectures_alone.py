@@ -245,3 +245,17 @@ def test_a_buffer_that_nothing_writes_is_an_error(mesh: Mesh) -> None:
             fsdp_sharded=False,
             first_value=lambda name, shape: torch.empty(shape),
         )
+
+
+@pytest.mark.parametrize("name", ["bloom", "gptj", "deepseek_v4"])
+def test_kept_attention_is_said(name: str, mesh: Mesh) -> None:
+    context = ContextParallel(mesh)
+    model = load.build_without_storage(small(name), attention=context.name)
+    assert context.adapt(model) is not None
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba", "qwen3_next"])
+def test_no_attention_of_its_own_is_said(name: str, mesh: Mesh) -> None:
+    context = ContextParallel(mesh)
+    model = load.build_without_storage(small(name), attention=context.name)
+    assert context.adapt(model) is None

@@ -13,6 +13,7 @@ import copy
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -57,10 +58,15 @@ def text_modules(model: nn.Module) -> Iterator[nn.Module]:
     """The modules that tokens run through: not those of models inside that read images or sounds."""
     yield model
     for child in model.children():
-        arguments = inspect.signature(type(child).forward).parameters
         # A wrapper (bart's) passes on whatever it is given.
-        if not isinstance(child, PreTrainedModel) or not {"input_ids", "args"}.isdisjoint(arguments):
+        if not isinstance(child, PreTrainedModel) or {"input_ids", "args"} & arguments_of(type(child)):  # type: ignore[arg-type]
             yield from text_modules(child)
+
+
+@cache
+def arguments_of(kind: type[nn.Module]) -> frozenset[str]:
+    """The names of what the forward of a module's class takes."""
+    return frozenset([*inspect.signature(kind.forward).parameters][1:])
 
 
 def methods(kind: type) -> Iterator[Any]:

@@ -188,6 +188,9 @@ def _refusal(config: Config, architecture: PretrainedConfig, mesh: Mesh, tried: 
     first, *others = sorted(failed(tried.found), key=lambda each: [*_PROMISES].index(each.probe))
     what, expected = _PROMISES[first.probe]
     at = f" ({first.detail})" if first.detail else ""
+    positions = next((each.detail for each in tried.found if each.probe == "positions"), "")
+    if first.probe in ("loss", "gradients") and positions != "reads position_ids":
+        at += f" (it {positions})" if positions else ""
     also = "".join(f", {each.probe} {each.figure:.1e}" for each in others)
     measured = f"{what.format(first.figure)}{at}" + (f"; also fails: {also[2:]}" if also else "")
     return RefusedError(

@@ -191,6 +191,8 @@ def _refusal(config: Config, architecture: PretrainedConfig, mesh: Mesh, tried: 
     positions = next((each.detail for each in tried.found if each.probe == "positions"), "")
     if first.probe in ("loss", "gradients") and positions != "reads position_ids":
         at += f" (it {positions})" if positions else ""
+    if first.probe == "causality" and fix == _OFF:
+        fix = "use another architecture: this one would be trained to read its targets"
     also = "".join(f", {each.probe} {each.figure:.1e}" for each in others)
     measured = f"{what.format(first.figure)}{at}" + (f"; also fails: {also[2:]}" if also else "")
     return RefusedError(

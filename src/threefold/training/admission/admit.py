@@ -230,9 +230,13 @@ def _alone(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[
     one = Mesh(Topology(), 0, mesh.device)
     if _holds(config, architecture, one):
         return None
-    without = config.model_copy(update={"data": config.data.model_copy(update={"document_mask": False})})
-    if config.data.document_mask and _holds(without, architecture, one):
-        return "with documents kept apart, on any mesh", "--data.document_mask false"
+    for change, where, fix in (
+        ({"document_mask": False}, "with documents kept apart", "--data.document_mask false"),
+        ({"packing": "concat"}, "with padded rows", "--data.packing concat"),
+    ):
+        without = config.model_copy(update={"data": config.data.model_copy(update=change)})
+        if Mode.of(without.data) != Mode.of(config.data) and _holds(without, architecture, one):
+            return f"{where}, on any mesh", fix
     decoder = copy.deepcopy(architecture)
     decoder.get_text_config().is_decoder = True
     if not getattr(architecture.get_text_config(), "is_decoder", True) and _holds(config, decoder, one):

@@ -30,6 +30,7 @@ from threefold.training.admission.probes import Finding, OwnForwardError, Subjec
 # A failure is confirmed with other weights and rows before a model is refused: a router's near tie can fall either way.
 _SEEDS = (0, 1)
 _OFF = "--model.admission off   (trains it unchecked)"
+_PLAIN = {"document_mask": False, "packing": "concat"}
 # What a failed probe says, and what was expected; the first of these that fails is the one that a refusal names.
 _PROMISES = {
     "causality": ("later tokens move the loss of earlier ones by {:.1e} nats", "a causal model"),
@@ -233,6 +234,7 @@ def _alone(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[
     for change, where, fix in (
         ({"document_mask": False}, "with documents kept apart", "--data.document_mask false"),
         ({"packing": "concat"}, "with padded rows", "--data.packing concat"),
+        (_PLAIN, "with documents kept apart or padded rows", "--data.document_mask false --data.packing concat"),
     ):
         without = config.model_copy(update={"data": config.data.model_copy(update=change)})
         if Mode.of(without.data) != Mode.of(config.data) and _holds(without, architecture, one):

@@ -45,9 +45,14 @@ DOCUMENTS = {
         "positions that can begin again with each document",
     ),
     "deepseek_v4": (
-        "data.document_mask = true, but 'deepseek_v4' has a DeepseekV4Attention, which adds keys for several tokens "
-        "of a row",
-        "keys that each stand for one token: one for several would join two documents",
+        "data.document_mask = true, but 'deepseek_v4' has a DeepseekV4Attention, which takes keys of a row several at "
+        "a time",
+        "keys that each stand for one token: what stands for several would join two documents",
+    ),
+    "minimax_m3_vl_text": (
+        "data.document_mask = true, but 'minimax_m3_vl_text' has a MiniMaxM3VLAttention, which takes keys of a row "
+        "several at a time",
+        "keys that each stand for one token: what stands for several would join two documents",
     ),
 }
 

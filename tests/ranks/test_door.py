@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
@@ -83,6 +84,13 @@ def test_who_knows_the_token_is_let_through(echo: Echo, address: tuple[str, int]
     gate = (this_process.LOOPBACK, door.open_gate(address, TOKEN))
     data = os.urandom(1 << 20)
     assert [said_back(gate, data[:9]), said_back(gate, data)] == [data[:9], data]
+
+
+def test_rank_in_a_notebook_is_let_through(address: tuple[str, int]) -> None:
+    async def cell() -> int:
+        return door.open_gate(address, TOKEN)
+
+    assert said_back((this_process.LOOPBACK, asyncio.run(cell())), b"hello") == b"hello"
 
 
 def test_who_does_not_know_it_is_refused(echo: Echo, address: tuple[str, int]) -> None:

@@ -21,6 +21,7 @@ import os
 import socket
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from threefold.mesh.environment import LOOPBACK
 from threefold.mesh.launchers.info import LaunchInfo
@@ -130,7 +131,8 @@ def open_gate(to: Address, token: bytes) -> int:
         _, writer = await asyncio.wait_for(_through(to, token), _PROOF_WITHIN_S)
         writer.close()
 
-    asyncio.run(try_it())
+    with ThreadPoolExecutor(1) as other:  # a notebook's own thread has a loop already
+        other.submit(asyncio.run, try_it()).result()
     listening = listen_on_loopback()
     port: int = listening.getsockname()[1]
 

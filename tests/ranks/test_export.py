@@ -38,6 +38,20 @@ STATES = {
 }
 _EMU3 = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 EMU3 = {"model_type": "emu3", "text_config": {**_EMU3, "num_key_value_heads": 2, "vocab_size": 257, "pad_token_id": 0}}
+
+
+def _frozen_part() -> dict[str, Any]:
+    """BLT, whose patcher is frozen."""
+    from architectures import config_of
+    from threefold.checkpoint.manifest import architecture_of
+    from threefold.model.reduced import reduced
+
+    values = architecture_of(reduced(config_of("blt")))
+    for each in (values, *(values[f"{part}_config"] for part in ("patcher", "encoder", "decoder"))):
+        each["vocab_size"] = 257
+    return values
+
+
 CASES: dict[str, tuple[dict[str, Any], Sizes]] = {
     "llama on one process": (LLAMA, (1, 1, 1, 1)),
     "llama on dp_shard x tp": (LLAMA, (1, 2, 1, 2)),
@@ -92,6 +106,19 @@ def test_export_reloads_to_the_trained_weights(trained: tuple[Path, dict[str, An
             assert name in tensors.keys()  # noqa: SIM118 (no mapping)
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("ab")["input_ids"] == [97, 98]
     assert GenerationConfig.from_pretrained(tmp_path / "out") is not None
+
+
+def test_what_an_architecture_freezes_is_kept(tmp_path: Path) -> None:
+    """Its values are the run's own: nothing else has them."""
+    from threefold.export.model_folder import export
+
+    write_corpus(tmp_path)
+    weights = run_ranks(_trained, 1, (1, 1, 1, 1), str(tmp_path / "run"), _frozen_part())[0]
+    export(tmp_path / "run", tmp_path / "out")
+    found = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
+    assert any(not parameter.requires_grad for parameter in found.values())
+    for name, values in weights.items():
+        assert torch.equal(found[name], torch.from_numpy(values)), name
 
 
 def test_every_rank_file_is_plain_safetensors(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from threefold.checkpoint.layout import Checkpoint
 from threefold.checkpoint.tensors import TYPE_NAMES, Part, in_file_order, read_box, read_whole
 from threefold.errors import CheckpointError
 from threefold.mesh.mesh import Mesh
+from threefold.model.weight_check import is_adapter
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -34,12 +35,15 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Returns the model's tensors under `model.` and their names, tied ones once.
 
-    If some parameters are frozen, returns only the others: the frozen ones still have the model's original values.
+    With adapters, returns only what is trained: the rest still has the original values, in the model's own files. What
+    an architecture freezes by itself (BLT's patcher) is in no other file of the run.
     """
     parameters = list(model.named_parameters())
-    trained = [pair for pair in parameters if pair[1].requires_grad]
-    stored = set(model.state_dict(keep_vars=True)) if len(trained) == len(parameters) else set()
-    tensors = [*trained, *(pair for pair in model.named_buffers() if pair[0] in stored)]
+    if any(is_adapter(name) for name, _ in parameters):
+        tensors = [pair for pair in parameters if pair[1].requires_grad]
+    else:
+        stored = set(model.state_dict(keep_vars=True))
+        tensors = [*parameters, *(pair for pair in model.named_buffers() if pair[0] in stored)]
     return {f"model.{name}": tensor.detach() for name, tensor in tensors}
 
 

@@ -56,6 +56,7 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 WHOLE = "the command"
 SAMPLE = ("llama", "gemma3_text", "gpt_oss", "mixtral", "phi3", "falcon", "mamba2", "bart")
+_OWNER = "owner"
 _STEPS = 2
 _SEQ_LEN = 32
 _CASE_S = 60.0
@@ -69,17 +70,16 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help=f"all {len(NAMES)} types")
     parser.add_argument("--columns", nargs="+", default=[*MESHES, WHOLE], metavar="COLUMN")
     parser.add_argument("--write", type=Path, help="write the page there instead of printing it")
-    parser.add_argument("--results", type=Path, help="write each cell there, as JSON")
+    parser.add_argument("--results", type=Path, help="keep each cell there, and run only those not in it yet")
     parser.add_argument("--check", action="store_true", help="exit 1 if a cell is wrong or ended in a traceback")
     arguments = parser.parse_args()
     types = list(NAMES) if arguments.all else arguments.types
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="threefold-families-") as folder:
         os.environ.update(XDG_CACHE_HOME=f"{folder}/cache", HF_HUB_OFFLINE="1")
-        results = run_all(types, arguments.columns, Path(folder))
+        (Path(folder) / _OWNER).write_text(str(os.getpid()))
+        results = run_all(types, arguments.columns, Path(folder), kept=arguments.results)
     print(f"{len(types)} types in {(time.monotonic() - began) / 60:.1f} minutes", file=sys.stderr)
-    if arguments.results:
-        arguments.results.write_text(json.dumps(results, indent=1))
     page = _page(results, arguments.columns)
     if arguments.write:
         arguments.write.write_text(page)
@@ -90,33 +90,48 @@ def main() -> None:
     sys.exit(1 if failed and arguments.check else 0)
 
 
-def run_all(types: Sequence[str], columns: Sequence[str], folder: Path) -> dict[str, dict[str, str]]:
-    """Type -> `column/rows` -> cell; `-` holds why transformers itself does not run a type."""
+def run_all(
+    types: Sequence[str], columns: Sequence[str], folder: Path, *, kept: Path | None = None
+) -> dict[str, dict[str, str]]:
+    """Type -> `column/rows` -> cell; `-` holds why transformers itself does not run a type.
+
+    Cells in the file `kept` are taken from it; it has all cells after each column.
+    """
     spawn.PRELOAD += [f"transformers.models.{module}" for name in types if (module := _modeling(name))]
-    results: dict[str, dict[str, str]] = {name: {} for name in types}
-    _Group("reference", 1, _prepare, folder).run([(name, "") for name in types if name not in NOT_RUN], results)
-    for name in types:
-        if name in NOT_RUN:
-            results[name] = {"-": NOT_RUN[name]}
-        elif (found := results[name].pop("reference/", "no answer")) != "ready":
+    known = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
+    results: dict[str, dict[str, str]] = {name: {**known.get(name, {})} for name in types}
+    results |= {name: {"-": NOT_RUN[name]} for name in types if name in NOT_RUN}
+    asked = [(name, "") for name in types if _missing(results[name], columns)]
+    _Group("reference", 1, _prepare, folder).run(asked, results)
+    for name, _ in asked:
+        if (found := results[name].pop("reference/", "no answer")) != "ready":
             results[name] = {"-": found}
-    ready = [name for name in types if "-" not in results[name]]
+    ready = [name for name, _ in asked if "-" not in results[name]]
     for column in columns:
         if column == WHOLE:
-            trained = [name for name in ready if _holds(results[name].get("one process/causal", "0"))]
-            _Group(WHOLE, 1, _by_command, folder, limit_s=_TRAIN_S).run([(name, "") for name in trained], results)
-            continue
-        cases = []
-        for name, rows in ((name, rows) for name in ready for rows in ROWS):
-            before = [
-                each for each in _PARTS_OF.get(column, ()) if not _holds(results[name].get(f"{each}/{rows}", "0"))
-            ]
-            if before:
-                results[name][f"{column}/{rows}"] = f"not run: {before[0]} does not hold"
-            else:
-                cases.append((name, rows))
-        _Group(column, MESHES[column][0].world_size, _compare, folder).run(cases, results)
+            left = [(name, "") for name in ready if _holds(results[name].get("one process/causal", "0"))]
+            group = _Group(WHOLE, 1, _by_command, folder, limit_s=_TRAIN_S)
+        else:
+            left = [(name, rows) for name in ready for rows in ROWS if not _left_out(results[name], column, rows)]
+            group = _Group(column, MESHES[column][0].world_size, _compare, folder)
+        group.run([(name, rows) for name, rows in left if f"{column}/{rows}" not in results[name]], results)
+        if kept is not None:
+            kept.write_text(json.dumps({**known, **results}, indent=1))
     return results
+
+
+def _missing(cells: dict[str, str], columns: Sequence[str]) -> bool:
+    wanted = [f"{column}/{rows}" for column in columns for rows in ([""] if column == WHOLE else ROWS)]
+    return "-" not in cells and not all(key in cells for key in wanted)
+
+
+def _left_out(cells: dict[str, str], column: str, rows: str) -> bool:
+    """Whether a case is not run, because a part of its mesh does not hold; says so in its cell."""
+    for part in _PARTS_OF.get(column, ()):
+        if not _holds(cells.get(f"{part}/{rows}", "0")):
+            cells[f"{column}/{rows}"] = f"not run: {part} does not hold"
+            return True
+    return False
 
 
 class _Group:
@@ -197,7 +212,7 @@ def _member(
         info = environment.LaunchInfo(rank=rank, world_size=size, launcher="process group" if size > 1 else None)
         mesh = join_mesh(MESHES[column][0], info, device="cpu", timeout_s=_CASE_S)
     for name, rows in cases:
-        if not folder.exists():  # the table's own process was ended
+        if not _alive(folder / _OWNER):  # the table's own process was ended
             os._exit(1)
         try:
             cell = act(name, rows, folder, mesh, column)
@@ -208,6 +223,16 @@ def _member(
             os._exit(3)
         if rank == 0:
             _append(answers, {"cell": cell})
+
+
+def _alive(owner: Path) -> bool:
+    try:
+        os.kill(int(owner.read_text()), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError):
+        return owner.parent.exists()
+    return True
 
 
 def _append(answers: Path, line: dict[str, str]) -> None:
@@ -287,11 +312,17 @@ def _prepare(name: str, rows: str, folder: Path, mesh: Any, column: str) -> str:
         model: Any = perturbed(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
         model.save_pretrained(folder / name)
         config.save_pretrained(folder / name)  # of all parts, where the model is of one
-        for kind in ROWS:
-            torch.save(_alone(name, kind, folder), folder / name / f"{kind}.pt")
     except Exception as error:
         return _shortened(error)
-    return "ready"
+    said = []
+    for kind in ROWS:
+        try:
+            expected = _alone(name, kind, folder)
+        except Exception as error:
+            said.append(_shortened(error))
+            expected = {"error": said[-1]}
+        torch.save(expected, folder / name / f"{kind}.pt")
+    return "ready" if len(said) < len(ROWS) else said[0]
 
 
 def _batches(config: Any, mesh: Any) -> tuple[Any, Iterator[Any]]:
@@ -355,9 +386,11 @@ def _compare(name: str, kind: str, folder: Path, mesh: Any, column: str) -> str:
 
     config = _asked(name, kind, folder, column)
     asked = request.asked_of(config, mesh)
+    expected = torch.load(folder / name / f"{kind}.pt")
+    if "error" in expected:
+        return f"not run: transformers itself cannot: {expected['error']}"
     if config.model.admission != "off":
         admit(config, asked.architecture, mesh)
-    expected = torch.load(folder / name / f"{kind}.pt")
     model = build(config, asked.architecture, mesh)
     worst = {"loss": 0.0, "norm": 0.0}
     floor = 1e-4 * max((float(value.abs().max()) for value in expected["gradients"].values()), default=1.0)
@@ -552,6 +585,8 @@ def _noted(cell: str, notes: dict[str, int]) -> str:
     reason = re.sub(r"(the probe of [^:]*): .*", r"\1", reason)
     reason = re.sub(r" on dp=\S+( \(sharded\))? x cp=\d+ x tp=\d+", "", reason)
     reason = re.sub(r"^mesh\.(tp|cp) = 2, but ", r"mesh.\1: ", reason)
+    reason = re.sub(r"^(mesh\.cp: it [^:(]*\w).*", r"\1", reason)
+    reason = re.sub(r"^(it cannot be computed[^:]*): (\w+):.*", r"\1 (\2)", reason)
     return f"{'refused' if kind == 'refused' else '**traceback**'} [{notes.setdefault(reason, len(notes) + 1)}]"
 
 

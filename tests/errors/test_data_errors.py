@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -616,14 +617,27 @@ def test_another_store_is_not_written_over(folder: Path, store: Path) -> None:
     assert store.with_suffix(".bin").read_bytes() == before
 
 
-def test_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_place_where_nothing_can_be_written(folder: Path) -> None:
+    """A read-only home, as containers have; root may write anywhere but there."""
+    place = Path("/proc/threefold")
+    assert said(lambda: prepare(open_text_of(folder, "abc"), BYTES, to=place)) == [
+        (
+            "/proc/threefold cannot be written: No such file or directory",
+            "a folder for the tokens of the source, prepared once and read by all ranks",
+            "XDG_CACHE_HOME=FOLDER threefold ...   (where prepared data is kept), or --to FOLDER of data prepare",
+        )
+    ]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("os.fsync", full)
     assert said(lambda: prepare(open_text_of(folder, "abc"), BYTES, to=Path("st")), RunError) == [
         (
-            "no space left on the disk of st",
+            f"no space left on the disk of st: {os.strerror(number)}",
             "space for twice the tokens, 2 bytes each (4 for a vocabulary above 65,536): parts and store",
             "free space or choose another folder, then run the same command again: finished parts are reused",
         )

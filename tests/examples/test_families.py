@@ -41,6 +41,8 @@ def test_what_holds_and_what_is_refused(tmp_path: Path) -> None:
     assert holds(found["mamba2"]["one process/causal"])
     assert "| mamba2 | " in page
     assert "- musicgen: its config is of three models" in page
+    again, _ = table(tmp_path, "--types", "llama", "mamba2", "musicgen", "--columns", *columns, timeout_s=60)
+    assert again == found  # from the file, without running them
 
 
 @pytest.mark.examples
@@ -61,7 +63,7 @@ def test_a_wrong_cell_fails_the_check(tmp_path: Path, monkeypatch: pytest.Monkey
     script: dict[str, Any] = runpy.run_path(str(TABLE))
     results = {"llama": {"one process/causal": cell, "tp 2/causal": "0.001", "cp 2 gather/causal": "refused: by name"}}
     main = script["main"]
-    monkeypatch.setitem(main.__globals__, "run_all", lambda types, columns, folder: results)
+    monkeypatch.setitem(main.__globals__, "run_all", lambda types, columns, folder, kept: results)
     for arguments, code in ((["--check"], 1), ([], 0)):
         monkeypatch.setattr(sys, "argv", ["families.py", "--write", str(tmp_path / "page.md"), *arguments])
         with pytest.raises(SystemExit) as stop:

@@ -178,8 +178,8 @@ def _admit_twice(folder: str, sizes: dict[str, int], data: dict[str, Any]) -> li
 @pytest.mark.parametrize(
     ("fault", "sizes", "model", "data", "probe", "fix"),
     [
-        (drop_the_mask, {"tp": 2}, LLAMA, {}, "causality", "--model.admission off"),
-        (drop_the_mask, {"cp": 2}, LLAMA, {}, "causality", "--model.admission off"),
+        (drop_the_mask, {"tp": 2}, LLAMA, {}, "causality", "use another architecture"),
+        (drop_the_mask, {"cp": 2}, LLAMA, {}, "causality", "use another architecture"),
         (forget_documents, {"dp": 2}, LLAMA, {"document_mask": True}, "documents", "--data.document_mask false"),
         (shift_positions, {"cp": 2}, LLAMA, {}, "loss", "--mesh.cp 1"),
         (sum_twice, {"tp": 2}, LLAMA, {}, "gradients", "--mesh.tp 1"),

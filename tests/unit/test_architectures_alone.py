@@ -25,7 +25,7 @@ from threefold.verify.comparison import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 SEQ_LEN = 32
 # Their own attention; masks, keys or terms of their own.
 OWN = ("bloom", "codegen", "falcon", "gptj", "gpt_neo", "gpt_neox_japanese", "mpt", "xglm", "trocr", "git", "big_bird")
-DERIVED = ("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "inkling2_text")
+DERIVED = ("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text", "inkling2_text")
 STATES = (
     *("qwen3_next", "granitemoehybrid", "nemotron_h", "olmo_hybrid", "minimax", "lfm2_moe", "mamba2", "jamba"),
     *("zamba2", "falcon_h1", "recurrent_gemma", "rwkv", "xlstm", "zaya", "inkling_text", "kimi_linear"),
@@ -43,6 +43,10 @@ PICKS = ("doge",)
 def small(name: str) -> PretrainedConfig:
     values: dict[str, Any] = {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 4096}}
     config = reduced(config_of(name, **(values if name == "phi3" else {})), seq_len=SEQ_LEN)
+    if name == "minimax_m3_vl_text":  # two blocks of four keys are picked, of eight
+        config.layer_types = ["full_attention", "minimax_m3_sparse"]
+        config.index_block_size, config.index_topk_blocks, config.index_n_heads = 4, 2, config.num_key_value_heads
+        return config
     if hasattr(text := config.get_text_config(), "index_n_heads"):
         text.index_n_heads = 16  # with few, many scores are 0, and which of them are picked is left to chance
     return config
@@ -245,3 +249,17 @@ def test_a_buffer_that_nothing_writes_is_an_error(mesh: Mesh) -> None:
             fsdp_sharded=False,
             first_value=lambda name, shape: torch.empty(shape),
         )
+
+
+@pytest.mark.parametrize("name", ["bloom", "gptj", "deepseek_v4"])
+def test_kept_attention_is_said(name: str, mesh: Mesh) -> None:
+    context = ContextParallel(mesh)
+    model = load.build_without_storage(small(name), attention=context.name)
+    assert context.adapt(model) is not None
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba", "qwen3_next"])
+def test_no_attention_of_its_own_is_said(name: str, mesh: Mesh) -> None:
+    context = ContextParallel(mesh)
+    model = load.build_without_storage(small(name), attention=context.name)
+    assert context.adapt(model) is None

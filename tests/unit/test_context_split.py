@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from threefold.errors import RunError
 from threefold.mesh.mesh import init_mesh
+from threefold.model.context_parallel.rotary import places_in_documents, text_lengths
 from threefold.model.context_parallel.split import gathered_positions, local_positions
 from threefold.training.make_step import load_model
 
@@ -85,3 +86,11 @@ def test_forward_outside_of_a_batch_is_refused() -> None:
         "  expected: the rows that its tokens belong to: they decide which tokens see one another\n"
         "  fix: with model.context.batch(rows) as local: model.forward(...), with the backward inside it too"
     )
+
+
+def test_lengths_and_places_of_documents_with_any_numbers() -> None:
+    documents = torch.tensor([[7, 7, 7, 1000, 1000, -1], [3, 4, 4, 4, 4, 4]])
+    places = places_in_documents(documents)
+    assert places.tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]]
+    assert text_lengths(places, documents).tolist() == [[3, 3, 3, 2, 2, 1], [1, 5, 5, 5, 5, 5]]
+    assert text_lengths(torch.arange(6).expand(2, -1), None).tolist() == [[6] * 6] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from math import gcd
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from architectures import NAMES, NOT_RUN, config_of
-from threefold.checkpoint.manifest import architecture_of, read_architecture
+from threefold.checkpoint.manifest import architecture_of, architecture_problems, read_architecture
 from threefold.model.reduced import VOCABULARY, WINDOW, reduced
 
 # One of each kind: attention, windows, latent attention, experts, states, parts, tables of positions.
@@ -60,6 +61,16 @@ def test_transformers_runs_every_architecture(name: str, ranks: int) -> None:
     parameters, seconds = run(reduced(config_of(name), ranks=ranks))
     assert parameters < 6e6  # parts for images and sound have fixed widths
     assert seconds < 2
+
+
+@pytest.mark.examples
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_RUN])
+def test_every_config_reads_back(name: str) -> None:
+    config = reduced(config_of(name))
+    assert architecture_problems(config) == []
+    again = read_architecture(json.loads(json.dumps(architecture_of(config))))
+    assert type(again) is type(config)
+    assert architecture_of(again) == architecture_of(config)
 
 
 @pytest.mark.parametrize("name", SAMPLE)

@@ -35,7 +35,7 @@ class FlatRows:
 
     def rows(self, indices: npt.NDArray[np.integer[Any]]) -> dict[str, npt.NDArray[np.int64]]:
         flat = np.repeat(indices.astype(np.int64)[:, None], self.seq_len, axis=1)
-        return {"input_ids": flat, "labels": flat.copy(), "position_ids": flat.copy()}
+        return {name: flat.copy() for name in ("input_ids", "labels", "position_ids", "document_ids")}
 
 
 def loader(*, dp: tuple[int, int] = (0, 1), num_workers: int = 0) -> TokenLoader:

@@ -30,8 +30,10 @@ def command(
     One process exports a run from any mesh, with memory for one file of weights and one layer. If the run trained
     adapters (model.lora.r), they are merged into the complete model, which needs memory for that model.
     """
+    from threefold.checkpoint.layout import find
     from threefold.commands.arguments import num_bytes
 
+    find(run)  # refused before anything heavy is loaded
     largest = num_bytes(max_shard_size, option="--max-shard-size")
     from threefold.export.model_folder import export
 

@@ -67,7 +67,8 @@ def build(
     model: Any = load.build_without_storage(
         architecture, attention=context.name, trust_remote_code=config.model.trust_remote_code
     )
-    context.adapt(model)
+    if (own_attention := context.adapt(model)) is not None:
+        attention_choices = [("attention: the model's own", own_attention)]
     model.config.use_cache = False
     stored = stored_in_files(model)
     tensor, split_choices = _split(model, config, mesh)

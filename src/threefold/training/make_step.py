@@ -109,8 +109,9 @@ def make_step(
     """A function that does one AdamW step with a batch of this dp rank; every rank of the mesh calls it.
 
     The batch is a dict of `input_ids` and `labels`, each [rows, sequence] on any device, labels shifted already and
-    -100 where nothing is to be predicted; `position_ids` count from 0 in each row unless they are given. The cp and tp
-    ranks of one dp rank give the same rows. The loss is the mean over the target tokens of all dp ranks together.
+    -100 where nothing is to be predicted; `position_ids` count from 0 in each row unless they are given, and routers'
+    loss leaves out what `padding`, bool, marks. The cp and tp ranks of one dp rank give the same rows. The loss is the
+    mean over the target tokens of all dp ranks together.
 
     Args:
         lr: learning rate; assign `step.lr` to follow a schedule. auto: 2e-3 for random weights, 2e-5 for pretrained

@@ -20,6 +20,9 @@ LOSS_TOLERANCE = 1e-4
 NORM_TOLERANCE = 1e-3
 GRADIENT_TOLERANCE = 1e-3
 OUTPUT_TOLERANCE = 1e-3
+# A gradient that is zero but for rounding (of a key's bias) has no relative difference: the least that one is compared
+# with, as a share of the largest.
+SMALLEST_GRADIENT = 1e-4
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from threefold.run.rank import quieten_libraries, report_failure
 from threefold.training.admission.admit import RefusedError, admit
 from threefold.training.optimizer import adamw, learning_rate
 from threefold.training.step import TrainStep, mean_loss, micro_batches
-from threefold.verify.comparison import OUTPUT_TOLERANCE, Comparison, Options, group_of, table
+from threefold.verify.comparison import OUTPUT_TOLERANCE, SMALLEST_GRADIENT, Comparison, Options, group_of, table
 from threefold.verify.single_process import Curve, run_alone
 
 
@@ -154,6 +154,8 @@ def _compare_gradients(
 ) -> Callable[[], None]:
     """Compares each complete gradient with the single process' on rank 0, at the first call; every rank calls it."""
 
+    smallest = SMALLEST_GRADIENT * max((wanted.abs().max().item() for wanted in expected.values()), default=0.0)
+
     def observe() -> None:
         if found.gradients:
             return
@@ -167,7 +169,7 @@ def _compare_gradients(
             if mesh.rank == 0 and name in expected:
                 wanted = expected[name]
                 got = whole.cpu() if whole is not None else torch.zeros_like(wanted)
-                difference = ((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12)).item()
+                difference = (got - wanted).abs().max().item() / max(wanted.abs().max().item(), smallest, 1e-12)
             found.gradients[group] = max(found.gradients.get(group, 0.0), difference)
 
     return observe

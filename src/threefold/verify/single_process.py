@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from threefold.config.schema import Config
 from threefold.data.rows.concat import IGNORED
 from threefold.model import lora
+from threefold.model.head import first_position
 from threefold.training.optimizer import adamw, learning_rate
 
 Batch = dict[str, Tensor]
@@ -104,9 +105,8 @@ def _row_loss(model: nn.Module, row: Batch, watched: _Outputs | None) -> Tensor:
         place = documents == document
         if watched is not None:
             watched.place = place
-        logits = model(
-            input_ids=row["input_ids"][place][None], position_ids=row["position_ids"][place][None], use_cache=False
-        ).logits[0]
+        positions = row["position_ids"][place][None] + first_position(model)
+        logits = model(input_ids=row["input_ids"][place][None], position_ids=positions, use_cache=False).logits[0]
         loss = loss + F.cross_entropy(logits, row["labels"][place], ignore_index=IGNORED, reduction="sum")
     return loss
 

@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,8 @@ STORE_NAME = "tokens"
 # Starting processes (0.5 s and more each) costs more than it saves below this much text.
 _SMALL_BYTES = 64 << 20
 # Part of every request's name: after a change to how parts are cut or encoded, old parts are not reused.
+# A full disk, a full quota, and a limit on the size of files.
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORMAT = 1
 
 
@@ -83,8 +85,7 @@ def prepare(
     prefix = to / STORE_NAME
     if found := _found(prefix, request):
         return found
-    to.mkdir(parents=True, exist_ok=True)
-    with FileLock(to / ".lock"):
+    with _locked(to):
         # Another process may have made it while this one waited.
         if found := _found(prefix, request):
             return found
@@ -96,10 +97,10 @@ def prepare(
             done = _make_parts(maker, plan_parts(source.pieces), num_workers=num_workers, progress=progress)
             info = _join(maker, done, prefix=prefix, request=request)
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno not in _NO_SPACE:
                 raise
             raise RunError(
-                f"no space left on the disk of {to}",
+                f"no space left on the disk of {to}: {error.strerror}",
                 expected="space for twice the tokens, 2 bytes each (4 for a vocabulary above 65,536): parts and store",
                 fix="free space or choose another folder, then run the same command again: finished parts are reused",
             ) from error
@@ -107,6 +108,19 @@ def prepare(
             shutil.rmtree(left)
         id_range(TokenStore(prefix), cache=to)
         return PreparedStore(prefix, info, reused=False)
+
+
+def _locked(to: Path) -> AbstractContextManager[object]:
+    """The lock of a store's folder, which is made; DataError if nothing can be written there."""
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        return FileLock(to / ".lock").acquire()
+    except OSError as error:
+        raise DataError(
+            f"{to} cannot be written: {error.strerror}",
+            expected="a folder for the tokens of the source, prepared once and read by all ranks",
+            fix="XDG_CACHE_HOME=FOLDER threefold ...   (where prepared data is kept), or --to FOLDER of data prepare",
+        ) from error
 
 
 def request_of(source: TextSource, tokenizer: Tokenizer, *, skip_bad: bool) -> str:

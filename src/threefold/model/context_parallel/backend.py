@@ -13,6 +13,7 @@ import copy
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -22,15 +23,18 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _EAGER = ("module", "query", "key", "value")
 # What an architecture's own attention function takes besides, and ours knows.
 _KNOWN = {*_EAGER, "attention_mask", "scaling", "dropout", "softcap", "s_aux", "sliding_window", "kwargs"}
-_DERIVED_MASK = re.compile(r"\battention_mask = [^\n]*\battention_mask\b|attention_mask=(?!attention_mask\b|None\b)\w")
-_ADDED_KEYS = re.compile(r"\battention_mask = (torch\.cat|F\.pad)\(")
+_DERIVED_MASK = re.compile(
+    r"\battention_mask = ([^\n]*|[\w.]+\([^()]*)\battention_mask\b|attention_mask=(?!attention_mask\b|None\b)\w"
+)
+_OF_TRANSFORMERS = ("eager", "sdpa")  # names for which a layer derives a mask, and for no other
+_JOINED_KEYS = re.compile(r"\battention_mask = ((torch\.cat|F\.pad)\(|[\w.]+\([^()]*\bposition_ids\b)")
 
 
 def own_attention(model: nn.Module) -> str | None:
     """Why a model must keep its own attention; None if all its attention is asked for by name."""
     asking = list(_asking(model))
     for kind, method in asking:
-        if _DERIVED_MASK.search(inspect.getsource(method)):
+        if _OF_TRANSFORMERS in method.__code__.co_consts or _DERIVED_MASK.search(inspect.getsource(method)):
             return f"{kind.__name__} derives a mask of its own from the one that it is given"
         if added := _added_terms(method):
             return f"{kind.__name__} adds {added} to the scores"
@@ -42,9 +46,9 @@ def asks_for_attention(model: nn.Module) -> bool:
     return next(_asking(model), None) is not None
 
 
-def layer_with_added_keys(model: nn.Module) -> str | None:
-    """The class of a layer that attends to more keys than tokens, because some stand for several tokens of a row."""
-    return next((kind.__name__ for kind, how in _asking(model) if _ADDED_KEYS.search(inspect.getsource(how))), None)
+def layer_with_joined_keys(model: nn.Module) -> str | None:
+    """The class of a layer that adds keys for several tokens of a row, or picks blocks of keys by places in the row."""
+    return next((kind.__name__ for kind, how in _asking(model) if _JOINED_KEYS.search(inspect.getsource(how))), None)
 
 
 def _asking(model: nn.Module) -> Iterator[tuple[type, Any]]:
@@ -57,10 +61,15 @@ def text_modules(model: nn.Module) -> Iterator[nn.Module]:
     """The modules that tokens run through: not those of models inside that read images or sounds."""
     yield model
     for child in model.children():
-        arguments = inspect.signature(type(child).forward).parameters
         # A wrapper (bart's) passes on whatever it is given.
-        if not isinstance(child, PreTrainedModel) or not {"input_ids", "args"}.isdisjoint(arguments):
+        if not isinstance(child, PreTrainedModel) or {"input_ids", "args"} & arguments_of(type(child)):  # type: ignore[arg-type]
             yield from text_modules(child)
+
+
+@cache
+def arguments_of(kind: type[nn.Module]) -> frozenset[str]:
+    """The names of what the forward of a module's class takes."""
+    return frozenset([*inspect.signature(kind.forward).parameters][1:])
 
 
 def methods(kind: type) -> Iterator[Any]:

@@ -80,9 +80,9 @@ def document_problems(model: Any) -> list[Problem]:
     if shares_numbers(model):
         expected = "positions that can begin again with each document"
         return [Problem(f"{begin} gives every row the same positions", expected, _WHOLE_ROWS)]
-    if (layer := backend.layer_with_added_keys(model)) is not None:
-        expected = "keys that each stand for one token: one for several would join two documents"
-        return [Problem(f"{begin} has a {layer}, which adds keys for several tokens of a row", expected, _WHOLE_ROWS)]
+    if (layer := backend.layer_with_joined_keys(model)) is not None:
+        expected = "keys that each stand for one token: what stands for several would join two documents"
+        return [Problem(f"{begin} has a {layer}, which takes keys of a row several at a time", expected, _WHOLE_ROWS)]
     return []
 
 

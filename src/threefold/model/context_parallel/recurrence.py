@@ -7,7 +7,6 @@ back behind it. Documents of similar length run together: at most half of what i
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threefold.model.context_parallel.backend import asks_for_attention, text_modules
+from threefold.model.context_parallel.backend import arguments_of, asks_for_attention, text_modules
 
 # What only such layers have: an argument of their forward, a tensor of their own.
 _ARGUMENTS = {"cache_params", "state", "conv_mask"}
@@ -31,13 +30,14 @@ def carriers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _carries(module: nn.Module) -> bool:
-    arguments = inspect.signature(type(module).forward).parameters
-    if next(iter([*arguments][1:]), "") in ("input_ids", "input"):
+    arguments = arguments_of(type(module))  # type: ignore[arg-type]
+    if arguments & {"input_ids", "input"}:
         return False  # a model, or a layer of torch
-    own = any(isinstance(getattr(module, name, None), Tensor) for name in _TENSORS)
-    convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
-    told = bool(_ARGUMENTS & arguments.keys()) and not asks_for_attention(module)
-    return convolves or (own and len(arguments) > 2) or told
+    if any(isinstance(child, nn.Conv1d) for child in module.children()):
+        return True
+    if len(arguments) > 1 and any(isinstance(getattr(module, name, None), Tensor) for name in _TENSORS):
+        return True
+    return bool(_ARGUMENTS & arguments) and not asks_for_attention(module)
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class DocumentRows:
             before += place.numel()
         return cls((batch, sequence), tuple(places), back.to(documents.device))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """What `forward` returns for a batch, computed for each document alone."""
         outputs = [

@@ -24,9 +24,10 @@ def text_lengths(positions: Tensor, documents: Tensor | None) -> Tensor:
     """For each token of complete rows [batch, sequence] the length of its document, or of its row without documents."""
     if documents is None:
         return (positions.amax(1, keepdim=True) + 1).expand_as(positions)
-    numbers = documents + 1  # padding has number -1
-    last = torch.zeros(len(positions), positions.shape[1] + 2, dtype=positions.dtype, device=positions.device)
-    return last.scatter_reduce(1, numbers, positions, "amax").gather(1, numbers) + 1
+    numbers = torch.zeros_like(documents)  # from 0 on in each row, whatever the documents' own are
+    numbers[:, 1:] = (documents.diff(dim=1) != 0).cumsum(1)
+    last = torch.zeros_like(positions).scatter_reduce(1, numbers, positions, "amax")
+    return last.gather(1, numbers) + 1
 
 
 def places_in_documents(documents: Tensor) -> Tensor:

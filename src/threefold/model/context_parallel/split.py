@@ -132,14 +132,20 @@ class ContextParallel:
         AttentionInterface.register(self.name, self._attention)
         AttentionMaskInterface.register(self.name, self._mask)
 
-    def adapt(self, model: PreTrainedModel) -> None:
-        """Lets a model that was built under this name compute each token as in its own row or document."""
-        self._additive = backend.own_attention(model) is not None
+    def adapt(self, model: PreTrainedModel) -> str | None:
+        """Lets a model that was built under this name compute each token as in its own row or document.
+
+        Returns:
+            why the model keeps its own attention; None if it takes ours, or has none.
+        """
+        why = backend.own_attention(model)
+        self._additive = why is not None
         follow_lengths(model, lambda: self._lengths)
         number_tokens(model, lambda: self._positions)
         if problems := limits.document_problems(model):
             self.refused_documents = ConfigError.of(problems)
         self._carries = keep_documents_apart(model, lambda: self._documents)
+        return None if self._carries and not backend.asks_for_attention(model) else why
 
     @contextmanager
     def batch(self, rows: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:

@@ -30,6 +30,7 @@ from threefold.training.admission.probes import Finding, OwnForwardError, Subjec
 # A failure is confirmed with other weights and rows before a model is refused: a router's near tie can fall either way.
 _SEEDS = (0, 1)
 _OFF = "--model.admission off   (trains it unchecked)"
+_PLAIN = {"document_mask": False, "packing": "concat"}
 # What a failed probe says, and what was expected; the first of these that fails is the one that a refusal names.
 _PROMISES = {
     "causality": ("later tokens move the loss of earlier ones by {:.1e} nats", "a causal model"),
@@ -188,6 +189,11 @@ def _refusal(config: Config, architecture: PretrainedConfig, mesh: Mesh, tried: 
     first, *others = sorted(failed(tried.found), key=lambda each: [*_PROMISES].index(each.probe))
     what, expected = _PROMISES[first.probe]
     at = f" ({first.detail})" if first.detail else ""
+    positions = next((each.detail for each in tried.found if each.probe == "positions"), "")
+    if first.probe in ("loss", "gradients") and positions != "reads position_ids":
+        at += f" (it {positions})" if positions else ""
+    if first.probe == "causality" and fix == _OFF:
+        fix = "use another architecture: this one would be trained to read its targets"
     also = "".join(f", {each.probe} {each.figure:.1e}" for each in others)
     measured = f"{what.format(first.figure)}{at}" + (f"; also fails: {also[2:]}" if also else "")
     return RefusedError(
@@ -225,9 +231,14 @@ def _alone(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[
     one = Mesh(Topology(), 0, mesh.device)
     if _holds(config, architecture, one):
         return None
-    without = config.model_copy(update={"data": config.data.model_copy(update={"document_mask": False})})
-    if config.data.document_mask and _holds(without, architecture, one):
-        return "with documents kept apart, on any mesh", "--data.document_mask false"
+    for change, where, fix in (
+        ({"document_mask": False}, "with documents kept apart", "--data.document_mask false"),
+        ({"packing": "concat"}, "with padded rows", "--data.packing concat"),
+        (_PLAIN, "with documents kept apart or padded rows", "--data.document_mask false --data.packing concat"),
+    ):
+        without = config.model_copy(update={"data": config.data.model_copy(update=change)})
+        if Mode.of(without.data) != Mode.of(config.data) and _holds(without, architecture, one):
+            return f"{where}, on any mesh", fix
     decoder = copy.deepcopy(architecture)
     decoder.get_text_config().is_decoder = True
     if not getattr(architecture.get_text_config(), "is_decoder", True) and _holds(config, decoder, one):

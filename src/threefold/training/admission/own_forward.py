@@ -7,6 +7,7 @@ but the head that is compared with the model's logits.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ class Alone:
         grad_norm: of the whole objective.
         gradients: by parameter.
         head_departs: largest difference between the logits of our head and the model's, relative to the largest logit.
+        positions: what the model does with `position_ids`.
     """
 
     loss: float
@@ -43,6 +45,7 @@ class Alone:
     grad_norm: float
     gradients: dict[str, Tensor]
     head_departs: float
+    positions: str
 
 
 def model_alone(config: PretrainedConfig, *, seed: int, trust_remote_code: bool) -> Any:
@@ -85,7 +88,8 @@ def step_alone(model: PreTrainedModel, rows: Batch, *, times: list[int], copies:
     gradients = {tied.get(name, name): p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
     departs = _head_departs(model, rows["input_ids"][:1].to(device))
-    return Alone(total.item() / max(1, targets), aux_loss, norm, gradients, departs)
+    positions = _positions(model, rows["input_ids"][:1].to(device))
+    return Alone(total.item() / max(1, targets), aux_loss, norm, gradients, departs, positions)
 
 
 def _documents(rows: Batch, times: list[int]) -> Iterator[tuple[Tensor, Tensor, int]]:
@@ -117,3 +121,14 @@ def _head_departs(model: PreTrainedModel, ids: Tensor) -> float:
     inner: Any = head.below_head(model)
     ours = head.logits_of(model, inner(input_ids=ids, use_cache=False).last_hidden_state, kind)
     return ((ours - own).abs().max() / own.abs().max()).item()
+
+
+@torch.no_grad()
+def _positions(model: PreTrainedModel, ids: Tensor) -> str:
+    """What the model does with positions that begin anew in the middle of a row."""
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return "takes no position_ids"
+    half = ids.shape[1] // 2
+    plain, anew = torch.arange(2 * half, device=ids.device)[None], torch.arange(half, device=ids.device).repeat(2)[None]
+    logits = [model(input_ids=ids[:, : 2 * half], position_ids=each, use_cache=False).logits for each in (plain, anew)]
+    return "ignores position_ids" if torch.equal(*logits) else "reads position_ids"

@@ -51,7 +51,7 @@ class Finding:
     Attributes:
         probe: its name.
         figure, bound: it holds if the figure is at most the bound (a NaN never is).
-        detail: where the figure is largest, if it is of one parameter.
+        detail: where the figure is largest, if it is of one parameter; what the probe saw.
     """
 
     probe: str
@@ -187,6 +187,7 @@ def _compared(model: ParallelModel, mesh: Mesh, subject: Subject, rows: Batch, e
     if expected is None:
         return replicas
     found = [
+        Finding("positions", 0.0, 0.0, expected.positions),  # said where another probe fails
         Finding("head", expected.head_departs, NORM_BOUND),
         Finding("loss", abs(loss - expected.loss), LOSS_BOUND),
         Finding("gradient norm", abs(norm - expected.grad_norm) / expected.grad_norm, NORM_BOUND),

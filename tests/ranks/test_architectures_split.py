@@ -1,0 +1,73 @@
+"""Real ranks, kinds of architecture that depend on where a token stands: the step is transformers' own, alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ranks.spawn import run_ranks
+from threefold.verify.comparison import GRADIENT_TOLERANCE, LOSS_TOLERANCE
+
+# Positions that are numbered, or counted from the padding's number; chunks; two sets of factors; one key for all heads.
+CP = ("llama", "bart", "whisper", "roberta", "llama4", "phi3", "gpt_bigcode", "gemma3")
+# Documents that run alone through layers that are split or sharded, and attention that is the model's own.
+TP = ("qwen3_next", "granitemoehybrid", "nemotron_h", "lfm2_moe", "deepseek_v32")
+SHARDED = ("falcon_h1", "qwen3_next", "mamba2", "rwkv", "hy_v4", "bloom")
+
+
+def _compared(names: tuple[str, ...], axis: str) -> dict[str, tuple[float, float, str]]:
+    """For each (architecture, mask) the difference of the loss, the largest of a gradient, and its parameter."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from threefold.config.loading import validate
+    from threefold.mesh.mesh import init_mesh
+    from threefold.model import load
+    from threefold.model.build import build
+    from threefold.training.optimizer import adamw
+    from threefold.training.step import TrainStep, mean_loss
+    from unit.test_architectures_alone import rows, small, theirs
+
+    mesh = init_mesh(2, dp_shard=2, device="cpu") if axis == "dp_shard" else init_mesh(1, **{axis: 2}, device="cpu")
+    found = {}
+    for name in names:
+        asked: dict[str, Any] = {"model": {"config": {"model_type": name}}, "data": {"seq_len": 32}}
+        config, architecture = validate(asked), small(name)
+        for mask in ("causal", "documents"):
+            model = build(config, architecture, mesh)
+            model.module.eval()
+            batch = rows(mask, architecture)
+            own = batch if axis != "dp_shard" else {key: each[mesh.dp_rank :: 2] for key, each in batch.items()}
+            gradients: dict[str, torch.Tensor] = {}
+
+            def observe(model: Any = model, gradients: dict[str, torch.Tensor] = gradients) -> None:
+                for each, parameter in model.module.named_parameters():
+                    if (gradient := parameter.grad) is not None:
+                        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                        gradients[each] = whole.clone()
+
+            step = TrainStep(model, adamw(model.module, config.optimizer), mesh, observe=observe)
+            loss = mean_loss(step([own], lr=0.0), mesh)
+            alone = load.whole(config.model, architecture, seed=config.train.seed, dtype=torch.float32).eval()
+            total, expected = theirs(alone, batch)
+            targets = int((batch["labels"] != -100).sum())
+            largest = max(gradient.abs().max() for gradient in expected.values())
+            differences = {
+                each: ((gradients[each] - gradient / targets).abs().max() * targets / gradient.abs().max()).item()
+                for each, gradient in expected.items()
+                if gradient.abs().max() > 1e-5 * largest
+            }
+            worst = max(differences, key=differences.__getitem__)
+            found[f"{name}, {mask}"] = (abs(loss - total / targets), differences[worst], worst)
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("axis", "names"), [("cp", CP), ("tp", TP), ("dp_shard", SHARDED)], ids=["cp", "tp", "dp_shard"]
+)
+def test_ranks_compute_what_one_process_does(axis: str, names: tuple[str, ...]) -> None:
+    for case, (loss, gradient, parameter) in run_ranks(_compared, 2, names, axis)[0].items():
+        assert loss <= LOSS_TOLERANCE, case
+        assert gradient <= GRADIENT_TOLERANCE, (case, parameter)

@@ -36,7 +36,7 @@ def test_what_holds_and_what_is_refused(tmp_path: Path) -> None:
     columns = ("one process", "cp 2 gather", "the command")
     found, page = table(tmp_path, "--types", "llama", "mamba2", "musicgen", "--columns", *columns, timeout_s=240)
     assert all(holds(found["llama"][f"{column}/{rows}"]) for column in columns[:2] for rows in ("causal", "documents"))
-    assert found["llama"]["the command/"] == "0.000"
+    assert holds(found["llama"]["the command/"])
     assert found["mamba2"]["cp 2 gather/causal"].startswith("refused: mesh.cp = 2, but 'mamba2' has recurrent layers")
     assert holds(found["mamba2"]["one process/causal"])
     assert "| mamba2 | " in page
@@ -53,7 +53,7 @@ def test_one_of_each_kind_on_every_mesh(tmp_path: Path) -> None:
     for name, cells in found.items():
         assert {key.split("/")[0] for key in cells} == set(COLUMNS)
         assert holds(cells["one process/causal"]), name
-        assert cells["the command/"] == "0.000", name
+        assert holds(cells["the command/"]), name
     for column in COLUMNS[:-1]:
         assert holds(found["llama"][f"{column}/documents"])
 

@@ -63,6 +63,20 @@ def _killed(rank: int, restart: int) -> int:
     return _for_ever(rank, restart)
 
 
+def _tells(rank: int, restart: int) -> int:
+    if rank == 0:
+        time.sleep(0.3)
+        print("what is wrong", file=sys.stderr)
+    return 2
+
+
+def _saves_for_long(rank: int, restart: int) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: Path("seen", "asked again").touch())
+    if rank == 0:
+        time.sleep(1.5)
+    return 75
+
+
 def _saves(rank: int, restart: int) -> int:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
     return _for_ever(rank, restart)
@@ -99,6 +113,16 @@ def test_ranks_that_are_done(tmp_path: Path) -> None:
 def test_wrong_request_is_not_started_again(tmp_path: Path) -> None:
     """The other rank, which would never end, is stopped."""
     assert ended(tmp_path, "wrong_request", restarts=3) == (2, "", ["0-0", "0-1"])
+
+
+def test_rank_that_reports_is_waited_for(tmp_path: Path) -> None:
+    """All ranks find a wrong request, one says so: it must not be ended by those that leave before it."""
+    assert ended(tmp_path, "tells", restarts=1)[:2] == (2, "what is wrong\n")
+
+
+def test_ranks_that_were_asked_to_stop_may_take_the_grace(tmp_path: Path) -> None:
+    """A scheduler signals the ranks themselves; one is done with its save before the other."""
+    assert ended(tmp_path, "saves_for_long", restarts=1)[::2] == (75, ["0-0", "0-1"])
 
 
 def test_restarts_are_counted(tmp_path: Path) -> None:

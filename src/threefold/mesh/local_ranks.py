@@ -30,7 +30,9 @@ from threefold.mesh.environment import LOOPBACK, stay_on_loopback
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 # A restart would not change these: a wrong request, and a requested stop.
 _FINAL = (EXIT_WRONG_REQUEST, EXIT_STOPPED_WITH_CHECKPOINT)
-# Ranks whose peer has failed find their connections closed; one that does not is killed.
+# Ranks whose peer has failed find their connections closed, or the same error. They may say so, then they are asked to
+# end, and killed if they do not.
+_ALONE_S = 1.0
 _END_WITHIN_S = 30.0
 _LEAVES_AFTER_S = 2.0
 
@@ -144,17 +146,21 @@ class _Ranks:
             for process in self._all:
                 process.start()
         stopped: int | None = None
-        until = float("inf")
         failed: BaseProcess | None = None
+        ask_at = until = float("inf")
         while self._alive() and time.monotonic() < until:
-            self._wait(signals, until)
+            self._wait(signals, min(ask_at, until))
             for number in signals.arrived():
                 if stopped is None:
                     stopped, until = number, time.monotonic() + grace_s
                 self._send(number)
             if failed is None and stopped is None and (failed := self._first_failed()) is not None:
                 _report_killed(failed)
-                until = time.monotonic() + _END_WITHIN_S
+                alone_s = grace_s if failed.exitcode == EXIT_STOPPED_WITH_CHECKPOINT else _ALONE_S
+                ask_at = time.monotonic() + alone_s
+                until = ask_at + _END_WITHIN_S
+            if time.monotonic() >= ask_at:
+                ask_at = float("inf")
                 self._send(signal.SIGTERM)
         codes = [process.exitcode for process in self._all]
         if stopped is not None:

@@ -137,12 +137,17 @@ class TrainStep:
 
     @torch.no_grad()
     def _picks_beforehand(self, batches: Sequence[Batch]) -> Tensor:
-        """The routers' picks over the global batch. Costs one more forward: the first backward needs all of them."""
+        """The routers' picks over the global batch. Costs one more forward: the first backward needs all of them.
+
+        Dropout and jitter are drawn as they will be in the forward of each micro-batch.
+        """
         assert self._router is not None
-        picks = torch.zeros(self._router.num_experts + 1, dtype=torch.float64, device=self._mesh.device)
-        for batch in batches:
-            with forward_sums(self._model, batch, self._mesh, self._token_loss, routers=True) as sums:
-                picks += self._router.picks(sums.router_logits, counted_tokens(batch, self._mesh))
+        device = self._mesh.device
+        picks = torch.zeros(self._router.num_experts + 1, dtype=torch.float64, device=device)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            for batch in batches:
+                with forward_sums(self._model, batch, self._mesh, self._token_loss, routers=True) as sums:
+                    picks += self._router.picks(sums.router_logits, counted_tokens(batch, self._mesh))
         return _over_ranks(picks, self._mesh)
 
     def _count_targets(self, batches: Sequence[Batch]) -> tuple[Tensor, dist.Work | None]:

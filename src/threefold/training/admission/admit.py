@@ -11,7 +11,7 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
@@ -20,7 +20,6 @@ from threefold.errors import ConfigError, ThreefoldError
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
-from threefold.model import load
 from threefold.model.context_parallel.split import choose_method
 from threefold.model.reduced import reduced
 from threefold.training.admission import admitted
@@ -96,17 +95,10 @@ def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Admissi
     if config.model.admission == "off":
         return Admission(("admission: off", "model.admission is off: this model was not checked on this mesh"))
     begun = time.perf_counter()
-    try:
-        subject = _subject(config, architecture, mesh.topology)
-    except Exception as error:  # a config of any class
-        name = config.model.name_or_path or architecture.model_type
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        expected = "an architecture that can be built at reduced size, to be probed on this mesh"
-        raise ConfigError(f"{name!r} cannot be reduced: {reason}", expected=expected, fix=_OFF) from error
-    key = mesh.share("admission", lambda: _known(subject, mesh, config.model.admission))
-    if key["found"]:
-        known = [Finding(**each) for each in key["found"]]
-        return Admission((f"admission: {len(known)} probes hold", f"{_worst(known)}; found before"))
+    known = mesh.share("admission", lambda: _known(config, architecture, mesh))
+    if known["found"]:
+        return Admission(_said([Finding(**each) for each in known["found"]], "found before"))
+    subject = _subject_or_refusal(config, architecture, mesh.topology)
     tried = _tried(subject, mesh)
     if not tried.holds:
         again = [_tried(replace(subject, seed=seed), mesh) for seed in _SEEDS[1:]]
@@ -114,17 +106,30 @@ def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Admissi
             raise _refusal(config, architecture, mesh, tried)
         tried = next(each for each in again if each.holds)
     if mesh.rank == 0:
-        admitted.keep(key["key"], tried.found)
-    seconds = time.perf_counter() - begun
-    return Admission((f"admission: {len(tried.found)} probes hold", f"{_worst(tried.found)}; {seconds:.1f} s"))
+        admitted.keep(known["key"], tried.found)
+    return Admission(_said(tried.found, f"{time.perf_counter() - begun:.1f} s"))
 
 
-def _known(subject: Subject, mesh: Mesh, asked: str) -> dict[str, object]:
-    trusted = subject.config.model.trust_remote_code
-    model = load.build_without_storage(subject.architecture, attention="eager", trust_remote_code=trusted)
-    key = admitted.key_of(subject, mesh, type(model))
-    found = admitted.read(key) if asked == "auto" else None
+def _known(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> dict[str, Any]:
+    """The name under which a result is kept, and the result that is there; rank 0 alone looks."""
+    key = admitted.key_of(_subject_or_refusal(config, architecture, mesh.topology), mesh)
+    found = admitted.read(key) if config.model.admission == "auto" else None
     return {"key": key, "found": [vars(each) for each in found or ()]}
+
+
+def _said(found: list[Finding], when: str) -> tuple[str, str]:
+    num_probes = sum(each.probe != "positions" for each in found)
+    return f"admission: {num_probes} probes hold", f"{_worst(found)}; {when}"
+
+
+def _subject_or_refusal(config: Config, architecture: PretrainedConfig, topology: Topology) -> Subject:
+    try:
+        return _subject(config, architecture, topology)
+    except Exception as error:  # a config of any class
+        name = config.model.name_or_path or architecture.model_type
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        expected = "an architecture that can be built at reduced size, to be probed on this mesh"
+        raise ConfigError(f"{name!r} cannot be reduced: {reason}", expected=expected, fix=_OFF) from error
 
 
 def _worst(found: list[Finding]) -> str:

@@ -28,14 +28,15 @@ from threefold.training.admission.probes import Finding, Subject
 _OWN_SOURCES = ("model", "training")
 
 
-def key_of(subject: Subject, mesh: Mesh, model_class: type) -> str:
+def key_of(subject: Subject, mesh: Mesh) -> str:
     """Identifies what the probes of a subject depend on."""
-    config = subject.config
+    config, described = subject.config, type(subject.architecture)
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else platform.machine()
     parts: list[Any] = [
         *(version("threefold"), torch.__version__, transformers.__version__, platform.python_version()),
         _digest_of(Path(__file__).parents[2], *_OWN_SOURCES),
-        *(model_class.__qualname__, _digest_of(Path(inspect.getfile(model_class)).parent)),
+        # The folder of a config's class has its model's sources.
+        *(described.__qualname__, _digest_of(Path(inspect.getfile(described)).parent)),
         *(mesh.device.type, device, mesh.topology.sizes, vars(subject.mode)),
         *(config.mesh.cp_method, config.mesh.sequence_parallel, config.mesh.ep, config.model.attention),
         *(config.train.fused_loss, config.train.activation_checkpointing),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -29,3 +31,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: FIRST.index(item.path.parent.name) if item.path.parent.name in FIRST else len(FIRST))
+
+
+@pytest.fixture(autouse=True)
+def _no_mesh_is_left() -> Iterator[None]:
+    """A test closes the mesh that it made: samplers of the tests after it would take their place from it."""
+    yield
+    module = sys.modules.get("threefold.mesh.mesh")
+    mesh = module.active_mesh() if module else None
+    if mesh is not None:
+        mesh.close()
+        pytest.fail("this test leaves a mesh open: call mesh.close()")

@@ -122,7 +122,7 @@ class Ours:
             return sums.cross_entropy.detach()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def mesh() -> Iterator[Mesh]:
     found = init_mesh(device="cpu")
     yield found

@@ -48,3 +48,4 @@ def test_picks_are_those_of_the_forwards_that_are_trained(
     step({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
     assert len(found) == 3
     assert torch.equal(torch.stack(found).sum(0), given[0])
+    mesh.close()

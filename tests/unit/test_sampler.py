@@ -24,6 +24,7 @@ from threefold.data.partition import TAILS, Tail
 from threefold.data.permutation import Permutation
 from threefold.data.sampler import DistributedSampler
 from threefold.errors import ConfigError, DataError
+from threefold.mesh.mesh import init_mesh
 
 REPLICAS = st.integers(1, 9)
 ORDERS = st.sampled_from(["threefold", "torch"])
@@ -328,6 +329,19 @@ def test_torch_order_keeps_four_bytes_a_sample_and_says_so_where_it_cannot(monke
     assert list(wide) == list(TorchSampler(range(100), 1, 0))
 
 
+def test_a_mesh_of_one_in_a_larger_process_group_is_refused() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    mesh = init_mesh(device="cpu")
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=8)
+    try:
+        with pytest.raises(ConfigError, match="made a mesh of 1, and the process group has 8 ranks"):
+            DistributedSampler(range(100))
+    finally:
+        torch.distributed.destroy_process_group()
+        mesh.close()
+
+
 @pytest.mark.parametrize("rank", range(8))
 def test_defaults_come_from_the_dp_axis_of_a_device_mesh(rank: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -351,7 +365,7 @@ def test_defaults_come_from_the_dp_axis_of_a_device_mesh(rank: int) -> None:
 
 
 def test_defaults_come_from_the_active_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = SimpleNamespace(dp_size=4, dp_rank=2)
+    place = SimpleNamespace(dp_size=4, dp_rank=2, topology=SimpleNamespace(world_size=8))
     given = DistributedSampler(range(100), mesh=place)
     assert (given.num_replicas, given.rank) == (4, 2)
     monkeypatch.setattr("threefold.mesh.mesh.active_mesh", lambda: place)

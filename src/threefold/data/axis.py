@@ -19,11 +19,22 @@ def data_axis(mesh: Any | None = None) -> tuple[int, int]:
     """(number of dp ranks, this one) of the given mesh, else the active one, else the world; else a ConfigError."""
     from threefold.mesh.mesh import active_mesh
 
-    mesh = active_mesh() if mesh is None else mesh
     if mesh is not None:
         return _axis_of_mesh(mesh)
+    mesh, world_size = active_mesh(), 0
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size(), torch.distributed.get_rank()
+        world_size = torch.distributed.get_world_size()
+    if mesh is not None:
+        size = mesh.topology.world_size
+        if world_size not in (0, size):
+            raise ConfigError(
+                f"threefold.init_mesh made a mesh of {size}, and the process group has {world_size} ranks",
+                expected="one place for this process: with the mesh's, several ranks would read the same samples",
+                fix="call threefold.init_mesh() after torch.distributed.init_process_group(), or close the mesh before",
+            )
+        return _axis_of_mesh(mesh)
+    if world_size:
+        return world_size, torch.distributed.get_rank()
     raise ConfigError(
         "DistributedSampler does not know its rank: there is no mesh and no process group",
         expected="a mesh or a process group first; without one every rank would read every sample",

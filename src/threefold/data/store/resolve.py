@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from threefold.data.store.blocks import with_suffix
 from threefold.data.store.prepare import PreparedStore, prepare, request_of
-from threefold.data.store.store import TokenStore, with_suffix
+from threefold.data.store.store import TokenStore
 from threefold.data.text.files import open_files, open_stdlib
 from threefold.data.text.hub import open_hub
 from threefold.data.text.source import Source, TextSource

@@ -138,7 +138,8 @@ def test_change_is_named_with_its_block_and_rows(tmp_path: Path) -> None:
         rows_at(tmp_path / "x", tmp_path)
     # Block 2 has the tokens 32 to 47; row 3 ends with the label 32.
     assert str(raised.value) == (
-        f"{tmp_path}/x.bin has changed: block 2 of 7, bytes 128 to 191, is not what was hashed; rows 3, 4, 5 read it\n"
+        f"{tmp_path}/x.bin has changed, it is not what was hashed: block 2 of 7 (bytes 128 to 191), read by "
+        "rows 3, 4, 5\n"
         "  expected: the bytes as they were hashed: x.blocks has a hash of each block\n"
         f"  fix: copy its files again from their origin; if they were changed on purpose: rm {tmp_path}/x.blocks"
     )
@@ -153,7 +154,7 @@ def test_cached_store_is_made_again_as_the_error_says(tmp_path: Path) -> None:
     def opened() -> Rows:
         return open_rows(source, Packing(8), tokenizer=ByteTokenizer(), cache=tmp_path / "cache")
 
-    path = parts_of(opened())["source"].store.prefix.with_suffix(".bin")
+    path = parts_of(opened())[0].rows.store.prefix.with_suffix(".bin")
     stat, data = path.stat(), bytearray(path.read_bytes())
     data[-1] ^= 4
     path.write_bytes(data)
@@ -168,7 +169,7 @@ def test_cached_store_is_made_again_as_the_error_says(tmp_path: Path) -> None:
 def test_readers_are_the_rows_whose_tokens_lie_there(tmp_path: Path, packing: Packing) -> None:
     lengths = [1, 3, 9, 20, 8, 17, 2, 5]
     store = foreign(tmp_path / "x", *(list(range(length)) for length in lengths))
-    (part,) = parts_of(packing.pack(store)).values()
+    part = parts_of(packing.pack(store))[0].rows
     read = [set(range(start, stop)) for row in range(part.num_rows) for start, stop in part.stretches(row)]
     by_row = [set[int]().union(*(set(range(*s)) for s in part.stretches(row))) for row in range(part.num_rows)]
     assert set().union(*read) <= set(range(sum(lengths)))
@@ -257,18 +258,18 @@ def test_rows_that_were_read_are_checked_on_the_disk(tmp_path: Path) -> None:
     with (tmp_path / "b.bin").open("r+b") as file:
         file.seek(400)
         file.write(b"\xff")
-    untouched = np.setdiff1d(everyone, a.num_rows + parts_of(b)["source"].readers(96, 112))
+    untouched = np.setdiff1d(everyone, a.num_rows + parts_of(b)[0].rows.readers(96, 112))
     assert checker.check(untouched, within_s=60) == (len(untouched), None)
     _, found = checker.check(everyone, within_s=60)
     assert found is not None
     assert checker.describe(found) == (
-        f"{tmp_path}/b.bin has changed: block 6 of 19, bytes 384 to 447, is not what was hashed; "
-        f"rows {', '.join(str(a.num_rows + row) for row in (11, 12, 13))} read it"
+        f"{tmp_path}/b.bin has changed, it is not what was hashed: block 6 of 19 (bytes 384 to 447), read by "
+        f"rows {', '.join(str(a.num_rows + row) for row in (11, 12, 13))}"
     )
     os.truncate(tmp_path / "b.bin", 640)
     _, found = checker.check(everyone[-1:], within_s=0)
-    assert found is not None and "b.bin was cut, from block 10 on: 640 bytes instead of 1,200; rows " in (
-        checker.describe(found)
-    )
+    assert found is not None
+    cut_at = "b.bin was cut, to 640 bytes instead of 1,200: block 10 of 19 and all after it, read by rows "
+    assert cut_at in checker.describe(found)
     with pytest.raises(DataError, match="was cut while it was read"):
         b.rows(np.array([b.num_rows - 1]))

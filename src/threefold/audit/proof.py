@@ -41,10 +41,11 @@ def prove(segments: Sequence[Segment], rows: Rows | None = None) -> list[Stretch
         RunError: the first step at which the record and the order differ, or a step without a record.
     """
     first = segments[0].start
-    next_step, place = first.first_step, first.place
+    next_step, place, known = first.first_step, first.place, dict[str, str]()
     for segment in segments:
         start, order = segment.start, segment.start.order
         _check_same_order(first, start)
+        _check_same_bytes(known, start)
         _check_step(start.first_step, next_step)
         _check_place(start.place, place, step=next_step, order=order)
         for line in segment.lines:
@@ -115,6 +116,17 @@ def _check_same_order(first: SegmentLine, start: SegmentLine) -> None:
             )
 
 
+def _check_same_bytes(known: dict[str, str], start: SegmentLine) -> None:
+    for name, digest in start.digests.items():
+        if known.setdefault(name, digest) != digest:
+            raise RunError(
+                f"step {start.first_step} continues with other bytes: the blocks of {name} have the digest {digest}, "
+                f"before it {known[name]}",
+                expected="one store from the first step on",
+                fix="resume from a checkpoint before that step, with the data that the run began with",
+            )
+
+
 def _check_step(found: int, expected: int) -> None:
     if found > expected:
         text = f"step {expected} has" if found == expected + 1 else f"steps {expected} to {found - 1} have"
@@ -166,7 +178,7 @@ def _check_digests(line: StepsLine, start: SegmentLine, rows: Rows | None) -> No
         recorded = line.samples[dp_rank] if dp_rank < len(line.samples) else None
         if dp_rank >= dp or recorded != predicted[dp_rank]:
             raise _other_samples(steps, dp_rank, start.topology, indices[:, dp_rank::dp].ravel())
-        if rows is not None and contents_of(rows, indices[:, dp_rank::dp]) != line.contents[dp_rank]:
+        if rows is not None and contents_of(rows, indices[:, dp_rank::dp], start.tensors) != line.contents[dp_rank]:
             raise RunError(
                 f"{steps}: the tokens that dp rank {dp_rank} read are not those that the source has now",
                 expected=f"the tokens of {rows_text(indices[:, dp_rank::dp].ravel())}, as the source has them",
@@ -184,10 +196,10 @@ def _other_samples(steps: str, dp_rank: int, topology: Topology, rows: Int64) ->
     )
 
 
-def contents_of(rows: Rows, indices: Int64) -> int:
-    """The `contents` digest of one dp rank's steps, whose row indices are [num_steps, rows]."""
+def contents_of(rows: Rows, indices: Int64, tensors: Sequence[str]) -> int:
+    """The `contents` digest, made of some tensors, of one dp rank's steps, whose row indices are [num_steps, rows]."""
     digest = 0
     for step in indices:
         batch = rows.rows(step[step >= 0])
-        digest = fold_contents(digest, batch["input_ids"], batch["labels"])
+        digest = fold_contents(digest, *(batch[name] for name in tensors))
     return digest

@@ -25,6 +25,8 @@ from threefold.errors import ConfigError, RunError
 from threefold.mesh.topology import Topology
 
 FILE = "audit.jsonl"
+# What records of version 0.1.0 do not have.
+_ADDED = ("tensors", "stores", "checked")
 _RESTORE = "restore the file; without its record nothing about the run can be proved"
 
 _Line = TypeVar("_Line", bound="_Record")
@@ -49,7 +51,8 @@ class _Record:
     @classmethod
     def from_record(cls: type[_Line], record: Mapping[str, Any]) -> _Line:
         """The inverse of `to_record`; ValueError, TypeError or KeyError for anything else."""
-        values = {entry.name: record[entry.name] for entry in fields(cls)}
+        names = (entry.name for entry in fields(cls) if entry.name in record or entry.name not in _ADDED)
+        values = {name: record[name] for name in names}
         for name in ("samples", "contents"):
             if name in values:
                 values[name] = tuple(int(digest, 16) for digest in values[name])
@@ -78,6 +81,10 @@ class SegmentLine(_Record):
     every: int
     checkpoint: str | None
     """the one that the run resumes from."""
+    tensors: tuple[str, ...] = ("input_ids", "labels")
+    """tensors that the digests `contents` are made of."""
+    stores: tuple[tuple[str, str, str], ...] = ()
+    """(name, digest of its bytes, prefix on the first host) of each source's store; none: not known."""
 
     def __post_init__(self) -> None:
         numbers = (self.segment, self.first_step, self.epoch, self.position, self.num_rows, self.seed, self.every)
@@ -107,6 +114,11 @@ class SegmentLine(_Record):
     @property
     def topology(self) -> Topology:
         return Topology(*self.mesh)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digest of each source's bytes, by its name; of none if they were not known."""
+        return {name: digest for name, digest, _ in self.stores}
 
     @cached_property
     def order(self) -> Order:
@@ -139,6 +151,8 @@ class StepsLine(_Record):
     """by dp rank."""
     faults: tuple[str, ...] = ()
     """what the run itself found wrong and stopped for."""
+    checked: int = 0
+    """rows whose blocks were compared with their hashes in these steps, summed over the ranks."""
 
     def __post_init__(self) -> None:
         _check(all(_is_count(number) for number in (self.segment, self.first, self.last, self.epoch, self.position)))

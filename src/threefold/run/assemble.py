@@ -12,6 +12,7 @@ import torch
 
 from threefold.audit import compare, record
 from threefold.audit.compare import Audit
+from threefold.audit.digest import TOKEN_FIELDS
 from threefold.audit.offences import explain
 from threefold.audit.record import SegmentLine
 from threefold.config.peak_rate import with_rate
@@ -21,7 +22,8 @@ from threefold.data.mixture import Mixture
 from threefold.data.order import Order, steps_without
 from threefold.data.permutation import seed_of
 from threefold.data.rows.concat import Rows
-from threefold.data.rows.packing import MixedRows, Packing, open_rows
+from threefold.data.rows.known_rows import KnownRows
+from threefold.data.rows.packing import MixedRows, Packing, open_rows, reopen_rows, store_at
 from threefold.data.text.source import Source
 from threefold.data.tokens import Tokenizer
 from threefold.errors import Problem, ThreefoldError
@@ -34,6 +36,7 @@ from threefold.model.build import ParallelModel, build
 from threefold.run.folder import RunFolder
 from threefold.run.request import Asked
 from threefold.run.resume import Checkpointer, rate_of, versions
+from threefold.run.same_bytes import of_one_copy, record_of, refuse_other_bytes
 from threefold.training.optimizer import adamw
 
 DEFAULT_STEPS = 120
@@ -92,6 +95,7 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
     held_out = None
     if config.eval.source:
         held_out = rows_of(config, tokenizer, mesh, vocab_size=vocab_size, held_out=True)
+    refuse_other_bytes(rows, folder, mesh)
     loader = loader_of(config, rows, mesh)
     num_steps = config.train.steps or (config.train.epochs or 0) * loader.steps_per_epoch or DEFAULT_STEPS
     model = build(config, asked.architecture, mesh)
@@ -137,26 +141,35 @@ def trackers_of(run: Built, *, say: Callable[[str], None]) -> list[Tracker]:
 def rows_of(
     config: Config, tokenizer: Tokenizer, mesh: Mesh, *, vocab_size: int | None = None, held_out: bool = False
 ) -> Rows:
-    """Returns the rows of data.source, data.mixture or eval.source; one rank per machine prepares text.
+    """Returns the rows of data.source, data.mixture or eval.source.
+
+    One rank per machine prepares text, looks at files and compares their bytes; the others open what it found. Then
+    all ranks compare the digests of their bytes: a DataError names the ranks, the block and the rows that differ.
 
     Args:
         vocab_size: of the model that reads them; None: the ids are not checked.
     """
-    data, evaluation = config.data, config.eval
-    open_source = functools.partial(_rows_of_source, data, tokenizer=tokenizer, vocab_size=vocab_size)
+    data, evaluation, packing, cache = config.data, config.eval, Packing.of(config.data), cache_folder()
+    if held_out:
+        assert evaluation.source is not None
+        sources = {"eval.source": MixtureSource(source=evaluation.source, weight=1, split=evaluation.split)}
+    elif data.mixture is None:
+        sources = {"data.source": MixtureSource(source=data.source, weight=1)}
+    else:
+        sources = {f"data.mixture.{name}": source for name, source in data.mixture.items()}
 
-    def open_here() -> Rows:
-        if held_out:
-            assert evaluation.source is not None
-            own = MixtureSource(source=evaluation.source, weight=1, split=evaluation.split)
-            return open_source(own, key="eval.source")
-        if data.mixture is None:
-            return open_source(MixtureSource(source=data.source, weight=1), key="data.source")
-        each = data.mixture.items()
-        return MixedRows({name: open_source(source, key=f"data.mixture.{name}") for name, source in each})
+    def open_here() -> list[tuple[str, str | None]]:
+        open_one = functools.partial(_rows_of_source, data, tokenizer=tokenizer, vocab_size=vocab_size)
+        return [store_at(open_one(source, key=key)) for key, source in sources.items()]
 
-    mesh.once_per_host("evaluation data" if held_out else "data", lambda: open_here().fingerprint)
-    return open_here()
+    def open_on_every_host() -> Rows:
+        found = mesh.once_per_host("evaluation data" if held_out else "data", open_here)
+        parts = [reopen_rows(prefix, blocks_at, packing, cache=cache) for prefix, blocks_at in found]
+        if held_out or data.mixture is None:
+            return parts[0]
+        return MixedRows(dict(zip(data.mixture, parts, strict=True)))
+
+    return of_one_copy(open_on_every_host, list(sources), mesh)
 
 
 def _rows_of_source(
@@ -171,9 +184,8 @@ def _rows_of_source(
         revision=source.revision or data.revision,
         skip_bad_lines=data.skip_bad_lines,
     )
-    packing = Packing(data.seq_len, data.packing, data.document_mask, data.truncate, data.lookahead)
     try:
-        return open_rows(named, packing, tokenizer=tokenizer, cache=cache_folder(), vocab_size=vocab_size)
+        return open_rows(named, Packing.of(data), tokenizer=tokenizer, cache=cache_folder(), vocab_size=vocab_size)
     except ThreefoldError as error:
         raise type(error).of(_named(key, each) for each in error.problems) from error
 
@@ -231,6 +243,8 @@ def open_audit(run: Built) -> Audit:
         data=loader.rows.fingerprint,
         checkpoint=str(run.folder.resume.path) if run.folder.resume is not None else None,
     )
+    tensors = TOKEN_FIELDS if config.data.document_mask else TOKEN_FIELDS[:-1]
+    start = dataclasses.replace(start, tensors=tensors, stores=record_of(loader.rows))
     path = run.folder.path / record.FILE
     go_on = config.checkpoint.on_error == "continue"
     file = MetricsFile(path, continue_on_error=go_on) if mesh.rank == 0 else None
@@ -242,6 +256,7 @@ def open_audit(run: Built) -> Audit:
         gather=mesh.gather,
         explain=functools.partial(explain, resume=resume),
         rows=loader.rows,
+        known=KnownRows(loader.rows, seed=mesh.rank),
         skips=loader.planned,
         record=file,
     )

@@ -100,7 +100,8 @@ def train_loop(run: Run, *, first_step: int) -> Outcome:
             lr = learning_rate(step, num_steps=run.num_steps, config=run.config.optimizer)
             result = run.step(pieces, lr=lr)
             if run.audit is not None:
-                run.audit.observe(step, *(batch[name].numpy(force=True) for name in ("indices", *TOKEN_FIELDS)))
+                read = (batch[name].numpy(force=True) for name in ("indices", *TOKEN_FIELDS) if name in batch)
+                run.audit.observe(step, *read)
             window.steps += 1
             stopping = stop.after(step)
             run.notice(step)

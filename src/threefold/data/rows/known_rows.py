@@ -1,8 +1,8 @@
-"""Rows and the known bytes they are read from: which rows read a changed block, and whether rows' blocks are unchanged.
+"""Rows and the known bytes they are read from: which rows read a changed block, whether those of a row are unchanged.
 
-In: rows whose stores know their bytes (`store.remembered`), one store or several (`MixedRows`). Out: the digests of their
-bytes, for a run's record; problems that name the file, the block and the rows; and for the audit, a check of the blocks
-of rows that were just read, which reads them once more from the disk.
+In: rows whose stores know their bytes (`store.remembered`), one store or several (`MixedRows`). Out: the digests of
+their bytes, for a run's record; texts that name the file, the block and the rows; and for the audit, a check of the
+blocks of rows that were just read, which reads them once more from the disk.
 """
 
 from __future__ import annotations
@@ -39,43 +39,68 @@ class Changed(NamedTuple):
     change: Change
 
 
-def parts_of(rows: Rows) -> dict[str, PackedRows]:
-    """The rows of each source, by the name it has in a mixture; a single one is called `source`."""
-    return cast("dict[str, PackedRows]", getattr(rows, "parts", {"source": rows}))
+class Part(NamedTuple):
+    """The rows of one source; `name` as in a mixture, `first_row`: the number of its first row among those of all."""
+
+    name: str
+    rows: PackedRows
+    first_row: int
+
+    @property
+    def blocks(self) -> Blocks:
+        """The hashes of its store, which knows them."""
+        assert self.rows.store.blocks is not None
+        return self.rows.store.blocks
 
 
-def digests_of(rows: Rows) -> dict[str, str]:
-    """The digest of each source's bytes; without those that do not know theirs."""
-    stores = {name: part.store for name, part in parts_of(rows).items()}
-    return {name: store.blocks.digest for name, store in stores.items() if store.blocks is not None}
+def parts_of(rows: Rows) -> list[Part]:
+    """The rows of each source; a single one is called `source`."""
+    parts, first_row = [], 0
+    for name, part in cast("dict[str, PackedRows]", getattr(rows, "parts", {"source": rows})).items():
+        parts.append(Part(name, part, first_row))
+        first_row += part.num_rows
+    return parts
 
 
 def changed(blocks: Blocks, change: Change, prefix: Path, rows: PackedRows | None, *, first_row: int = 0) -> str:
     """What has changed: file, block, and the rows that read it, whose numbers begin with `first_row`."""
     kept, path = blocks.files[change.suffix], with_suffix(prefix, change.suffix)
-    start = change.block * blocks.block_bytes
-    stop = min(start + blocks.block_bytes, kept.size_bytes)
+    where = block_text(blocks, change, rows, first_row=first_row)
     if change.size_bytes < 0:
-        what = f"{path} is gone"
-    elif change.size_bytes != kept.size_bytes:
-        stop = kept.size_bytes
+        return f"{path} is gone"
+    if change.size_bytes != kept.size_bytes:
         how = "was cut" if change.size_bytes < kept.size_bytes else "is longer than it was"
-        what = f"{path} {how}, from block {change.block:,} on: {change.size_bytes:,} bytes instead of {stop:,}"
+        return f"{path} {how}, to {change.size_bytes:,} bytes instead of {kept.size_bytes:,}: {where}"
+    return f"{path} has changed, it is not what was hashed: {where}"
+
+
+def block_text(blocks: Blocks, change: Change, rows: PackedRows | None, *, first_row: int = 0) -> str:
+    """The block of a change, its bytes, and the rows that read it; of a file of another size, all from there on."""
+    kept = blocks.files[change.suffix]
+    start, last = change.block * blocks.block_bytes, kept.size_bytes
+    which = f"block {change.block:,} of {kept.num_blocks:,}"
+    if change.size_bytes == kept.size_bytes:
+        last = min(start + blocks.block_bytes, last)
+        which += f" (bytes {start:,} to {last - 1:,})"
     else:
-        which = f"block {change.block:,} of {kept.num_blocks:,}, bytes {start:,} to {stop - 1:,}"
-        what = f"{path} has changed: {which}, is not what was hashed"
+        which += " and all after it"
     if rows is None or change.suffix != ".bin":
-        return what
+        return which
     size = rows.store.dtype.itemsize
-    return f"{what}; {rows_text(first_row + rows.readers(start // size, -(-stop // size)))} read it"
+    return f"{which}, read by {rows_text(first_row + rows.readers(start // size, -(-last // size)))}"
+
+
+def digests_of(rows: Rows) -> dict[str, str]:
+    """The digest of each source's bytes, which are known."""
+    return {part.name: part.blocks.digest for part in parts_of(rows)}
 
 
 class KnownRows:
     """Checks blocks of rows that were read; `seed` chooses which, where there is no time for all."""
 
     def __init__(self, rows: Rows, *, seed: int = 0) -> None:
-        self._parts = list(parts_of(rows).values())
-        self._ends = np.cumsum([part.num_rows for part in self._parts])
+        self._parts = parts_of(rows)
+        self._firsts = [part.first_row for part in self._parts]
         self._random = np.random.default_rng(seed)
 
     def check(self, indices: Int64, *, within_s: float) -> tuple[int, Changed | None]:
@@ -84,18 +109,16 @@ class KnownRows:
         seen: set[tuple[int, int]] = set()
         checked = 0
         for row in self._random.permutation(np.unique(indices)).tolist():
-            number = int(np.searchsorted(self._ends, row, side="right"))
-            part = self._parts[number]
-            blocks, size = part.store.blocks, part.store.dtype.itemsize
-            assert blocks is not None
-            numbers = {
-                block
-                for start, stop in part.stretches(row - (int(self._ends[number]) - part.num_rows))
-                for block in range(start * size // blocks.block_bytes, -(-stop * size // blocks.block_bytes))
-            }
-            new = sorted(block for block in numbers if (number, block) not in seen)
-            seen |= {(number, block) for block in new}
-            if (change := blocks.change(part.store.prefix, ".bin", new)) is not None:
+            number = int(np.searchsorted(self._firsts, row, side="right")) - 1
+            part, size = self._parts[number], self._parts[number].rows.store.dtype.itemsize
+            new = {
+                (number, block)
+                for start, stop in part.rows.stretches(row - part.first_row)
+                for block in range(start * size // part.blocks.block_bytes, -(-stop * size // part.blocks.block_bytes))
+            } - seen
+            seen |= new
+            blocks = sorted(block for _, block in new)
+            if (change := part.blocks.change(part.rows.store.prefix, ".bin", blocks)) is not None:
                 return checked, Changed(number, change)
             checked += 1
             if time.perf_counter() > until:
@@ -105,9 +128,7 @@ class KnownRows:
     def describe(self, found: Changed) -> str:
         """`changed` of one of the stores."""
         part = self._parts[found.part]
-        assert part.store.blocks is not None
-        first_row = int(self._ends[found.part]) - part.num_rows
-        return changed(part.store.blocks, found.change, part.store.prefix, part, first_row=first_row)
+        return changed(part.blocks, found.change, part.rows.store.prefix, part.rows, first_row=part.first_row)
 
 
 def problem_of(store: TokenStore, change: Change, rows: PackedRows | None, *, cache: Path) -> Problem:

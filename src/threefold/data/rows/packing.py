@@ -17,8 +17,9 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from threefold.config.schema import DataConfig
 from threefold.data.rows.concat import ConcatRows, PackingReport, RowArrays, Rows, checked
-from threefold.data.rows.known_rows import PackedRows, problem_of
+from threefold.data.rows.known_rows import PackedRows, parts_of, problem_of
 from threefold.data.rows.padded import PaddedRows
 from threefold.data.store.blocks import Blocks
 from threefold.data.store.id_range import check_ids
@@ -76,6 +77,11 @@ class Packing:
                 for key, value, expected in without_effect
             )
 
+    @classmethod
+    def of(cls, data: DataConfig) -> Packing:
+        """The packing that a config asks for."""
+        return cls(data.seq_len, data.packing, data.document_mask, data.truncate, data.lookahead)
+
     def pack(self, store: TokenStore) -> Rows:
         """The rows of a store; a DataError if it gives not one."""
         if self.packing == "concat":
@@ -110,10 +116,18 @@ def open_rows(
     return packing.pack(store)
 
 
-def reopen_rows(prefix: Path, blocks_at: Path | None, packing: Packing, *, cache: Path) -> Rows:
-    """The rows that `open_rows` has opened and checked on another rank of this host."""
+def store_at(rows: Rows) -> tuple[str, str | None]:
+    """(prefix, where its hashes are) of the store that `open_rows` has opened, from which `reopen_rows` does again."""
+    (part,) = parts_of(rows)
+    store = part.rows.store
+    return str(store.prefix), str(store.blocks_at) if store.blocks_at is not None else None
+
+
+def reopen_rows(prefix: str, blocks_at: str | None, packing: Packing, *, cache: Path) -> Rows:
+    """The rows that `open_rows` has opened and compared with their hashes on this host, without doing that again."""
     store = TokenStore(prefix)
-    store.blocks, store.blocks_at = Blocks.read(blocks_at) if blocks_at is not None else None, blocks_at
+    place = Path(blocks_at) if blocks_at is not None else None
+    store.blocks, store.blocks_at = Blocks.read(place) if place is not None else None, place
     if store.blocks is None:
         store.blocks = known(store, cache=cache).blocks
     return packing.pack(store)

@@ -173,9 +173,15 @@ class Blocks:
     def read(cls, place: Path) -> Blocks | None:
         """The list at `place`, None without one; a DataError if it is not as it was written."""
         try:
-            head, _, hashes = place.read_bytes().partition(b"\n")
+            content = place.read_bytes()
         except OSError:
             return None
+        return cls.parse(content, place)
+
+    @classmethod
+    def parse(cls, content: bytes, place: Path) -> Blocks:
+        """The inverse of `to_bytes`; a DataError, which names `place`, for anything else."""
+        head, _, hashes = content.partition(b"\n")
         try:
             values = json.loads(head)
             if values.pop("digest") != _digest(values, hashes) or values["format"] != FORMAT:

@@ -66,6 +66,25 @@ def test_stalled_rank_is_named_with_phase_and_stack(folder: Path, plant: str, ph
     assert sorted(metrics(folder / plant)) == list(range(1, STEP))
 
 
+def test_another_rank_names_rank_0_when_that_is_frozen(folder: Path) -> None:
+    run, limits = folder / "frozen", ("--log.stall_s", "2", "--train.timeout_s", "4", "--checkpoint.every", "0")
+    with started(
+        folder, "train", "config.yaml", *MESH, "--log.dir", "frozen", "--train.steps", "100000", *limits
+    ) as going:
+        wait_for(lambda: last_step(run) >= 3, f"step 3: {going.output()}")
+        ranks = rank_processes(run)
+        os.kill(ranks[0], signal.SIGSTOP)
+        assert going.wait(60) == 1
+        silent = (
+            r"^no progress for \d+ s: rank 0 of host \S+ \(process \d+\) has given no sign of life for \d+ s, last "
+        )
+        assert len(re.findall(silent, going.output(), re.MULTILINE)) == 2  # once for the stall, once for the end
+        waiting = re.findall(r"^  ranks? ([\d, and]+) waits? in", going.output(), re.MULTILINE)
+        assert set(re.findall(r"\d", " ".join(waiting))) == {"1", "2", "3"} and "Traceback" not in going.output()
+        assert "cut off, or rank 0" not in going.output()
+        assert not any(alive(process) for process in ranks.values())
+
+
 # --- kills -------------------------------------------------------------------------------------------------------
 
 

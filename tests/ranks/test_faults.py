@@ -6,6 +6,8 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,8 +16,9 @@ import pytest
 from ranks.faults import MESH, alive, last_step, planted, rank_processes, started, wait_for
 from ranks.keeping import write_corpus
 from ranks.plants import STEP
-from ranks.runs import command, curve, metrics, prepare
+from ranks.runs import command, curve, environment, metrics, prepare
 from ranks.spawn import run_ranks
+from threefold.checkpoint.layout import CheckpointFolder
 from threefold.training.loop import _ONE_REQUEST_S
 
 pytestmark = pytest.mark.slow
@@ -212,6 +215,26 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(folder: Path) -> None:
 
 
 # --- being asked to stop -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_run_whose_output_nobody_reads_saves_and_ends_without_a_word(folder: Path, ranks: int) -> None:
+    arguments = ("--log.dir", f"head-{ranks}", "--mesh.dp", str(ranks), "--train.steps", "100000")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "threefold", "train", "config.yaml", *arguments],
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline().startswith(b"threefold ")
+    process.stdout.close()
+    assert process.wait(60) == 75
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    saved = CheckpointFolder(folder / f"head-{ranks}").newest()
+    assert saved is not None and saved.step == last_step(folder / f"head-{ranks}")
 
 
 def test_second_ctrl_c_leaves_at_once(folder: Path) -> None:

@@ -237,9 +237,10 @@ def sagemaker_lines(
 
 def kubernetes_text(config: Config, job: Ranks, options: KubernetesOptions, *, dry_run: bool) -> str:
     """The manifests, or kubectl's answer to them."""
+    from threefold.config.text import as_document
     from threefold.jobs import kubernetes
 
     if found := list(kubernetes.problems(config, job, options)):
         raise ConfigError.of(found)
     documents = kubernetes.manifests(config, job, options)
-    return kubernetes.shown(documents).rstrip("\n") if dry_run else kubernetes.submit(documents)
+    return as_document(*documents).rstrip("\n") if dry_run else kubernetes.submit(documents)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
+import signal
+import sys
 
 import numpy as np
 from rich.console import Console
@@ -24,6 +27,19 @@ from threefold.training.optimizer import learning_rate
 
 _FIRST_ROW = np.zeros(1, dtype=np.int64)
 _LARGEST_SAMPLED = 500_000_000
+
+
+class Screen(Console):
+    """The terminal. Once nobody reads it any more (`| head`), the run stops as at a signal, and nothing is printed."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        if not callable(signal.getsignal(signal.SIGTERM)):  # training has not begun
+            raise SystemExit(128 + signal.SIGPIPE)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]) -> None:

@@ -64,6 +64,40 @@ def test_run_records_its_bytes_and_checks_rows(folder: Path) -> None:
     assert manifest["blocks"] == {"source": digest}
 
 
+def test_audit_proves_bytes_that_it_knows(copy: Path) -> None:
+    """The record names the store where the run was, the fixture's folder; here it is made to name the copy's."""
+    record = copy / "run/audit.jsonl"
+    (segment,) = lines_of(copy / "run", "segment")
+    record.write_text(record.read_text().replace(segment["stores"][0][2], str(copy / "store/tokens")))
+
+    def audit(*options: str) -> tuple[int, str]:
+        done = command(copy, "data", "audit", "run", *options)
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = audit()
+    assert code == 0, said
+    assert f"  source: {copy}/store/tokens.bin and .idx are the bytes that the run has read: 2 of 2 blocks read" in said
+    assert re.search(r"  rows whose blocks were compared while it ran: \d+, over all ranks\n", said)
+    assert said.endswith("exactly one step: samples and bytes (--contents also compares every token)\n")
+    assert audit("--contents")[1].endswith("samples and tokens\n")
+    change(copy / "store/tokens.bin", at=20_000, keep_times=True)
+    code, said = audit()
+    assert code == 1 and "proved" not in said
+    assert f"{copy}/store/tokens.bin has changed, it is not what was hashed: block 0 of 1 (bytes 0 to " in said
+    # Taken for right here, but the run knows what it read.
+    for suffix in (".blocks", ".json"):
+        (copy / f"store/tokens{suffix}").unlink()
+    code, said = audit()
+    assert code == 1
+    assert f"{copy}/store/tokens.bin is not what the run has read: block 0 of 1 (bytes 0 to " in said
+    assert ", read by rows 0, 1, 2, " in said
+    shutil.rmtree(copy / "store")
+    code, said = audit()
+    assert code == 1
+    assert f"the samples are proved, but not their bytes: {copy}/store/tokens.bin and .idx are not on this" in said
+
+
 def _as_host_b() -> None:
     socket.gethostname = lambda: "host-b"
 

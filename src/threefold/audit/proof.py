@@ -95,6 +95,21 @@ def check_saved(lines: Sequence[Line], saved: Iterable[tuple[Path, int, Place]])
         )
 
 
+def check_logged(segments: Sequence[Segment], logged: int) -> None:
+    """Refuses a record that ends before the last audit that must have followed, given the last step `logged`.
+
+    A run that was killed has logged steps after its last audit, but fewer than there are between two.
+    """
+    start, recorded = segments[-1].start, max((line.last for segment in segments for line in segment.steps), default=0)
+    due = (logged - 1) // start.every * start.every if start.every else 0
+    if due > max(recorded, start.first_step - 1):
+        raise RunError(
+            f"the record ends with step {recorded}, but metrics.jsonl has step {logged} of the same start",
+            expected=f"an audit at least every {start.every} steps: one up to step {due} was lost",
+            fix=_LOST_LINES,
+        )
+
+
 def _places_after(lines: Sequence[Line], step: int) -> list[Place]:
     found: list[Place] = []
     for line in lines:

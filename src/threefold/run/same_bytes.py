@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from threefold.audit.stores import list_at
 from threefold.checkpoint.manifest import read_manifest
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import Part, block_text, digests_of, parts_of
-from threefold.data.store.blocks import SUFFIX, Blocks
+from threefold.data.store.blocks import Blocks
 from threefold.errors import DataError, ranks_text
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh
 from threefold.run.folder import RunFolder
 
-FOLDER = "blocks"
 # Hashes of 4 TB; longer lists are not sent, and the block is not named.
 _MOST_SENT_BYTES = 64 << 20
 
@@ -91,9 +91,9 @@ def _compare_with_run(rows: Rows, folder: RunFolder) -> None:
     if folder.resume is None:
         return
     manifest = read_manifest(folder.resume)
-    recorded = manifest.get("blocks", {})
+    recorded, order = manifest.get("blocks"), manifest["data"].get("fingerprint")
     # Rows of another source or packing are refused by their fingerprint, when the order is resumed.
-    if manifest["data"].get("fingerprint", {}).get("data") != rows.fingerprint:
+    if not (isinstance(recorded, dict) and isinstance(order, dict) and order.get("data") == rows.fingerprint):
         return
     for part in parts_of(rows):
         digest = recorded.get(part.name)
@@ -128,8 +128,3 @@ def keep_lists(rows: Rows, run: Path) -> None:
     for part in parts_of(rows):
         if not (place := list_at(run, part.blocks.digest)).exists():
             part.blocks.write(place)
-
-
-def list_at(run: Path, digest: str) -> Path:
-    """Where a run keeps the list of hashes with a digest."""
-    return run / FOLDER / f"{digest}{SUFFIX}"

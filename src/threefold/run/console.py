@@ -30,6 +30,7 @@ from threefold.training.optimizer import learning_rate
 log = logging.getLogger("threefold")
 
 _FIRST_ROW = np.zeros(1, dtype=np.int64)
+_SAMPLE = "  | "
 _LARGEST_SAMPLED = 500_000_000
 
 
@@ -40,8 +41,9 @@ class Screen(Console):
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
-        if not self.quiet:
-            log.info("%s", " ".join(map(str, objects)))
+        text = " ".join(map(str, objects))
+        if not (self.quiet or text.startswith(_SAMPLE)):  # a model's text could look like an error's
+            log.info("%s", text)
         super().print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
@@ -198,5 +200,4 @@ def _show_sample(console: Console, run: Built) -> None:
     prompt = run.rows.rows(_FIRST_ROW)["input_ids"][0][: max(1, min(48, run.config.data.seq_len // 2))]
     text = generate_sample(checkpoint, run.tokenizer, prompt.tolist(), num_tokens=run.config.log.sample_tokens)
     console.print("a sample (the prompt, then what the model wrote):")
-    # Not for the log: its text could look like an error's.
-    console.out("\n".join(f"  | {line}" for line in text.splitlines()), highlight=False)
+    console.print("\n".join(f"{_SAMPLE}{line}" for line in text.splitlines()))

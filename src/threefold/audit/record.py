@@ -16,15 +16,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from threefold.data.mixture import Mixture
 from threefold.data.order import Order, Place
-from threefold.data.partition import TAILS, Tail
+from threefold.data.partition import Tail
 from threefold.errors import ConfigError, RunError
 from threefold.mesh.topology import Topology
 
 FILE = "audit.jsonl"
+# Fields that version 0.1.0 did not write, as it meant them.
+_ADDED = {"epochs": None}
 _RESTORE = "restore the file; without its record nothing about the run can be proved"
 
 _Line = TypeVar("_Line", bound="_Record")
@@ -49,7 +51,7 @@ class _Record:
     @classmethod
     def from_record(cls: type[_Line], record: Mapping[str, Any]) -> _Line:
         """The inverse of `to_record`; ValueError, TypeError or KeyError for anything else."""
-        values = {entry.name: record[entry.name] for entry in fields(cls)}
+        values = {entry.name: {**_ADDED, **record}[entry.name] for entry in fields(cls)}
         for name in ("samples", "contents"):
             if name in values:
                 values[name] = tuple(int(digest, 16) for digest in values[name])
@@ -78,13 +80,17 @@ class SegmentLine(_Record):
     every: int
     checkpoint: str | None
     """the one that the run resumes from."""
+    epochs: int | None = None
+    """where the order ends; None: nowhere."""
 
     def __post_init__(self) -> None:
         numbers = (self.segment, self.first_step, self.epoch, self.position, self.num_rows, self.seed, self.every)
         _check(all(_is_count(number) for number in (*numbers, *self.mesh, self.order_version)) and len(self.mesh) == 4)
         _check(min(self.segment, self.first_step, self.num_rows, self.global_batch, *self.mesh) > 0)
-        _check(self.tail in TAILS and self.global_batch % self.topology.dp == 0)
-        _check(self.mixture is None or self.num_rows == sum(size for _, size, _ in self.mixture))
+        _check(self.tail in get_args(Tail) and self.global_batch % self.topology.dp == 0)
+        _check(self.epochs is None or _is_count(self.epochs))
+        if self.mixture is not None:
+            _check(self.tail != "carry" and self.num_rows == sum(size for _, size, _ in self.mixture))
 
     @classmethod
     def of(
@@ -101,7 +107,7 @@ class SegmentLine(_Record):
         """The first start of a run in `order`, whose step `first_step` begins at `place`."""
         mixture = described(order.mixture) if order.mixture is not None else None
         rows: tuple[Any, ...] = (order.global_batch, order.num_rows, order.seed, order.shuffle, order.tail)
-        rows += (order.version, data, mixture, every, checkpoint)
+        rows += (order.version, data, mixture, every, checkpoint, order.epochs)
         return cls(1, first_step, *order.begin(place), topology.sizes, *rows)
 
     @property
@@ -111,12 +117,13 @@ class SegmentLine(_Record):
     @cached_property
     def order(self) -> Order:
         """The order that the run followed."""
-        order = Order(self.num_rows, self.global_batch, self.seed, self.shuffle, self.tail, self.order_version)
+        sizes = (self.num_rows, self.global_batch, self.seed, self.shuffle, self.tail, self.order_version)
+        order = Order(*sizes, epochs=self.epochs)
         if self.mixture is None:
             return order
-        sizes = {name: size for name, size, _ in self.mixture}
+        rows = {name: size for name, size, _ in self.mixture}
         turns = {name: turns for name, _, turns in self.mixture}
-        return replace(order, mixture=Mixture(sizes, turns, seed=self.seed))
+        return replace(order, mixture=Mixture(rows, turns, seed=self.seed))
 
 
 def described(mixture: Mixture) -> tuple[tuple[str, int, int], ...]:

@@ -197,7 +197,8 @@ def step_lines(run: Path, step: int, *, show: bool = False) -> Iterator[str]:
         fix = f"--step {last}" if known else "wait for the first audit (audit.every steps)"
         raise ConfigError(what, expected=expected, fix=fix)
     topology = read.topology
-    yield f"step {step:,}: epoch {read.place.epoch}, positions from {read.place.position:,} on, {topology}"
+    where = ", ".join(f"epoch {epoch}, positions from {position:,} on" for epoch, position in read.places)
+    yield f"step {step:,}: {where}, {topology}"
     size = topology.cp * topology.tp
     for dp_rank in range(topology.dp):
         ranks = ranks_text(range(dp_rank * size, (dp_rank + 1) * size))

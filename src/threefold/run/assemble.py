@@ -18,7 +18,7 @@ from threefold.config.peak_rate import with_rate
 from threefold.config.schema import Config, DataConfig, MixtureSource
 from threefold.data.loader import Batch, TokenLoader, evaluation_batches
 from threefold.data.mixture import Mixture
-from threefold.data.order import Order, steps_without
+from threefold.data.order import Order, last_step
 from threefold.data.permutation import seed_of
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.packing import MixedRows, Packing, open_rows
@@ -33,7 +33,7 @@ from threefold.model import noise
 from threefold.model.build import ParallelModel, build
 from threefold.run.folder import RunFolder
 from threefold.run.request import Asked
-from threefold.run.resume import Checkpointer, rate_of, versions
+from threefold.run.resume import Checkpointer, rate_of, versions, with_tail
 from threefold.training.optimizer import adamw
 
 DEFAULT_STEPS = 120
@@ -63,7 +63,7 @@ class Built(Asked):
     @property
     def done(self) -> int:
         """The last step done before (0: none)."""
-        return self.folder.resume.step if self.folder.resume is not None else 0
+        return self.folder.done
 
     @property
     def num_parameters(self) -> int:
@@ -86,21 +86,18 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
     """
     tokenizer, architecture = asked.tokenizer, asked.architecture
     rate, rate_why = rate_of(asked.config, folder)
-    config = with_rate(asked.config, rate)
+    config = with_tail(with_rate(asked.config, rate), folder)
     vocab_size = getattr(architecture.get_text_config(), "vocab_size", None)
     rows = rows_of(config, tokenizer, mesh, vocab_size=vocab_size)
     held_out = None
     if config.eval.source:
         held_out = rows_of(config, tokenizer, mesh, vocab_size=vocab_size, held_out=True)
     loader = loader_of(config, rows, mesh)
-    num_steps = config.train.steps or (config.train.epochs or 0) * loader.steps_per_epoch or DEFAULT_STEPS
     model = build(config, asked.architecture, mesh)
     optimizer = adamw(model.module, config.optimizer)
     torch.manual_seed(seed_of("a run", config.train.seed, *noise.places(mesh, model.tensor.sequence_group)))
     checkpointer = Checkpointer(config, folder, mesh, model, optimizer, loader, architecture)
     checkpointer.resume()
-    if config.train.epochs is not None:
-        num_steps = steps_without(num_steps, skip={*loader.left_out, *config.data.skip})
     settled = dataclasses.replace(asked, config=config)
     return Built(
         **vars(settled),
@@ -112,7 +109,7 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
         model=model,
         optimizer=optimizer,
         checkpointer=checkpointer,
-        num_steps=num_steps,
+        num_steps=num_steps_of(config, folder, loader),
         rate_why=rate_why,
     )
 
@@ -185,6 +182,14 @@ def _named(key: str, problem: Problem) -> Problem:
     return Problem(*(text.replace("data.source", key) for text in dataclasses.astuple(problem)))
 
 
+def num_steps_of(config: Config, folder: RunFolder, loader: TokenLoader) -> int:
+    """The last step's number; with train.epochs from the rows that are left after the steps done."""
+    if config.train.epochs is None:
+        return config.train.steps or DEFAULT_STEPS
+    done, ahead = folder.done, [each for each in config.data.skip if each not in loader.left_out]
+    return last_step(loader.order, loader.cursor().place, done=done, skip=ahead)
+
+
 def order_of(config: Config, rows: Rows) -> Order:
     """The order in which training reads the rows, on any mesh."""
     mixture = None
@@ -197,7 +202,9 @@ def order_of(config: Config, rows: Rows) -> Order:
         global_batch=config.train.global_batch,
         seed=config.data.seed,
         shuffle=config.data.shuffle,
+        tail=config.data.tail if mixture is None else "drop",
         mixture=mixture,
+        epochs=config.train.epochs,
     )
 
 

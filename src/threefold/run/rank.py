@@ -139,7 +139,8 @@ def _train(loaded: Loaded, mesh: Mesh, why: str, lock: RunLock) -> int:
     run = assemble.build_run(asked, mesh, folder)
     introduce(console, run, why, admission.said)
     if run.done >= run.num_steps:
-        console.print(f"nothing to do: step {run.done} of {run.num_steps} is done. To train more: --train.steps N")
+        more = "--train.steps" if config.train.epochs is None else "--train.epochs"
+        console.print(f"nothing to do: step {run.done} of {run.num_steps} is done. To train more: {more} N")
         mesh.close()
         return 0
     audit = _accept(console, run, lock)

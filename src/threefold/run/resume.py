@@ -171,6 +171,17 @@ def rate_of(config: Config, folder: RunFolder) -> tuple[float, str]:
     return peak_rate(config)
 
 
+def with_tail(config: Config, folder: RunFolder) -> Config:
+    """Returns the config with the data.tail of the run that is resumed, unless one is given.
+
+    Runs of version 0.1.0 knew only `drop`, and their configs do not name it.
+    """
+    if folder.resume is None or "tail" in config.data.model_fields_set:
+        return config
+    tail = read_manifest(folder.resume)["config"]["data"].get("tail", "drop")
+    return config.model_copy(update={"data": config.data.model_copy(update={"tail": tail})})
+
+
 def versions() -> dict[str, str]:
     """Returns the versions that a run's results depend on."""
     return {

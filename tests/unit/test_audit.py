@@ -342,7 +342,7 @@ def record(
         order = Order(num_rows, global_batch, seed=3, shuffle=True, tail=tail, mixture=mixture, epochs=epochs)
         place = order.begin(places[first_step - 1])
         sources = described(mixture) if mixture else None
-        recorded = (num_rows, 3, True, tail, 1, "counting", sources, every, None, epochs)
+        recorded = (num_rows, 3, True, tail, 2, "counting", sources, every, None, epochs)
         lines.append(SegmentLine(number, first_step, *place, topology.sizes, global_batch, *recorded))
         step = first_step
         while step <= last_step:
@@ -529,7 +529,12 @@ def test_run_without_a_record_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("mixture", "tail"),
-    [(None, "drop"), (None, "carry"), (Mixture({"a": 10, "b": 33}, {"a": 1, "b": 2}, seed=3), "drop")],
+    [
+        (None, "drop"),
+        (None, "carry"),
+        (Mixture({"a": 10, "b": 33}, {"a": 1, "b": 2}, seed=3), "drop"),
+        (Mixture({"a": 10, "b": 33}, {"a": 123_457, "b": 654_321}, seed=3), "drop"),
+    ],
 )
 def test_sample_is_found_where_it_was_read(mixture: Mixture | None, tail: str) -> None:
     segments = standing(record((1, 12, TWO, 8), (8, 20, FOUR, 8), mixture=mixture, tail=tail))

@@ -16,7 +16,6 @@ import numpy as np
 from threefold.audit.digest import Int64
 from threefold.audit.proof import Stretch
 from threefold.audit.record import Segment
-from threefold.data.mixture import Mixture
 from threefold.data.order import Order, Place
 from threefold.errors import ranks_text, rows_text
 from threefold.mesh.topology import Topology
@@ -98,16 +97,14 @@ def _positions_of(order: Order, row: int, *, epoch: int, stop: int) -> Iterator[
     mixture = order.mixture
     ends = np.cumsum(mixture.sizes)
     source = int(np.searchsorted(ends, row, side="right"))
-    size, turns_per_period = mixture.sizes[source], mixture.quotas[source]
-    turns = np.flatnonzero(mixture.locate(np.arange(mixture.period)).source == source)
+    size = mixture.sizes[source]
     index = row - (int(ends[source]) - size)
     for epoch_of_source in itertools.count():
-        place = mixture.order_of(source, epoch_of_source).inverse(index) if order.shuffle else index
-        period, turn = divmod(epoch_of_source * size + place, turns_per_period)
-        position = period * mixture.period + int(turns[turn])
         # Later epochs of the source come after this one.
-        if (epoch_of_source * size // turns_per_period) * mixture.period >= stop:
+        if mixture.position_of(source, epoch_of_source, 0) >= stop:
             return
+        place = mixture.order_of(source, epoch_of_source).inverse(index) if order.shuffle else index
+        position = mixture.position_of(source, epoch_of_source, place)
         if position < stop:
             yield position
 
@@ -180,15 +177,8 @@ def turns(stretches: Sequence[Stretch]) -> list[tuple[str, int, int]]:
     read = np.zeros(len(mixture.names), np.int64)
     for stretch in stretches:
         if stretch.first_step:
-            read += _turns_before(mixture, stretch.stop) - _turns_before(mixture, stretch.start)
+            read += mixture.read_before(stretch.stop) - mixture.read_before(stretch.start)
     return [(name, size, int(count)) for name, size, count in zip(mixture.names, mixture.sizes, read, strict=True)]
-
-
-def _turns_before(mixture: Mixture, position: int) -> Int64:
-    """How often each source was read before a position, [sources]."""
-    periods, rest = divmod(position, mixture.period)
-    begun = np.bincount(mixture.locate(np.arange(rest)).source, minlength=len(mixture.names))
-    return periods * np.array(mixture.quotas, np.int64) + begun
 
 
 def coverage_lines(stretches: Sequence[Stretch]) -> Iterator[str]:

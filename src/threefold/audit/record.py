@@ -21,6 +21,7 @@ from typing import Any, TypeVar, get_args
 from threefold.data.mixture import Mixture
 from threefold.data.order import Order, Place
 from threefold.data.partition import Tail
+from threefold.data.permutation import check_order_version
 from threefold.errors import ConfigError, RunError
 from threefold.mesh.topology import Topology
 
@@ -89,6 +90,7 @@ class SegmentLine(_Record):
         _check(min(self.segment, self.first_step, self.num_rows, self.global_batch, *self.mesh) > 0)
         _check(self.tail in get_args(Tail) and self.global_batch % self.topology.dp == 0)
         _check(self.epochs is None or _is_count(self.epochs))
+        check_order_version(self.order_version)
         if self.mixture is not None:
             _check(self.tail != "carry" and self.num_rows == sum(size for _, size, _ in self.mixture))
 
@@ -123,7 +125,7 @@ class SegmentLine(_Record):
             return order
         rows = {name: size for name, size, _ in self.mixture}
         turns = {name: turns for name, _, turns in self.mixture}
-        return replace(order, mixture=Mixture(rows, turns, seed=self.seed))
+        return replace(order, mixture=Mixture(rows, turns, seed=self.seed, version=self.order_version))
 
 
 def described(mixture: Mixture) -> tuple[tuple[str, int, int], ...]:

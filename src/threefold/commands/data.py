@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from threefold.errors import ConfigError, RunError, ranks_text
+from threefold.errors import ConfigError, RunError, ThreefoldError, ranks_text
 
 if TYPE_CHECKING:
-    from threefold.audit.record import Segment
+    from threefold.audit.record import Segment, SegmentLine
     from threefold.data.rows.concat import Rows
     from threefold.data.store.prepare import PrepareProgress
     from threefold.data.tokens import Tokenizer
@@ -150,11 +150,30 @@ def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
         if end >= segment.start.first_step:
             yield f"  steps {segment.start.first_step:,} to {end:,} on {segment.start.topology}"
     yield from coverage_lines(stretches)
+    yield from _shares(run, segments[-1].start)
     num_read = sum(stretch.stop - stretch.start for stretch in stretches if stretch.first_step)
     what = "samples and tokens" if contents else "samples (tokens were compared during the run; --contents reads again)"
     if not segments[-1].start.data:
         what = "samples (of a Trainer's dataset, whose contents have no fingerprint)"
     yield f"proved: {num_read:,} reads, each by exactly one dp rank in exactly one step: {what}"
+
+
+def _shares(run: Path, start: SegmentLine) -> Iterator[str]:
+    """The shares of a mixture that the run's config asks for, and those that its order keeps."""
+    from threefold.config.text import parse
+    from threefold.data.mixture import Mixture
+
+    mixture = start.order.mixture
+    if mixture is None:
+        return
+    with contextlib.suppress(OSError, ThreefoldError, AttributeError, KeyError, TypeError):
+        sources = parse((run / "config.yaml").read_text(), "config.yaml")["data"]["mixture"]
+        weights = {name: source["weight"] for name, source in sources.items()}
+        asked = Mixture(dict(zip(mixture.names, mixture.sizes, strict=True)), weights, version=mixture.version)
+        mixture = asked if asked.quotas == mixture.quotas else mixture
+    # The first order kept short ratios only, and said nothing.
+    if mixture.version > 1 or not mixture.keeps_exactly:
+        yield f"  shares: {mixture.shares}"
 
 
 def _first_and_last_step(segments: Sequence[Segment]) -> tuple[int, int]:

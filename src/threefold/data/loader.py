@@ -143,7 +143,9 @@ class TokenLoader:
 
     def fingerprint(self) -> dict[str, Any]:
         """The ingredients of the order."""
-        order = self.order
+        return self._fingerprint_of(self.order)
+
+    def _fingerprint_of(self, order: Order) -> dict[str, Any]:
         mixture = {} if order.mixture is None else {"mixture": order.mixture.fingerprint()["mixture"]}
         return {
             "data": self.rows.fingerprint,
@@ -160,12 +162,18 @@ class TokenLoader:
         return {**self.cursor().state_dict(), "left_out": left_out, "rows_read": self.rows_read}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes on any mesh and with any number of workers; a DataError for other data, another seed or order."""
+        """Resumes on any mesh and with any number of workers, in the version of the order that the state was saved in.
+
+        Raises:
+            DataError: it is of other data, another seed or order, or of a version that this release does not know.
+        """
         cursor = Cursor.from_state_dict(state)
         # States of version 0.1.0 have no tail: it knew only this one.
         tail = {"tail": "drop"}
         cursor = replace(cursor, fingerprint={**tail, **cursor.fingerprint})
-        cursor.check({**tail, **self.fingerprint()})
+        order = self.order.of_version(cursor.order_version)
+        cursor.check({**tail, **self._fingerprint_of(order)})
+        self.order, self._dataset = order, replace(self._dataset, order=order)
         self._place = cursor.place
         self.left_out = [(first, last) for first, last in state.get("left_out", [])]
         self.rows_read = state.get("rows_read", cursor.epoch * self.order.epoch_size + cursor.position)

@@ -20,7 +20,7 @@ before it does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -72,6 +72,14 @@ class Order:
     mixture: Mixture | None = None
     epochs: int | None = None
     """where the order ends; with `carry` the last step before it is short. None: nowhere."""
+
+    def __post_init__(self) -> None:
+        assert self.mixture is None or (self.mixture.version == self.version and self.tail != "carry")
+
+    def of_version(self, version: int) -> Order:
+        """The same order as another version of the algorithms has it."""
+        mixture = self.mixture and self.mixture.of_version(version)
+        return replace(self, version=version, mixture=mixture)
 
     @property
     def epoch_size(self) -> int:

@@ -19,7 +19,7 @@ from threefold.config.schema import Config, DataConfig, MixtureSource
 from threefold.data.loader import Batch, TokenLoader, evaluation_batches
 from threefold.data.mixture import Mixture
 from threefold.data.order import Order, last_step
-from threefold.data.permutation import seed_of
+from threefold.data.permutation import ORDER_VERSION, seed_of
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.packing import MixedRows, Packing, open_rows
 from threefold.data.text.source import Source
@@ -190,19 +190,20 @@ def num_steps_of(config: Config, folder: RunFolder, loader: TokenLoader) -> int:
     return last_step(loader.order, loader.cursor().place, done=done, skip=ahead)
 
 
-def order_of(config: Config, rows: Rows) -> Order:
-    """The order in which training reads the rows, on any mesh."""
+def order_of(config: Config, rows: Rows, *, version: int = ORDER_VERSION) -> Order:
+    """The order in which training reads the rows, on any mesh; `version`: the one that the run began with."""
     mixture = None
     if config.data.mixture is not None:
         assert isinstance(rows, MixedRows)
         weights = {name: source.weight for name, source in config.data.mixture.items()}
-        mixture = Mixture(rows.sizes, weights, seed=config.data.seed)
+        mixture = Mixture(rows.sizes, weights, seed=config.data.seed, version=version)
     return Order(
         num_rows=rows.num_rows,
         global_batch=config.train.global_batch,
         seed=config.data.seed,
         shuffle=config.data.shuffle,
         tail=config.data.tail if mixture is None else "drop",
+        version=version,
         mixture=mixture,
         epochs=config.train.epochs,
     )
@@ -230,7 +231,7 @@ def open_audit(run: Built) -> Audit:
     config, mesh, loader = run.config, run.mesh, run.loader
     resume = f"threefold resume {shlex.quote(str(run.folder.path))}"
     start = SegmentLine.of(
-        order_of(config, loader.rows),
+        order_of(config, loader.rows, version=loader.order.version),
         loader.cursor().place,
         first_step=run.done + 1,
         topology=mesh.topology,

@@ -45,6 +45,8 @@ def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]
         f"  mesh   {mesh.topology} on {ranks} ({mesh.device.type}): {why}",
         f"  data   {source} ({run.tokenizer.name}): {run.rows.report}; {seq_len} tokens a row",
     ]
+    if run.loader.order.mixture is not None:
+        lines.append(f"  shares {run.loader.order.mixture.shares}")
     if run.done < run.num_steps:
         lines.append(f"  steps  {run.done + 1} to {run.num_steps}, {config.train.global_batch} rows each")
         lines += epochs_ahead(run)

@@ -240,8 +240,8 @@ class Pass:
     Without a loop that counts its rows, indices handed out are counted, without a step of Python for each index.
     """
 
-    def __init__(self, epoch: int, begin: int, positions: range, *, by_loop: bool = False) -> None:
-        self.epoch, self.begin, self.positions = epoch, begin, positions
+    def __init__(self, epoch: int, begin: int, positions: range, *, seed: int, by_loop: bool = False) -> None:
+        self.epoch, self.begin, self.positions, self.seed = epoch, begin, positions, seed
         self._by_loop = by_loop
         self._counted = 0
         self._block: Iterator[int] = iter(())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ranks.runs import CONFIG, command, curve, metrics, stop_after
+from ranks.runs import CONFIG, command, metrics, stop_after
 
 ROWS, EPOCHS = 43, 3
 LAST_STEP = 33  # of 4 rows each: 129 reads, the last step has one
@@ -74,27 +74,6 @@ def test_step_of_two_epochs_is_shown(folder: Path) -> None:
     assert step.stdout.startswith("step 2: epoch 0, positions from 40 on, epoch 1, positions from 0 on, dp=1")
     last = command(folder, "data", "order", "shown", "--step", "4")
     assert len(last.stdout.splitlines()[1].split(",")) == 9, "129 = 3 x 40 + 9"
-
-
-def test_short_step_is_divided_by_its_own_count_on_every_mesh(folder: Path) -> None:
-    """With a rate of next to nothing, the steps' losses are means over parts of what one large batch is the mean of."""
-    still = ("--train.epochs", "1", "--optimizer.lr", "1e-30", "--log.every", "1", "--optimizer.warmup_steps", "0")
-    sizes = {"alone": ("1", "64"), "parts": ("1", "8"), "split": ("4", "8"), "small": ("2", "8")}
-    for name, (dp, batch) in sizes.items():
-        micro = ("--train.micro_batch", "1") if name == "small" else ()
-        mesh = ("--mesh.dp", dp, "--train.global_batch", batch, *micro)
-        done = command(folder, "train", "config.yaml", "--log.dir", name, *still, *mesh)
-        assert done.returncode == 0, done.stderr
-        assert "\nread: 43 rows, 1.00 epochs of 43; none is left\n" in done.stdout
-    (whole,) = [loss for loss, _ in curve(folder / "alone")]
-    parts = [loss for loss, _ in curve(folder / "parts")]
-    assert len(parts) == 6
-    assert sum(loss * rows for loss, rows in zip(parts, [8, 8, 8, 8, 8, 3], strict=True)) / ROWS == pytest.approx(
-        whole, rel=1e-6
-    )
-    for name in ("split", "small"):
-        for found, alone in zip(curve(folder / name), curve(folder / "parts"), strict=True):
-            assert found == pytest.approx(alone, rel=1e-4)
 
 
 def test_dropped_rows_are_said_and_a_run_keeps_its_tail(folder: Path) -> None:

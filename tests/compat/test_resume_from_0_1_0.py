@@ -51,6 +51,25 @@ def test_run_is_resumed_and_proved(name: str, folder: Path) -> None:
     assert shown.stdout == EXPECTED[name]["shown"], shown.stderr
 
 
+@pytest.mark.parametrize(("name", "tail", "rest"), [("packed", "drop", "96 of 101"), ("tensor", "drop", None)])
+def test_run_keeps_its_order(name: str, tail: str, rest: str | None, folder: Path) -> None:
+    """Its epochs' ends, which it dropped, and its version; over the end of an epoch, and twice by the same command."""
+    for steps in ("9", "16"):
+        done = command(folder, *cases.arguments(name), "--train.steps", steps)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "changed: data.tail" not in done.stdout
+    lines = [json.loads(line) for line in (folder / name / "audit.jsonl").read_text().splitlines()]
+    starts = [line for line in lines if line["kind"] == "segment"]
+    assert [(line["tail"], line["order_version"]) for line in starts] == [(tail, 1)] * 3
+    proved = command(folder, "data", "audit", name, "--contents")
+    assert proved.returncode == 0, proved.stderr
+    if rest is not None:
+        assert f"  tail: {tail}\n" in (folder / name / "config.yaml").read_text()
+        assert f"  epoch 0: {rest} rows, each exactly once; 5 not: they do not fill a batch" in proved.stdout
+        other = command(folder, "resume", name, "--train.steps", "20", "--data.tail", "carry")
+        assert other.stderr.startswith("the saved state has tail = drop, but here tail = carry\n")
+
+
 def test_store_opens_to_the_same_tokens_and_is_made_the_same(folder: Path) -> None:
     kept = TokenStore(folder / "store" / "tokens")
     texts = [path.read_bytes() for path in sorted((folder / "corpus").iterdir())]

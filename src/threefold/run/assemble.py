@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -175,11 +176,15 @@ def _rows_of_source(
         raise type(error).of(_named(key, each) for each in error.problems) from error
 
 
+# The key itself, not a path that holds these words.
+_SOURCE_KEY = re.compile(r"(?<![\w/.'\"])data\.source(?!\w|/|\.\w|['\"])")
+
+
 def _named(key: str, problem: Problem) -> Problem:
     # The reader of a source always names data.source.
     if key.startswith("data.mixture."):
         return dataclasses.replace(problem, what=f"{key}: {problem.what}")
-    return Problem(*(text.replace("data.source", key) for text in dataclasses.astuple(problem)))
+    return Problem(*(_SOURCE_KEY.sub(key, text) for text in dataclasses.astuple(problem)))
 
 
 def num_steps_of(config: Config, folder: RunFolder, loader: TokenLoader) -> int:

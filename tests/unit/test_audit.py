@@ -562,3 +562,18 @@ def test_sample_that_was_left_out_is_said() -> None:
     epoch = coverage(stretches)[0]
     assert (epoch.read, epoch.left_out) == (24, 16)
     assert find_step(segments, 6) is None
+
+
+def test_batches_left_out_over_the_end_of_an_epoch() -> None:
+    """Two batches of 8 at position 32 of 43: eleven rows of one epoch, five of the next."""
+    segments = standing(record((1, 8, TWO, 8), skip={5: (5, 6)}, tail="carry", epochs=2))
+    stretches = prove(segments, CountingRows(43))
+    assert [(epoch.read, epoch.left_out) for epoch in coverage(stretches)] == [(32, 11), (32, 5)]
+    said = list(coverage_lines(stretches))
+    assert [line.partition(" (")[0] for line in said if "left out" in line] == [
+        "  left out by data.skip: positions 32 to 42 of epoch 0",
+        "  left out by data.skip: positions 0 to 4 of epoch 1",
+    ]
+    assert "  train.epochs 2: 64 of 86 reads; 6 rows left" in said
+    read = find_step(segments, 5)
+    assert read is not None and read.places == [Place(1, 5)]

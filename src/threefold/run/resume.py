@@ -182,8 +182,9 @@ def with_tail(config: Config, folder: RunFolder) -> Config:
     """
     if folder.resume is None or "tail" in config.data.model_fields_set:
         return config
-    tail = read_manifest(folder.resume)["config"]["data"].get("tail", "drop")
-    return config.model_copy(update={"data": config.data.model_copy(update={"tail": tail})})
+    tail = read_manifest(folder.resume)["config"].get("data", {}).get("tail")
+    update = {"tail": "carry" if tail == "carry" else "drop"}
+    return config.model_copy(update={"data": config.data.model_copy(update=update)})
 
 
 def versions() -> dict[str, str]:

@@ -7,6 +7,7 @@ source in the run's config.yaml, opened as the run opens it.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,10 +31,12 @@ _Run = Annotated[Path, typer.Argument(help="A run's folder.")]
 
 @app.command("prepare")
 def prepare(
-    source: Annotated[str, typer.Option(help="stdlib, a file, folder or glob of .txt .md .py .jsonl .parquet, hf:ID.")],
+    source: Annotated[
+        list[str], typer.Option(help="stdlib, a file, folder or glob, hf:ID; several: --source A --source B.")
+    ],
     tokenizer: Annotated[str, typer.Option(help="`bytes`, a Hub id or a folder.")],
     to: Annotated[Path, typer.Option(help="The folder to make; the same command resumes an unfinished one.")],
-    text_field: Annotated[str, typer.Option(help="Field with the text in .jsonl, .parquet and Hub rows.")] = "text",
+    text_field: Annotated[str, typer.Option(help="Field with the text in rows.")] = "text",
     split: Annotated[str, typer.Option(help="Split of a Hub dataset.")] = "train",
     config_name: Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub dataset.")] = None,
@@ -46,11 +49,14 @@ def prepare(
 ) -> None:
     """Make a memory-mapped token store (Megatron-LM's .bin and .idx) from a text source."""
     from threefold.data.store import prepare as stores
-    from threefold.data.store.resolve import open_text
+    from threefold.data.store.resolve import files_of, open_text
     from threefold.data.text.source import Source
     from threefold.data.tokens import load_tokenizer
+    from threefold.run.sources import listed
 
-    text = open_text(Source(source, text_field=text_field, split=split, config_name=config_name, revision=revision))
+    name = source[0] if len(source) == 1 else tuple(source)
+    asked = Source(name, text_field=text_field, split=split, config_name=config_name, revision=revision)
+    text = open_text(asked)
     with _bar(text.name) as show:
         made = stores.prepare(
             text, load_tokenizer(tokenizer), to=to, skip_bad=skip_bad_lines, num_workers=workers, progress=show
@@ -62,6 +68,8 @@ def prepare(
     )
     if info.num_skipped:
         typer.echo(f"  {info.num_skipped:,} lines, rows or files could not be read and were skipped")
+    for line in listed(files_of(asked), to if os.access(to, os.W_OK) else None):
+        typer.echo(line, err=True)
     typer.echo(f"use it: threefold train --data.source {to} --data.tokenizer {tokenizer}")
 
 

@@ -76,7 +76,7 @@ def test_folder_of_rows_leaves_its_readme_out(tmp_path: Path) -> None:
     assert files.read == ("c.csv", "data/a.parquet", "data/b.jsonl")
     assert reasons(files) == {
         "README.md": "a README beside files of rows",
-        "dataset_infos.json": "it describes a dataset",
+        "dataset_infos.json": "it describes data",
     }
     # Beside other documents it is one itself, and a glob means what it says.
     make(tmp_path, "data/other.md")

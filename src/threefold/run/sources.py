@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -9,13 +10,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from threefold.config.schema import Config, MixtureSource
+from threefold.config.text import pasted
 from threefold.data.store.resolve import files_of
 from threefold.data.text.listing import FILE, FileList, summary, write_list
 from threefold.data.text.source import Source
-from threefold.errors import Problem, ThreefoldError
+from threefold.errors import DataError, Problem, ThreefoldError
 from threefold.mesh.environment import data_path
 
 T = TypeVar("T")
+
+_OTHER_DATA = "the saved state has data = "
 
 
 def sources_of(config: Config, *, held_out: bool = False) -> dict[str, Source]:
@@ -57,6 +61,22 @@ def listed(lists: list[FileList], to: Path | None) -> list[str]:
         return [summary(lists)]
     write_list(lists, to / FILE)
     return [f"{summary(lists)}; listed in {to / FILE}"]
+
+
+def with_glob(error: DataError, config: Config) -> ThreefoldError:
+    """The error of a run on other data, whose fix names the glob for a folder that is read otherwise since 0.1.0.
+
+    The first release read no .json, .csv, .gz and .zst, every README, and a linked file under each of its names.
+    """
+    source = config.data.source
+    glob = f"{source}/**/*.{{txt,md,py,jsonl,parquet}}"
+    with contextlib.suppress(DataError):
+        now, then = ([each.read for each in files_of(Source(name))] for name in (source, glob))
+        if isinstance(source, str) and Path(source).expanduser().is_dir() and now and now != then:
+            fix = f"--data.source {pasted(glob)}   (reads the folder as 0.1.0 did), or "
+            found = ((each, fix if each.what.startswith(_OTHER_DATA) else "") for each in error.problems)
+            return DataError.of(dataclasses.replace(each, fix=f"{fix}{each.fix}") for each, fix in found)
+    return error
 
 
 def _source(config: Config, source: MixtureSource) -> Source:

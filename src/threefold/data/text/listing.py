@@ -28,8 +28,18 @@ KINDS = ".txt, .md, .py, .jsonl, .json, .csv (each also with .gz or .zst) or .pa
 FILE = "data.files.jsonl"
 READ_ALREADY = "read already"
 
-# What the datasets library writes beside the rows.
-_DESCRIPTIONS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
+# What the datasets library and `data prepare` write beside the data.
+_DESCRIPTIONS = frozenset(
+    {
+        "dataset_info.json",
+        "dataset_infos.json",
+        "dataset_dict.json",
+        "state.json",
+        "tokens.json",
+        "tokens.ids.json",
+        FILE,
+    }
+)
 _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 
 Known = dict[tuple[int, int], str]
@@ -97,7 +107,7 @@ def list_folder(root: Path, known: Known, *, excluded: Collection[str] = (), onl
         elif kinds[path].compression and os.path.splitext(path)[0] in kinds:
             left.append(LeftOut(path, "compressed copies", "its name says that it is a copy of a file beside it"))
         elif _name(path) in _DESCRIPTIONS:
-            left.append(LeftOut(path, _name(path), "it describes a dataset"))
+            left.append(LeftOut(path, _name(path), "it describes data"))
         elif documents and not readme_only and kinds[path].suffix in (".json", ".csv"):
             left.append(LeftOut(path, kinds[path].suffix, "rows beside documents: a glob or a list reads them too"))
         else:

@@ -2,15 +2,18 @@
 
     python benchmarks/chaos.py --kills 100 --seed 0
 
-The seed decides the kills: a random rank, the launcher, or a rank while a checkpoint is being written, each at a random
-instant of the run. The command itself restarts a killed rank (--max-restarts); after a killed launcher, the command is
-started again. Each run must end with exit code 0 and with the losses and gradient norms, bit for bit, of an
-uninterrupted run. `threefold data audit` must prove that every sample was read exactly once.
+The seed decides the kills: a random rank, the launcher, a rank while a checkpoint is being written, or two stop signals
+to the launcher or to all processes, each at a random instant of the run. The command itself restarts a killed rank
+(--max-restarts); after a killed launcher or a stop, the command is started again. A run that was asked to stop must
+have saved its last step (exit code 75), unless it had not begun, or Ctrl-C was pressed twice. Each run must end with
+exit code 0 and with the losses and gradient norms, bit for bit, of an uninterrupted run. `threefold data audit` must
+prove that every sample was read exactly once.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import shutil
@@ -26,8 +29,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from ranks.faults import Command, alive, last_step, rank_processes
 from ranks.runs import command, curve, prepare
+from threefold.checkpoint.layout import CheckpointFolder
+from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT
 
-KINDS = ("rank", "rank while saving", "launcher")
+KINDS = ("rank", "rank while saving", "launcher", "two signals")
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 MESHES = {"dp2 x tp2": ("--mesh.dp", "2", "--mesh.tp", "2"), "dp4": ("--mesh.dp", "4", "--mesh.tp", "1")}
 STEPS = 200
 TRAIN = ("--train.steps", str(STEPS), "--checkpoint.every", "5")
@@ -104,19 +110,45 @@ def _tormented(folder: Path, run: Path, mesh: str, wanted: int, draw: random.Ran
             if kills.total() >= wanted:
                 continue
             ranks = rank_processes(run)
-            process = going.launcher if kind == "launcher" else ranks.get(victim)
+            process = ranks.get(victim) if kind.startswith("rank") else going.launcher
             if process is None or not alive(process):
                 continue
-            os.kill(process, signal.SIGKILL)
             kills[kind] += 1
             starts += 1
-            if kind == "launcher":
+            if kind == "two signals":
+                _asked_twice(run, going, draw)
+                if not going.wait(1):
+                    return kills, starts  # it had finished
+            else:
+                os.kill(process, signal.SIGKILL)
+            if kind in ("launcher", "two signals"):
                 going.wait(10)
                 _gone(ranks)
                 going.close()
                 going = Command(folder, *arguments)
     finally:
         going.close()
+
+
+def _asked_twice(run: Path, going: Command, draw: random.Random) -> None:
+    """Sends two stop signals at a random distance; a run that has begun must have saved its last step."""
+    numbers, pause_s, everyone = draw.choices(STOPS, k=2), draw.uniform(0.0, 2.5), draw.random() < 0.5
+    before = last_step(run)
+    for number in numbers:
+        with contextlib.suppress(ProcessLookupError):
+            going.signal_all(number) if everyone else os.kill(going.launcher, number)
+        until = time.monotonic() + pause_s
+        while going.running() and time.monotonic() < until:
+            time.sleep(0.005)
+    code, newest = going.wait(120), CheckpointFolder(run).newest()
+    left = signal.SIGINT in numbers and code == 128 + signal.SIGINT
+    if code == EXIT_STOPPED_WITH_CHECKPOINT:
+        if newest is None or newest.step != last_step(run) or newest.damage() is not None:
+            raise SystemExit(
+                f"{run.name}: exit code 75 without its last step saved, after {numbers}:\n{going.output()}"
+            )
+    elif code and not left and last_step(run) > before:
+        raise SystemExit(f"{run.name}: exit code {code} after {numbers}, {pause_s:.2f} s apart:\n{going.output()}")
 
 
 def _wait_for_save(run: Path, going: Command) -> None:

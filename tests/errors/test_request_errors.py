@@ -15,14 +15,16 @@ from threefold.commands.arguments import split
 from threefold.config import loading as config_loading
 from threefold.config.schema import Config, MeshConfig
 from threefold.data.tokens import ByteTokenizer
-from threefold.errors import EXIT_WRONG_REQUEST, CheckpointError, ConfigError, ThreefoldError
+from threefold.errors import EXIT_WRONG_REQUEST, CheckpointError, ConfigError, Problem, RunError, ThreefoldError
 from threefold.mesh import environment
 from threefold.mesh.topology import Topology, resolve
 from threefold.model.load import plan_of, read_config
 from threefold.model.reduced import reduced
 from threefold.model.tensor_parallel.plan import plan_problems
+from threefold.run.assemble import _named
 from threefold.run.folder import open_run
 from threefold.run.request import check
+from threefold.run.start import train
 
 SECTIONS = ", ".join(Config.model_fields)
 
@@ -569,3 +571,21 @@ def test_misspelt_key_of_an_architecture(values: dict[str, Any], unknown: str, f
 )
 def test_keys_that_transformers_reads_or_converts_are_known(values: dict[str, Any]) -> None:
     assert read_config(config_loading.validate({"model": {"config": values}}).model).model_type == values["model_type"]
+
+
+def test_error_of_another_source_names_its_key_and_leaves_paths_alone() -> None:
+    problem = Problem(
+        "data.source = '/a/data.source/x' does not exist", "a folder", "--data.source PATH   (data.source)"
+    )
+    assert _named("eval.source", problem) == Problem(
+        "eval.source = '/a/data.source/x' does not exist", "a folder", "--eval.source PATH   (eval.source)"
+    )
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, ConfigError), (1, RunError)])
+def test_error_of_threefold_train_is_of_its_kind(
+    code: int, kind: type[ThreefoldError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("threefold.run.start.train_command", lambda loaded: code)
+    with pytest.raises(kind):
+        train({})

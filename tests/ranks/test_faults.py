@@ -6,6 +6,8 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,8 +16,9 @@ import pytest
 from ranks.faults import MESH, alive, last_step, planted, rank_processes, started, wait_for
 from ranks.keeping import write_corpus
 from ranks.plants import STEP
-from ranks.runs import command, curve, metrics, prepare
+from ranks.runs import command, curve, environment, metrics, prepare
 from ranks.spawn import run_ranks
+from threefold.checkpoint.layout import CheckpointFolder
 from threefold.training.loop import _ONE_REQUEST_S
 
 pytestmark = pytest.mark.slow
@@ -64,6 +67,25 @@ def test_stalled_rank_is_named_with_phase_and_stack(folder: Path, plant: str, ph
     assert "  fix: see the stack above for what the late rank is doing; " in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted(metrics(folder / plant)) == list(range(1, STEP))
+
+
+def test_another_rank_names_rank_0_when_that_is_frozen(folder: Path) -> None:
+    run, limits = folder / "frozen", ("--log.stall_s", "2", "--train.timeout_s", "4", "--checkpoint.every", "0")
+    with started(
+        folder, "train", "config.yaml", *MESH, "--log.dir", "frozen", "--train.steps", "100000", *limits
+    ) as going:
+        wait_for(lambda: last_step(run) >= 3, f"step 3: {going.output()}")
+        ranks = rank_processes(run)
+        os.kill(ranks[0], signal.SIGSTOP)
+        assert going.wait(60) == 1
+        silent = (
+            r"^no progress for \d+ s: rank 0 of host \S+ \(process \d+\) has given no sign of life for \d+ s, last "
+        )
+        assert len(re.findall(silent, going.output(), re.MULTILINE)) == 2  # once for the stall, once for the end
+        waiting = re.findall(r"^  ranks? ([\d, and]+) waits? in", going.output(), re.MULTILINE)
+        assert set(re.findall(r"\d", " ".join(waiting))) == {"1", "2", "3"} and "Traceback" not in going.output()
+        assert "cut off, or rank 0" not in going.output()
+        assert not any(alive(process) for process in ranks.values())
 
 
 # --- kills -------------------------------------------------------------------------------------------------------
@@ -193,6 +215,26 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(folder: Path) -> None:
 
 
 # --- being asked to stop -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_run_whose_output_nobody_reads_saves_and_ends_without_a_word(folder: Path, ranks: int) -> None:
+    arguments = ("--log.dir", f"head-{ranks}", "--mesh.dp", str(ranks), "--train.steps", "100000")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "threefold", "train", "config.yaml", *arguments],
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline().startswith(b"threefold ")
+    process.stdout.close()
+    assert process.wait(60) == 75
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    saved = CheckpointFolder(folder / f"head-{ranks}").newest()
+    assert saved is not None and saved.step == last_step(folder / f"head-{ranks}")
 
 
 def test_second_ctrl_c_leaves_at_once(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -12,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from ranks.runs import command, prepare
+from ranks import warm
+from ranks.faults import rank_processes
+from ranks.runs import command, environment, metrics, prepare, stop_after
+from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.checkpoint.lineage import Identity, Journal
+from threefold.checkpoint.tensors import read_whole
 
 ALONE = ("train", "config.yaml", "--mesh.dp", "1", "--log.every", "1")
 
@@ -27,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def curve(run: Path) -> list[tuple[int, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    """Step and loss of each step's last line."""
+    return [(step, line["loss"]) for step, line in sorted(metrics(run).items())]
 
 
 def test_forked_run_that_was_stopped_ends_as_an_uninterrupted_one(folder: Path) -> None:
@@ -112,3 +115,49 @@ def test_three_signals_at_once_end_the_run_and_say_so(folder: Path) -> None:
     done = command(folder, *ALONE, "--log.dir", "thrice", "--train.steps", "100000", first=plant)
     assert done.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
     assert "ended at once by 3 x SIGTERM: what was being saved is lost" in done.stderr
+
+
+def test_everything_that_happens_to_a_run_changes_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked, requeued three times in an allocation of one task, moved, edited, killed and restarted: one curve."""
+    steps = ("--train.steps", "40", "--checkpoint.every", "3", "--checkpoint.keep", "50")
+    assert command(folder, *ALONE, "--log.dir", "parent", "--train.steps", "4", *steps[2:]).returncode == 0
+    fork = (*steps, "--checkpoint.resume", "parent/checkpoints/step-00000003")
+    whole = command(folder, *ALONE, "--log.dir", "undisturbed", *fork)
+    assert whole.returncode == 0, whole.stderr
+    allocation = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    for name, value in {**allocation, "SLURM_JOB_NUM_NODES": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for requeued in range(4):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(requeued))
+        cut = stop_after(folder, 5 * (requeued + 1), *ALONE, "--log.dir", "disturbed", *fork)
+        assert cut.returncode == 75, cut.stdout
+    for name in (*allocation, "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name)
+    moved = folder / "elsewhere" / "renamed"
+    moved.parent.mkdir()
+    (folder / "disturbed").rename(moved)
+    text = (moved / "config.yaml").read_text()
+    (moved / "config.yaml").write_text(text.replace("\n  keep: 50\n", "\n  keep: 49\n"))
+    last = metrics(moved)
+    arguments = ("train", "elsewhere/renamed/config.yaml", "--max-restarts", "1")
+    with warm.Running(warm.threefold, folder, arguments, environment(folder), one_output=True) as running:
+        running.wait_for(lambda: max(metrics(moved)) > max(last) + 3, "three more steps", 60)
+        os.kill(rank_processes(moved)[0], signal.SIGKILL)
+        assert running.wait(60) == 0, running.out()
+        assert "restart 1 of 1: a rank had failed" in running.out()
+        assert "changed: checkpoint.keep 50 -> 49" in running.out()
+    assert curve(moved) == curve(folder / "undisturbed")
+    assert weights(moved) == weights(folder / "undisturbed")
+    assert not list(moved.glob("checkpoints/aside-*"))
+    proof = command(folder, "data", "audit", "elsewhere/renamed")
+    assert proof.returncode == 0 and "proved: " in proof.stdout, proof.stdout + proof.stderr
+    starts = [line for line in Journal(moved).lines() if line["event"] == "start"]
+    assert len(starts) == 6 and len({line["run"] for line in starts}) == 1
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    """The last checkpoint's tensors."""
+    newest = CheckpointFolder(run).newest()
+    assert newest is not None and newest.step == 40
+    entries = Index.read(newest.state).entries
+    return {name: read_whole(newest.state, entry).numpy().tobytes() for name, entry in entries.items()}

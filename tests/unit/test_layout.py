@@ -194,10 +194,21 @@ def test_best_reads_back(checkpoints: CheckpointFolder) -> None:
     assert checkpoints.best() == (8, 0.25)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"step": 1}', '{"step": 1, "eval_loss": null}', "5"])
-def test_damaged_record_of_the_best_is_none(checkpoints: CheckpointFolder, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"step": 1}', '{"step": 1, "eval_loss": null, "checksum": "0"}', "5"],
+)
+def test_damaged_record_of_the_best_is_refused(checkpoints: CheckpointFolder, text: str) -> None:
     (checkpoints.path / "best.json").write_text(text)
-    assert checkpoints.best() is None
+    with pytest.raises(CheckpointError, match=r"best\.json cannot be read: "):
+        checkpoints.best()
+
+
+def test_record_of_version_0_1_0_is_read(checkpoints: CheckpointFolder) -> None:
+    (checkpoints.path / "best.json").write_text('{"step": 1, "eval_loss": 2.5}')
+    assert checkpoints.best() == (1, 2.5)
+    (checkpoints.path / "best.json").write_text('{"step": 1, "eval_loss": NaN}')
+    assert checkpoints.best() is None  # any evaluation is better
 
 
 def test_find_takes_a_run_or_a_checkpoint(checkpoints: CheckpointFolder) -> None:

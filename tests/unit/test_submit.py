@@ -17,6 +17,7 @@ from rich.console import Console
 from threefold.commands import submit
 from threefold.config.loading import load, validate
 from threefold.config.schema import Config, MeshConfig
+from threefold.config.text import as_document
 from threefold.errors import ConfigError, RunError
 from threefold.jobs import (
     job as clusters,
@@ -82,7 +83,12 @@ def test_secrets_stay_out_of_variables() -> None:
     environ = {"HF_TOKEN": "hf_very_secret", "HF_HOME": "/cache"}
     fix = "--secret {name}=SECRET/KEY"
     assert clusters.variables(["HF_HOME", "A=b=c"], environ, secret_fix=fix) == {"HF_HOME": "/cache", "A": "b=c"}
-    for given in ("HF_TOKEN", "HF_TOKEN=hf_very_secret", "WANDB_API_KEY=x", "AWS_SECRET_ACCESS_KEY=x"):
+    for free in ("TOKENIZERS_PARALLELISM=false", "KEYBOARD=us", "PWD=/", "URL=https://host/a@b", "MAX_TOKENS=5"):
+        assert clusters.variables([free], environ, secret_fix=fix)
+    by_name = ("HF_TOKEN", "HF_TOKEN=hf_very_secret", "WANDB_API_KEY=x", "AWS_SECRET_ACCESS_KEY=x", "MY_PASS=x")
+    by_name += ("OPENAI_KEY=x", "HF_AUTH=x", "AWS_ACCESS_KEY_ID=x", "DB_PWD=x", "MYTOKEN=x")
+    by_value = ("DATABASE_URL=postgres://user:word@host/db", "WHAT=hf_abcdef", "REDIS=redis://:word@host")
+    for given in (*by_name, *by_value):
         with pytest.raises(ConfigError) as caught:
             clusters.variables([given], environ, secret_fix=fix)
         name = given.partition("=")[0]
@@ -289,6 +295,52 @@ def kubernetes_options(**given: Any) -> KubernetesOptions:
 ON_VOLUME = {"log": {"dir": "/runs/a"}}
 
 
+def test_what_kubectl_reads_of_a_manifest_is_what_was_given() -> None:
+    """kubectl reads YAML 1.1, in which these texts mean other things, and replaces $(NAME) in values."""
+    texts = [
+        "on",
+        "NO",
+        "y",
+        "null",
+        "~",
+        "1_000",
+        "0b101",
+        "0o17",
+        "010",
+        "1e3",
+        "12:30:45",
+        ".inf",
+        "2001-01-01",
+        "=",
+        "<<",
+        "true",
+    ]
+    texts += [
+        "a: b # c",
+        'line1\nline2: "x"\n',
+        "a\rb",
+        "  lead\ntrail  \n\n",
+        "a\tb",
+        "a\ab\n",
+        "\n\n",
+        "",
+        "\x85",
+        "é",
+    ]
+    values = {f"V{number}": text for number, text in enumerate(texts)}
+    options = kubernetes_options(name="on", variables={**values, "D": "$(HF_HOME)"})
+    documents = kubernetes.manifests(config(**ON_VOLUME), ranks(), options)
+    from ruamel.yaml import YAML
+
+    for version in ((1, 1), (1, 2)):
+        yaml = YAML(typ="safe", pure=True)
+        yaml.version = version  # type: ignore[assignment]
+        assert list(yaml.load_all(as_document(*documents))) == documents
+    for word in ("y", "on", "1_000", "12:30:45"):  # Go's reader differs a little from that of ruamel.yaml
+        assert as_document({"a": word}) == f'a: "{word}"\n'
+    assert '"$$(HF_HOME)"' in as_document(*documents)
+
+
 @pytest.mark.parametrize("kind", kubernetes.KINDS)
 def test_manifests_read_back_and_hold_the_config(kind: str) -> None:
     asked = config(**ON_VOLUME)
@@ -296,7 +348,7 @@ def test_manifests_read_back_and_hold_the_config(kind: str) -> None:
     documents = kubernetes.manifests(asked, ranks(), options)
     from ruamel.yaml import YAML
 
-    assert list(YAML(typ="safe", pure=True).load_all(kubernetes.shown(documents))) == documents
+    assert list(YAML(typ="safe", pure=True).load_all(as_document(*documents))) == documents
     config_map, job = documents
     assert config_map["metadata"]["name"] == "job-config"
     read = YAML(typ="safe", pure=True).load(config_map["data"]["config.yaml"])

@@ -73,6 +73,21 @@ def _runs(indices: Sequence[int]) -> list[tuple[int, int, int]]:
     return [(indices[a], a, b - a) for a, b in itertools.pairwise([*starts, len(indices)])]
 
 
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Whether two boxes of one tensor share a value; by a sweep along the dim in which they differ most."""
+    boxes = [box for box in boxes if box.numel]
+    if len(boxes) < 2 or not boxes[0].offsets:
+        return len(boxes) > 1
+    dim = max(range(len(boxes[0].offsets)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
+    current: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
+        current = [other for other in current if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
+        if any(box.overlap(other) is not None for other in current):
+            return True
+        current.append(box)
+    return False
+
+
 @dataclass(frozen=True)
 class Chunk:
     """A box in a file: contiguous, starting at byte `start`."""
@@ -112,7 +127,7 @@ class Entry:
                 return "a chunk lies outside the tensor"
         if sum(chunk.box.numel for chunk in self.chunks) != whole.numel:
             return "the chunks are not as large as the tensor"
-        return None
+        return "chunks overlap, and leave a hole" if _overlap([chunk.box for chunk in self.chunks]) else None
 
 
 @dataclass(frozen=True)

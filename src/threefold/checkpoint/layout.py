@@ -8,6 +8,7 @@ the marker (see `seal`). A folder with any other form of name is the user's and 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.checkpoint.lineage import Identity
-from threefold.checkpoint.seal import Seal, checksum_of, shares, sync_folder, write_sealed, wrong_checksums, wrong_sizes
+from threefold.checkpoint.seal import Seal, checksum_of, shares, sync, write_sealed, wrong_checksums, wrong_sizes
 from threefold.errors import CheckpointError
 
 FORMAT = 2
@@ -172,19 +173,33 @@ class CheckpointFolder:
         return next(reversed(self.complete()), None)
 
     def best(self) -> tuple[int, float] | None:
-        """Returns step and evaluation loss of the best checkpoint so far, or None."""
+        """Returns step and evaluation loss of the best checkpoint so far, or None.
+
+        Raises:
+            CheckpointError: the record was changed or cut: the best checkpoint would be lost.
+        """
         try:
-            found = json.loads((self.path / _BEST).read_text())
-            return int(found["step"]), float(found["eval_loss"])
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            found = json.loads((self.path / _BEST).read_bytes())
+            step, eval_loss = int(found["step"]), float(found["eval_loss"])
+            if found.get("checksum", _of_best(step, eval_loss)) != _of_best(step, eval_loss):
+                raise ValueError("its checksum is another one")
+            return (step, eval_loss) if math.isfinite(eval_loss) else None
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise CheckpointError(
+                f"{self.path / _BEST} cannot be read: {error!r}",
+                expected="step and loss of the best checkpoint, as they were written: it is kept by this record",
+                fix=f"copy the best checkpoint elsewhere, if you need it, and remove {self.path / _BEST}",
+            ) from error
 
     def mark_best(self, step: int, eval_loss: float) -> None:
         """Records that the checkpoint of `step` is the best, so that it is kept."""
         temporary = self.path / f".{_BEST}"
-        write_sealed(temporary, json.dumps({"step": step, "eval_loss": eval_loss}).encode() + b"\n")
+        record = {"step": step, "eval_loss": eval_loss, "checksum": _of_best(step, eval_loss)}
+        write_sealed(temporary, json.dumps(record).encode() + b"\n")
         os.replace(temporary, self.path / _BEST)
-        sync_folder(self.path)
+        sync(self.path)
 
     def forget_best_after(self, step: int) -> None:
         """Removes the record of a best checkpoint later than `step`: it is not of this timeline any more."""
@@ -225,12 +240,12 @@ def seal_folder(
     content = json.dumps({"format": FORMAT, "step": step, **manifest, "files": files}, indent=1).encode() + b"\n"
     write_sealed(partial / _MANIFEST, content)
     for folder in [path for path in partial.rglob("*") if path.is_dir()]:
-        sync_folder(folder)
+        sync(folder)
     write_sealed(partial / _MARKER, _marker(step, content))
-    sync_folder(partial)
+    sync(partial)
     _remove(final)
     os.replace(partial, final)
-    sync_folder(final.parent)
+    sync(final.parent)
     return Checkpoint(final, step)
 
 
@@ -283,6 +298,10 @@ def damaged(checkpoint: Checkpoint, reason: str) -> CheckpointError:
         expected="the files as they were written, which their sizes and checksums show",
         fix="resume from another checkpoint of the run (`ls RUN/checkpoints`), or copy this one again from its source",
     )
+
+
+def _of_best(step: int, eval_loss: float) -> str:
+    return checksum_of(f"{step} {eval_loss!r}".encode())
 
 
 def _marker(step: int, manifest: bytes) -> bytes:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from threefold.checkpoint.seal import sync_folder, write_sealed
+from threefold.checkpoint.seal import sync, write_sealed
 from threefold.config.paths import RUN_FILE
 from threefold.errors import ConfigError
 from threefold.jsonl import cut_torn_line, utc_now
@@ -59,10 +59,14 @@ class Identity:
         try:
             found = json.loads((run / RUN_FILE).read_bytes())
             origin = Origin(**found["origin"]) if found["origin"] is not None else None
-            return cls(found["id"], found["created"], origin)
+            known = cls(found["id"], found["created"], origin)
+            texts = [known.id, known.created, *((origin.path, origin.run or "") if origin is not None else ())]
+            if not all(isinstance(text, str) for text in texts) or not known.id:
+                raise TypeError("a text is missing")
+            return known
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
                 f"{run / RUN_FILE} cannot be read: {error!r}",
                 expected="the run's id, as it was written when the run began: its checkpoints name it",
@@ -73,7 +77,7 @@ class Identity:
         temporary = run / f".{RUN_FILE}"
         write_sealed(temporary, json.dumps(asdict(self)).encode() + b"\n")
         os.replace(temporary, run / RUN_FILE)
-        sync_folder(run)
+        sync(run)
 
 
 class Journal:
@@ -104,7 +108,7 @@ class Journal:
         for text in texts:
             try:
                 line = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             found += [line] if isinstance(line, dict) and "event" in line else []
         return found

@@ -6,7 +6,7 @@ import functools
 import json
 import operator
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from transformers import AutoConfig, PretrainedConfig
@@ -22,6 +22,7 @@ _FIELDS = {"step": int, "mesh": list, "data": dict, "seed": int, "architecture":
 # Of a model that is quite another one, these are named.
 _TELLING = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _NUM_NAMED = 3
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "encoder_layers", "decoder_layers")
 
 
 def read_manifest(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -32,6 +33,7 @@ def read_manifest(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     manifest = checkpoint.manifest()
     wrong = [name for name, kind in _FIELDS.items() if not isinstance(manifest.get(name), kind)]
+    wrong = wrong or [f"config.{name}" for name in _not_sections(manifest["config"], Config().model_dump())]
     if wrong or manifest["step"] != checkpoint.step:
         raise CheckpointError(
             f"the manifest of {checkpoint.path} has no {wrong[0] if wrong else f'step {checkpoint.step}'}",
@@ -39,6 +41,35 @@ def read_manifest(checkpoint: Checkpoint) -> dict[str, Any]:
             fix="use another checkpoint",
         )
     return manifest
+
+
+def _not_sections(config: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
+    """The keys of a config that are sections in this release, and something else there; `model` must be in it."""
+    for name, default in known.items():
+        if isinstance(default, dict) and (name in config or name == "model"):
+            if not isinstance(config.get(name), dict):
+                yield name
+            else:
+                yield from (f"{name}.{key}" for key in _not_sections(config[name], default))
+
+
+def refuse_layers_without_tensors(architecture: PretrainedConfig, num_tensors: int, checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError if a config has more layers than its checkpoint has tensors: building them has no end."""
+    layers = max((value for key, value in _every_key(architecture.to_dict()) if key in _LAYERS), default=0)
+    if layers > num_tensors:
+        raise CheckpointError(
+            f"the config in {checkpoint.path} has {layers:,} layers, but its files hold {num_tensors:,} tensors",
+            expected="at least one tensor in each layer",
+            fix="use another checkpoint",
+        )
+
+
+def _every_key(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _every_key(value)
+        elif isinstance(value, int):
+            yield key, value
 
 
 def refuse_other(

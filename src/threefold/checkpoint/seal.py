@@ -82,8 +82,8 @@ def write_sealed(path: Path, content: bytes) -> Seal:
         return writer.close()
 
 
-def sync_folder(path: Path) -> None:
-    """Flushes a folder's entries to disk."""
+def sync(path: Path) -> None:
+    """Flushes a file's content, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

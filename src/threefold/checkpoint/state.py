@@ -70,14 +70,25 @@ def random_state(mesh: Mesh) -> dict[str, Tensor]:
 
 
 def restore_random_state(folder: Path, index: Index, mesh: Mesh) -> None:
-    """Restores this rank's random states; those that were not saved stay as they are."""
+    """Restores this rank's random states; those that were not saved stay as they are.
+
+    Raises:
+        CheckpointError: one is not a state of torch's generator.
+    """
     for name in random_state(mesh):
         if (entry := index.entries.get(name)) is None:
             continue
-        if name.startswith("random.cpu."):
-            torch.set_rng_state(read_whole(folder, entry))
-        else:
-            torch.cuda.set_rng_state(read_whole(folder, entry), mesh.device)
+        try:
+            if name.startswith("random.cpu."):
+                torch.set_rng_state(read_whole(folder, entry))
+            else:
+                torch.cuda.set_rng_state(read_whole(folder, entry), mesh.device)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{name} in {folder} is not a state of torch's random numbers: {str(error).splitlines()[0]}",
+                expected="the random states that `threefold train` writes",
+                fix="use another checkpoint",
+            ) from error
 
 
 @dataclass(frozen=True)

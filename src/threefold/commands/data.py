@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from threefold.commands.endings import ending
 from threefold.errors import ConfigError, RunError, ranks_text
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ app = typer.Typer(
 _Run = Annotated[Path, typer.Argument(help="A run's folder.")]
 
 
-@app.command("prepare")
+@app.command("prepare", **ending("data prepare"))
 def prepare(
     source: Annotated[
         list[str], typer.Option(help="stdlib, a file, folder or glob, hf:ID; several: --source A --source B.")
@@ -73,7 +74,7 @@ def prepare(
     typer.echo(f"use it: threefold train --data.source {to} --data.tokenizer {tokenizer}")
 
 
-@app.command("order")
+@app.command("order", **ending("data order"))
 def order(
     run: _Run,
     sample: Annotated[int | None, typer.Option(help="Show which ranks have read this row, and when.")] = None,
@@ -93,17 +94,14 @@ def order(
         typer.echo(line)
 
 
-@app.command("audit")
+@app.command("audit", **ending("data audit"))
 def audit(
     run: _Run,
     contents: Annotated[
         bool, typer.Option("--contents", help="Also read every token of the source again and compare it.")
     ] = False,
 ) -> None:
-    """Prove that every sample was read exactly once an epoch, over all restarts and meshes of a run.
-
-    Exit codes: 0 proved; 1 not, with the first wrong step; 2 there is no such record.
-    """
+    """Prove that every sample was read exactly once an epoch, over all restarts and meshes of a run."""
     for line in audit_lines(run, contents=contents):
         typer.echo(line)
 

@@ -43,8 +43,6 @@ def command(
 
     Alone it checks this machine. With a mesh (--mesh.tp 2) it starts ranks here; under a launcher, each of its ranks
     reports. It then tests and measures every axis of the mesh, and pairs of ranks.
-
-    Exit codes: 0 nothing would stop a run; 1 something would; 2 the request was wrong.
     """
     from threefold.commands.arguments import load_config
 

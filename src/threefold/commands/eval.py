@@ -23,8 +23,6 @@ def command(
 
     The newest checkpoint, or the one that is named, is evaluated exactly, every row once, on the run's mesh or on the
     one that is given. The run's folder stays as it is.
-
-    Exit codes: 0 done; 1 it failed; 2 the request was wrong.
     """
     from threefold.checkpoint.layout import find
     from threefold.commands.arguments import load_config, run_and_checkpoint

@@ -24,8 +24,6 @@ def command(
     """Explain a failed run's log: what happened, which line matters, and what to do.
 
     For any torch.distributed program: threefold explain train.log, or ... 2>&1 | threefold explain.
-
-    Exit codes: 0 explained; 1 no known error found; 2 there is no such log.
     """
     text, code = explain_command(log)
     typer.echo(text)

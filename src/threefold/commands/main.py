@@ -15,6 +15,7 @@ import typer
 
 from threefold import __version__
 from threefold.commands.arguments import CONTEXT
+from threefold.commands.endings import ending
 from threefold.errors import ConfigError, Problem, ThreefoldError
 
 app = typer.Typer(
@@ -48,7 +49,7 @@ def _load(names: Iterable[str]) -> None:
         if hasattr(module, "app"):
             app.add_typer(module.app, name=name)
         else:
-            app.command(name, context_settings=_COMMANDS[name])(module.command)
+            app.command(name, context_settings=_COMMANDS[name], **ending(name))(module.command)
 
 
 def _show_version(wanted: bool) -> None:

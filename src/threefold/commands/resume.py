@@ -27,8 +27,6 @@ def command(
 
     RUN/config.yaml is what the run was trained with; keys that are given replace its own: --train.steps 2000 trains on.
     With RUN/checkpoints/step-... the run goes back there, and its later checkpoints are set aside.
-
-    Exit codes: 0 done; 1 the run failed; 2 the request was wrong; 75 stopped by a signal with a checkpoint saved.
     """
     from threefold.commands.arguments import load_config, run_and_checkpoint
     from threefold.run.start import train_command

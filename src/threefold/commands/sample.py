@@ -18,8 +18,6 @@ def command(
     """Write text with a run's model: threefold sample RUN [--prompt TEXT] [--tokens N].
 
     One process reads the newest checkpoint, or the one that is named, and samples with a fixed seed.
-
-    Exit codes: 0 done; 1 it failed; 2 the request was wrong.
     """
     from threefold.checkpoint.layout import damaged, find
     from threefold.commands.arguments import load_config, run_and_checkpoint

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from threefold.commands.arguments import CONTEXT, split
+from threefold.commands.endings import ending
 from threefold.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ _Gpus = Annotated[int | None, typer.Option(min=0, help="Default: one per rank, n
 _Env = Annotated[list[str] | None, typer.Option("--env", help="NAME=VALUE, or NAME to pass it on; repeatable.")]
 
 
-@app.command("slurm", context_settings=CONTEXT)
+@app.command("slurm", context_settings=CONTEXT, **ending("submit slurm"))
 def slurm(
     context: typer.Context,
     nodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 1,
@@ -82,7 +83,7 @@ def slurm(
     typer.echo(slurm_text(config, job, chosen, dry_run=dry_run))
 
 
-@app.command("sagemaker", context_settings=CONTEXT)
+@app.command("sagemaker", context_settings=CONTEXT, **ending("submit sagemaker"))
 def sagemaker(
     context: typer.Context,
     role: Annotated[str, typer.Option(help="ARN of the job's role.")],
@@ -144,7 +145,7 @@ def sagemaker(
         typer.echo(line)
 
 
-@app.command("kubernetes", context_settings=CONTEXT)
+@app.command("kubernetes", context_settings=CONTEXT, **ending("submit kubernetes"))
 def kubernetes(
     context: typer.Context,
     image: Annotated[str, typer.Option(help="Image with threefold and torch.")],
@@ -237,9 +238,10 @@ def sagemaker_lines(
 
 def kubernetes_text(config: Config, job: Ranks, options: KubernetesOptions, *, dry_run: bool) -> str:
     """The manifests, or kubectl's answer to them."""
+    from threefold.config.text import as_document
     from threefold.jobs import kubernetes
 
     if found := list(kubernetes.problems(config, job, options)):
         raise ConfigError.of(found)
     documents = kubernetes.manifests(config, job, options)
-    return kubernetes.shown(documents).rstrip("\n") if dry_run else kubernetes.submit(documents)
+    return as_document(*documents).rstrip("\n") if dry_run else kubernetes.submit(documents)

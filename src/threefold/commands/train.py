@@ -33,8 +33,6 @@ def command(
     of a CPU (dp=2 x cp=2 x tp=2) or on the accelerators of this machine. Under torchrun each process becomes a rank;
     otherwise the ranks are started here. Every key can be set as --section.key value, read as YAML:
     --train.steps 500 --model.name_or_path ./my-model --optimizer.betas '[0.9, 0.99]'.
-
-    Exit codes: 0 done; 1 the run failed; 2 the request was wrong; 75 stopped by a signal with a checkpoint saved.
     """
     from threefold.commands.arguments import load_config
     from threefold.config.text import as_yaml

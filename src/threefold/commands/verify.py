@@ -36,8 +36,6 @@ def command(
 
     Both train a few steps in float32 on the same rows. The report shows losses, gradient norms and the largest relative
     difference of the gradients; if they differ, also the first layer and the axis of the mesh that are wrong.
-
-    Exit codes: 0 the mesh follows the single process; 1 it does not; 2 the request was wrong.
     """
     if against is not None:
         from threefold.verify.comparison import compare_runs

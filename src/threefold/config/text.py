@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from threefold.errors import ConfigError
+
+_SAME_IN_YAML_1_1 = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)\Z)[A-Za-z/].*", re.IGNORECASE | re.DOTALL)
 
 
 def as_yaml(value: Any) -> str:
@@ -64,7 +67,10 @@ def dump(config: BaseModel, *, nulls: bool = True) -> str:
 
 
 def as_document(*documents: Mapping[str, Any]) -> str:
-    """Returns plain mappings as YAML documents, with multi-line text as lines."""
+    """Returns plain mappings as YAML documents, with multi-line text as lines; they read the same in YAML 1.1 and 1.2.
+
+    YAML 1.1, which kubectl reads, takes more texts for other values: `on` and `NO`, `1_000`, `12:30:45`.
+    """
     import io
 
     from ruamel.yaml import YAML
@@ -74,9 +80,13 @@ def as_document(*documents: Mapping[str, Any]) -> str:
         pass
 
     def in_lines(representer: Any, text: str) -> Any:
-        return representer.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+        lines = text.split("\n")
+        whole = not text[:1].isspace() and all(line.isprintable() and line == line.rstrip() for line in lines)
+        style = "|" if len(lines) > 1 and whole else None if _SAME_IN_YAML_1_1.fullmatch(text) else '"'
+        return representer.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
     InLines.add_representer(str, in_lines)
+    InLines.ignore_aliases = lambda representer, value: True  # type: ignore[method-assign, assignment]
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = InLines
     yaml.default_flow_style = False

@@ -26,7 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import Checkpoint, damaged, find
-from threefold.checkpoint.manifest import read_architecture, read_manifest
+from threefold.checkpoint.manifest import read_architecture, read_manifest, refuse_layers_without_tensors
 from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.data.tokens import Tokenizer
@@ -276,10 +276,11 @@ def _described(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[Config,
     values = _without_code(manifest["architecture"])
     try:
         if trust_remote_code and config.model.name_or_path is not None:
-            return config, AutoConfig.from_pretrained(
+            architecture = AutoConfig.from_pretrained(
                 config.model.name_or_path, revision=config.model.revision, trust_remote_code=True
             )
-        return config, read_architecture(values)
+        else:
+            architecture = read_architecture(values)
     except Exception as error:  # transformers validates with exceptions of several families
         raise CheckpointError(
             f"transformers has no model for {checkpoint.path}: {' '.join(str(error).split())}",
@@ -287,6 +288,9 @@ def _described(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[Config,
             fix="install the transformers release that trained it; or, if you trust the code of its model's "
             "repository, --trust-remote-code",
         ) from error
+    if not config.model.lora.r:
+        refuse_layers_without_tensors(architecture, len(Index.read(checkpoint.state).entries), checkpoint)
+    return config, architecture
 
 
 def _without_code(values: Any) -> Any:

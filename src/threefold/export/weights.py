@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import Checkpoint
 from threefold.checkpoint.manifest import read_manifest, refuse_other_base
-from threefold.checkpoint.seal import sync_folder
+from threefold.checkpoint.seal import sync
 from threefold.checkpoint.state import read_weights
 from threefold.checkpoint.tensors import TYPE_NAMES, read_whole, write_tensors
 from threefold.config.schema import Config
@@ -84,7 +84,7 @@ def _name_files(to: Path, shards: list[dict[str, int]]) -> list[str]:
         total = sum(size for shard in shards for size in shard.values())
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (to / f"{_WEIGHTS}.index.json").write_text(json.dumps(content, indent=2) + "\n")
-    sync_folder(to)
+    sync(to)
     return files
 
 

@@ -16,7 +16,14 @@ from threefold.config.schema import MeshConfig
 from threefold.errors import ConfigError, Problem, RunError
 from threefold.mesh.topology import Topology, resolve
 
-_SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "PRIVATE_KEY", "CREDENTIAL")
+# Parts of names, between underscores: MY_PASS, OPENAI_KEY, HF_AUTH; not TOKENIZERS_PARALLELISM.
+_SECRET_NAME = re.compile(
+    r"(TOKEN|SECRETS?|PASS|PASSWORD|PASSWD|PASSPHRASE|KEY|AUTH|CREDENTIALS?|DSN|(?<=_)PWD)(?![A-Z])", re.IGNORECASE
+)
+# Forms that services give to their keys, and an address with a password in it.
+_SECRET_VALUE = re.compile(
+    r"\s*(hf_|sk-|gh[pousr]_|github_pat_|glpat-|AKIA|ASIA|xox[abprs]-|AIza)|.*://[^/\s]*:[^/\s]*@", re.S
+)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -72,7 +79,7 @@ def variables(given: Sequence[str] | None, environ: Mapping[str, str], *, secret
         if not _VARIABLE.fullmatch(name):
             expected = "NAME=VALUE, or NAME to take its value from this environment"
             problems.append(Problem(f"--env {entry!r} does not name a variable", expected, "--env NAME=VALUE"))
-        elif any(word in name.upper() for word in _SECRET_WORDS):
+        elif _SECRET_NAME.search(name) or _SECRET_VALUE.match(value or environ.get(name, "")):
             what = f"--env {name} looks like a secret: its value would be kept in the job's description"
             expected = "secrets in the cluster's own store, and only their names in the job"
             problems.append(Problem(what, expected, secret_fix.format(name=name)))

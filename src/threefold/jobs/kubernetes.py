@@ -6,7 +6,6 @@ and resumes from a volume that all pods share. Secrets are named; their values s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -90,7 +89,9 @@ def _resource(options: KubernetesOptions, version: str, kind: str, *, name: str 
 
 
 def _environment(config: Config, options: KubernetesOptions) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in options.variables.items()]
+    # The cluster would put the value of another variable in place of $(NAME).
+    given = {name: value.replace("$(", "$$(") for name, value in options.variables.items()}
+    found: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in given.items()]
     # torchrun reads this: how long its ranks may take to save after a stop signal.
     found.append({"name": "PET_SHUTDOWN_TIMEOUT", "value": str(config.checkpoint.grace_s)})
     for name, secret in options.secrets.items():
@@ -201,8 +202,3 @@ def _job_set(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict[s
             ],
         },
     }
-
-
-def shown(documents: list[dict[str, Any]]) -> str:
-    """Returns the manifests as text for kubectl."""
-    return as_document(*json.loads(json.dumps(documents)))

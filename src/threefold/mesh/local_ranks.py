@@ -162,6 +162,7 @@ class _Ranks:
             if time.monotonic() >= ask_at:
                 ask_at = float("inf")
                 self._send(signal.SIGTERM)
+                self._send(signal.SIGCONT)  # a rank that is stopped would not hear it
         codes = [process.exitcode for process in self._all]
         if stopped is not None:
             first = codes[0]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import shlex
+import signal
+import sys
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -23,8 +28,33 @@ from threefold.run.assemble import Built
 from threefold.training.loop import Outcome
 from threefold.training.optimizer import learning_rate
 
+log = logging.getLogger("threefold")
+
 _FIRST_ROW = np.zeros(1, dtype=np.int64)
+_SAMPLE = "  | "
 _LARGEST_SAMPLED = 500_000_000
+
+
+class Screen(Console):
+    """The terminal; what is printed is also logged.
+
+    Once nobody reads it any more (`| head`), the run stops as at a signal, and nothing is printed.
+    """
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        text = " ".join(map(str, objects))
+        if not (self.quiet or text.startswith(_SAMPLE)):  # a model's text could look like an error's
+            log.info("%s", text)
+        super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        if not callable(signal.getsignal(signal.SIGTERM)):  # training has not begun
+            raise SystemExit(128 + signal.SIGPIPE)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]) -> None:
@@ -172,4 +202,4 @@ def _show_sample(console: Console, run: Built) -> None:
     prompt = run.rows.rows(_FIRST_ROW)["input_ids"][0][: max(1, min(48, run.config.data.seq_len // 2))]
     text = generate_sample(checkpoint, run.tokenizer, prompt.tolist(), num_tokens=run.config.log.sample_tokens)
     console.print("a sample (the prompt, then what the model wrote):")
-    console.print("\n".join(f"  | {line}" for line in text.splitlines()))
+    console.print("\n".join(f"{_SAMPLE}{line}" for line in text.splitlines()))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, damaged
 from threefold.checkpoint.lineage import Identity, Journal, Origin
+from threefold.checkpoint.seal import sync, write_sealed
 from threefold.config import text as config_text
 from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config
@@ -123,8 +124,10 @@ class RunFolder:
         kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=resume)})
         kept = with_absolute_paths(kept)
         temporary = self.path / ".config.yaml"
-        temporary.write_text(config_text.dump(kept))
+        write_sealed(temporary, config_text.dump(kept).encode())
         os.replace(temporary, self.path / "config.yaml")
+        for folder in (self.path, self.path.resolve().parent):
+            sync(folder)
         start, asked = self.journal.starts + 1, config.checkpoint.resume
         named = str(Path(asked).resolve()) if asked not in ("auto", "never") else None
         kind = {"run": identity.id, "step": step, "asked": named, "job": environment.job()}

@@ -6,6 +6,7 @@ them. Later failures are printed once, by the rank that failed first.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import sys
@@ -15,7 +16,6 @@ from datetime import timedelta
 import torch
 import transformers
 import xxhash
-from rich.console import Console
 
 from threefold import __version__
 from threefold.audit.compare import Audit
@@ -31,7 +31,7 @@ from threefold.mesh.topology import Topology
 from threefold.model import load
 from threefold.run import assemble
 from threefold.run.assemble import Built
-from threefold.run.console import Terminal, conclude, introduce
+from threefold.run.console import Screen, Terminal, conclude, introduce
 from threefold.run.folder import RunFolder, log_to_file, open_run, require_shared
 from threefold.run.lock import RunLock
 from threefold.run.request import Asked, asked_of
@@ -65,6 +65,9 @@ def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
         with RunLock() as lock:
             return _train(loaded, mesh, why, lock)
     except (SystemExit, KeyboardInterrupt):
+        if mesh is not None and mesh.store is not None:
+            with contextlib.suppress(Exception):
+                mesh.store.add(FAILURES, 1)  # the other ranks need not report that this one has left
         raise
     except BaseException as error:
         code = report_failure(error, mesh, info.rank)
@@ -133,7 +136,7 @@ def _train(loaded: Loaded, mesh: Mesh, why: str, lock: RunLock) -> int:
     if config.train.deterministic:
         environment.make_products_deterministic()
         torch.use_deterministic_algorithms(True)
-    console = Console(quiet=mesh.rank != 0, soft_wrap=True, markup=False, highlight=False)
+    console = Screen(quiet=mesh.rank != 0, soft_wrap=True, markup=False, highlight=False)
     asked = asked_of(config, mesh)
     admission = admit(config, asked.architecture, mesh)
     folder = dataclasses.replace(_open_folder(asked, mesh, lock), accepts_changes=loaded.accept_changes)
@@ -161,7 +164,7 @@ def _open_folder(asked: Asked, mesh: Mesh, lock: RunLock) -> RunFolder:
     return undamaged(folder, mesh)
 
 
-def _accept(console: Console, run: Built, lock: RunLock) -> Audit:
+def _accept(console: Screen, run: Built, lock: RunLock) -> Audit:
     """Makes the folder this run's, because nothing can refuse the request any more, and opens the run's audit."""
     config, mesh = run.config, run.mesh
     run.loader.leave_out(config.data.skip, first_step=run.done + 1)
@@ -184,7 +187,7 @@ def _facts_of_start(run: Built) -> dict[str, object]:
     return {**facts, "host": environment.current().host, "changed": changed, **versions()}
 
 
-def _trackers(console: Console, run: Built) -> list[Tracker]:
+def _trackers(console: Screen, run: Built) -> list[Tracker]:
     if run.mesh.rank != 0:
         return []
     go_on = run.config.checkpoint.on_error == "continue"

@@ -19,6 +19,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from threefold import __version__
+from threefold.audit import record as audit_record
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import newest_undamaged
@@ -32,7 +33,7 @@ from threefold.checkpoint.manifest import (
     refuse_unconfirmed,
 )
 from threefold.checkpoint.saver import Job, Saver
-from threefold.checkpoint.seal import Seal
+from threefold.checkpoint.seal import Seal, sync
 from threefold.checkpoint.tensors import Part
 from threefold.config.paths import with_absolute_paths
 from threefold.config.peak_rate import peak_rate
@@ -100,6 +101,9 @@ class Checkpointer:
         asked, checkpoints, manifest = self.config.checkpoint, self.folder.checkpoints, self._manifest()
 
         def commit(seals: Mapping[str, Seal]) -> None:
+            for record in (self.folder.metrics, self.folder.path / audit_record.FILE):
+                if record.exists():
+                    sync(record)  # after a power cut, no checkpoint is there whose steps have no record
             checkpoints.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
             if best is not None:
                 checkpoints.mark_best(step, best)

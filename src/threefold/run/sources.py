@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +20,8 @@ from threefold.mesh.environment import data_path
 
 T = TypeVar("T")
 
+# The key itself, not a path that holds these words.
+_SOURCE_KEY = re.compile(r"(?<![\w/.'\"])data\.source(?!\w|/|\.\w|['\"])")
 _OTHER_DATA = "the saved state has data = "
 
 
@@ -96,4 +99,4 @@ def _named(key: str, problem: Problem) -> Problem:
     # The reader of a source always names data.source.
     if key.startswith("data.mixture."):
         return dataclasses.replace(problem, what=f"{key}: {problem.what}")
-    return Problem(*(text.replace("data.source", key) for text in dataclasses.astuple(problem)))
+    return Problem(*(_SOURCE_KEY.sub(key, text) for text in dataclasses.astuple(problem)))

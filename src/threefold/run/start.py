@@ -11,7 +11,7 @@ from typing import Any
 from threefold.config import loading
 from threefold.config.loading import Loaded
 from threefold.config.schema import Config
-from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError, Problem, RunError
+from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST, ConfigError, Problem, RunError
 from threefold.mesh import environment, local_ranks
 from threefold.mesh.shares import refuse_impossible
 from threefold.mesh.topology import Topology, resolve
@@ -65,6 +65,10 @@ def train(config: Config | Mapping[str, Any] | str | Path | None = None, *, acce
         path = str(config) if config is not None else None
         loaded = loading.load(path, environ=environment.variables(), defaults=environment.defaults())
     code = train_command(replace(loaded, accept_changes=accept_changes))
+    if code == EXIT_WRONG_REQUEST:
+        raise ConfigError(
+            "the request for this run was refused", expected="one that can be met", fix="see the reason above"
+        )
     if code not in (0, EXIT_STOPPED_WITH_CHECKPOINT):
         raise RunError(
             f"training ended with exit code {code}",

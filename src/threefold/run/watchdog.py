@@ -1,9 +1,10 @@
 """Reports which rank is late before a collective's time limit ends the run without an explanation.
 
 Each rank has two threads. One writes the rank's place (see `Progress`) to the rendezvous store about once a second,
-with the stack of the main thread once that has not moved for most of `stall_s`. On rank 0, it also reads the other
-ranks' reports. The other thread judges them, and continues if the store no longer answers: then this host is cut off.
-Only rank 0's clock counts. The training loop sees only a `with`.
+with the stack of the main thread once that has not moved for most of `stall_s`. On one rank, the judge, it also reads
+the other ranks' reports. The other thread judges them, and continues if the store no longer answers: then this host is
+cut off. Rank 0 is the first judge; if it gives no sign of life, the rank that sees this first takes its place. Only the
+judge's clock counts. The training loop sees only a `with`.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
         self._seen: dict[int, tuple[Report, float, float]] = {}
         self._printed: object = None
+        self._judge = 0
+        self._judge_seen: dict[int, tuple[Report, float, float]] = {}
 
     def __enter__(self) -> Watchdog:
         self._main = threading.get_ident()
@@ -79,7 +82,7 @@ class Watchdog:
             thread.join(self._every_s)
 
     def _report(self, store: Any) -> None:
-        """Reports this rank to the store until the watchdog is closed; on rank 0, also reads the other reports."""
+        """Reports this rank to the store until the watchdog is closed; as the judge, also reads the other reports."""
         keys = [f"{self._prefix}/{rank}" for rank in range(self.mesh.world_size)]
         host, beat, since, number = socket.gethostname(), 0, time.monotonic(), -1
         unheard = set(range(self.mesh.world_size))
@@ -93,19 +96,33 @@ class Watchdog:
             report = Report(self.mesh.rank, host, os.getpid(), *place, beat=beat, stack=stack)
             try:
                 store.set(keys[self.mesh.rank], report.to_json())
-                if self.mesh.rank == 0:
+                self._follow(store)
+                if self._judge == self.mesh.rank:
                     unheard = {rank for rank in unheard if not store.check([keys[rank]])}
                     heard = [key for rank, key in enumerate(keys) if rank not in unheard]
                     self._hear([Report.from_json(text) for text in store.multi_get(heard)])
                 elif still_s > self.stall_s and store.check([f"{self._prefix}/end"]):
-                    os._exit(EXIT_FAILED)  # rank 0 has reported why
+                    os._exit(EXIT_FAILED)  # the judge has reported why
                 self._reached_at = time.monotonic()
             except Exception as error:
                 log.warning("watchdog: %s", error)  # `_look` reports it if it lasts
             self._stopped.wait(self._every_s)
 
+    def _follow(self, store: Any) -> None:
+        """Learns who the judge is, and takes its place if its reports have stopped."""
+        key, now = f"{self._prefix}/judge", time.monotonic()
+        judge = int(store.compare_set(key, "", "0"))
+        if judge != self.mesh.rank and store.check([f"{self._prefix}/{judge}"]):
+            report = Report.from_json(store.get(f"{self._prefix}/{judge}"))
+            before, _, alive_at = self._judge_seen.get(judge, (report, now, now))
+            alive_at = now if report.beat != before.beat else alive_at
+            self._judge_seen = {judge: (report, alive_at, alive_at)}
+            if now - alive_at > self._silent_s:
+                judge = int(store.compare_set(key, str(judge), str(self.mesh.rank)))
+        self._judge = judge
+
     def _hear(self, reports: list[Report]) -> None:
-        now, seen = time.monotonic(), dict(self._seen)
+        now, seen = time.monotonic(), dict(self._seen or self._judge_seen)
         for report in reports:
             before, moved_at, alive_at = seen.get(report.rank, (report, now, now))
             if report.number != before.number:
@@ -125,14 +142,18 @@ class Watchdog:
 
     def _look(self, store: Any) -> None:
         """Checks for a stall, or for a store that no longer answers, until the watchdog is closed."""
+        looked_at = time.monotonic()
         while not self._stopped.wait(self._every_s):
-            away_s = time.monotonic() - self._reached_at
-            if self.mesh.rank == 0:
-                self._judge(store)
+            before, looked_at = looked_at, time.monotonic()
+            if looked_at - before > self._silent_s:  # this process itself was stopped: it knows nothing of that time
+                self._seen, self._reached_at = {}, looked_at
+            away_s = looked_at - self._reached_at
+            if self._judge == self.mesh.rank and away_s <= self.stall_s:
+                self._name_the_late(store)
             elif away_s > self.stall_s:
                 self._cut_off(away_s)
 
-    def _judge(self, store: Any) -> None:
+    def _name_the_late(self, store: Any) -> None:
         now = time.monotonic()
         ranks = {rank: Seen(report, now - moved, now - alive) for rank, (report, moved, alive) in self._seen.items()}
         found = stall.find(ranks, world_size=self.mesh.world_size, stall_s=self.stall_s, silent_s=self._silent_s)

@@ -1,0 +1,76 @@
+"""What the help of each command ends with: its exit codes, and examples to paste. No heavy imports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_KEYS = "[CONFIG.yaml] [--section.key VALUE ...] [OPTIONS]"
+_MORE_KEYS = "[--section.key VALUE ...] [OPTIONS]"
+_OPTIONS = "[OPTIONS]"
+_DONE = "0 done; 1 it failed; 2 the request was wrong"
+_TRAINED = "0 done; 1 the run failed; 2 the request was wrong; 75 stopped by a signal with a checkpoint saved"
+_SENT = "0 submitted, or shown; 1 the cluster refused it; 2 the request was wrong"
+_CONFIG = "threefold submit {} job.yaml --mesh.dp 8 "
+
+# Command -> what its usage says after the name, exit codes, examples.
+_ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "train": (
+        _KEYS,
+        _TRAINED,
+        (
+            "threefold train",
+            "threefold train job.yaml --train.steps 500 --log.dir runs/a",
+            "threefold train --model.name_or_path ./my-model --data.source texts --mesh.dp 4",
+            "threefold train --help optimizer      the keys of a section, or one key",
+        ),
+    ),
+    "resume": (_MORE_KEYS, _TRAINED, ("threefold resume runs/a", "threefold resume runs/a --train.steps 2000")),
+    "eval": (_MORE_KEYS, _DONE, ("threefold eval runs/a --eval.source held-out.jsonl",)),
+    "sample": (_OPTIONS, _DONE, ("threefold sample runs/a --prompt 'Once upon a time'",)),
+    "verify": (
+        _KEYS,
+        "0 the mesh follows the single process; 1 it does not; 2 the request was wrong",
+        ("threefold verify --mesh.dp 2 --mesh.tp 2", "threefold verify job.yaml --mesh.cp 4"),
+    ),
+    "export": (_OPTIONS, _DONE, ("threefold export runs/a --to my-model", "threefold export runs/a --to a --adapter")),
+    "doctor": (
+        _KEYS,
+        "0 nothing would stop a run; 1 something would; 2 the request was wrong",
+        ("threefold doctor", "threefold doctor job.yaml --json", "torchrun --nproc-per-node 8 -m threefold doctor"),
+    ),
+    "explain": (
+        _OPTIONS,
+        "0 explained; 1 no known error found; 2 there is no such log",
+        ("threefold explain train.log", "srun ... 2>&1 | threefold explain"),
+    ),
+    "data prepare": (_OPTIONS, _DONE, ("threefold data prepare --source texts --tokenizer ./my-model --to store",)),
+    "data order": (
+        _OPTIONS,
+        _DONE,
+        ("threefold data order runs/a --step 40 --show", "threefold data order runs/a --sample 123"),
+    ),
+    "data audit": (
+        _OPTIONS,
+        "0 proved; 1 not, with the first wrong step; 2 there is no such record",
+        ("threefold data audit runs/a", "threefold data audit runs/a --contents"),
+    ),
+    "submit slurm": (_KEYS, _SENT, (_CONFIG.format("slurm") + "--nodes 1 --time 12:00:00 --dry-run",)),
+    "submit sagemaker": (
+        _KEYS,
+        _SENT,
+        (_CONFIG.format("sagemaker") + "--role ARN --image IMAGE --output s3://BUCKET/jobs "
+         "--instance-type ml.p5.48xlarge --dry-run",),
+    ),
+    "submit kubernetes": (
+        _KEYS,
+        _SENT,
+        (_CONFIG.format("kubernetes") + "--image IMAGE --volume CLAIM=/runs --log.dir /runs/a --dry-run",),
+    ),
+}  # fmt: skip
+
+
+def ending(command: str) -> dict[str, Any]:
+    """The arguments of typer's `command` for a command, named as it is typed."""
+    usage, codes, examples = _ENDINGS[command]
+    lines = "\n".join(["\b", "Examples:", *(f"  {example}" for example in examples)])
+    return {"options_metavar": usage, "epilog": f"Exit codes: {codes}.\n\n{lines}"}

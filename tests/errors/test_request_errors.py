@@ -21,9 +21,9 @@ from threefold.mesh.topology import Topology, resolve
 from threefold.model.load import plan_of, read_config
 from threefold.model.reduced import reduced
 from threefold.model.tensor_parallel.plan import plan_problems
-from threefold.run.assemble import _named
 from threefold.run.folder import open_run
 from threefold.run.request import check
+from threefold.run.sources import _named
 from threefold.run.start import train
 
 SECTIONS = ", ".join(Config.model_fields)

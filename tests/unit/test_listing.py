@@ -79,6 +79,9 @@ def test_folder_of_rows_leaves_its_readme_out(tmp_path: Path) -> None:
         "dataset_infos.json": "it describes data",
     }
     # Beside other documents it is one itself, and a glob means what it says.
+    make(tmp_path, "alone/README.md", "alone/dataset_infos.json")
+    assert list_folder(tmp_path / "alone", {}).read == ("README.md",)
+    (tmp_path / "alone" / "README.md").unlink()
     make(tmp_path, "data/other.md")
     assert list_folder(tmp_path, {}).read == ("README.md", "data/a.parquet", "data/b.jsonl", "data/other.md")
     assert list_glob(f"{tmp_path}/*.md", {}).read == ("README.md",)

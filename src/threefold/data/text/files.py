@@ -16,22 +16,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from threefold.data.text import listing
 from threefold.data.text import rows as text_rows
-from threefold.data.text.listing import (
-    COMPRESSIONS,
-    KINDS,
-    READ_ALREADY,
-    TEXTS,
-    FileList,
-    Kind,
-    Known,
-    counted,
-    each_once,
-    is_glob,
-    kind_of,
-    list_folder,
-    list_glob,
-)
+from threefold.data.text.listing import KINDS, TEXTS, FileList, Kind, Known, kind_of
 from threefold.data.text.source import MAX_PROBLEMS, Piece, ReadLog
 from threefold.errors import DataError, Problem
 
@@ -158,7 +145,8 @@ class Files:
 def open_stdlib() -> Files:
     """The running Python's standard library without installed packages and test folders: about 12 MB of .py files."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = list_folder(root, {}, excluded=EXCLUDED_FOLDERS, only=".py")
+    found = listing.list_folder(root, {}, excluded=EXCLUDED_FOLDERS)
+    found = FileList(root, tuple(path for path in found.read if path.endswith(".py")))
     if not found.read:
         raise DataError(
             f"data.source = 'stdlib': no .py file in {root}",
@@ -179,14 +167,14 @@ def open_files(source: str, *, text_field: str, known: Known | None = None) -> F
     if path.is_file():
         if (kind := kind_of(path.name)) is None:
             raise _unknown_kind(source, path)
-        found = each_once(path.parent, {path.name: kind}, [], known)
+        found = listing.each_once(path.parent, {path.name: kind}, [], known)
     elif path.is_dir():
-        found = list_folder(path, known)
-    elif is_glob(source):
-        found = list_glob(str(path), known)
+        found = listing.list_folder(path, known)
+    elif listing.is_glob(source):
+        found = listing.list_glob(str(path), known)
     else:
         raise _not_there(source, path)
-    if not found.read and not any(each.group == READ_ALREADY for each in found.left_out):
+    if not found.read and not any(each.group == listing.READ_ALREADY for each in found.left_out):
         raise _nothing_readable(source, found)
     rows = any(kind is not None and kind.suffix not in TEXTS for kind in map(kind_of, found.read))
     return Files(source, found, text_field if rows else None)
@@ -195,7 +183,7 @@ def open_files(source: str, *, text_field: str, known: Known | None = None) -> F
 def _unknown_kind(source: str, path: Path) -> DataError:
     suffix, quoted = path.suffix.lower(), shlex.quote(str(path))
     fix = f"convert it to one of these kinds, or rename it if it is plain text: cp {quoted} {quoted}.txt"
-    if suffix in COMPRESSIONS:
+    if suffix in listing.COMPRESSIONS:
         inside = [f"cp {quoted} {shlex.quote(str(path.with_suffix(f'.{kind}{suffix}')))}" for kind in ("txt", "jsonl")]
         fix = f"name it after what is inside, as text or rows: {'   or   '.join(inside)}"
     elif suffix in _UNPACK:
@@ -208,8 +196,8 @@ def _unknown_kind(source: str, path: Path) -> DataError:
 
 
 def _nothing_readable(source: str, found: FileList) -> DataError:
-    there = f"{found.root} has {counted(found.left_out) or 'no file'}"
-    if is_glob(source) and not Path(source).expanduser().is_dir():
+    there = f"{found.root} has {listing.counted(found.left_out) or 'no file'}"
+    if listing.is_glob(source) and not Path(source).expanduser().is_dir():
         return DataError(
             f"data.source = {source!r} matches no file" + (" that can be read" if found.left_out else ""),
             expected=f"at least one {KINDS} file, relative to {Path.cwd()}",

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from threefold.data.text.rows import AGAIN, not_text, rows_of_texts, texts_of
-from threefold.data.text.source import Piece, ReadLog, Source, missing_field
+from threefold.data.text.rows import AGAIN, require_text, rows_of_texts, texts_of
+from threefold.data.text.source import Piece, ReadLog, Source
 from threefold.errors import DataError, Problem, ThreefoldError
 
 if TYPE_CHECKING:
@@ -117,29 +117,11 @@ def open_saved(source: Source, folder: Path) -> HubRows:
 
 
 def _rows_of(dataset: Dataset, name: str, text_field: str) -> HubRows:
-    kinds = dict(_kinds(dataset.features))
-    kind = dataset.features.get(text_field, kinds.get(text_field))
-    if kind is None:
-        raise missing_field(name, text_field, list(kinds), texts=[key for key in kinds if _is_text(kinds[key])])
-    if not _is_text(kind):
-        raise not_text(name, field=text_field, kind=str(getattr(kind, "dtype", type(kind).__name__)))
+    require_text(name, dataset.features.arrow_schema, text_field)
     recipe = f"hub 1 {dataset._fingerprint} {text_field!r}"
     fingerprint = hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
     column = text_field if text_field in dataset.column_names else text_field.partition(".")[0]
     return HubRows(name, dataset.select_columns([column]).with_format("arrow"), text_field, fingerprint)
-
-
-def _is_text(kind: Any) -> bool:
-    return getattr(kind, "dtype", None) in ("string", "large_string")
-
-
-def _kinds(features: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(name, feature) of each column, or of the fields inside it."""
-    for name, kind in features.items():
-        if isinstance(kind, Mapping):
-            yield from _kinds(kind, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", kind
 
 
 def _not_loaded(source: Source, error: Exception) -> ThreefoldError:

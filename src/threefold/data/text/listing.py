@@ -83,37 +83,36 @@ def kind_of(name: str) -> Kind | None:
     return Kind(inner, compression) if inner in TEXTS + ROWS else None
 
 
-def list_folder(root: Path, known: Known, *, excluded: Collection[str] = (), only: str = "") -> FileList:
-    """The files below a folder at any depth.
+def list_folder(root: Path, known: Known, *, excluded: Collection[str] = ()) -> FileList:
+    """The files below a folder at any depth, without those `known`, to which it adds them.
 
     Args:
         excluded: names of folders that are not part of the source.
-        only: the one suffix that is part of the source; "": all kinds.
-        known: files that are read already; those found are added.
     """
     left: list[LeftOut] = []
-    files = [path for path in _below(root, excluded, left) if not only or path.lower().endswith(only)]
-    kinds = {path: kind for path in files if (kind := kind_of(path)) is not None and not _is_hidden(path)}
+    files = list(_below(root, excluded, left))
+    shown = (path for path in files if not _name(path).startswith(".") and _name(path) not in _DESCRIPTIONS)
+    kinds = {path: kind for path in shown if (kind := kind_of(path)) is not None}
     documents = {path for path, kind in kinds.items() if kind.suffix in TEXTS}
-    rows = len(kinds) > len(documents)
-    readme_only = rows and all(_name(path).lower().startswith("readme.") for path in documents)
-    for path in files:
-        if _is_hidden(path):
-            left.append(LeftOut(path, "hidden", "its name begins with a dot"))
-        elif path not in kinds:
-            left.append(_unknown(path))
-        elif readme_only and path in documents:
-            left.append(LeftOut(path, _name(path), "a README beside files of rows"))
-        elif kinds[path].compression and os.path.splitext(path)[0] in kinds:
-            left.append(LeftOut(path, "compressed copies", "its name says that it is a copy of a file beside it"))
-        elif _name(path) in _DESCRIPTIONS:
-            left.append(LeftOut(path, _name(path), "it describes data"))
-        elif documents and not readme_only and kinds[path].suffix in (".json", ".csv"):
-            left.append(LeftOut(path, kinds[path].suffix, "rows beside documents: a glob or a list reads them too"))
-        else:
-            continue
-        kinds.pop(path, None)
-    return each_once(root, kinds, left, known)
+    if len(documents) < len(kinds) and all(_name(path).lower().startswith("readme.") for path in documents):
+        documents = set()
+
+    def reason(path: str) -> tuple[str, str] | None:
+        kind, name = kinds.get(path), _name(path)
+        if kind is None:
+            hidden = ("hidden", "its name begins with a dot") if name.startswith(".") else _unknown(path)
+            return (name, "it describes data") if name in _DESCRIPTIONS else hidden
+        if kind.suffix in TEXTS and path not in documents:
+            return name, "a README beside files of rows"
+        if kind.compression and os.path.splitext(path)[0] in kinds:
+            return "compressed copies", "its name says that it is a copy of a file beside it"
+        if documents and kind.suffix in (".json", ".csv"):
+            return kind.suffix, "rows beside documents: a glob or a list reads them too"
+        return None
+
+    reasons = {path: reason(path) for path in files}
+    left += [LeftOut(path, *why) for path, why in reasons.items() if why is not None]
+    return each_once(root, {path: kinds[path] for path, why in reasons.items() if why is None}, left, known)
 
 
 def list_glob(pattern: str, known: Known) -> FileList:
@@ -124,7 +123,7 @@ def list_glob(pattern: str, known: Known) -> FileList:
     matches = {Path(name) for each in patterns for name in glob.glob(each, recursive=True)}
     files = sorted(path.relative_to(fixed).as_posix() for path in matches if path.is_file())
     kinds = {path: kind for path in files if (kind := kind_of(path)) is not None}
-    left = [_unknown(path) for path in files if path not in kinds]
+    left = [LeftOut(path, *_unknown(path)) for path in files if path not in kinds]
     return each_once(fixed, kinds, left, known)
 
 
@@ -227,17 +226,12 @@ def _either(pattern: str) -> Iterator[str]:
         yield from _either(pattern[: found.start()] + each + pattern[found.end() :])
 
 
-def _unknown(path: str) -> LeftOut:
-    suffix = os.path.splitext(path)[1].lower()
-    return LeftOut(path, suffix or "without a suffix", f"not one of {KINDS}")
+def _unknown(path: str) -> tuple[str, str]:
+    return os.path.splitext(path)[1].lower() or "without a suffix", f"not one of {KINDS}"
 
 
 def _name(path: str) -> str:
     return path.rpartition("/")[2]
-
-
-def _is_hidden(path: str) -> bool:
-    return _name(path).startswith(".")
 
 
 def _size(path: Path) -> int:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import io
 import itertools
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -69,9 +70,8 @@ def read_jsonl(
     path: Path, piece: Piece, *, text_field: str, log: ReadLog, compression: str | None = None
 ) -> Iterator[str]:
     """The texts of the lines that begin inside `piece`, of all lines of a compressed file; empty lines do not count."""
-    lines_before: int | None = None
     with opened(path, compression) as file:
-        at = piece.start
+        at, stop = piece.start, piece.stop if compression is None else math.inf
         if at:
             # Skip the line that began before this piece; one that begins right here is kept. No further than the piece:
             # of a line over many pieces each would read all the rest.
@@ -80,25 +80,17 @@ def read_jsonl(
             if not rest.endswith(b"\n"):
                 return
             at += len(rest) - 1
-        line, stop = 0, piece.stop if compression is None else math.inf
-        while at < stop and (raw := file.readline()):
-            start, at, line = at, at + len(raw), line + 1
-            if start == 0 and raw.startswith(BOM):
-                raw = raw[len(BOM) :]
-            if not raw.strip():
-                continue
-            text = _text_of_line(raw, text_field=text_field, log=log)
-            if isinstance(text, str):
-                yield text
-                continue
-            if lines_before is None:
-                # Nobody reads the numbers of lines that are only counted.
-                before = 0 if log.skip_bad or compression is not None else _newlines_before(path, start)
-                lines_before = before - line + 1 if compression is None else 0
-            what, expected, fix = text
-            log.bad(f"{path}, line {lines_before + line}: {what}", expected=expected, fix=fix)
-            if log.num_bad >= _ENOUGH_ROWS:
-                return
+
+        def lines(at: int) -> Iterator[tuple[int, Any]]:
+            for number in itertools.count(1):
+                if at >= stop or not (raw := file.readline()):
+                    return
+                line, at = raw.removeprefix(BOM) if at == 0 else raw, at + len(raw)
+                if line.strip():
+                    yield number, _parsed(line)
+
+        before = functools.cache(lambda: _newlines_before(path, at))
+        yield from _texts(lines(at), lambda number: f"line {before() + number}", path, text_field=text_field, log=log)
 
 
 def read_json(path: Path, *, text_field: str, log: ReadLog, compression: str | None = None) -> Iterator[str]:
@@ -107,7 +99,7 @@ def read_json(path: Path, *, text_field: str, log: ReadLog, compression: str | N
         # The first two lines that are not blank tell lines from a value over several lines.
         filled = (line.strip() for line in itertools.chain([file.readline().removeprefix(BOM)], file))
         first, second = next(lines := filter(None, filled), b""), next(lines, b"")
-    if first.startswith(b"{") and (second.startswith(b"{") or (second and _is_json(first))):
+    if first.startswith(b"{") and (second.startswith(b"{") or (second and isinstance(_parsed(first), dict))):
         whole = Piece(0, 0, path.stat().st_size, 0)
         yield from read_jsonl(path, whole, text_field=text_field, log=log, compression=compression)
         return
@@ -118,7 +110,7 @@ def read_json(path: Path, *, text_field: str, log: ReadLog, compression: str | N
         log.bad(f"{path} is not JSON: {error}", expected="a JSON list of objects, or an object per line", fix=AGAIN)
         return
     rows = enumerate(found if isinstance(found, list) else [found])
-    yield from _texts(((f"{path}, row {number}", row) for number, row in rows), text_field=text_field, log=log)
+    yield from _texts(rows, lambda number: f"row {number}", path, text_field=text_field, log=log)
 
 
 def read_csv(path: Path, *, text_field: str, log: ReadLog, compression: str | None = None) -> Iterator[str]:
@@ -130,19 +122,19 @@ def read_csv(path: Path, *, text_field: str, log: ReadLog, compression: str | No
     ):
         rows, line = csv.reader(lines, strict=True), 1
 
-        def named() -> Iterator[tuple[str, Any]]:
+        def numbered() -> Iterator[tuple[int, Any]]:
             nonlocal line
             header = next(rows, [])
             line = rows.line_num + 1
             for row in rows:
-                where, line = f"{path}, line {line}", rows.line_num + 1
+                number, line = line, rows.line_num + 1
                 if len(row) == len(header):
-                    yield where, dict(zip(header, row, strict=True))
+                    yield number, dict(zip(header, row, strict=True))
                 elif row:
-                    yield where, (f"{len(row)} fields, not {len(header)}", "a field for each column", _CORRECT)
+                    yield number, (f"{len(row)} fields, not {len(header)}", "a field for each column")
 
         try:
-            yield from _texts(named(), text_field=text_field, log=log)
+            yield from _texts(numbered(), lambda number: f"line {number}", path, text_field=text_field, log=log)
         except csv.Error as error:
             what = f"{path}, line {line}: {error}; nothing after it can be read"
             log.bad(what, expected='fields in quotes, each quote inside them doubled: "say ""hi"""', fix=_CORRECT)
@@ -163,12 +155,7 @@ def parquet_pieces(path: Path, *, file: int, text_field: str) -> list[Piece]:
             expected="a complete .parquet file",
             fix="copy or make the file again",
         ) from error
-    kinds = {name: kind for field in schema for name, kind in _kinds(field.name, field.type)}
-    kind = schema.field(text_field).type if text_field in schema.names else kinds.get(text_field)
-    if kind is None:
-        raise missing_field(str(path), text_field, list(kinds), texts=[name for name in kinds if _is_text(kinds[name])])
-    if not _is_text(kind):
-        raise not_text(str(path), field=text_field, kind=str(kind))
+    require_text(str(path), schema, text_field)
     return [Piece(file, i, i + 1, size) for i, size in enumerate(sizes)]
 
 
@@ -222,32 +209,27 @@ def rows_of_texts(texts: list[Any], *, where: str, first_row: int, log: ReadLog)
             log.bad(f"{where}, row {first_row + i}: the text is not UTF-8", expected="text in UTF-8", fix=AGAIN)
 
 
-def not_text(where: str, *, field: str, kind: str) -> DataError:
-    """The error for a column that holds no text."""
-    return DataError(
-        f"data.text_field = {field!r}: {where}: the field is {kind}, not text",
-        expected="a field of text; tokens made by other programs are read as a .bin/.idx store",
-        fix=chat_or(field, "--data.text_field NAME   (a field that holds text)"),
-    )
-
-
-def _is_text(kind: Any) -> bool:
+def require_text(where: str, schema: Any, field: str) -> None:
+    """Refuses an Arrow schema without such a field of text."""
     import pyarrow
 
-    if pyarrow.types.is_dictionary(kind):
-        kind = kind.value_type
-    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or str(kind) == "string_view"
+    def inner(name: str, kind: Any) -> Iterator[tuple[str, Any]]:
+        if not pyarrow.types.is_struct(kind):
+            yield name, kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        else:
+            for each in kind:
+                yield from inner(f"{name}.{each.name}", each.type)
 
-
-def _kinds(name: str, kind: Any) -> Iterator[tuple[str, Any]]:
-    """(name, type) of a field, or of those inside it."""
-    import pyarrow
-
-    if not pyarrow.types.is_struct(kind):
-        yield name, kind
-        return
-    for inner in kind:
-        yield from _kinds(f"{name}.{inner.name}", inner.type)
+    kinds = dict(pair for each in schema for pair in inner(each.name, each.type))
+    texts = [name for name, kind in kinds.items() if str(kind) in ("string", "large_string", "string_view")]
+    if field not in kinds and field not in schema.names:
+        raise missing_field(where, field, list(kinds), texts=texts)
+    if field not in texts:
+        raise DataError(
+            f"data.text_field = {field!r}: {where}: the field is {kinds.get(field, 'a struct')}, not text",
+            expected="a field of text; tokens made by other programs are read as a .bin/.idx store",
+            fix=chat_or(field, "--data.text_field NAME   (a field that holds text)"),
+        )
 
 
 def _decoded(value: bytes) -> str | bytes:
@@ -257,59 +239,51 @@ def _decoded(value: bytes) -> str | bytes:
         return value
 
 
-def _is_json(text: bytes) -> bool:
+def _parsed(line: bytes) -> Any:
+    """The value of a line of JSON, or (what is wrong, what was expected)."""
     try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _text_of_line(raw: bytes, *, text_field: str, log: ReadLog) -> str | tuple[str, str, str]:
-    """The text of one line, or (what is wrong, what was expected, fix)."""
-    try:
-        row = json.loads(raw.strip())
+        return json.loads(line.strip())
     except json.JSONDecodeError as error:
-        return f"not JSON: {error.msg} at character {error.pos}", "one JSON object per line", _CORRECT
+        return f"not JSON: {error.msg} at character {error.pos}", "one JSON object per line"
     except (ValueError, RecursionError) as error:
-        return f"not JSON: {error}", "one JSON object per line", _CORRECT
-    return _text_of_row(row, text_field=text_field, log=log)
+        return f"not JSON: {error}", "one JSON object per line"
 
 
-def _texts(rows: Iterable[tuple[str, Any]], *, text_field: str, log: ReadLog) -> Iterator[str]:
-    """The texts of (place, row); in place of a row also (what is wrong, what was expected, fix)."""
-    for where, row in rows:
+def _texts(
+    rows: Iterable[tuple[int, Any]], place: Callable[[int], str], path: Path, *, text_field: str, log: ReadLog
+) -> Iterator[str]:
+    """The texts of numbered rows; in place of a row there may be (what is wrong, what was expected)."""
+    for number, row in rows:
         text = row if isinstance(row, tuple) else _text_of_row(row, text_field=text_field, log=log)
         if isinstance(text, str):
             yield text
             continue
-        what, expected, fix = text
-        log.bad(f"{where}: {what}", expected=expected, fix=fix)
+        fix = chat_or(text_field, _CORRECT) if isinstance(row, dict) and text_field in row else _CORRECT
+        # Nobody reads the place of a row that is only counted.
+        log.bad(f"{path}, {'' if log.skip_bad else place(number)}: {text[0]}", expected=text[1], fix=fix)
         if log.num_bad >= _ENOUGH_ROWS:
             return
 
 
-def _text_of_row(row: Any, *, text_field: str, log: ReadLog) -> str | tuple[str, str, str]:
+def _text_of_row(row: Any, *, text_field: str, log: ReadLog) -> str | tuple[str, str]:
+    """The text, or (what is wrong, what was expected)."""
     if not isinstance(row, dict):
-        expected = f'one JSON object per line: {{"{text_field}": "..."}}'
-        return f"a JSON {type(row).__name__}, not an object", expected, _CORRECT
+        return f"a JSON {type(row).__name__}, not an object", f'one JSON object per line: {{"{text_field}": "..."}}'
     log.num_rows += 1
     text = value_of(row, text_field)
     if text is MISSING:
         log.saw_row(row)
-        has = ", ".join(names_in(row)) or "none"
-        return f"no field {text_field!r}; it has {has}", "the text's field in every row", _CORRECT
+        return f"no field {text_field!r}; it has {', '.join(names_in(row)) or 'none'}", "the text's field in every row"
     log.num_with_field += 1
     if not isinstance(text, str):
-        what = f"field {text_field!r} is {_json_kind(text)}, not text"
-        return what, "a text in every row", chat_or(text_field, _CORRECT)
+        return f"field {text_field!r} is {_json_kind(text)}, not text", "a text in every row"
     # JSON can escape half of a surrogate pair, which no UTF-8 can hold; in a .csv it stands for a byte that is none.
     try:
         text.encode()
     except UnicodeEncodeError as error:
         if error.object[error.start] >= "\udc80":
-            return "the text is not UTF-8", "text in UTF-8", _CORRECT
-        return "half of a surrogate pair (\\ud8xx) in the text", "text that can be written as UTF-8", _CORRECT
+            return "the text is not UTF-8", "text in UTF-8"
+        return "half of a surrogate pair (\\ud8xx) in the text", "text that can be written as UTF-8"
     return text
 
 

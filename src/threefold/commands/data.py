@@ -51,13 +51,16 @@ def prepare(
     """Make a memory-mapped token store (Megatron-LM's .bin and .idx) from a text source."""
     from threefold.data.store import prepare as stores
     from threefold.data.store.resolve import files_of, open_text
+    from threefold.data.text.listing import FILE, write_list
     from threefold.data.text.source import Source
     from threefold.data.tokens import load_tokenizer
-    from threefold.run.sources import listed
+    from threefold.run.sources import line_of
 
     name = source[0] if len(source) == 1 else tuple(source)
     asked = Source(name, text_field=text_field, split=split, config_name=config_name, revision=revision)
-    text = open_text(asked)
+    text, lists = open_text(asked), files_of(asked)
+    for line in line_of(lists, to):
+        typer.echo(line, err=True)
     with _bar(text.name) as show:
         made = stores.prepare(
             text, load_tokenizer(tokenizer), to=to, skip_bad=skip_bad_lines, num_workers=workers, progress=show
@@ -69,8 +72,8 @@ def prepare(
     )
     if info.num_skipped:
         typer.echo(f"  {info.num_skipped:,} lines, rows or files could not be read and were skipped")
-    for line in listed(files_of(asked), to if os.access(to, os.W_OK) else None):
-        typer.echo(line, err=True)
+    if lists and os.access(to, os.W_OK):  # a store that is there already may lie where nothing can be written
+        write_list(lists, to / FILE)
     typer.echo(f"use it: threefold train --data.source {to} --data.tokenizer {tokenizer}")
 
 

@@ -53,17 +53,15 @@ def file_lines(config: Config, *, to: Path | None = None) -> list[str]:
     """
     sources = sources_of(config) | (sources_of(config, held_out=True) if config.eval.source else {})
     lists = [each for key, source in sources.items() for each in opened(key, functools.partial(files_of, source))]
-    return listed(lists, to)
+    if to is not None and lists:
+        write_list(lists, to / FILE)
+    return line_of(lists, to)
 
 
-def listed(lists: list[FileList], to: Path | None) -> list[str]:
-    """The line for some lists, which are written to a folder."""
-    if not lists:
-        return []
-    if to is None:
-        return [summary(lists)]
-    write_list(lists, to / FILE)
-    return [f"{summary(lists)}; listed in {to / FILE}"]
+def line_of(lists: list[FileList], to: Path | None) -> list[str]:
+    """The line for some lists, if there are any, which lie in the folder `to`."""
+    listed = f"; listed in {to / FILE}" if to is not None else ""
+    return [f"{summary(lists)}{listed}"] if lists else []
 
 
 def with_glob(error: DataError, config: Config) -> ThreefoldError:

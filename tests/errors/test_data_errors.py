@@ -160,7 +160,8 @@ def test_store_in_a_list(folder: Path) -> None:
     ((what, expected, fix),) = said(rows(("a.txt", "st")))
     assert what == "data.source is a list, and 'st' in it is a token store"
     assert expected == "sources of text, which are encoded together"
-    assert fix == "--data.mixture '{store: {source: st, weight: 1}, ...}'   or the text it was made from"
+    mixture = "{source-1: {source: a.txt, weight: 1}, source-2: {source: st, weight: 1}}"
+    assert fix == f"--data.mixture '{mixture}'   (any weights)"
 
 
 def test_no_fix_says_that_chats_are_supported(folder: Path) -> None:

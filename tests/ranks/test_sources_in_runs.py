@@ -54,8 +54,19 @@ def test_prepare_and_verify_say_it(folder: Path) -> None:
     made = command(folder, "data", "prepare", *sources, "--tokenizer", "bytes", "--to", "store")
     assert made.returncode == 0, made.stderr
     files = "6 files read (25.12 KiB), 2 left out (1 read already, 1 .bin)"
-    assert made.stderr.startswith(f"{files}; listed in store/data.files.jsonl\n")
+    assert made.stderr.startswith(f"{files}\n")
+    assert made.stderr.endswith("the files are listed in store/data.files.jsonl\n")
     assert lines_of(folder / "store" / "data.files.jsonl")["link.txt"] == "the same file as corpus/part-0.txt"
     verified = command(folder, "verify", "config.yaml", "--mesh.dp", "1", "--mesh.cp", "1", "--mesh.tp", "1")
     assert verified.returncode == 0, verified.stdout + verified.stderr
     assert "files: 5 files read (" in verified.stdout
+
+
+def test_fixes_of_prepare_name_its_own_flags(folder: Path) -> None:
+    """Pasted behind the command, the fix for another field makes the store."""
+    (folder / "rows.csv").write_text("id,body\n1,one\n")
+    asked = ("data", "prepare", "--source", "rows.csv", "--tokenizer", "bytes", "--to", "rows")
+    refused = command(folder, *asked)
+    assert refused.returncode == 2
+    assert refused.stderr.endswith("fix: --text-field body   (or another field of text: id)\n"), refused.stderr
+    assert command(folder, *asked, "--text-field", "body").returncode == 0

@@ -7,7 +7,9 @@ source in the run's config.yaml, opened as the run opens it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from threefold.commands.endings import ending
-from threefold.errors import ConfigError, RunError, ranks_text
+from threefold.errors import ConfigError, RunError, ThreefoldError, ranks_text
 
 if TYPE_CHECKING:
     from threefold.audit.record import Segment
@@ -27,6 +29,7 @@ app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Prepare data, and prove which rank read what and when."
 )
 
+_KEYS = re.compile(r"--data\.(source|tokenizer|text_field|split|config_name|revision)\b")
 _Run = Annotated[Path, typer.Argument(help="A run's folder.")]
 
 
@@ -51,17 +54,17 @@ def prepare(
     """Make a memory-mapped token store (Megatron-LM's .bin and .idx) from a text source."""
     from threefold.data.store import prepare as stores
     from threefold.data.store.resolve import files_of, open_text
-    from threefold.data.text.listing import FILE, write_list
+    from threefold.data.text.listing import FILE, summary, write_list
     from threefold.data.text.source import Source
     from threefold.data.tokens import load_tokenizer
-    from threefold.run.sources import line_of
 
     name = source[0] if len(source) == 1 else tuple(source)
     asked = Source(name, text_field=text_field, split=split, config_name=config_name, revision=revision)
-    text, lists = open_text(asked), files_of(asked)
-    for line in line_of(lists, to):
-        typer.echo(line, err=True)
-    with _bar(text.name) as show:
+    with _own_flags():
+        text, lists = open_text(asked), files_of(asked)
+    if lists:
+        typer.echo(summary(lists), err=True)
+    with _own_flags(), _bar(text.name) as show:
         made = stores.prepare(
             text, load_tokenizer(tokenizer), to=to, skip_bad=skip_bad_lines, num_workers=workers, progress=show
         )
@@ -74,6 +77,7 @@ def prepare(
         typer.echo(f"  {info.num_skipped:,} lines, rows or files could not be read and were skipped")
     if lists and os.access(to, os.W_OK):  # a store that is there already may lie where nothing can be written
         write_list(lists, to / FILE)
+        typer.echo(f"the files are listed in {to / FILE}", err=True)
     typer.echo(f"use it: threefold train --data.source {to} --data.tokenizer {tokenizer}")
 
 
@@ -107,6 +111,16 @@ def audit(
     """Prove that every sample was read exactly once an epoch, over all restarts and meshes of a run."""
     for line in audit_lines(run, contents=contents):
         typer.echo(line)
+
+
+@contextlib.contextmanager
+def _own_flags() -> Iterator[None]:
+    """Fixes speak of a config's keys, which this command takes as flags of its own."""
+    try:
+        yield
+    except ThreefoldError as error:
+        flags = ((each, _KEYS.sub(lambda key: f"--{key[1].replace('_', '-')}", each.fix)) for each in error.problems)
+        raise type(error).of(dataclasses.replace(each, fix=fix) for each, fix in flags) from error
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import TypeVar
 from threefold.config.schema import Config, MixtureSource
 from threefold.config.text import pasted
 from threefold.data.store.resolve import files_of
-from threefold.data.text.listing import FILE, FileList, summary, write_list
+from threefold.data.text.listing import FILE, summary, write_list
 from threefold.data.text.source import Source
 from threefold.errors import DataError, Problem, ThreefoldError
 from threefold.mesh.environment import data_path
@@ -53,15 +53,10 @@ def file_lines(config: Config, *, to: Path | None = None) -> list[str]:
     """
     sources = sources_of(config) | (sources_of(config, held_out=True) if config.eval.source else {})
     lists = [each for key, source in sources.items() for each in opened(key, functools.partial(files_of, source))]
-    if to is not None and lists:
-        write_list(lists, to / FILE)
-    return line_of(lists, to)
-
-
-def line_of(lists: list[FileList], to: Path | None) -> list[str]:
-    """The line for some lists, if there are any, which lie in the folder `to`."""
-    listed = f"; listed in {to / FILE}" if to is not None else ""
-    return [f"{summary(lists)}{listed}"] if lists else []
+    if to is None or not lists:
+        return [summary(lists)] if lists else []
+    write_list(lists, to / FILE)
+    return [f"{summary(lists)}; listed in {to / FILE}"]
 
 
 def with_glob(error: DataError, config: Config) -> ThreefoldError:

@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from threefold.config.text import pasted
 from threefold.data.store.prepare import PreparedStore, prepare, request_of
 from threefold.data.store.store import TokenStore, with_suffix
 from threefold.data.text.files import Files, open_files, open_stdlib
@@ -69,10 +70,11 @@ def _opened(source: Source) -> list[TextSource]:
         return [_open_one(source, source.name, known)]
     for name in source.name:
         if store_prefix(name) is not None:
+            mixture = {f"source-{i}": {"source": each, "weight": 1} for i, each in enumerate(source.name, start=1)}
             raise DataError(
                 f"data.source is a list, and {name!r} in it is a token store",
                 expected="sources of text, which are encoded together",
-                fix=f"--data.mixture '{{store: {{source: {name}, weight: 1}}, ...}}'   or the text it was made from",
+                fix=f"--data.mixture {pasted(mixture)}   (any weights)",
             )
     return [_open_one(replace(source, name=name), name, known) for name in source.name]
 

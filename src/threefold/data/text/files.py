@@ -136,7 +136,7 @@ class Files:
                 log.bad(
                     f"{full} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start:,}",
                     expected="text files in UTF-8",
-                    fix=f"iconv -f LATIN1 -t UTF-8 {full} > NEW, or {text_rows.SKIP}",
+                    fix=f"iconv -f LATIN1 -t UTF-8 {shlex.quote(str(full))} > NEW, or {text_rows.SKIP}",
                 )
             return
         yield text.removeprefix("\ufeff")

@@ -79,9 +79,10 @@ class ReadLog:
             self.problems.append(Problem(what, expected, fix))
 
     def saw_row(self, row: Mapping[str, Any]) -> None:
-        """Remembers a row's field names, for the error if no row has the wanted one."""
+        """Remembers a row's fields, the longest text first, for the error if no row has the wanted one."""
         if len(self.fields) < MAX_FIELDS:
-            self._remember(names := names_in(row), [name for name in names if isinstance(value_of(row, name), str)])
+            texts = {name: len(text) for name in names_in(row) if isinstance(text := value_of(row, name), str)}
+            self._remember(names_in(row), sorted(texts, key=lambda name: -texts[name]))
 
     def _remember(self, fields: Sequence[str], text_fields: Sequence[str]) -> None:
         self.fields.extend(name for name in fields if name not in self.fields)

@@ -13,7 +13,7 @@ from typing import TypeVar
 from threefold.config.schema import Config, MixtureSource
 from threefold.config.text import pasted
 from threefold.data.store.resolve import files_of
-from threefold.data.text.listing import FILE, summary, write_list
+from threefold.data.text.listing import FILE, kind_of, summary, write_list
 from threefold.data.text.source import Source
 from threefold.errors import DataError, Problem, ThreefoldError
 from threefold.mesh.environment import data_path
@@ -67,8 +67,9 @@ def with_glob(error: DataError, config: Config) -> ThreefoldError:
     source = config.data.source
     glob = f"{source}/**/*.{{txt,md,py,jsonl,parquet}}"
     with contextlib.suppress(DataError):
-        now, then = ([each.read for each in files_of(Source(name))] for name in (source, glob))
-        if isinstance(source, str) and Path(source).expanduser().is_dir() and now and now != then:
+        now, then = ([path for each in files_of(Source(name)) for path in each.read] for name in (source, glob))
+        kept = {path for path in now if (kind := kind_of(path)) is not None and not kind.is_later}
+        if isinstance(source, str) and Path(source).expanduser().is_dir() and now != then and kept and kept <= {*then}:
             fix = f"--data.source {pasted(glob)}   (reads the folder as 0.1.0 did), or "
             found = ((each, fix if each.what.startswith(_OTHER_DATA) else "") for each in error.problems)
             return DataError.of(dataclasses.replace(each, fix=f"{fix}{each.fix}") for each, fix in found)

@@ -7,6 +7,9 @@ source in the run's config.yaml, opened as the run opens it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,15 +29,18 @@ app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Prepare data, and prove which rank read what and when."
 )
 
+_KEYS = re.compile(r"--data\.(source|tokenizer|text_field|split|config_name|revision)\b")
 _Run = Annotated[Path, typer.Argument(help="A run's folder.")]
 
 
 @app.command("prepare", **ending("data prepare"))
 def prepare(
-    source: Annotated[str, typer.Option(help="stdlib, a file, folder or glob of .txt .md .py .jsonl .parquet, hf:ID.")],
+    source: Annotated[
+        list[str], typer.Option(help="stdlib, a file, folder or glob, hf:ID; several: --source A --source B.")
+    ],
     tokenizer: Annotated[str, typer.Option(help="`bytes`, a Hub id or a folder.")],
     to: Annotated[Path, typer.Option(help="The folder to make; the same command resumes an unfinished one.")],
-    text_field: Annotated[str, typer.Option(help="Field with the text in .jsonl, .parquet and Hub rows.")] = "text",
+    text_field: Annotated[str, typer.Option(help="Field with the text in rows.")] = "text",
     split: Annotated[str, typer.Option(help="Split of a Hub dataset.")] = "train",
     config_name: Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub dataset.")] = None,
@@ -47,12 +53,18 @@ def prepare(
 ) -> None:
     """Make a memory-mapped token store (Megatron-LM's .bin and .idx) from a text source."""
     from threefold.data.store import prepare as stores
-    from threefold.data.store.resolve import open_text
+    from threefold.data.store.resolve import files_of, open_text
+    from threefold.data.text.listing import FILE, summary, write_list
     from threefold.data.text.source import Source
     from threefold.data.tokens import load_tokenizer
 
-    text = open_text(Source(source, text_field=text_field, split=split, config_name=config_name, revision=revision))
-    with _bar(text.name) as show:
+    name = source[0] if len(source) == 1 else tuple(source)
+    asked = Source(name, text_field=text_field, split=split, config_name=config_name, revision=revision)
+    with _own_flags():
+        text, lists = open_text(asked), files_of(asked)
+    if lists:
+        typer.echo(summary(lists), err=True)
+    with _own_flags(), _bar(text.name) as show:
         made = stores.prepare(
             text, load_tokenizer(tokenizer), to=to, skip_bad=skip_bad_lines, num_workers=workers, progress=show
         )
@@ -63,6 +75,9 @@ def prepare(
     )
     if info.num_skipped:
         typer.echo(f"  {info.num_skipped:,} lines, rows or files could not be read and were skipped")
+    if lists and os.access(to, os.W_OK):  # a store that is there already may lie where nothing can be written
+        write_list(lists, to / FILE)
+        typer.echo(f"the files are listed in {to / FILE}", err=True)
     typer.echo(f"use it: threefold train --data.source {to} --data.tokenizer {tokenizer}")
 
 
@@ -96,6 +111,16 @@ def audit(
     """Prove that every sample was read exactly once an epoch, over all restarts and meshes of a run."""
     for line in audit_lines(run, contents=contents):
         typer.echo(line)
+
+
+@contextlib.contextmanager
+def _own_flags() -> Iterator[None]:
+    """Fixes speak of a config's keys, which this command takes as flags of its own."""
+    try:
+        yield
+    except ThreefoldError as error:
+        flags = ((each, _KEYS.sub(lambda key: f"--{key[1].replace('_', '-')}", each.fix)) for each in error.problems)
+        raise type(error).of(dataclasses.replace(each, fix=fix) for each, fix in flags) from error
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ from threefold.run.folder import RunFolder, log_to_file, open_run, require_share
 from threefold.run.lock import RunLock
 from threefold.run.request import Asked, asked_of
 from threefold.run.resume import undamaged, versions
+from threefold.run.sources import file_lines
 from threefold.run.watchdog import Watchdog
 from threefold.training.admission.admit import admit
 from threefold.training.loop import Outcome, Run, StopRequest, train_loop
@@ -173,6 +174,8 @@ def _accept(console: Screen, run: Built, lock: RunLock) -> Audit:
     run.checkpointer.folder = dataclasses.replace(run.folder, run=accepted["run"], start=accepted["start"])
     for path in accepted["aside"]:
         console.print(f"  set aside: {path}, later than the step that the run resumes from")
+    for line in mesh.share("files", lambda: file_lines(config, to=run.folder.path)):
+        console.print(f"  files  {line}")
     lock.keep()
     return audit
 

@@ -6,7 +6,10 @@ the tolerance holds. A rate that is wrong by half a percent is ten times more.
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
+import shlex
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +22,7 @@ from ranks.runs import command, curve
 from ranks.spawn import run_ranks
 from threefold.commands.data import audit_lines
 from threefold.data.store.store import TokenStore
+from threefold.data.text.listing import FILE
 
 EXPECTED: dict[str, Any] = json.loads((cases.KEPT / "expected.json").read_text())
 
@@ -49,6 +53,38 @@ def test_run_is_resumed_and_proved(name: str, folder: Path) -> None:
     assert "proved: 64 reads, each by exactly one dp rank in exactly one step" in proved.stdout
     shown = command(folder, "data", "order", name, "--step", "3", "--show")
     assert shown.stdout == EXPECTED[name]["shown"], shown.stderr
+
+
+@pytest.mark.parametrize(("name", "tail", "rest"), [("packed", "drop", "96 of 101"), ("tensor", "drop", None)])
+def test_run_keeps_its_order(name: str, tail: str, rest: str | None, folder: Path) -> None:
+    """Its epochs' ends, which it dropped, and its version; over the end of an epoch, and twice by the same command."""
+    for steps in ("9", "16"):
+        done = command(folder, *cases.arguments(name), "--train.steps", steps)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "changed: data.tail" not in done.stdout
+    lines = [json.loads(line) for line in (folder / name / "audit.jsonl").read_text().splitlines()]
+    starts = [line for line in lines if line["kind"] == "segment"]
+    assert [(line["tail"], line["order_version"]) for line in starts] == [(tail, 1)] * 3
+    proved = command(folder, "data", "audit", name, "--contents")
+    assert proved.returncode == 0, proved.stderr
+    if rest is not None:
+        assert f"  tail: {tail}\n" in (folder / name / "config.yaml").read_text()
+        assert f"  epoch 0: {rest} rows, each exactly once; 5 not: they do not fill a batch" in proved.stdout
+        other = command(folder, "resume", name, "--train.steps", "20", "--data.tail", "carry")
+        assert other.stderr.startswith("the saved state has tail = drop, but here tail = carry\n")
+
+
+def test_folder_that_is_read_otherwise_now_is_refused_with_the_glob_that_goes_on(folder: Path) -> None:
+    """Files that 0.1.0 left out in silence lie in the corpus; the fix, pasted, resumes the run."""
+    (folder / "corpus" / "part-9.txt.gz").write_bytes(gzip.compress(b"left out by 0.1.0"))
+    refused = command(folder, *cases.arguments("sharded"))
+    assert refused.returncode == 2 and "the saved state has data = " in refused.stderr
+    fix = re.search(r"fix: (--data\.source .*)   \(reads the folder as 0\.1\.0 did\), or resume with", refused.stderr)
+    assert fix is not None, refused.stderr
+    done = command(folder, *cases.arguments("sharded"), *shlex.split(fix[1]))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_resumed(curve(folder / "sharded"), "sharded")
+    assert f"  files  4 files read (3.127 KiB); listed in sharded/{FILE}\n" in done.stdout
 
 
 def test_store_opens_to_the_same_tokens_and_is_made_the_same(folder: Path) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from threefold.audit.digest import Int64, fold_contents, predicted_samples
 from threefold.audit.record import Line, Segment, SegmentLine, StepsLine
 from threefold.data.order import Order, Place
@@ -25,13 +27,17 @@ _ORDER_FIELDS = ("data", "num_rows", "seed", "shuffle", "tail", "order_version",
 
 
 class Stretch(NamedTuple):
-    """Consecutive positions of one epoch that steps have read, or that were left out (`first_step` is then 0)."""
+    """Consecutive positions of one epoch that steps have read, or that were left out (`first_step` is then 0).
+
+    `ahead`: how many rows the first of these steps has read before, in another epoch.
+    """
 
     epoch: int
     start: int
     stop: int
     first_step: int
     segment: SegmentLine
+    ahead: int = 0
 
 
 def prove(segments: Sequence[Segment], rows: Rows | None = None) -> list[Stretch]:
@@ -67,10 +73,10 @@ def stretches_of(segments: Sequence[Segment]) -> list[Stretch]:
         order = segment.start.order
         for line in segment.lines:
             step = line.first if isinstance(line, StepsLine) else 0
-            for (epoch, position), count in order.stretches(line.place, segment.stands(line)):
-                stop = position + count * order.global_batch
-                found.append(Stretch(epoch, position, stop, step, segment.start))
-                step += count if step else 0
+            for (epoch, position), count, before in order.stretches(line.place, segment.stands(line)):
+                steps, ahead = divmod(before, order.global_batch)
+                first = step + steps if step else 0
+                found.append(Stretch(epoch, position, position + count, first, segment.start, ahead))
     return found
 
 
@@ -213,8 +219,9 @@ def _other_samples(steps: str, dp_rank: int, topology: Topology, rows: Int64) ->
 
 def contents_of(rows: Rows, indices: Int64, tensors: Sequence[str]) -> int:
     """The `contents` digest, made of some tensors, of one dp rank's steps, whose row indices are [num_steps, rows]."""
-    digest = 0
+    digest, none = 0, np.empty(0, np.int64)
     for step in indices:
-        batch = rows.rows(step[step >= 0])
+        read = step[step >= 0]
+        batch = rows.rows(read) if len(read) else dict.fromkeys(tensors, none)
         digest = fold_contents(digest, *(batch[name] for name in tensors))
     return digest

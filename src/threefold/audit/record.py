@@ -16,18 +16,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from threefold.audit.digest import TOKEN_FIELDS
 from threefold.data.mixture import Mixture
 from threefold.data.order import Order, Place
-from threefold.data.partition import TAILS, Tail
-from threefold.errors import ConfigError, RunError, ThreefoldError
+from threefold.data.partition import Tail
+from threefold.data.permutation import check_order_version
+from threefold.errors import ConfigError, RunError
 from threefold.mesh.topology import Topology
 
 FILE = "audit.jsonl"
 # What records of version 0.1.0 do not have.
-_ADDED = ("tensors", "stores", "checked")
+_ADDED = ("epochs", "tensors", "stores", "checked")
 # Rows of a step beyond those that there are, and ranks; more are a damaged number.
 _MOST_ROWS, _MOST_RANKS = 1 << 16, 1 << 24
 _RESTORE = "restore the file; without its record nothing about the run can be proved"
@@ -84,30 +85,27 @@ class SegmentLine(_Record):
     every: int
     checkpoint: str | None
     """the one that the run resumes from."""
+    epochs: int | None = None
+    """where the order ends; None: nowhere."""
     tensors: tuple[str, ...] = ("input_ids", "labels")
     """tensors that the digests `contents` are made of."""
     stores: tuple[tuple[str, str, str], ...] = ()
     """(name, digest of its bytes, prefix on the first host) of each source's store; none: not known."""
 
     def __post_init__(self) -> None:
-        numbers = (
-            self.segment,
-            self.first_step,
-            self.epoch,
-            self.position,
-            self.num_rows,
-            self.every,
-            self.global_batch,
-        )
-        _check(all(_is_count(number) for number in (*numbers, *self.mesh, self.order_version)) and len(self.mesh) == 4)
+        numbers: tuple[int, ...] = (self.segment, self.first_step, self.epoch, self.position, self.num_rows, self.every)
+        numbers += (self.global_batch, self.order_version, *self.mesh)
+        _check(all(map(_is_count, numbers)) and len(self.mesh) == 4)
         _check(min(self.segment, self.first_step, self.num_rows, self.global_batch, *self.mesh) > 0)
         _check(self.global_batch <= max(_MOST_ROWS, self.num_rows) and self.topology.world_size <= _MOST_RANKS)
-        _check(self.tail in TAILS and self.global_batch % self.topology.dp == 0)
-        _check(self.mixture is None or self.num_rows == sum(size for _, size, _ in self.mixture))
+        _check(self.tail in get_args(Tail) and self.global_batch % self.topology.dp == 0)
+        _check(self.epochs is None or _is_count(self.epochs))
         _check(isinstance(self.data, str) and isinstance(self.shuffle, bool) and type(self.seed) is int)
-        _check(set(self.tensors) <= set(TOKEN_FIELDS))
+        _check(set(self.tensors) <= set(TOKEN_FIELDS) and all(len(store) == 3 for store in self.stores))
         _check(all(isinstance(text, str) for store in self.stores for text in store))
-        _check(all(len(store) == 3 for store in self.stores))
+        check_order_version(self.order_version)
+        if self.mixture is not None:
+            _check(self.tail != "carry" and self.num_rows == sum(size for _, size, _ in self.mixture))
 
     @classmethod
     def of(
@@ -124,7 +122,7 @@ class SegmentLine(_Record):
         """The first start of a run in `order`, whose step `first_step` begins at `place`."""
         mixture = described(order.mixture) if order.mixture is not None else None
         rows: tuple[Any, ...] = (order.global_batch, order.num_rows, order.seed, order.shuffle, order.tail)
-        rows += (order.version, data, mixture, every, checkpoint)
+        rows += (order.version, data, mixture, every, checkpoint, order.epochs)
         return cls(1, first_step, *order.begin(place), topology.sizes, *rows)
 
     @property
@@ -139,12 +137,13 @@ class SegmentLine(_Record):
     @cached_property
     def order(self) -> Order:
         """The order that the run followed."""
-        order = Order(self.num_rows, self.global_batch, self.seed, self.shuffle, self.tail, self.order_version)
+        sizes = (self.num_rows, self.global_batch, self.seed, self.shuffle, self.tail, self.order_version)
+        order = Order(*sizes, epochs=self.epochs)
         if self.mixture is None:
             return order
-        sizes = {name: size for name, size, _ in self.mixture}
+        rows = {name: size for name, size, _ in self.mixture}
         turns = {name: turns for name, _, turns in self.mixture}
-        return replace(order, mixture=Mixture(sizes, turns, seed=self.seed))
+        return replace(order, mixture=Mixture(rows, turns, seed=self.seed, version=self.order_version))
 
 
 def described(mixture: Mixture) -> tuple[tuple[str, int, int], ...]:
@@ -303,7 +302,7 @@ def _parse(path: Path, number: int, text: str, start: SegmentLine | None) -> Lin
             # A start audits at least every so many steps: more in a line are a damaged number, and no end of work.
             _check(isinstance(line, SkipLine) or line.last - line.first < start.every)
         return line
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, ThreefoldError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise RunError(
             f"{path}, line {number} is not what a run writes: {text[:60]!r}",
             expected="an object of kind segment, steps or skip, as the run wrote it",

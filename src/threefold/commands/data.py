@@ -7,7 +7,10 @@ source in the run's config.yaml, opened as the run opens it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,10 +18,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from threefold.commands.endings import ending
-from threefold.errors import ConfigError, RunError, ranks_text
+from threefold.errors import ConfigError, RunError, ThreefoldError, ranks_text
 
 if TYPE_CHECKING:
-    from threefold.audit.record import Segment
+    from threefold.audit.record import Segment, SegmentLine
     from threefold.data.rows.concat import Rows
     from threefold.data.store.prepare import PrepareProgress
     from threefold.data.tokens import Tokenizer
@@ -27,15 +30,18 @@ app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Prepare data, and prove which rank read what and when."
 )
 
+_KEYS = re.compile(r"--data\.(source|tokenizer|text_field|split|config_name|revision)\b")
 _Run = Annotated[Path, typer.Argument(help="A run's folder.")]
 
 
 @app.command("prepare", **ending("data prepare"))
 def prepare(
-    source: Annotated[str, typer.Option(help="stdlib, a file, folder or glob of .txt .md .py .jsonl .parquet, hf:ID.")],
+    source: Annotated[
+        list[str], typer.Option(help="stdlib, a file, folder or glob, hf:ID; several: --source A --source B.")
+    ],
     tokenizer: Annotated[str, typer.Option(help="`bytes`, a Hub id or a folder.")],
     to: Annotated[Path, typer.Option(help="The folder to make; the same command resumes an unfinished one.")],
-    text_field: Annotated[str, typer.Option(help="Field with the text in .jsonl, .parquet and Hub rows.")] = "text",
+    text_field: Annotated[str, typer.Option(help="Field with the text in rows.")] = "text",
     split: Annotated[str, typer.Option(help="Split of a Hub dataset.")] = "train",
     config_name: Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub dataset.")] = None,
@@ -48,12 +54,18 @@ def prepare(
 ) -> None:
     """Make a memory-mapped token store (Megatron-LM's .bin and .idx) from a text source."""
     from threefold.data.store import prepare as stores
-    from threefold.data.store.resolve import open_text
+    from threefold.data.store.resolve import files_of, open_text
+    from threefold.data.text.listing import FILE, summary, write_list
     from threefold.data.text.source import Source
     from threefold.data.tokens import load_tokenizer
 
-    text = open_text(Source(source, text_field=text_field, split=split, config_name=config_name, revision=revision))
-    with _bar(text.name) as show:
+    name = source[0] if len(source) == 1 else tuple(source)
+    asked = Source(name, text_field=text_field, split=split, config_name=config_name, revision=revision)
+    with _own_flags():
+        text, lists = open_text(asked), files_of(asked)
+    if lists:
+        typer.echo(summary(lists), err=True)
+    with _own_flags(), _bar(text.name) as show:
         made = stores.prepare(
             text, load_tokenizer(tokenizer), to=to, skip_bad=skip_bad_lines, num_workers=workers, progress=show
         )
@@ -64,6 +76,9 @@ def prepare(
     )
     if info.num_skipped:
         typer.echo(f"  {info.num_skipped:,} lines, rows or files could not be read and were skipped")
+    if lists and os.access(to, os.W_OK):  # a store that is there already may lie where nothing can be written
+        write_list(lists, to / FILE)
+        typer.echo(f"the files are listed in {to / FILE}", err=True)
     typer.echo(f"use it: threefold train --data.source {to} --data.tokenizer {tokenizer}")
 
 
@@ -97,6 +112,16 @@ def audit(
     """Prove that every sample was read exactly once an epoch, over all restarts and meshes of a run."""
     for line in audit_lines(run, contents=contents):
         typer.echo(line)
+
+
+@contextlib.contextmanager
+def _own_flags() -> Iterator[None]:
+    """Fixes speak of a config's keys, which this command takes as flags of its own."""
+    try:
+        yield
+    except ThreefoldError as error:
+        flags = ((each, _KEYS.sub(lambda key: f"--{key[1].replace('_', '-')}", each.fix)) for each in error.problems)
+        raise type(error).of(dataclasses.replace(each, fix=fix) for each, fix in flags) from error
 
 
 @contextlib.contextmanager
@@ -150,6 +175,7 @@ def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
         if end >= segment.start.first_step:
             yield f"  steps {segment.start.first_step:,} to {end:,} on {segment.start.topology}"
     yield from coverage_lines(stretches)
+    yield from _shares(run, segments[-1].start)
     num_read = sum(stretch.stop - stretch.start for stretch in stretches if stretch.first_step)
     what = "samples and tokens"
     if not segments[-1].start.data:
@@ -188,6 +214,24 @@ def _last_logged(run: Path) -> int:
                 # Lines of version 0.1.0 have no time: which start they are of cannot be told.
                 last = int(line["step"]) if "loss" in line and line["time"] > started else last
     return last
+
+
+def _shares(run: Path, start: SegmentLine) -> Iterator[str]:
+    """The shares of a mixture that the run's config asks for, and those that its order keeps."""
+    from threefold.config.text import parse
+    from threefold.data.mixture import Mixture
+
+    mixture = start.order.mixture
+    if mixture is None:
+        return
+    with contextlib.suppress(OSError, ThreefoldError, AttributeError, KeyError, TypeError):
+        sources = parse((run / "config.yaml").read_text(), "config.yaml")["data"]["mixture"]
+        weights = {name: source["weight"] for name, source in sources.items()}
+        asked = Mixture(dict(zip(mixture.names, mixture.sizes, strict=True)), weights, version=mixture.version)
+        mixture = asked if asked.quotas == mixture.quotas else mixture
+    # The first order kept short ratios only, and said nothing.
+    if mixture.version > 1 or not mixture.keeps_exactly:
+        yield f"  shares: {mixture.shares}"
 
 
 def _first_and_last_step(segments: Sequence[Segment]) -> tuple[int, int]:
@@ -230,7 +274,8 @@ def step_lines(run: Path, step: int, *, show: bool = False) -> Iterator[str]:
         fix = f"--step {last}" if known else "wait for the first audit (audit.every steps)"
         raise ConfigError(what, expected=expected, fix=fix)
     topology = read.topology
-    yield f"step {step:,}: epoch {read.place.epoch}, positions from {read.place.position:,} on, {topology}"
+    where = ", ".join(f"epoch {epoch}, positions from {position:,} on" for epoch, position in read.places)
+    yield f"step {step:,}: {where}, {topology}"
     size = topology.cp * topology.tp
     for dp_rank in range(topology.dp):
         ranks = ranks_text(range(dp_rank * size, (dp_rank + 1) * size))

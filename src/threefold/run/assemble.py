@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,27 +16,26 @@ from threefold.audit.digest import TOKEN_FIELDS
 from threefold.audit.offences import explain
 from threefold.audit.record import SegmentLine
 from threefold.config.peak_rate import with_rate
-from threefold.config.schema import Config, DataConfig, MixtureSource
+from threefold.config.schema import Config
 from threefold.data.loader import Batch, TokenLoader, evaluation_batches
 from threefold.data.mixture import Mixture
-from threefold.data.order import Order, steps_without
-from threefold.data.permutation import seed_of
+from threefold.data.order import Order, last_step
+from threefold.data.permutation import ORDER_VERSION, seed_of
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import KnownRows
 from threefold.data.rows.packing import MixedRows, Packing, open_rows, reopen_rows, store_at
-from threefold.data.text.source import Source
 from threefold.data.tokens import Tokenizer
-from threefold.errors import Problem, ThreefoldError
 from threefold.integrations import trackers
 from threefold.jsonl import MetricsFile, Tracker
-from threefold.mesh.environment import cache_folder, data_path
+from threefold.mesh.environment import cache_folder
 from threefold.mesh.mesh import Mesh
 from threefold.model import noise
 from threefold.model.build import ParallelModel, build
 from threefold.run.folder import RunFolder
 from threefold.run.request import Asked
-from threefold.run.resume import Checkpointer, rate_of, versions
+from threefold.run.resume import Checkpointer, rate_of, versions, with_tail
 from threefold.run.same_bytes import of_one_copy, record_of, refuse_other_bytes
+from threefold.run.sources import opened, sources_of
 from threefold.training.optimizer import adamw
 
 DEFAULT_STEPS = 120
@@ -67,7 +65,7 @@ class Built(Asked):
     @property
     def done(self) -> int:
         """The last step done before (0: none)."""
-        return self.folder.resume.step if self.folder.resume is not None else 0
+        return self.folder.done
 
     @property
     def num_parameters(self) -> int:
@@ -90,7 +88,7 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
     """
     tokenizer, architecture = asked.tokenizer, asked.architecture
     rate, rate_why = rate_of(asked.config, folder)
-    config = with_rate(asked.config, rate)
+    config = with_tail(with_rate(asked.config, rate), folder)
     vocab_size = getattr(architecture.get_text_config(), "vocab_size", None)
     rows = rows_of(config, tokenizer, mesh, vocab_size=vocab_size)
     held_out = None
@@ -98,14 +96,11 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
         held_out = rows_of(config, tokenizer, mesh, vocab_size=vocab_size, held_out=True)
     refuse_other_bytes(rows, folder, mesh)
     loader = loader_of(config, rows, mesh)
-    num_steps = config.train.steps or (config.train.epochs or 0) * loader.steps_per_epoch or DEFAULT_STEPS
     model = build(config, asked.architecture, mesh)
     optimizer = adamw(model.module, config.optimizer)
     torch.manual_seed(seed_of("a run", config.train.seed, *noise.places(mesh, model.tensor.sequence_group)))
     checkpointer = Checkpointer(config, folder, mesh, model, optimizer, loader, architecture)
     checkpointer.resume()
-    if config.train.epochs is not None:
-        num_steps = steps_without(num_steps, skip={*loader.left_out, *config.data.skip})
     settled = dataclasses.replace(asked, config=config)
     return Built(
         **vars(settled),
@@ -117,7 +112,7 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
         model=model,
         optimizer=optimizer,
         checkpointer=checkpointer,
-        num_steps=num_steps,
+        num_steps=num_steps_of(config, folder, loader),
         rate_why=rate_why,
     )
 
@@ -150,18 +145,12 @@ def rows_of(
     Args:
         vocab_size: of the model that reads them; None: the ids are not checked.
     """
-    data, evaluation, packing, cache = config.data, config.eval, Packing.of(config.data), cache_folder()
-    if held_out:
-        assert evaluation.source is not None
-        sources = {"eval.source": MixtureSource(source=evaluation.source, weight=1, split=evaluation.split)}
-    elif data.mixture is None:
-        sources = {"data.source": MixtureSource(source=data.source, weight=1)}
-    else:
-        sources = {f"data.mixture.{name}": source for name, source in data.mixture.items()}
+    data, packing, cache = config.data, Packing.of(config.data), cache_folder()
+    sources = sources_of(config, held_out=held_out)
+    open_packed = functools.partial(open_rows, packing=packing, tokenizer=tokenizer, cache=cache, vocab_size=vocab_size)
 
     def open_here() -> list[tuple[str, str | None]]:
-        open_one = functools.partial(_rows_of_source, data, tokenizer=tokenizer, vocab_size=vocab_size)
-        return [store_at(open_one(source, key=key)) for key, source in sources.items()]
+        return [store_at(opened(key, functools.partial(open_packed, source))) for key, source in sources.items()]
 
     def open_on_every_host() -> Rows:
         found = mesh.once_per_host("evaluation data" if held_out else "data", open_here)
@@ -173,48 +162,30 @@ def rows_of(
     return of_one_copy(open_on_every_host, list(sources), mesh)
 
 
-def _rows_of_source(
-    data: DataConfig, source: MixtureSource, *, tokenizer: Tokenizer, vocab_size: int | None, key: str
-) -> Rows:
-    """Returns the rows of one source; settings that it omits come from the data section. Errors name it by its key."""
-    named = Source(
-        data_path(source.source),
-        text_field=source.text_field or data.text_field,
-        split=source.split or data.split,
-        config_name=source.config_name or data.config_name,
-        revision=source.revision or data.revision,
-        skip_bad_lines=data.skip_bad_lines,
-    )
-    try:
-        return open_rows(named, Packing.of(data), tokenizer=tokenizer, cache=cache_folder(), vocab_size=vocab_size)
-    except ThreefoldError as error:
-        raise type(error).of(_named(key, each) for each in error.problems) from error
+def num_steps_of(config: Config, folder: RunFolder, loader: TokenLoader) -> int:
+    """The last step's number; with train.epochs from the rows that are left after the steps done."""
+    if config.train.epochs is None:
+        return config.train.steps or DEFAULT_STEPS
+    done, ahead = folder.done, [each for each in config.data.skip if each not in loader.left_out]
+    return last_step(loader.order, loader.cursor().place, done=done, skip=ahead)
 
 
-# The key itself, not a path that holds these words.
-_SOURCE_KEY = re.compile(r"(?<![\w/.'\"])data\.source(?!\w|/|\.\w|['\"])")
-
-
-def _named(key: str, problem: Problem) -> Problem:
-    # The reader of a source always names data.source.
-    if key.startswith("data.mixture."):
-        return dataclasses.replace(problem, what=f"{key}: {problem.what}")
-    return Problem(*(_SOURCE_KEY.sub(key, text) for text in dataclasses.astuple(problem)))
-
-
-def order_of(config: Config, rows: Rows) -> Order:
-    """The order in which training reads the rows, on any mesh."""
+def order_of(config: Config, rows: Rows, *, version: int = ORDER_VERSION) -> Order:
+    """The order in which training reads the rows, on any mesh; `version`: the one that the run began with."""
     mixture = None
     if config.data.mixture is not None:
         assert isinstance(rows, MixedRows)
         weights = {name: source.weight for name, source in config.data.mixture.items()}
-        mixture = Mixture(rows.sizes, weights, seed=config.data.seed)
+        mixture = Mixture(rows.sizes, weights, seed=config.data.seed, version=version)
     return Order(
         num_rows=rows.num_rows,
         global_batch=config.train.global_batch,
         seed=config.data.seed,
         shuffle=config.data.shuffle,
+        tail=config.data.tail if mixture is None else "drop",
+        version=version,
         mixture=mixture,
+        epochs=config.train.epochs,
     )
 
 
@@ -240,7 +211,7 @@ def open_audit(run: Built) -> Audit:
     config, mesh, loader = run.config, run.mesh, run.loader
     resume = f"threefold resume {shlex.quote(str(run.folder.path))}"
     start = SegmentLine.of(
-        order_of(config, loader.rows),
+        order_of(config, loader.rows, version=loader.order.version),
         loader.cursor().place,
         first_step=run.done + 1,
         topology=mesh.topology,

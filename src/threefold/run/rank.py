@@ -38,6 +38,7 @@ from threefold.run.lock import RunLock
 from threefold.run.request import Asked, asked_of
 from threefold.run.resume import undamaged, versions
 from threefold.run.same_bytes import keep_lists
+from threefold.run.sources import file_lines
 from threefold.run.watchdog import Watchdog
 from threefold.training.admission.admit import admit
 from threefold.training.loop import Outcome, Run, StopRequest, train_loop
@@ -144,7 +145,8 @@ def _train(loaded: Loaded, mesh: Mesh, why: str, lock: RunLock) -> int:
     run = assemble.build_run(asked, mesh, folder)
     introduce(console, run, why, admission.said)
     if run.done >= run.num_steps:
-        console.print(f"nothing to do: step {run.done} of {run.num_steps} is done. To train more: --train.steps N")
+        more = "--train.steps" if config.train.epochs is None else "--train.epochs"
+        console.print(f"nothing to do: step {run.done} of {run.num_steps} is done. To train more: {more} N")
         mesh.close()
         return 0
     audit = _accept(console, run, lock)
@@ -179,6 +181,8 @@ def _accept(console: Screen, run: Built, lock: RunLock) -> Audit:
     run.checkpointer.folder = dataclasses.replace(run.folder, run=accepted["run"], start=accepted["start"])
     for path in accepted["aside"]:
         console.print(f"  set aside: {path}, later than the step that the run resumes from")
+    for line in mesh.share("files", lambda: file_lines(config, to=run.folder.path)):
+        console.print(f"  files  {line}")
     lock.keep()
     return audit
 

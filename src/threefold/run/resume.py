@@ -41,10 +41,12 @@ from threefold.config.schema import Config
 from threefold.data.loader import TokenLoader
 from threefold.data.permutation import seed_of
 from threefold.data.rows.known_rows import digests_of
+from threefold.errors import DataError
 from threefold.mesh.mesh import Mesh
 from threefold.model import load, noise
 from threefold.model.build import ParallelModel
 from threefold.run.folder import RunFolder
+from threefold.run.sources import with_glob
 
 
 @dataclass
@@ -152,7 +154,10 @@ class Checkpointer:
             refuse_unconfirmed(self.changed, checkpoint)
         if self.config.model.lora.r:
             refuse_other_base(manifest, self._base, self.config, checkpoint)
-        self.loader.load_state_dict(manifest["data"])
+        try:
+            self.loader.load_state_dict(manifest["data"])
+        except DataError as error:
+            raise with_glob(error, self.config) from error
         index = Index.read(checkpoint.state)
         state = run_state.state_of(self.model.module, self.optimizer)
         run_state.fit(state, index)
@@ -175,6 +180,18 @@ def rate_of(config: Config, folder: RunFolder) -> tuple[float, str]:
         if isinstance(before, float):
             return before, "the run began with it"
     return peak_rate(config)
+
+
+def with_tail(config: Config, folder: RunFolder) -> Config:
+    """Returns the config with the data.tail of the run that is resumed, unless one is given.
+
+    Runs of version 0.1.0 knew only `drop`, and their configs do not name it.
+    """
+    if folder.resume is None or "tail" in config.data.model_fields_set:
+        return config
+    tail = read_manifest(folder.resume)["config"].get("data", {}).get("tail")
+    update = {"tail": "carry" if tail == "carry" else "drop"}
+    return config.model_copy(update={"data": config.data.model_copy(update=update)})
 
 
 def versions() -> dict[str, str]:

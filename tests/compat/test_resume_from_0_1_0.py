@@ -100,7 +100,7 @@ def test_store_opens_to_the_same_tokens_and_is_made_the_same(folder: Path) -> No
     new = TokenStore(folder / "anew" / "tokens")
     assert new.fingerprint == kept.fingerprint
     files = {path.name for path in (folder / "store").iterdir()}
-    assert {path.name for path in (folder / "anew").iterdir()} == files | {"tokens.ids.json"}
+    assert {path.name for path in (folder / "anew").iterdir()} == files | {"tokens.blocks"}
     assert (folder / "anew/tokens.bin").read_bytes() == (folder / "store/tokens.bin").read_bytes()
 
 

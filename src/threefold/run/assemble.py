@@ -12,6 +12,7 @@ import torch
 
 from threefold.audit import compare, record
 from threefold.audit.compare import Audit
+from threefold.audit.digest import TOKEN_FIELDS
 from threefold.audit.offences import explain
 from threefold.audit.record import SegmentLine
 from threefold.config.peak_rate import with_rate
@@ -21,7 +22,8 @@ from threefold.data.mixture import Mixture
 from threefold.data.order import Order, last_step
 from threefold.data.permutation import ORDER_VERSION, seed_of
 from threefold.data.rows.concat import Rows
-from threefold.data.rows.packing import MixedRows, Packing, open_rows
+from threefold.data.rows.known_rows import KnownRows
+from threefold.data.rows.packing import MixedRows, Packing, open_rows, reopen_rows, store_at
 from threefold.data.tokens import Tokenizer
 from threefold.integrations import trackers
 from threefold.jsonl import MetricsFile, Tracker
@@ -32,6 +34,7 @@ from threefold.model.build import ParallelModel, build
 from threefold.run.folder import RunFolder
 from threefold.run.request import Asked
 from threefold.run.resume import Checkpointer, rate_of, versions, with_tail
+from threefold.run.same_bytes import of_one_copy, record_of, refuse_other_bytes
 from threefold.run.sources import opened, sources_of
 from threefold.training.optimizer import adamw
 
@@ -91,6 +94,7 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
     held_out = None
     if config.eval.source:
         held_out = rows_of(config, tokenizer, mesh, vocab_size=vocab_size, held_out=True)
+    refuse_other_bytes(rows, folder, mesh)
     loader = loader_of(config, rows, mesh)
     model = build(config, asked.architecture, mesh)
     optimizer = adamw(model.module, config.optimizer)
@@ -133,28 +137,29 @@ def trackers_of(run: Built, *, say: Callable[[str], None]) -> list[Tracker]:
 def rows_of(
     config: Config, tokenizer: Tokenizer, mesh: Mesh, *, vocab_size: int | None = None, held_out: bool = False
 ) -> Rows:
-    """Returns the rows of data.source, data.mixture or eval.source; one rank per machine prepares text.
+    """Returns the rows of data.source, data.mixture or eval.source.
+
+    One rank per machine prepares text, looks at files and compares their bytes; the others open what it found. Then
+    all ranks compare the digests of their bytes: a DataError names the ranks, the block and the rows that differ.
 
     Args:
         vocab_size: of the model that reads them; None: the ids are not checked.
     """
-    data = config.data
-    packing = Packing(data.seq_len, data.packing, data.document_mask, data.truncate, data.lookahead)
-    open_packed = functools.partial(
-        open_rows, packing=packing, tokenizer=tokenizer, cache=cache_folder(), vocab_size=vocab_size
-    )
+    data, packing, cache = config.data, Packing.of(config.data), cache_folder()
+    sources = sources_of(config, held_out=held_out)
+    open_packed = functools.partial(open_rows, packing=packing, tokenizer=tokenizer, cache=cache, vocab_size=vocab_size)
 
-    def open_here() -> Rows:
-        each = {
-            key: opened(key, functools.partial(open_packed, source))
-            for key, source in sources_of(config, held_out=held_out).items()
-        }
+    def open_here() -> list[tuple[str, str | None]]:
+        return [store_at(opened(key, functools.partial(open_packed, source))) for key, source in sources.items()]
+
+    def open_on_every_host() -> Rows:
+        found = mesh.once_per_host("evaluation data" if held_out else "data", open_here)
+        parts = [reopen_rows(prefix, blocks_at, packing, cache=cache) for prefix, blocks_at in found]
         if held_out or data.mixture is None:
-            return next(iter(each.values()))
-        return MixedRows({key.removeprefix("data.mixture."): rows for key, rows in each.items()})
+            return parts[0]
+        return MixedRows(dict(zip(data.mixture, parts, strict=True)))
 
-    mesh.once_per_host("evaluation data" if held_out else "data", lambda: open_here().fingerprint)
-    return open_here()
+    return of_one_copy(open_on_every_host, list(sources), mesh)
 
 
 def num_steps_of(config: Config, folder: RunFolder, loader: TokenLoader) -> int:
@@ -214,6 +219,8 @@ def open_audit(run: Built) -> Audit:
         data=loader.rows.fingerprint,
         checkpoint=str(run.folder.resume.path) if run.folder.resume is not None else None,
     )
+    tensors = TOKEN_FIELDS if config.data.document_mask else TOKEN_FIELDS[:-1]
+    start = dataclasses.replace(start, tensors=tensors, stores=record_of(loader.rows))
     path = run.folder.path / record.FILE
     go_on = config.checkpoint.on_error == "continue"
     file = MetricsFile(path, continue_on_error=go_on) if mesh.rank == 0 else None
@@ -225,6 +232,7 @@ def open_audit(run: Built) -> Audit:
         gather=mesh.gather,
         explain=functools.partial(explain, resume=resume),
         rows=loader.rows,
+        known=KnownRows(loader.rows, seed=mesh.rank),
         skips=loader.planned,
         record=file,
     )

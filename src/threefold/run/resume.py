@@ -40,6 +40,7 @@ from threefold.config.peak_rate import peak_rate
 from threefold.config.schema import Config
 from threefold.data.loader import TokenLoader
 from threefold.data.permutation import seed_of
+from threefold.data.rows.known_rows import digests_of
 from threefold.errors import DataError
 from threefold.mesh.mesh import Mesh
 from threefold.model import load, noise
@@ -127,6 +128,7 @@ class Checkpointer:
             "mesh": list(self.mesh.topology.sizes),
             "device": self.mesh.device.type,
             "data": self.loader.state_dict(),
+            "blocks": digests_of(self.loader.rows),
             "seed": self.config.train.seed,
             "architecture": architecture_of(self.architecture),
             "config": with_absolute_paths(self.config).model_dump(mode="json"),

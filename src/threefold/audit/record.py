@@ -93,15 +93,8 @@ class SegmentLine(_Record):
     """(name, digest of its bytes, prefix on the first host) of each source's store; none: not known."""
 
     def __post_init__(self) -> None:
-        numbers = (
-            self.segment,
-            self.first_step,
-            self.epoch,
-            self.position,
-            self.num_rows,
-            self.every,
-            self.global_batch,
-        )
+        numbers = [self.segment, self.first_step, self.epoch, self.position]
+        numbers += [self.num_rows, self.every, self.global_batch]
         _check(all(_is_count(number) for number in (*numbers, *self.mesh, self.order_version)) and len(self.mesh) == 4)
         _check(min(self.segment, self.first_step, self.num_rows, self.global_batch, *self.mesh) > 0)
         _check(self.global_batch <= max(_MOST_ROWS, self.num_rows) and self.topology.world_size <= _MOST_RANKS)

@@ -6,7 +6,10 @@ the tolerance holds. A rate that is wrong by half a percent is ten times more.
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
+import shlex
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +22,7 @@ from ranks.runs import command, curve
 from ranks.spawn import run_ranks
 from threefold.commands.data import audit_lines
 from threefold.data.store.store import TokenStore
+from threefold.data.text.listing import FILE
 
 EXPECTED: dict[str, Any] = json.loads((cases.KEPT / "expected.json").read_text())
 
@@ -70,6 +74,19 @@ def test_run_keeps_its_order(name: str, tail: str, rest: str | None, folder: Pat
         assert other.stderr.startswith("the saved state has tail = drop, but here tail = carry\n")
 
 
+def test_folder_that_is_read_otherwise_now_is_refused_with_the_glob_that_goes_on(folder: Path) -> None:
+    """Files that 0.1.0 left out in silence lie in the corpus; the fix, pasted, resumes the run."""
+    (folder / "corpus" / "part-9.txt.gz").write_bytes(gzip.compress(b"left out by 0.1.0"))
+    refused = command(folder, *cases.arguments("sharded"))
+    assert refused.returncode == 2 and "the saved state has data = " in refused.stderr
+    fix = re.search(r"fix: (--data\.source .*)   \(reads the folder as 0\.1\.0 did\), or resume with", refused.stderr)
+    assert fix is not None, refused.stderr
+    done = command(folder, *cases.arguments("sharded"), *shlex.split(fix[1]))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_resumed(curve(folder / "sharded"), "sharded")
+    assert f"  files  4 files read (3.127 KiB); listed in sharded/{FILE}\n" in done.stdout
+
+
 def test_store_opens_to_the_same_tokens_and_is_made_the_same(folder: Path) -> None:
     kept = TokenStore(folder / "store" / "tokens")
     texts = [path.read_bytes() for path in sorted((folder / "corpus").iterdir())]
@@ -83,7 +100,7 @@ def test_store_opens_to_the_same_tokens_and_is_made_the_same(folder: Path) -> No
     new = TokenStore(folder / "anew" / "tokens")
     assert new.fingerprint == kept.fingerprint
     files = {path.name for path in (folder / "store").iterdir()}
-    assert {path.name for path in (folder / "anew").iterdir()} == files | {"tokens.ids.json"}
+    assert {path.name for path in (folder / "anew").iterdir()} == files | {"tokens.blocks"}
     assert (folder / "anew/tokens.bin").read_bytes() == (folder / "store/tokens.bin").read_bytes()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import errno
+import gzip
 import json
 import os
 import struct
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -22,6 +25,7 @@ from threefold.data.store import parts
 from threefold.data.store.prepare import prepare
 from threefold.data.store.resolve import open_store, open_text
 from threefold.data.store.store import StoreWriter, TokenStore
+from threefold.data.text.listing import KINDS
 from threefold.data.text.source import Source
 from threefold.data.tokens import ByteTokenizer, load_tokenizer
 from threefold.errors import EXIT_WRONG_REQUEST, ConfigError, DataError, RunError, ThreefoldError
@@ -51,11 +55,11 @@ def said(act: Callable[[], Any], kind: type[ThreefoldError] = DataError) -> list
     return [(problem.what, problem.expected, problem.fix) for problem in caught.value.problems]
 
 
-def read(source: str, **options: Any) -> Callable[[], Any]:
+def read(source: str | tuple[str, ...], **options: Any) -> Callable[[], Any]:
     return lambda: prepare(open_text(Source(source, **options)), BYTES, to=Path("prepared"))
 
 
-def rows(source: str, **options: Any) -> Callable[[], Any]:
+def rows(source: str | tuple[str, ...], **options: Any) -> Callable[[], Any]:
     tokenizer, seq_len = options.pop("tokenizer", BYTES), options.pop("seq_len", 8)
     model = {"vocab_size": options.pop("vocab_size", None)}
     cut = {name: options.pop(name) for name in ("packing", "document_mask", "truncate", "lookahead") if name in options}
@@ -80,43 +84,105 @@ def test_glob_without_a_match(folder: Path) -> None:
     assert said(read("*.txt")) == [
         (
             "data.source = '*.txt' matches no file",
-            f"at least one .txt, .md, .py, .jsonl, .parquet file, relative to {folder}",
-            "check the pattern with   ls *.txt",
+            f"at least one {KINDS} file, relative to {folder}",
+            "find -L . -type f | head   shows what is there",
         )
     ]
+    (folder / "a.rst").touch()
+    assert said(read("*.rst"))[0][0] == "data.source = '*.rst' matches no file that can be read"
 
 
 def test_folder_without_text(folder: Path) -> None:
     (folder / "corpus").mkdir()
     what = "data.source = 'corpus': no file in this folder can be read"
-    looked_for = ".txt, .md, .py, .jsonl, .parquet files at any depth, not hidden; the folder has "
+    looked_for = f"{KINDS} files at any depth, not hidden; corpus has "
     fix = "--data.source FOLDER   (a folder that holds such files)"
-    assert said(read("corpus")) == [(what, looked_for + "no files", fix)]
+    assert said(read("corpus")) == [(what, looked_for + "no file", fix)]
     (folder / "corpus" / "x.arrow").touch()
     (folder / "corpus" / "y.rst").touch()
-    assert said(read("corpus")) == [(what, looked_for + "only files of type .arrow, .rst", fix)]
+    (folder / "corpus" / "z.csv").touch()
+    assert said(read("corpus")) == [(what, looked_for + "1 .arrow, 1 .rst, 1 empty", fix)]
 
 
 @pytest.mark.parametrize("source", ["saved", "hf:saved"])
-def test_folder_of_save_to_disk(folder: Path, source: str) -> None:
-    (folder / "saved").mkdir()
-    (folder / "saved" / "dataset_info.json").write_text("{}")
-    (folder / "saved" / "state.json").write_text("{}")
-    ((what, _, fix),) = said(read(source))
-    assert what == f"data.source = '{source}' is a folder written by datasets' save_to_disk"
-    assert fix == "dataset.to_parquet('data.parquet')   in Python, then --data.source data.parquet"
+def test_damaged_folder_of_save_to_disk(folder: Path, source: str) -> None:
+    datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk("saved")
+    next(Path("saved").glob("*.arrow")).write_bytes(b"cut")
+    ((what, expected, fix),) = said(read(source))
+    assert what.startswith(f"data.source = '{source}' is a folder written by save_to_disk that cannot be read: ")
+    assert expected == "the complete folder, as datasets.load_from_disk reads it"
+    assert fix == "copy the folder or save the dataset again"
+
+
+def test_split_that_a_saved_dataset_lacks(folder: Path) -> None:
+    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk("saved")
+    assert said(read("saved")) == [
+        ("data.split = 'train': 'saved' has no such split", "one of test", "--data.split test")
+    ]
+    read("saved", split="test")()
 
 
 def test_unknown_extension(folder: Path) -> None:
-    (folder / "a.json").touch()
-    assert said(read("a.json")) == [
+    (folder / "a.rst").write_text("text")
+    assert said(read("a.rst")) == [
         (
-            "data.source = 'a.json': files of type .json are not supported",
-            "one of .txt, .md, .py, .jsonl, .parquet",
-            "rename or convert the file, for example as a.jsonl; "
-            "to read one type from a folder: --data.source './*.txt'",
+            "data.source = 'a.rst': files of type .rst are not supported",
+            f"one of {KINDS}",
+            "convert it to one of these kinds, or rename it if it is plain text: cp a.rst a.rst.txt",
         )
     ]
+    (folder / "b.txt.bz2").write_bytes(bz2.compress(b"text"))
+    assert said(read("b.txt.bz2"))[0][2] == "bunzip2 -k b.txt.bz2"
+    (folder / "c.gz").write_bytes(gzip.compress(b"text"))
+    assert said(read("c.gz"))[0][2] == (
+        "name it after what is inside, as text or rows: cp c.gz c.txt.gz   or   cp c.gz c.jsonl.gz"
+    )
+
+
+def test_address(folder: Path) -> None:
+    expected = "files on this machine, or hf:OWNER/NAME for a dataset on the Hub"
+    fixes = {
+        "s3://bucket/dir": "aws s3 cp --recursive s3://bucket/dir DIR   then --data.source DIR",
+        "gs://bucket/dir": "gcloud storage cp -r gs://bucket/dir DIR   then --data.source DIR",
+        "https://host/a.jsonl": "wget https://host/a.jsonl -P DIR   then --data.source DIR",
+        "az://c/d": "download az://c/d to DIR   then --data.source DIR",
+        "hf://datasets/owner/name/a.jsonl": "--data.source hf:owner/name   (all files of the dataset)",
+    }
+    (folder / "a.txt").touch()
+    for address, fix in fixes.items():
+        what = f"data.source = {address!r} is an address: {address.partition(':')[0]}:// is not read"
+        assert said(read(address)) == [(what, expected, fix)]
+        assert said(read(("a.txt", address))) == [(what, expected, fix)]
+
+
+def test_store_in_a_list(folder: Path) -> None:
+    prepare(open_text_of(folder, "abc"), BYTES, to=Path("st"))
+    ((what, expected, fix),) = said(rows(("a.txt", "st")))
+    assert what == "data.source is a list, and 'st' in it is a token store"
+    assert expected == "sources of text, which are encoded together"
+    mixture = "{source-1: {source: a.txt, weight: 1}, source-2: {source: st, weight: 1}}"
+    assert fix == f"--data.mixture '{mixture}'   (any weights)"
+
+
+def test_no_fix_says_that_chats_are_supported(folder: Path) -> None:
+    """Neither half of a conversation, nor a list of messages, is offered as the text."""
+    apply = (
+        "write each row's conversation into one field of text (tokenizer.apply_chat_template), then --data.text_field "
+        "THAT_FIELD   (chats, and losses on answers alone, are not supported)"
+    )
+    rows_of = {
+        "messages": {"messages": [{"role": "user", "content": "hi"}], "id": "a"},
+        "pairs": {"prompt": "hi", "completion": "ho"},
+    }
+    for name, row in rows_of.items():
+        (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), f"{name}.parquet")
+        (folder / name).mkdir()
+        (folder / name / "train.jsonl").write_text(json.dumps(row) + "\n")
+        for source in (f"{name}.jsonl", f"{name}.parquet", f"hf:{name}"):
+            assert said(read(source))[0][2] == apply
+    for source in ("messages.jsonl", "messages.parquet", "hf:messages"):
+        assert said(read(source, text_field="messages"))[0][2] == apply
 
 
 def test_file_that_is_not_utf8(folder: Path) -> None:

@@ -21,9 +21,9 @@ from threefold.mesh.topology import Topology, resolve
 from threefold.model.load import plan_of, read_config
 from threefold.model.reduced import reduced
 from threefold.model.tensor_parallel.plan import plan_problems
-from threefold.run.assemble import _named
 from threefold.run.folder import open_run
 from threefold.run.request import check
+from threefold.run.sources import _named
 from threefold.run.start import train
 
 SECTIONS = ", ".join(Config.model_fields)
@@ -188,7 +188,9 @@ def test_unknown_section() -> None:
         ("model.config", "llama", "llama", "a mapping: {key: value}", "leave model.config out"),
         ("model.revision", "1234567", "1234567", "text", """quotes make it text: --model.revision '"1234567"'"""),
         ("data.source", "null", "null", "text", "--data.source stdlib   (the default)"),
-        ("data.source", "[a, b]", "[a, b]", "text", "--data.source stdlib   (the default)"),
+        ("data.source", "{a: b}", "{a: b}", "text", "--data.source stdlib   (the default)"),
+        ("data.source", "[]", "[]", "at least 1 entry", "--data.source stdlib   (the default)"),
+        ("eval.source", "5", "5", "text", """quotes make it text: --eval.source '"5"'"""),
     ],
 )
 def test_value_of_another_kind(key: str, value: str, shown: str, expected: str, fix: str) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -226,6 +229,38 @@ def test_folder_that_is_not_empty_is_refused(run: Path, tmp_path: Path) -> None:
     for to in (tmp_path, tmp_path / "file"):
         with pytest.raises(ConfigError, match="is not empty"):
             export(run, to)
+
+
+def _dies_while_it_writes() -> None:
+    from threefold.export import model_folder
+
+    model_folder._save_descriptions = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_export_left_is_removed(run: Path) -> None:
+    """kill -9 after the weights were written, then the same command again."""
+    export = ("export", "run", "--no-verify", "--to", "killed")
+    killed, folder = command(run.parent, *export, first=_dies_while_it_writes), run.parent / "killed"
+    assert killed.returncode == -signal.SIGKILL and (folder / "model.safetensors").exists()
+    (folder / ".part-00007").touch()
+    (folder / "deep").mkdir()
+    again = command(run.parent, *export)
+    assert again.returncode == 0, again.stderr
+    assert command(run.parent, *export[:-1], "whole").returncode == 0
+    names = [sorted(path.name for path in (run.parent / each).iterdir()) for each in ("killed", "whole")]
+    assert names[0] == names[1] and ".threefold-export" not in names[0]
+
+
+def test_a_living_export_is_not_disturbed(run: Path, tmp_path: Path) -> None:
+    from threefold.export.model_folder import export
+
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out" / ".threefold-export"):
+        (tmp_path / "out" / ".part-00000").touch()
+        with pytest.raises(ConfigError, match="another export is writing to ") as caught:
+            export(run, tmp_path / "out")
+    assert caught.value.problems[0].fix == "--to ANOTHER_FOLDER   (or wait until it has ended)"
+    assert (tmp_path / "out" / ".part-00000").exists()
 
 
 def test_command_says_what_it_wrote(run: Path) -> None:

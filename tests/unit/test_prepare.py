@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from filelock import FileLock
 
 from threefold.data.store import parts, prepare
+from threefold.data.store.blocks import Blocks
 from threefold.data.store.prepare import PreparedStore, PrepareProgress, request_of
 from threefold.data.store.resolve import cached_store, open_text
 from threefold.data.store.store import TokenStore
@@ -60,7 +63,13 @@ def make(corpus: Path, to: Path, tokenizer: ByteTokenizer = BYTES, **options: An
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+    """The bytes of each file; of the hashes, which also have the files' times, the digest."""
+    found = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+    for name in found.keys() & {"tokens.blocks"}:
+        kept = Blocks.read(folder / name)
+        assert kept is not None and kept.unchanged(folder / "tokens")
+        found[name] = f"{kept.digest} {kept.min_id} {kept.max_id}".encode()
+    return found
 
 
 def texts_of(source: Path) -> list[str]:
@@ -78,7 +87,7 @@ def test_store_is_each_document_and_the_end_token(corpus: Path, tmp_path: Path) 
     texts = texts_of(corpus)
     assert documents_in(store) == [[*text.encode(), 256] for text in texts]
     assert store.dtype == np.uint16
-    assert sorted(contents(tmp_path / "to")) == ["tokens.bin", "tokens.ids.json", "tokens.idx", "tokens.json"]
+    assert sorted(contents(tmp_path / "to")) == ["tokens.bin", "tokens.blocks", "tokens.idx", "tokens.json"]
     assert (made.info.tokenizer, made.info.vocab_size, made.info.end_id) == ("bytes", 257, 256)
     assert (made.info.num_documents, made.info.num_tokens, made.reused) == (40, 40 * 12, False)
 
@@ -251,6 +260,43 @@ def test_killed_outright_it_goes_on_where_it_stopped(corpus: Path, tmp_path: Pat
     make(corpus, tmp_path / "to", again)
     assert again.seen == [f"document {i:02}" for i in range(30, 40)]
     assert contents(tmp_path / "to") == contents(tmp_path / "whole")
+
+
+def _join_and_die(corpus: Path, to: Path) -> None:
+    prepare.StoreWriter.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment]
+    make(corpus, to)
+
+
+def test_files_of_a_killed_preparation_are_removed(corpus: Path, tmp_path: Path) -> None:
+    """Killed while it joined the parts, it leaves the store a second time, and no lock."""
+    make(corpus, tmp_path / "whole")
+    for _ in range(2):
+        process = multiprocessing.get_context("fork").Process(target=_join_and_die, args=(corpus, tmp_path / "to"))
+        process.start()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+        assert len(list((tmp_path / "to").glob(".tokens.bin.*.tmp"))) == 1
+    make(corpus, tmp_path / "to")
+    assert contents(tmp_path / "to") == contents(tmp_path / "whole")
+    # Those beside a whole store as well: of an earlier release, or of a process killed at the very end.
+    (tmp_path / "to" / ".tokens.bin.17.tmp").touch()
+    (tmp_path / "to" / ".tokens.ids.json.17.tmp").touch()  # of a reader, which needs no lock
+    assert make(corpus, tmp_path / "to").reused
+    assert sorted(contents(tmp_path / "to")) == sorted([".tokens.ids.json.17.tmp", *contents(tmp_path / "whole")])
+
+
+def test_files_of_a_living_preparation_stay(corpus: Path, tmp_path: Path) -> None:
+    to, waiting = tmp_path / "to", threading.Event()
+    to.mkdir()
+    with FileLock(to / ".lock"):
+        (to / f".tokens.bin.{os.getpid()}.tmp").touch()
+        other = threading.Thread(target=lambda: (waiting.set(), make(corpus, to)))
+        other.start()
+        waiting.wait(30)
+        other.join(0.3)
+        assert other.is_alive() and (to / f".tokens.bin.{os.getpid()}.tmp").exists()
+    other.join(30)
+    assert not other.is_alive() and not list(to.glob(".tokens.bin.*.tmp"))
 
 
 def test_parts_hold_all_pieces_in_order() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import sysconfig
@@ -104,8 +105,23 @@ def test_file_whose_name_looks_like_a_glob(tmp_path: Path) -> None:
 
 
 def test_text_is_taken_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\rthree é\n".encode())
-    assert read(tmp_path / "a.txt") == ["\ufeffone\r\ntwo\rthree é\n"]
+    (tmp_path / "a.txt").write_bytes("one\r\ntwo\rthree \ufeff é\n".encode())
+    assert read(tmp_path / "a.txt") == ["one\r\ntwo\rthree \ufeff é\n"]
+
+
+def test_byte_order_mark_is_no_text_and_another_recipe(tmp_path: Path) -> None:
+    """Earlier releases kept the mark as a token: their stores of such files are not taken for these."""
+    (tmp_path / "a.txt").write_bytes(b"text")
+    (tmp_path / "b.txt").write_bytes(b"text")
+    before = open_text(Source(str(tmp_path)))
+    recipe = hashlib.blake2b(b"files 1 None False", digest_size=16)
+    content = hashlib.blake2b(b"text", digest_size=16).hexdigest()
+    recipe.update(f"\na.txt\0004\0{content}\nb.txt\0004\0{content}".encode())
+    assert before.fingerprint == recipe.hexdigest()
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbftext")
+    marked = open_text(Source(str(tmp_path)))
+    assert documents(marked) == ["text", "text"]
+    assert isinstance(marked, text_files.Files) and marked._recipe.endswith(" without marks")
 
 
 @given(

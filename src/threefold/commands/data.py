@@ -7,6 +7,10 @@ source in the run's config.yaml, opened as the run opens it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,15 +30,18 @@ app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Prepare data, and prove which rank read what and when."
 )
 
+_KEYS = re.compile(r"--data\.(source|tokenizer|text_field|split|config_name|revision)\b")
 _Run = Annotated[Path, typer.Argument(help="A run's folder.")]
 
 
 @app.command("prepare", **ending("data prepare"))
 def prepare(
-    source: Annotated[str, typer.Option(help="stdlib, a file, folder or glob of .txt .md .py .jsonl .parquet, hf:ID.")],
+    source: Annotated[
+        list[str], typer.Option(help="stdlib, a file, folder or glob, hf:ID; several: --source A --source B.")
+    ],
     tokenizer: Annotated[str, typer.Option(help="`bytes`, a Hub id or a folder.")],
     to: Annotated[Path, typer.Option(help="The folder to make; the same command resumes an unfinished one.")],
-    text_field: Annotated[str, typer.Option(help="Field with the text in .jsonl, .parquet and Hub rows.")] = "text",
+    text_field: Annotated[str, typer.Option(help="Field with the text in rows.")] = "text",
     split: Annotated[str, typer.Option(help="Split of a Hub dataset.")] = "train",
     config_name: Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub dataset.")] = None,
@@ -47,12 +54,18 @@ def prepare(
 ) -> None:
     """Make a memory-mapped token store (Megatron-LM's .bin and .idx) from a text source."""
     from threefold.data.store import prepare as stores
-    from threefold.data.store.resolve import open_text
+    from threefold.data.store.resolve import files_of, open_text
+    from threefold.data.text.listing import FILE, summary, write_list
     from threefold.data.text.source import Source
     from threefold.data.tokens import load_tokenizer
 
-    text = open_text(Source(source, text_field=text_field, split=split, config_name=config_name, revision=revision))
-    with _bar(text.name) as show:
+    name = source[0] if len(source) == 1 else tuple(source)
+    asked = Source(name, text_field=text_field, split=split, config_name=config_name, revision=revision)
+    with _own_flags():
+        text, lists = open_text(asked), files_of(asked)
+    if lists:
+        typer.echo(summary(lists), err=True)
+    with _own_flags(), _bar(text.name) as show:
         made = stores.prepare(
             text, load_tokenizer(tokenizer), to=to, skip_bad=skip_bad_lines, num_workers=workers, progress=show
         )
@@ -63,6 +76,9 @@ def prepare(
     )
     if info.num_skipped:
         typer.echo(f"  {info.num_skipped:,} lines, rows or files could not be read and were skipped")
+    if lists and os.access(to, os.W_OK):  # a store that is there already may lie where nothing can be written
+        write_list(lists, to / FILE)
+        typer.echo(f"the files are listed in {to / FILE}", err=True)
     typer.echo(f"use it: threefold train --data.source {to} --data.tokenizer {tokenizer}")
 
 
@@ -99,6 +115,16 @@ def audit(
 
 
 @contextlib.contextmanager
+def _own_flags() -> Iterator[None]:
+    """Fixes speak of a config's keys, which this command takes as flags of its own."""
+    try:
+        yield
+    except ThreefoldError as error:
+        flags = ((each, _KEYS.sub(lambda key: f"--{key[1].replace('_', '-')}", each.fix)) for each in error.problems)
+        raise type(error).of(dataclasses.replace(each, fix=fix) for each, fix in flags) from error
+
+
+@contextlib.contextmanager
 def _bar(name: str) -> Iterator[Callable[[PrepareProgress], None]]:
     """Progress over the bytes of a source: a live bar on a terminal, else a line at each tenth."""
     from rich import progress
@@ -127,7 +153,7 @@ def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
     """The proof of what a run has read, as lines; RunError names the first wrong step."""
     from threefold.audit import record
     from threefold.audit.lookup import coverage_lines
-    from threefold.audit.proof import check_saved, prove
+    from threefold.audit.proof import check_logged, check_saved, prove
     from threefold.checkpoint.layout import CheckpointFolder
     from threefold.data.order import Place
 
@@ -136,6 +162,7 @@ def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
     stretches = prove(segments, _rows_of_run(run, segments)[0] if contents else None)
     checkpoints = [(each.path, each.step, each.manifest()["data"]) for each in CheckpointFolder(run).complete()]
     check_saved(lines, [(path, step, Place(at["epoch"], at["position"])) for path, step, at in checkpoints])
+    check_logged(segments, _last_logged(run))
     if not any(stretch.first_step for stretch in stretches):
         what = f"{run} has no audited step yet"
         fix = "wait for the first audit (audit.every steps), or run it with audit.every > 0"
@@ -150,9 +177,16 @@ def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
     yield from coverage_lines(stretches)
     yield from _shares(run, segments[-1].start)
     num_read = sum(stretch.stop - stretch.start for stretch in stretches if stretch.first_step)
-    what = "samples and tokens" if contents else "samples (tokens were compared during the run; --contents reads again)"
+    what = "samples and tokens"
     if not segments[-1].start.data:
         what = "samples (of a Trainer's dataset, whose contents have no fingerprint)"
+    elif not contents:
+        known = [segment for segment in segments if segment.start.stores]
+        what = "samples and bytes (--contents also compares every token)" if len(known) == len(segments) else "samples"
+        if what == "samples":
+            until = known[0].start.first_step - 1 if known else last
+            yield f"  bytes of steps {first:,} to {until:,}: not known, the record has no hashes (--contents reads all)"
+        yield from _byte_lines(run, known)
     yield f"proved: {num_read:,} reads, each by exactly one dp rank in exactly one step: {what}"
 
 
@@ -172,6 +206,32 @@ def _shares(run: Path, start: SegmentLine) -> Iterator[str]:
     # The first order kept short ratios only, and said nothing.
     if mixture.version > 1 or not mixture.keeps_exactly:
         yield f"  shares: {mixture.shares}"
+
+
+def _byte_lines(run: Path, segments: Sequence[Segment]) -> Iterator[str]:
+    from threefold.audit.stores import byte_lines
+    from threefold.config import loading
+    from threefold.data.rows.packing import Packing
+    from threefold.mesh.environment import cache_folder
+
+    if segments:
+        config = loading.load(str(run / "config.yaml"), environ={}).config
+        yield from byte_lines(run, segments, Packing.of(config.data), cache=cache_folder())
+
+
+def _last_logged(run: Path) -> int:
+    """The last step in metrics.jsonl of the run's last start; 0 if there is none."""
+    from threefold.checkpoint.lineage import Journal
+
+    started = max((str(line["time"]) for line in Journal(run).lines() if line["event"] == "start"), default="")
+    last = 0
+    with contextlib.suppress(OSError):
+        for text in (run / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                line = json.loads(text)
+                # Lines of version 0.1.0 have no time: which start they are of cannot be told.
+                last = int(line["step"]) if "loss" in line and line["time"] > started else last
+    return last
 
 
 def _first_and_last_step(segments: Sequence[Segment]) -> tuple[int, int]:

@@ -64,12 +64,15 @@ def verify_command(loaded: Loaded, options: Options, *, force: bool = False) -> 
         from threefold.verify.mesh_side import verify_rank
 
         return verify_rank(loaded.config, options, topology, None)
+    from threefold.run.sources import file_lines
     from threefold.run.start import PRELOAD, topology_here
 
     local_ranks.preload(PRELOAD)
     topology, why = topology_here(loaded.config, force=force)
     refuse_impossible(loaded.config, topology)
     print(f"mesh {topology} on {topology.world_size} ranks ({why}) against one process, float32, {options.steps} steps")
+    for line in file_lines(loaded.config):
+        print(f"files: {line}")
     found = on_ranks(loaded.config, options, topology)
     if isinstance(found, int):
         return found

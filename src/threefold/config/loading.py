@@ -140,6 +140,7 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None
             _problem_of(entry, origins or {})
             for entry in error.errors()
             if entry["type"] != "extra_forbidden" or entry["loc"][:2] == ("data", "mixture")
+            if entry["type"] != "too_short" or not entry["input"]  # else its entries were refused already
         ]
         # A value that may have several types is refused once for each type.
         raise ConfigError.of({problem.what: problem for problem in problems}.values()) from None
@@ -222,6 +223,7 @@ _EXPECTED = {
     "string_type": "text",
     "literal_error": "one of {expected}",
     "missing": "another entry",
+    "too_short": "at least {min_length} entry",
     "model_type": _KEYS_BELOW,
     "dict_type": "a mapping: {{key: value}}",
 }
@@ -265,7 +267,7 @@ def _fix(entry: Any, key: str, origin: str) -> str:
 
 def _mixture_problem(entry: Any, where: str) -> Problem:
     """A problem inside data.mixture, the only key with keys below it."""
-    path = ".".join(map(str, entry["loc"]))
+    path = ".".join(str(part) for part in entry["loc"] if part not in ("one source", "sources"))
     keys = ", ".join(MixtureSource.model_fields)
     if entry["type"] == "extra_forbidden":
         nearest = difflib.get_close_matches(str(entry["loc"][-1]), MixtureSource.model_fields, n=1, cutoff=0.5)

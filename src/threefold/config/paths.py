@@ -6,7 +6,7 @@ import glob
 from pathlib import Path
 from typing import Any
 
-from threefold.config.schema import Config
+from threefold.config.schema import Config, Sources
 
 # In a run's folder: what the run is, and the config with which it is resumed.
 RUN_FILE, RUN_CONFIG = "run.json", "config.yaml"
@@ -22,16 +22,20 @@ def with_absolute_paths(config: Config) -> Config:
     """The config with absolute paths in place of relative ones that exist here; names of the Hub stay as they are."""
     data = config.data
     mixture = data.mixture and {
-        name: source.model_copy(update={"source": _absolute(source.source)}) for name, source in data.mixture.items()
+        name: source.model_copy(update={"source": _absolutes(source.source)}) for name, source in data.mixture.items()
     }
     updates: dict[str, dict[str, Any]] = {
         "model": {"name_or_path": _absolute(config.model.name_or_path)},
-        "data": {"source": _absolute(data.source), "tokenizer": _absolute(data.tokenizer), "mixture": mixture},
-        "eval": {"source": _absolute(config.eval.source)},
+        "data": {"source": _absolutes(data.source), "tokenizer": _absolute(data.tokenizer), "mixture": mixture},
+        "eval": {"source": _absolutes(config.eval.source)},
     }
     return config.model_copy(
         update={section: getattr(config, section).model_copy(update=values) for section, values in updates.items()}
     )
+
+
+def _absolutes(named: Sources | None) -> Sources | None:
+    return tuple(str(_absolute(each)) for each in named) if isinstance(named, tuple) else _absolute(named)
 
 
 def _absolute(named: str | None) -> str | None:

@@ -93,7 +93,7 @@ def _of_mixture(config: Config) -> Iterator[Problem]:
     if not mixture:
         yield Problem("data.mixture names no source", "at least one", MIXTURE_FIX)
     if source != DataConfig().source:
-        what = f"data.source = {source} and data.mixture are both set"
+        what = f"data.source = {as_yaml(source)} and data.mixture are both set"
         fix = f"leave data.source out, or add it to the mixture: {{source: {as_yaml(source)}, weight: 1}}"
         yield Problem(what, "one of them: a mixture names all of its sources, each with a weight", fix)
     if config.train.epochs is not None:

@@ -10,13 +10,18 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 AxisSize = PositiveInt | Literal["auto"] | None
+# Told apart before they are checked, so that an error speaks of the one that was meant.
+Sources = Annotated[
+    Annotated[str, Tag("one source")] | Annotated[tuple[str, ...], Field(strict=False, min_length=1), Tag("sources")],
+    Discriminator(lambda given: "sources" if isinstance(given, list | tuple) else "one source"),
+]
 StepRange = Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)]
 
 
@@ -73,7 +78,7 @@ class ModelConfig(_Section):
 class MixtureSource(_Section):
     """One source of a mixture; keys that it omits come from the data section."""
 
-    source: str = Field(description="as data.source")
+    source: Sources = Field(description="as data.source")
     weight: PositiveFloat = Field(description="share of the rows; only the ratio to the other weights counts")
     split: str | None = Field(None, description="split of a Hub dataset")
     config_name: str | None = Field(None, description="configuration of a Hub dataset")
@@ -84,14 +89,16 @@ class MixtureSource(_Section):
 class DataConfig(_Section):
     """What to read, and in which order."""
 
-    source: str = Field("stdlib", description="stdlib, a file, folder or glob, hf:ID, or a prepared folder")
+    source: Sources = Field(
+        "stdlib", description="stdlib, a file, folder or glob, hf:ID, a list of these, or a prepared folder"
+    )
     mixture: dict[str, MixtureSource] | None = Field(
         None, description="several sources instead of data.source: {name: {source: ..., weight: ...}, ...}"
     )
     split: str = Field("train", description="split of a Hub dataset")
     config_name: str | None = Field(None, description="configuration of a Hub dataset")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub dataset")
-    text_field: str = Field("text", description="field that holds the text in .jsonl, .parquet and Hub rows")
+    text_field: str = Field("text", description="field that holds the text in rows; a.b: the field b inside a")
     tokenizer: str | None = Field(None, description="`bytes`, a Hub id or a folder; default: the model's own, or bytes")
     allow_other_tokenizer: bool = Field(
         False, description="train pretrained weights with a tokenizer that is not theirs: its ids mean other tokens"
@@ -209,7 +216,7 @@ class CheckpointConfig(_Section):
 class EvalConfig(_Section):
     """Loss and perplexity on held-out rows, each counted once."""
 
-    source: str | None = Field(None, description="as data.source; null: no evaluation")
+    source: Sources | None = Field(None, description="as data.source; null: no evaluation")
     split: str = Field("validation", description="split of a Hub dataset")
     every: Count = Field(0, description="steps between evaluations; 0: at the end only")
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from threefold.data.order import Cursor, Order, Place, StepRange, num_batches, skips_ahead
 from threefold.data.partition import check_global_batch
 from threefold.data.rows.concat import IGNORED, PADDING, Rows
+from threefold.errors import DataError
 from threefold.mesh.local_ranks import die_with_creator
 
 Batch = dict[str, Tensor]
@@ -175,7 +176,14 @@ class TokenLoader:
         cursor.check({**tail, **self._fingerprint_of(order)})
         self.order, self._dataset = order, replace(self._dataset, order=order)
         self._place = cursor.place
-        self.left_out = [(first, last) for first, last in state.get("left_out", [])]
+        try:
+            self.left_out = [(int(first), int(last)) for first, last in state.get("left_out", [])]
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"this is not a saved order of samples: it has left_out = {str(state['left_out'])[:60]}",
+                expected="a state_dict() of this loader, with pairs of steps under 'left_out'",
+                fix="load the state that the loader saved, or start a new run",
+            ) from error
         self.rows_read = state.get("rows_read", cursor.epoch * self.order.epoch_size + cursor.position)
 
     def _begins(self) -> Iterator[Place]:

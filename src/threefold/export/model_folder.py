@@ -11,13 +11,14 @@ import copy
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from filelock import FileLock, Timeout
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
@@ -39,6 +40,8 @@ MAX_SHARD_BYTES = 5 * 1000**3
 _CODE = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config", "use_kernels")
 _PROBE_TOKENS = 32
 _NOT_RELOADED = "not reloaded"
+# In a folder that is being written. Only an empty one gets it, so all that lies beside it is the export's.
+_MARK = ".threefold-export"
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,7 @@ def export(
         CheckpointError: there is no complete checkpoint, or it is damaged. ConfigError: the folder is not empty.
         RunError: the folder reloads to different logits.
     """
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError(
-            f"{to} is not empty",
-            expected="a new or empty folder, so that no other model's files are mixed in",
-            fix="--to ANOTHER_FOLDER",
-        )
+    _refuse_filled(to)
     transformers.utils.logging.disable_progress_bar()
     checkpoint = find(run)
     if (reason := checkpoint.damage()) is not None:
@@ -92,13 +90,47 @@ def export(
     made = not to.exists()
     to.mkdir(parents=True, exist_ok=True)
     work = _Export(checkpoint, to, config, architecture, max_shard_bytes, verify)
+    with _marked(to):
+        try:
+            return work.adapter() if adapter else work.merged() if config.model.lora.r else work.weights()
+        except BaseException:
+            shutil.rmtree(to, ignore_errors=True)
+            if not made:
+                to.mkdir()
+            raise
+
+
+def _refuse_filled(to: Path) -> None:
+    if to.exists() and (not to.is_dir() or (any(to.iterdir()) and not (to / _MARK).exists())):
+        raise ConfigError(
+            f"{to} is not empty",
+            expected="a new or empty folder, so that no other model's files are mixed in",
+            fix="--to ANOTHER_FOLDER",
+        )
+
+
+@contextlib.contextmanager
+def _marked(to: Path) -> Iterator[None]:
+    """Marks the folder as unfinished and locks it meanwhile; removes what an export left that was killed."""
+    lock = FileLock(to / _MARK)
     try:
-        return work.adapter() if adapter else work.merged() if config.model.lora.r else work.weights()
-    except BaseException:
-        shutil.rmtree(to, ignore_errors=True)
-        if not made:
-            to.mkdir()
-        raise
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"another export is writing to {to}",
+            expected="one export for each folder",
+            fix="--to ANOTHER_FOLDER   (or wait until it has ended)",
+        ) from None
+    try:
+        for left in to.iterdir():
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            elif left.name != _MARK:
+                left.unlink()
+        yield
+        (to / _MARK).unlink()
+    finally:
+        lock.release()
 
 
 @dataclass(frozen=True)

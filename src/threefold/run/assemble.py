@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,28 +12,30 @@ import torch
 
 from threefold.audit import compare, record
 from threefold.audit.compare import Audit
+from threefold.audit.digest import TOKEN_FIELDS
 from threefold.audit.offences import explain
 from threefold.audit.record import SegmentLine
 from threefold.config.peak_rate import with_rate
-from threefold.config.schema import Config, DataConfig, MixtureSource
+from threefold.config.schema import Config
 from threefold.data.loader import Batch, TokenLoader, evaluation_batches
 from threefold.data.mixture import Mixture
 from threefold.data.order import Order, last_step
 from threefold.data.permutation import ORDER_VERSION, seed_of
 from threefold.data.rows.concat import Rows
-from threefold.data.rows.packing import MixedRows, Packing, open_rows
-from threefold.data.text.source import Source
+from threefold.data.rows.known_rows import KnownRows
+from threefold.data.rows.packing import MixedRows, Packing, open_rows, reopen_rows, store_at
 from threefold.data.tokens import Tokenizer
-from threefold.errors import Problem, ThreefoldError
 from threefold.integrations import trackers
 from threefold.jsonl import MetricsFile, Tracker
-from threefold.mesh.environment import cache_folder, data_path
+from threefold.mesh.environment import cache_folder
 from threefold.mesh.mesh import Mesh
 from threefold.model import noise
 from threefold.model.build import ParallelModel, build
 from threefold.run.folder import RunFolder
 from threefold.run.request import Asked
 from threefold.run.resume import Checkpointer, rate_of, versions, with_tail
+from threefold.run.same_bytes import of_one_copy, record_of, refuse_other_bytes
+from threefold.run.sources import opened, sources_of
 from threefold.training.optimizer import adamw
 
 DEFAULT_STEPS = 120
@@ -93,6 +94,7 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
     held_out = None
     if config.eval.source:
         held_out = rows_of(config, tokenizer, mesh, vocab_size=vocab_size, held_out=True)
+    refuse_other_bytes(rows, folder, mesh)
     loader = loader_of(config, rows, mesh)
     model = build(config, asked.architecture, mesh)
     optimizer = adamw(model.module, config.optimizer)
@@ -135,56 +137,29 @@ def trackers_of(run: Built, *, say: Callable[[str], None]) -> list[Tracker]:
 def rows_of(
     config: Config, tokenizer: Tokenizer, mesh: Mesh, *, vocab_size: int | None = None, held_out: bool = False
 ) -> Rows:
-    """Returns the rows of data.source, data.mixture or eval.source; one rank per machine prepares text.
+    """Returns the rows of data.source, data.mixture or eval.source.
+
+    One rank per machine prepares text, looks at files and compares their bytes; the others open what it found. Then
+    all ranks compare the digests of their bytes: a DataError names the ranks, the block and the rows that differ.
 
     Args:
         vocab_size: of the model that reads them; None: the ids are not checked.
     """
-    data, evaluation = config.data, config.eval
-    open_source = functools.partial(_rows_of_source, data, tokenizer=tokenizer, vocab_size=vocab_size)
+    data, packing, cache = config.data, Packing.of(config.data), cache_folder()
+    sources = sources_of(config, held_out=held_out)
+    open_packed = functools.partial(open_rows, packing=packing, tokenizer=tokenizer, cache=cache, vocab_size=vocab_size)
 
-    def open_here() -> Rows:
-        if held_out:
-            assert evaluation.source is not None
-            own = MixtureSource(source=evaluation.source, weight=1, split=evaluation.split)
-            return open_source(own, key="eval.source")
-        if data.mixture is None:
-            return open_source(MixtureSource(source=data.source, weight=1), key="data.source")
-        each = data.mixture.items()
-        return MixedRows({name: open_source(source, key=f"data.mixture.{name}") for name, source in each})
+    def open_here() -> list[tuple[str, str | None]]:
+        return [store_at(opened(key, functools.partial(open_packed, source))) for key, source in sources.items()]
 
-    mesh.once_per_host("evaluation data" if held_out else "data", lambda: open_here().fingerprint)
-    return open_here()
+    def open_on_every_host() -> Rows:
+        found = mesh.once_per_host("evaluation data" if held_out else "data", open_here)
+        parts = [reopen_rows(prefix, blocks_at, packing, cache=cache) for prefix, blocks_at in found]
+        if held_out or data.mixture is None:
+            return parts[0]
+        return MixedRows(dict(zip(data.mixture, parts, strict=True)))
 
-
-def _rows_of_source(
-    data: DataConfig, source: MixtureSource, *, tokenizer: Tokenizer, vocab_size: int | None, key: str
-) -> Rows:
-    """Returns the rows of one source; settings that it omits come from the data section. Errors name it by its key."""
-    named = Source(
-        data_path(source.source),
-        text_field=source.text_field or data.text_field,
-        split=source.split or data.split,
-        config_name=source.config_name or data.config_name,
-        revision=source.revision or data.revision,
-        skip_bad_lines=data.skip_bad_lines,
-    )
-    packing = Packing(data.seq_len, data.packing, data.document_mask, data.truncate, data.lookahead)
-    try:
-        return open_rows(named, packing, tokenizer=tokenizer, cache=cache_folder(), vocab_size=vocab_size)
-    except ThreefoldError as error:
-        raise type(error).of(_named(key, each) for each in error.problems) from error
-
-
-# The key itself, not a path that holds these words.
-_SOURCE_KEY = re.compile(r"(?<![\w/.'\"])data\.source(?!\w|/|\.\w|['\"])")
-
-
-def _named(key: str, problem: Problem) -> Problem:
-    # The reader of a source always names data.source.
-    if key.startswith("data.mixture."):
-        return dataclasses.replace(problem, what=f"{key}: {problem.what}")
-    return Problem(*(_SOURCE_KEY.sub(key, text) for text in dataclasses.astuple(problem)))
+    return of_one_copy(open_on_every_host, list(sources), mesh)
 
 
 def num_steps_of(config: Config, folder: RunFolder, loader: TokenLoader) -> int:
@@ -244,6 +219,8 @@ def open_audit(run: Built) -> Audit:
         data=loader.rows.fingerprint,
         checkpoint=str(run.folder.resume.path) if run.folder.resume is not None else None,
     )
+    tensors = TOKEN_FIELDS if config.data.document_mask else TOKEN_FIELDS[:-1]
+    start = dataclasses.replace(start, tensors=tensors, stores=record_of(loader.rows))
     path = run.folder.path / record.FILE
     go_on = config.checkpoint.on_error == "continue"
     file = MetricsFile(path, continue_on_error=go_on) if mesh.rank == 0 else None
@@ -255,6 +232,7 @@ def open_audit(run: Built) -> Audit:
         gather=mesh.gather,
         explain=functools.partial(explain, resume=resume),
         rows=loader.rows,
+        known=KnownRows(loader.rows, seed=mesh.rank),
         skips=loader.planned,
         record=file,
     )

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from threefold import __version__
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config.schema import EMBEDDED_DEFAULT, value_at
+from threefold.config.text import as_yaml
 from threefold.data.order import last_step
 from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT
 from threefold.export.model_folder import generate_sample
@@ -66,14 +67,15 @@ def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]
     sizes = config.model.config or EMBEDDED_DEFAULT
     origin = "" if config.model.name_or_path else f"{sizes['model_type']}, "
     seq_len, source = config.data.seq_len, config.data.source
+    named = source if isinstance(source, str) else as_yaml(source)
     if config.data.mixture is not None:
-        source = " + ".join(f"{each.weight:g} {name}" for name, each in config.data.mixture.items())
+        named = " + ".join(f"{each.weight:g} {name}" for name, each in config.data.mixture.items())
     lines = [
         f"threefold {__version__}  {run.folder.path}",
         f"  model  {origin}{run.num_parameters:,} parameters, {name}, {config.model.dtype}",
         f"         {shape_text(run.architecture)}",
         f"  mesh   {mesh.topology} on {ranks} ({mesh.device.type}): {why}",
-        f"  data   {source} ({run.tokenizer.name}): {run.rows.report}; {seq_len} tokens a row",
+        f"  data   {named} ({run.tokenizer.name}): {run.rows.report}; {seq_len} tokens a row",
     ]
     if run.loader.order.mixture is not None:
         lines.append(f"  shares {run.loader.order.mixture.shares}")

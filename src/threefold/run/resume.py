@@ -40,10 +40,13 @@ from threefold.config.peak_rate import peak_rate
 from threefold.config.schema import Config
 from threefold.data.loader import TokenLoader
 from threefold.data.permutation import seed_of
+from threefold.data.rows.known_rows import digests_of
+from threefold.errors import DataError
 from threefold.mesh.mesh import Mesh
 from threefold.model import load, noise
 from threefold.model.build import ParallelModel
 from threefold.run.folder import RunFolder
+from threefold.run.sources import with_glob
 
 
 @dataclass
@@ -125,6 +128,7 @@ class Checkpointer:
             "mesh": list(self.mesh.topology.sizes),
             "device": self.mesh.device.type,
             "data": self.loader.state_dict(),
+            "blocks": digests_of(self.loader.rows),
             "seed": self.config.train.seed,
             "architecture": architecture_of(self.architecture),
             "config": with_absolute_paths(self.config).model_dump(mode="json"),
@@ -150,7 +154,10 @@ class Checkpointer:
             refuse_unconfirmed(self.changed, checkpoint)
         if self.config.model.lora.r:
             refuse_other_base(manifest, self._base, self.config, checkpoint)
-        self.loader.load_state_dict(manifest["data"])
+        try:
+            self.loader.load_state_dict(manifest["data"])
+        except DataError as error:
+            raise with_glob(error, self.config) from error
         index = Index.read(checkpoint.state)
         state = run_state.state_of(self.model.module, self.optimizer)
         run_state.fit(state, index)

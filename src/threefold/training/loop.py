@@ -95,15 +95,16 @@ def train_loop(run: Run, *, first_step: int) -> Outcome:
         for step in range(first_step, run.num_steps + 1):
             epoch = run.loader.epoch
             run.progress.enter("data", step=step)
-            read = run.loader.rows_read
+            rows_before = run.loader.rows_read
             batch = window.read(batches)
             pieces = micro_batches(batch, run.micro_batch)
             lr = learning_rate(step, num_steps=run.num_steps, config=run.config.optimizer)
             result = run.step(pieces, lr=lr)
             if run.audit is not None:
-                run.audit.observe(step, *(batch[name].numpy(force=True) for name in ("indices", *TOKEN_FIELDS)))
+                read = (batch[name].numpy(force=True) for name in ("indices", *TOKEN_FIELDS) if name in batch)
+                run.audit.observe(step, *read)
             window.steps += 1
-            window.rows += run.loader.rows_read - read
+            window.rows += run.loader.rows_read - rows_before
             stopping = stop.after(step)
             run.notice(step)
             due = _due_after(step, run, first=step == first_step, end=stopping or step == run.num_steps)

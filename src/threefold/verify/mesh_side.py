@@ -29,6 +29,7 @@ from threefold.model.context_parallel.split import gathered_positions
 from threefold.model.load import layers_of
 from threefold.run import assemble, request
 from threefold.run.rank import quieten_libraries, report_failure
+from threefold.run.sources import file_lines
 from threefold.training.admission.admit import RefusedError, admit
 from threefold.training.optimizer import adamw, learning_rate
 from threefold.training.step import TrainStep, mean_loss, micro_batches
@@ -48,7 +49,7 @@ def verify_rank(config: Config, options: Options, topology: Topology, answer: st
         if mesh.rank == 0 and answer is not None:
             Path(answer).write_text(json.dumps(vars(found)))
         elif mesh.rank == 0:
-            print("\n".join(table(found)))
+            print("\n".join([*(f"files: {line}" for line in file_lines(config)), *table(found)]))
             print(f"the mesh {'follows' if found.holds else 'differs from'} the single process")
             code = 0 if found.holds else EXIT_FAILED
         mesh.barrier()

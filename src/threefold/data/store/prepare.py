@@ -15,16 +15,23 @@ import hashlib
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
 
-from threefold.data.store.id_range import id_range
+from threefold.data.store.blocks import with_suffix
 from threefold.data.store.parts import Part, PartDone, PartMaker, make_in_processes, plan_parts
-from threefold.data.store.store import StoreInfo, StoreWriter, TokenStore, dtype_for, read_info, with_suffix
+from threefold.data.store.store import (
+    StoreInfo,
+    StoreWriter,
+    TokenStore,
+    dtype_for,
+    fingerprint_of_content,
+    read_info,
+)
 from threefold.data.text.source import ReadLog, TextSource, log_error
 from threefold.data.tokens import Tokenizer
 from threefold.errors import DataError, RunError
@@ -33,9 +40,9 @@ STORE_NAME = "tokens"
 
 # Starting processes (0.5 s and more each) costs more than it saves below this much text.
 _SMALL_BYTES = 64 << 20
-# Part of every request's name: after a change to how parts are cut or encoded, old parts are not reused.
 # A full disk, a full quota, and a limit on the size of files.
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Part of every request's name: after a change to how parts are cut or encoded, old parts are not reused.
 _FORMAT = 1
 
 
@@ -83,17 +90,20 @@ def prepare(
     """
     request = request_of(source, tokenizer, skip_bad=skip_bad)
     prefix = to / STORE_NAME
-    if found := _found(prefix, request):
+    if (found := _found(prefix, request)) and not (any(_left_over(to)) and os.access(to, os.W_OK)):
         return found
     with _locked(to):
-        # Another process may have made it while this one waited.
+        for left in _left_over(to):
+            left.unlink(missing_ok=True)
+        # Another process may have made it while this one waited, or was killed before it had tidied up.
         if found := _found(prefix, request):
+            _remove_parts(to)
             return found
         folder = to / f".parts-{request}"
         _refuse_other(prefix, request=request, begun=folder.exists())
-        folder.mkdir(exist_ok=True)
         maker = PartMaker(source, tokenizer, folder, skip_bad)
         try:
+            folder.mkdir(exist_ok=True)
             done = _make_parts(maker, plan_parts(source.pieces), num_workers=num_workers, progress=progress)
             info = _join(maker, done, prefix=prefix, request=request)
         except OSError as error:
@@ -104,10 +114,18 @@ def prepare(
                 expected="space for twice the tokens, 2 bytes each (4 for a vocabulary above 65,536): parts and store",
                 fix="free space or choose another folder, then run the same command again: finished parts are reused",
             ) from error
-        for left in to.glob(".parts-*"):
-            shutil.rmtree(left)
-        id_range(TokenStore(prefix), cache=to)
+        _remove_parts(to)
         return PreparedStore(prefix, info, reused=False)
+
+
+def _left_over(to: Path) -> Iterator[Path]:
+    """Files that a killed process left: who writes a store holds the folder's lock until they have their names."""
+    return (file for kind in ("bin", "idx", "json") for file in to.glob(f".{STORE_NAME}.{kind}.*.tmp"))
+
+
+def _remove_parts(to: Path) -> None:
+    for left in to.glob(".parts-*"):
+        shutil.rmtree(left)
 
 
 def _locked(to: Path) -> AbstractContextManager[object]:
@@ -215,9 +233,8 @@ def _join(maker: PartMaker, done: Sequence[PartDone], *, prefix: Path, request: 
     tokenizer, source = maker.tokenizer, maker.source
 
     def info(writer: StoreWriter) -> StoreInfo:
-        content = f"{writer.content_hash()} {tokenizer.fingerprint}"
         return StoreInfo(
-            fingerprint=hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
+            fingerprint=fingerprint_of_content(writer.content_hash(), tokenizer.fingerprint),
             request=request,
             num_tokens=writer.num_tokens,
             num_documents=writer.num_documents,

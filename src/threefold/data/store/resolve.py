@@ -6,15 +6,29 @@ once into a cached store while the machine's other processes wait.
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
+from threefold.config.text import pasted
+from threefold.data.store.blocks import with_suffix
 from threefold.data.store.prepare import PreparedStore, prepare, request_of
-from threefold.data.store.store import TokenStore, with_suffix
-from threefold.data.text.files import open_files, open_stdlib
-from threefold.data.text.hub import open_hub
+from threefold.data.store.store import TokenStore
+from threefold.data.text.files import Files, open_files, open_stdlib
+from threefold.data.text.hub import is_saved, open_hub, open_saved
+from threefold.data.text.joined import JoinedSources
+from threefold.data.text.listing import FileList, Known
 from threefold.data.text.source import Source, TextSource
 from threefold.data.tokens import Tokenizer
 from threefold.errors import DataError
+
+_REMOTE = re.compile(r"([a-z][a-z0-9+.-]*)://")
+_DOWNLOAD = {
+    "s3": "aws s3 cp --recursive {}",
+    "gs": "gcloud storage cp -r {}",
+    "http": "wget {} -P",
+    "https": "wget {} -P",
+}
 
 
 def open_store(source: Source, *, tokenizer: Tokenizer | None, cache: Path) -> TokenStore:
@@ -24,8 +38,7 @@ def open_store(source: Source, *, tokenizer: Tokenizer | None, cache: Path) -> T
         tokenizer: for text; a store that records its tokenizer is compared with it. None: only a store is accepted.
         cache: folder for the stores made from text.
     """
-    prefix = store_prefix(source.name)
-    if prefix is not None:
+    if isinstance(source.name, str) and (prefix := store_prefix(source.name)) is not None:
         store = TokenStore(prefix)
         _check_tokenizer(source.name, store, tokenizer)
         return store
@@ -41,9 +54,50 @@ def open_store(source: Source, *, tokenizer: Tokenizer | None, cache: Path) -> T
 
 def open_text(source: Source) -> TextSource:
     """The documents that a source names; a DataError if they cannot be read."""
-    if source.name.startswith("hf:"):
+    opened = _opened(source)
+    return opened[0] if len(opened) == 1 else JoinedSources(tuple(opened))
+
+
+def files_of(source: Source) -> list[FileList]:
+    """The files that are read, and those left out, of the sources that are files and no token store."""
+    if isinstance(source.name, str) and (source.name.startswith("hf:") or store_prefix(source.name) is not None):
+        return []
+    return [text.files for text in _opened(source) if isinstance(text, Files)]
+
+
+def _opened(source: Source) -> list[TextSource]:
+    known: Known = {}
+    if isinstance(source.name, str):
+        return [_open_one(source, source.name, known)]
+    for name in source.name:
+        if store_prefix(name) is not None:
+            mixture = {f"source-{i}": {"source": each, "weight": 1} for i, each in enumerate(source.name, start=1)}
+            raise DataError(
+                f"data.source is a list, and {name!r} in it is a token store",
+                expected="sources of text, which are encoded together",
+                fix=f"--data.mixture {pasted(mixture)}   (any weights)",
+            )
+    return [_open_one(replace(source, name=name), name, known) for name in source.name]
+
+
+def _open_one(source: Source, name: str, known: Known) -> TextSource:
+    folder = Path(name).expanduser()
+    if found := _REMOTE.match(name):
+        fix = f"{_DOWNLOAD.get(found[1], 'download {} to').format(name)} DIR   then --data.source DIR"
+        if name.startswith("hf://datasets/"):
+            fix = f"--data.source hf:{'/'.join(name.split('/')[3:5])}   (all files of the dataset)"
+        raise DataError(
+            f"data.source = {name!r} is an address: {found[1]}:// is not read",
+            expected="files on this machine, or hf:OWNER/NAME for a dataset on the Hub",
+            fix=fix,
+        )
+    if name.startswith("hf:"):
         return open_hub(source)
-    return open_stdlib() if source.name == "stdlib" else open_files(source.name, text_field=source.text_field)
+    if name == "stdlib":
+        return open_stdlib()
+    if is_saved(folder):
+        return open_saved(source, folder)
+    return open_files(name, text_field=source.text_field, known=known)
 
 
 def cached_store(text: TextSource, tokenizer: Tokenizer, *, cache: Path, skip_bad: bool = False) -> PreparedStore:

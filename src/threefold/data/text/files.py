@@ -1,29 +1,32 @@
 """Documents from files: a file, a folder, a glob, or the running Python's own standard library.
 
-.txt, .md and .py files are a document each; .jsonl and .parquet files hold one per row (`rows`). Files are read in the
-order of their paths relative to the folder, with `/` between the parts. The fingerprint names them by these paths, so
-a folder that was moved or copied is the same source. Text is UTF-8 and is not changed: line ends are kept.
+.txt, .md and .py files are a document each; the others hold one per row (`rows`). Files are read in the order of their
+paths relative to the folder, with `/` between the parts (`listing`). The fingerprint names them by these paths, so a
+folder that was moved or copied is the same source. Text is UTF-8 and keeps its line ends; a byte order mark is no text.
 """
 
 from __future__ import annotations
 
 import difflib
-import glob
 import hashlib
-import os
+import shlex
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from threefold.data.text import listing
 from threefold.data.text import rows as text_rows
-from threefold.data.text.source import EXTENSIONS, MAX_PROBLEMS, Piece, ReadLog
+from threefold.data.text.listing import KINDS, TEXTS, FileList, Kind, Known, kind_of
+from threefold.data.text.source import MAX_PROBLEMS, Piece, ReadLog
 from threefold.errors import DataError, Problem
 
-ROW_EXTENSIONS = (".jsonl", ".parquet")
 # Of the standard library: no tests and no installed packages.
 EXCLUDED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
+
+_PLAIN = tuple(Kind(suffix, None) for suffix in TEXTS)
+_UNPACK = {".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zip": "unzip", ".tar": "tar xf", ".tgz": "tar xzf"}
 
 
 @dataclass(frozen=True)
@@ -32,22 +35,32 @@ class Files:
 
     Args:
         name: the source as the user wrote it.
-        root: folder that the paths are relative to.
-        paths: relative, with `/`, sorted.
+        files: the folder that the paths are relative to, and the paths.
         text_field: field of the text in rows; None if all files are plain text.
         skip_undecodable: leave out files that are not UTF-8, and count them.
     """
 
     name: str
-    root: Path
-    paths: tuple[str, ...]
+    files: FileList
     text_field: str | None
     skip_undecodable: bool = False
+
+    @property
+    def root(self) -> Path:
+        return self.files.root
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return self.files.read
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        return tuple(kind for path in self.paths if (kind := kind_of(path)) is not None)
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of every file's relative path, size and content, and of the field that is read."""
-        digest = hashlib.blake2b(f"files 1 {self.text_field!r} {self.skip_undecodable}".encode(), digest_size=16)
+        digest = hashlib.blake2b(self._recipe.encode(), digest_size=16)
         for path in self.paths:
             full = self.root / path
             try:
@@ -63,19 +76,31 @@ class Files:
             digest.update(f"\n{path}\0{size}\0{content}".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
+    @property
+    def _recipe(self) -> str:
+        """How the files are read. Releases without compressed files kept a text's byte order mark as a token."""
+        marked = any(self._is_marked(path) for path, kind in zip(self.paths, self.kinds, strict=True) if kind in _PLAIN)
+        return f"files 1 {self.text_field!r} {self.skip_undecodable}" + (" without marks" if marked else "")
+
+    def _is_marked(self, path: str) -> bool:
+        try:
+            with (self.root / path).open("rb") as file:
+                return file.read(len(text_rows.BOM)) == text_rows.BOM
+        except OSError:  # the fingerprint names it
+            return False
+
     @cached_property
     def pieces(self) -> Sequence[Piece]:
         pieces: list[Piece] = []
         problems: list[Problem] = []
-        for i, path in enumerate(self.paths):
+        for i, (path, kind) in enumerate(zip(self.paths, self.kinds, strict=True)):
             full = self.root / path
-            kind = path.lower().rpartition(".")[2]
-            if kind == "parquet":
+            if kind.suffix == ".parquet":
                 try:
                     pieces += text_rows.parquet_pieces(full, file=i, text_field=str(self.text_field))
                 except DataError as error:
                     problems += error.problems
-            elif kind == "jsonl":
+            elif kind == (".jsonl", None):
                 pieces += text_rows.jsonl_pieces(full, file=i)
             else:
                 size = full.stat().st_size
@@ -85,13 +110,25 @@ class Files:
         return pieces
 
     def read(self, piece: Piece, log: ReadLog) -> Iterator[str]:
-        full = self.root / self.paths[piece.file]
-        if full.name.lower().endswith(ROW_EXTENSIONS):
-            read = text_rows.read_jsonl if full.name.lower().endswith(".jsonl") else text_rows.read_parquet
-            yield from read(full, piece, text_field=str(self.text_field), log=log)
-            return
+        full, (suffix, compression) = self.root / self.paths[piece.file], self.kinds[piece.file]
+        field = str(self.text_field)
+        if compression is not None and (damage := text_rows.damage(full, compression)) is not None:
+            log.bad(damage, expected="a complete file", fix=text_rows.AGAIN)
+        elif suffix == ".jsonl":
+            yield from text_rows.read_jsonl(full, piece, text_field=field, log=log, compression=compression)
+        elif suffix == ".parquet":
+            yield from text_rows.read_parquet(full, piece, text_field=field, log=log)
+        elif suffix in (".json", ".csv"):
+            read = text_rows.read_json if suffix == ".json" else text_rows.read_csv
+            yield from read(full, text_field=field, log=log, compression=compression)
+        else:
+            yield from self._read_text(full, compression, log)
+
+    def _read_text(self, full: Path, compression: str | None, log: ReadLog) -> Iterator[str]:
+        with text_rows.opened(full, compression) as file:
+            content = file.read()
         try:
-            text = full.read_bytes().decode()
+            text = content.decode()
         except UnicodeDecodeError as error:
             if self.skip_undecodable:
                 log.num_skipped += 1
@@ -99,90 +136,77 @@ class Files:
                 log.bad(
                     f"{full} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start:,}",
                     expected="text files in UTF-8",
-                    fix=f"iconv -f LATIN1 -t UTF-8 {full} > NEW, or {text_rows.SKIP}",
+                    fix=f"iconv -f LATIN1 -t UTF-8 {shlex.quote(str(full))} > NEW, or {text_rows.SKIP}",
                 )
             return
-        yield text
+        yield text.removeprefix("\ufeff")
 
 
 def open_stdlib() -> Files:
     """The running Python's standard library without installed packages and test folders: about 12 MB of .py files."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = _walk(root, excluded=EXCLUDED_FOLDERS, extensions=(".py",))
-    if not found:
+    found = listing.list_folder(root, {}, excluded=EXCLUDED_FOLDERS)
+    found = FileList(root, tuple(path for path in found.read if path.endswith(".py")))
+    if not found.read:
         raise DataError(
             f"data.source = 'stdlib': no .py file in {root}",
             expected="the standard library as files (some Python builds keep it in a zip or as .pyc only)",
-            fix="--data.source FOLDER   (any folder of .txt, .md, .py, .jsonl or .parquet)",
+            fix=f"--data.source FOLDER   (any folder of {KINDS})",
         )
-    return Files("stdlib", root, found, None, skip_undecodable=True)
+    return Files("stdlib", found, None, skip_undecodable=True)
 
 
-def open_files(source: str, *, text_field: str) -> Files:
-    """The files that a path or glob names, of a folder all at any depth but hidden ones; a DataError without any."""
+def open_files(source: str, *, text_field: str, known: Known | None = None) -> Files:
+    """The files that a path or glob names; a DataError without any.
+
+    Args:
+        known: files that other entries of a list read already; those found are added.
+    """
+    known = {} if known is None else known
     path = Path(source).expanduser()
     if path.is_file():
-        if not path.name.lower().endswith(EXTENSIONS):
-            raise _unknown_extension(source, path)
-        root: Path = path.parent
-        found: tuple[str, ...] = (path.name,)
+        if (kind := kind_of(path.name)) is None:
+            raise _unknown_kind(source, path)
+        found = listing.each_once(path.parent, {path.name: kind}, [], known)
     elif path.is_dir():
-        root, found = path, _walk(path, excluded=frozenset(), extensions=EXTENSIONS)
-        if not found:
-            raise _nothing_readable(source, path)
-    elif glob.has_magic(source):
-        root, found = _match(str(path))
-        if not found:
-            raise DataError(
-                f"data.source = {source!r} matches no file",
-                expected=f"at least one {', '.join(EXTENSIONS)} file, relative to {Path.cwd()}",
-                fix="check the pattern with   ls " + source,
-            )
+        found = listing.list_folder(path, known)
+    elif listing.is_glob(source):
+        found = listing.list_glob(str(path), known)
     else:
         raise _not_there(source, path)
-    rows = any(name.lower().endswith(ROW_EXTENSIONS) for name in found)
-    return Files(source, root, found, text_field if rows else None)
+    if not found.read and not any(each.group == listing.READ_ALREADY for each in found.left_out):
+        raise _nothing_readable(source, found)
+    rows = any(kind is not None and kind.suffix not in TEXTS for kind in map(kind_of, found.read))
+    return Files(source, found, text_field if rows else None)
 
 
-def _walk(root: Path, *, excluded: frozenset[str], extensions: tuple[str, ...]) -> tuple[str, ...]:
-    found: list[Path] = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
-        found += [Path(folder, n) for n in names if n.lower().endswith(extensions) and not n.startswith(".")]
-    return tuple(sorted(path.relative_to(root).as_posix() for path in found))
-
-
-def _match(pattern: str) -> tuple[Path, tuple[str, ...]]:
-    """Common folder and relative paths of the files that a glob matches."""
-    fixed = Path(pattern)
-    while glob.has_magic(str(fixed)):
-        fixed = fixed.parent
-    files = [Path(name) for name in glob.glob(pattern, recursive=True) if name.lower().endswith(EXTENSIONS)]
-    return fixed, tuple(sorted(path.relative_to(fixed).as_posix() for path in files if path.is_file()))
-
-
-def _unknown_extension(source: str, path: Path) -> DataError:
-    nearest = difflib.get_close_matches(path.suffix.lower(), EXTENSIONS, 1)
-    hint = f", for example as {path.with_suffix(nearest[0]).name}" if nearest else ""
+def _unknown_kind(source: str, path: Path) -> DataError:
+    suffix, quoted = path.suffix.lower(), shlex.quote(str(path))
+    fix = f"convert it to one of these kinds, or rename it if it is plain text: cp {quoted} {quoted}.txt"
+    if suffix in listing.COMPRESSIONS:
+        inside = [f"cp {quoted} {shlex.quote(str(path.with_suffix(f'.{kind}{suffix}')))}" for kind in ("txt", "jsonl")]
+        fix = f"name it after what is inside, as text or rows: {'   or   '.join(inside)}"
+    elif suffix in _UNPACK:
+        fix = f"{_UNPACK[suffix]} {quoted}"
     return DataError(
         f"data.source = {source!r}: files of type {path.suffix or '(no extension)'} are not supported",
-        expected=f"one of {', '.join(EXTENSIONS)}",
-        fix=f"rename or convert the file{hint}; to read one type from a folder: --data.source '{path.parent}/*.txt'",
+        expected=f"one of {KINDS}",
+        fix=fix,
     )
 
 
-def _nothing_readable(source: str, folder: Path) -> DataError:
-    if (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists():
+def _nothing_readable(source: str, found: FileList) -> DataError:
+    there = f"{found.root} has {listing.counted(found.left_out) or 'no file'}"
+    if listing.is_glob(source) and not Path(source).expanduser().is_dir():
         return DataError(
-            f"data.source = {source!r} is a folder written by datasets' save_to_disk",
-            expected="text files, or a folder that datasets.load_dataset reads",
-            fix="dataset.to_parquet('data.parquet')   in Python, then --data.source data.parquet",
+            f"data.source = {source!r} matches no file" + (" that can be read" if found.left_out else ""),
+            expected=f"at least one {KINDS} file, relative to {Path.cwd()}",
+            fix=f"find -L {shlex.quote(str(found.root))} -type f | head   shows what is there",
         )
-    there = sorted({path.suffix or "(no extension)" for path in folder.rglob("*") if path.is_file()})[:10]
+    what = "no file in this folder can be read" if Path(source).expanduser().is_dir() else "the file is empty"
     return DataError(
-        f"data.source = {source!r}: no file in this folder can be read",
-        expected=f"{', '.join(EXTENSIONS)} files at any depth, not hidden; "
-        f"the folder has {'only files of type ' + ', '.join(there) if there else 'no files'}",
+        f"data.source = {source!r}: {what}",
+        expected=f"{KINDS} files at any depth, not hidden; {there}",
         fix="--data.source FOLDER   (a folder that holds such files)",
     )
 

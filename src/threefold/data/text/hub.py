@@ -1,8 +1,9 @@
-"""Documents from a dataset of the Hugging Face Hub, or from a folder that `datasets` reads, one per row.
+"""Documents from a dataset of the Hugging Face Hub, or from a folder that `datasets` reads or wrote, one per row.
 
-The dataset is loaded as memory-mapped Arrow files in the cache of `datasets`; only the text column is read. Its own
-fingerprint identifies the content. It pickles as the paths of those files, so other processes map them too. No code
-from the dataset's repository runs.
+The dataset is loaded as memory-mapped Arrow files in the cache of `datasets`, or in the folder of `save_to_disk`; only
+the text column is read. Its own fingerprint identifies the content: for a folder of files it follows their paths, sizes
+and times. It pickles as the paths of the Arrow files, so other processes map them too. No code from the dataset's
+repository runs.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from threefold.data.text.rows import not_text, rows_of_texts
-from threefold.data.text.source import Piece, ReadLog, Source, missing_field
+from threefold.data.text.rows import AGAIN, require_text, rows_of_texts, texts_of
+from threefold.data.text.source import Piece, ReadLog, Source
 from threefold.errors import DataError, Problem, ThreefoldError
 
 if TYPE_CHECKING:
@@ -44,17 +45,28 @@ class HubRows:
         return [Piece(0, start, stop, (stop - start) * row_bytes) for start, stop in stops]
 
     def read(self, piece: Piece, log: ReadLog) -> Iterator[str]:
+        import pyarrow
+
         for start in range(piece.start, piece.stop, _BATCH_ROWS):
-            texts = self.dataset[start : min(start + _BATCH_ROWS, piece.stop)][self.text_field]
-            yield from rows_of_texts(list(texts), where=self.name, first_row=start, log=log)
+            stop = min(start + _BATCH_ROWS, piece.stop)
+            try:
+                texts = texts_of(self.dataset[start:stop], self.text_field)
+            except (pyarrow.ArrowException, OSError) as error:
+                what = f"{self.name}, rows {start} to {stop - 1}: {str(error).splitlines()[0]}"
+                log.bad(what, expected="undamaged rows", fix=AGAIN, count=stop - start)
+                continue
+            yield from rows_of_texts(texts, where=self.name, first_row=start, log=log)
 
 
 def open_hub(source: Source) -> HubRows:
     """One split of `hf:ID`; a DataError if it cannot be read, or has no such split, configuration or field."""
     import datasets
 
-    dataset_id, text_field = source.name.removeprefix("hf:"), source.text_field
+    assert isinstance(source.name, str)
+    dataset_id = source.name.removeprefix("hf:")
     folder = Path(dataset_id).expanduser()
+    if is_saved(folder):
+        return open_saved(source, folder)
     if dataset_id.startswith((".", "/", "~")) and not folder.is_dir():
         raise DataError(
             f"data.source = 'hf:{dataset_id}' is not a folder",
@@ -70,14 +82,46 @@ def open_hub(source: Source) -> HubRows:
         )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise _not_loaded(source, error) from error
-    if text_field not in dataset.column_names:
-        raise missing_field(source.name, field=text_field, fields=dataset.column_names)
-    kind = getattr(dataset.features[text_field], "dtype", type(dataset.features[text_field]).__name__)
-    if kind not in ("string", "large_string"):
-        raise not_text(source.name, field=text_field, kind=str(kind))
+    return _rows_of(dataset, source.name, source.text_field)
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` of the datasets library wrote a folder."""
+    return (folder / "dataset_dict.json").is_file() or all(
+        (folder / name).is_file() for name in ("dataset_info.json", "state.json")
+    )
+
+
+def open_saved(source: Source, folder: Path) -> HubRows:
+    """The rows of a folder of `save_to_disk`; of several splits the source's. A DataError if it cannot be read."""
+    import datasets
+
+    try:
+        dataset = datasets.load_from_disk(str(folder))
+    except Exception as error:  # of many classes: files that are missing, cut, or of another version
+        raise DataError(
+            f"data.source = {source.name!r} is a folder written by save_to_disk that cannot be read: "
+            f"{(str(error).splitlines() or [type(error).__name__])[0]}",
+            expected="the complete folder, as datasets.load_from_disk reads it",
+            fix="copy the folder or save the dataset again",
+        ) from error
+    if isinstance(dataset, datasets.DatasetDict):
+        if source.split not in dataset:
+            raise DataError(
+                f"data.split = {source.split!r}: {source.name!r} has no such split",
+                expected=f"one of {', '.join(dataset) or 'none'}",
+                fix=f"--data.split {next(iter(dataset), 'NAME')}",
+            )
+        dataset = dataset[source.split]
+    return _rows_of(dataset, str(source.name), source.text_field)
+
+
+def _rows_of(dataset: Dataset, name: str, text_field: str) -> HubRows:
+    require_text(name, dataset.features.arrow_schema, text_field)
     recipe = f"hub 1 {dataset._fingerprint} {text_field!r}"
     fingerprint = hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
-    return HubRows(source.name, dataset.select_columns([text_field]), text_field, fingerprint)
+    column = text_field if text_field in dataset.column_names else text_field.partition(".")[0]
+    return HubRows(name, dataset.select_columns([column]).with_format("arrow"), text_field, fingerprint)
 
 
 def _not_loaded(source: Source, error: Exception) -> ThreefoldError:
@@ -87,7 +131,10 @@ def _not_loaded(source: Source, error: Exception) -> ThreefoldError:
     # A generation error only reports where it happened; its cause is the problem with the file.
     cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
     reason = (str(cause).splitlines() or [type(error).__name__])[0]
-    name, dataset_id = f"data.source = {source.name!r}", source.name.removeprefix("hf:")
+    name, dataset_id = f"data.source = {source.name!r}", str(source.name).removeprefix("hf:")
+    again = f"--data.source {dataset_id}   (reads the files of a folder directly, and names the line)"
+    if not Path(dataset_id).expanduser().is_dir():
+        again = f"--data.revision COMMIT   (one before the damage), or report it at hf.co/datasets/{dataset_id}"
     known: list[tuple[type[Exception] | str, str, str, str]] = [
         (
             datasets.exceptions.DatasetNotFoundError,
@@ -105,19 +152,13 @@ def _not_loaded(source: Source, error: Exception) -> ThreefoldError:
             datasets.exceptions.DatasetsError,
             f"{name} exists, but one of its files cannot be read: {reason}",
             "data files that datasets.load_dataset can read",
-            f"--data.source {dataset_id}   (reads the files of a folder directly, and names the line)",
+            again,
         ),
         (
             FileNotFoundError,
             f"{name} has no data: {reason}",
             "hf:OWNER/NAME as on the Hub, or hf:FOLDER with data files",
             "--data.source hf:FOLDER   (a folder with .jsonl, .parquet, .csv or .txt files)",
-        ),
-        (
-            "save_to_disk",
-            f"{name} is a folder written by datasets' save_to_disk",
-            "a folder or an id that datasets.load_dataset reads",
-            "dataset.to_parquet('data.parquet')   in Python, then --data.source data.parquet",
         ),
         (
             "split",

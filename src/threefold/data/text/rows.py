@@ -1,25 +1,60 @@
-"""Documents from the rows of .jsonl and .parquet files: pieces of a few megabytes, and errors by line or row.
+"""Documents from the rows of .jsonl, .json, .csv and .parquet files, and errors by line, row or row group.
 
 A .jsonl is cut by bytes: a piece holds the lines that begin inside it, so that pieces can be made without reading the
-file. A .parquet is cut by row groups; only the text column is read. A row whose text is missing, null or not a string
-is treated like a line that does not parse: it is refused by file and line, or counted.
+file. A .parquet is cut by row groups; only the text column is read. Other files are a piece each: a .json holds a list
+of objects, which is read whole, or lines as a .jsonl; a .csv has the names of its columns in the first line. A row
+whose text is missing, null or not a string is treated like a line that does not parse: it is refused by file and line,
+or counted. A compressed file is read to its end before any of its rows is used, so a damaged one gives none.
 """
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import functools
+import io
+import itertools
 import json
-from collections.abc import Iterator
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
-from threefold.data.text.source import Piece, ReadLog, missing_field
+from threefold.data.text.source import MISSING, Piece, ReadLog, chat_or, missing_field, names_in, value_of
 from threefold.errors import DataError
 
 SKIP = "--data.skip_bad_lines true (data prepare: --skip-bad-lines) to count it instead"
 
 _PIECE_BYTES = 4 << 20
 _ENOUGH_ROWS = 1000
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
+AGAIN = f"copy or make the file again, or {SKIP}"
+_CORRECT = f"correct the line, or {SKIP}"
+
+
+@contextlib.contextmanager
+def opened(path: Path, compression: str | None) -> Iterator[BinaryIO]:
+    """A file's bytes, decompressed."""
+    with path.open("rb") as file:
+        if compression is None:
+            yield file
+            return
+        import pyarrow
+
+        with pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), compression) as stream:
+            yield cast("BinaryIO", io.BufferedReader(stream, 1 << 20))
+
+
+def damage(path: Path, compression: str) -> str | None:
+    """What is wrong with a compressed file, found by reading it to its end; None if nothing is."""
+    try:
+        with opened(path, compression) as file:
+            while file.read(1 << 20):
+                pass
+    except OSError as error:
+        return f"{path} cannot be decompressed: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    return None
 
 
 def jsonl_pieces(path: Path, *, file: int) -> list[Piece]:
@@ -31,34 +66,78 @@ def jsonl_pieces(path: Path, *, file: int) -> list[Piece]:
     ]
 
 
-def read_jsonl(path: Path, piece: Piece, *, text_field: str, log: ReadLog) -> Iterator[str]:
-    """The texts of the lines that begin inside `piece`; empty lines count for nothing."""
-    lines_before: int | None = None
-    with path.open("rb") as file:
-        at = piece.start
+def read_jsonl(
+    path: Path, piece: Piece, *, text_field: str, log: ReadLog, compression: str | None = None
+) -> Iterator[str]:
+    """The texts of the lines that begin inside `piece`, of all lines of a compressed file; empty lines do not count."""
+    with opened(path, compression) as file:
+        at, stop = piece.start, piece.stop if compression is None else math.inf
         if at:
-            # Skip the line that began before this piece; one that begins right here is kept.
+            # Skip the line that began before this piece; one that begins right here is kept. No further than the piece:
+            # of a line over many pieces each would read all the rest.
             file.seek(at - 1)
-            at += len(file.readline()) - 1
-        line = 0
-        while at < piece.stop and (raw := file.readline()):
-            start, at, line = at, at + len(raw), line + 1
-            if start == 0 and raw.startswith(_BOM):
-                raw = raw[len(_BOM) :]
-            if not raw.strip():
-                continue
-            text = _text_of_line(raw, text_field=text_field, log=log)
-            if isinstance(text, str):
-                yield text
-                continue
-            if lines_before is None:
-                lines_before = _newlines_before(path, start) - line + 1
-            what, expected = text
-            log.bad(
-                f"{path}, line {lines_before + line}: {what}", expected=expected, fix=f"correct the line, or {SKIP}"
-            )
-            if log.num_bad >= _ENOUGH_ROWS:
+            rest = file.readline(piece.stop - at)
+            if not rest.endswith(b"\n"):
                 return
+            at += len(rest) - 1
+
+        def lines(at: int) -> Iterator[tuple[int, Any]]:
+            for number in itertools.count(1):
+                if at >= stop or not (raw := file.readline()):
+                    return
+                line, at = raw.removeprefix(BOM) if at == 0 else raw, at + len(raw)
+                if line.strip():
+                    yield number, _parsed(line)
+
+        before = functools.cache(lambda: _newlines_before(path, at))
+        yield from _texts(lines(at), lambda number: f"line {before() + number}", path, text_field=text_field, log=log)
+
+
+def read_json(path: Path, *, text_field: str, log: ReadLog, compression: str | None = None) -> Iterator[str]:
+    """The texts of a list of objects, of a single object, or of lines with an object each."""
+    with opened(path, compression) as file:
+        # The first two lines that are not blank tell lines from a value over several lines.
+        filled = (line.strip() for line in itertools.chain([file.readline().removeprefix(BOM)], file))
+        first, second = next(lines := filter(None, filled), b""), next(lines, b"")
+    if first.startswith(b"{") and (second.startswith(b"{") or (second and isinstance(_parsed(first), dict))):
+        whole = Piece(0, 0, path.stat().st_size, 0)
+        yield from read_jsonl(path, whole, text_field=text_field, log=log, compression=compression)
+        return
+    try:
+        with opened(path, compression) as file:
+            found = json.loads(file.read().removeprefix(BOM) or b"[]")
+    except (ValueError, RecursionError) as error:
+        log.bad(f"{path} is not JSON: {error}", expected="a JSON list of objects, or an object per line", fix=AGAIN)
+        return
+    rows = enumerate(found if isinstance(found, list) else [found])
+    yield from _texts(rows, lambda number: f"row {number}", path, text_field=text_field, log=log)
+
+
+def read_csv(path: Path, *, text_field: str, log: ReadLog, compression: str | None = None) -> Iterator[str]:
+    """The texts of a column. Fields are separated by commas; quoted ones may hold commas and line ends."""
+    csv.field_size_limit(sys.maxsize)  # else no document above 128 KiB
+    with (
+        opened(path, compression) as raw,
+        io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines,
+    ):
+        rows, line = csv.reader(lines, strict=True), 1
+
+        def numbered() -> Iterator[tuple[int, Any]]:
+            nonlocal line
+            header = next(rows, [])
+            line = rows.line_num + 1
+            for row in rows:
+                number, line = line, rows.line_num + 1
+                if len(row) == len(header):
+                    yield number, dict(zip(header, row, strict=True))
+                elif row:
+                    yield number, (f"{len(row)} fields, not {len(header)}", "a field for each column")
+
+        try:
+            yield from _texts(numbered(), lambda number: f"line {number}", path, text_field=text_field, log=log)
+        except csv.Error as error:
+            what = f"{path}, line {line}: {error}; nothing after it can be read"
+            log.bad(what, expected='fields in quotes, each quote inside them doubled: "say ""hi"""', fix=_CORRECT)
 
 
 def parquet_pieces(path: Path, *, file: int, text_field: str) -> list[Piece]:
@@ -70,32 +149,51 @@ def parquet_pieces(path: Path, *, file: int, text_field: str) -> list[Piece]:
         with pyarrow.parquet.ParquetFile(path) as parquet:
             schema, metadata = parquet.schema_arrow, parquet.metadata
             sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise DataError(
-            f"{path} is not readable as .parquet: {str(error).splitlines()[0]}",
+            f"{path} is not readable as .parquet: {(str(error).splitlines() or [type(error).__name__])[0]}",
             expected="a complete .parquet file",
             fix="copy or make the file again",
         ) from error
-    if text_field not in schema.names:
-        raise missing_field(str(path), field=text_field, fields=schema.names)
-    kind = schema.field(text_field).type
-    if pyarrow.types.is_dictionary(kind):
-        kind = kind.value_type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or str(kind) == "string_view"):
-        raise not_text(str(path), field=text_field, kind=str(kind))
+    require_text(str(path), schema, text_field)
     return [Piece(file, i, i + 1, size) for i, size in enumerate(sizes)]
 
 
 def read_parquet(path: Path, piece: Piece, *, text_field: str, log: ReadLog) -> Iterator[str]:
-    """The texts of some row groups."""
+    """The texts of some row groups. Of a damaged one, the rows before the damage are used."""
+    import pyarrow
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as parquet:
-        row = sum(parquet.metadata.row_group(i).num_rows for i in range(piece.start))
-        groups = list(range(piece.start, piece.stop))
-        for batch in parquet.iter_batches(batch_size=1024, row_groups=groups, columns=[text_field]):
-            yield from rows_of_texts(batch.column(0).to_pylist(), where=str(path), first_row=row, log=log)
-            row += batch.num_rows
+    with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as parquet:
+        rows = [parquet.metadata.row_group(i).num_rows for i in range(piece.stop)]
+        for group in range(piece.start, piece.stop):
+            row, end = sum(rows[:group]), sum(rows[: group + 1])
+            try:
+                for batch in parquet.iter_batches(batch_size=1024, row_groups=[group], columns=[text_field]):
+                    texts = texts_of(batch, text_field)
+                    yield from rows_of_texts(texts, where=str(path), first_row=row, log=log)
+                    row += batch.num_rows
+            except (pyarrow.ArrowException, OSError, ValueError) as error:
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                what = f"{path}, row group {group}, rows {row} to {end - 1}: {reason}"
+                log.bad(what, expected="undamaged pages", fix=AGAIN, count=end - row)
+
+
+def texts_of(table: Any, text_field: str) -> list[Any]:
+    """The values of a text column of an Arrow table or batch; bytes in place of what is not UTF-8."""
+    import pyarrow
+    import pyarrow.compute
+
+    name, _, inner = (text_field, "", "") if text_field in table.schema.names else text_field.partition(".")
+    column = table.column(table.schema.get_field_index(name))
+    if inner:
+        column = pyarrow.compute.struct_field(column, inner.split("."))
+    column.validate(full=(encoded := pyarrow.types.is_dictionary(column.type)))
+    if encoded:
+        column = column.cast(pyarrow.large_string())
+    column = column.cast(pyarrow.large_binary())
+    column.validate(full=True)  # of bytes, so that a text which is not UTF-8 is named by its row
+    return [value if value is None else _decoded(value) for value in column.to_pylist()]
 
 
 def rows_of_texts(texts: list[Any], *, where: str, first_row: int, log: ReadLog) -> Iterator[str]:
@@ -105,42 +203,86 @@ def rows_of_texts(texts: list[Any], *, where: str, first_row: int, log: ReadLog)
     for i, text in enumerate(texts):
         if isinstance(text, str):
             yield text
-        else:
+        elif text is None:
             log.bad(f"{where}, row {first_row + i}: the text is null", expected="a text in every row", fix=SKIP)
+        else:
+            log.bad(f"{where}, row {first_row + i}: the text is not UTF-8", expected="text in UTF-8", fix=AGAIN)
 
 
-def not_text(where: str, *, field: str, kind: str) -> DataError:
-    """The error for a column that holds no text."""
-    return DataError(
-        f"data.text_field = {field!r}: {where}: the field is {kind}, not text",
-        expected="a field of text; tokens made by other programs are read as a .bin/.idx store",
-        fix="--data.text_field NAME   (a field that holds text)",
-    )
+def require_text(where: str, schema: Any, field: str) -> None:
+    """Refuses an Arrow schema without such a field of text."""
+    import pyarrow
+
+    def inner(name: str, kind: Any) -> Iterator[tuple[str, Any]]:
+        if not pyarrow.types.is_struct(kind):
+            yield name, kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        else:
+            for each in kind:
+                yield from inner(f"{name}.{each.name}", each.type)
+
+    kinds = dict(pair for each in schema for pair in inner(each.name, each.type))
+    texts = [name for name, kind in kinds.items() if str(kind) in ("string", "large_string", "string_view")]
+    if field not in kinds and field not in schema.names:
+        raise missing_field(where, field, list(kinds), texts=texts)
+    if field not in texts:
+        raise DataError(
+            f"data.text_field = {field!r}: {where}: the field is {kinds.get(field, 'a struct')}, not text",
+            expected="a field of text; tokens made by other programs are read as a .bin/.idx store",
+            fix=chat_or(field, "--data.text_field NAME   (a field that holds text)"),
+        )
 
 
-def _text_of_line(raw: bytes, *, text_field: str, log: ReadLog) -> str | tuple[str, str]:
-    """The text of one line, or (what is wrong, what was expected)."""
+def _decoded(value: bytes) -> str | bytes:
     try:
-        row = json.loads(raw.strip())
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
+
+
+def _parsed(line: bytes) -> Any:
+    """The value of a line of JSON, or (what is wrong, what was expected)."""
+    try:
+        return json.loads(line.strip())
     except json.JSONDecodeError as error:
         return f"not JSON: {error.msg} at character {error.pos}", "one JSON object per line"
     except (ValueError, RecursionError) as error:
         return f"not JSON: {error}", "one JSON object per line"
+
+
+def _texts(
+    rows: Iterable[tuple[int, Any]], place: Callable[[int], str], path: Path, *, text_field: str, log: ReadLog
+) -> Iterator[str]:
+    """The texts of numbered rows; in place of a row there may be (what is wrong, what was expected)."""
+    for number, row in rows:
+        text = row if isinstance(row, tuple) else _text_of_row(row, text_field=text_field, log=log)
+        if isinstance(text, str):
+            yield text
+            continue
+        fix = chat_or(text_field, _CORRECT) if isinstance(row, dict) and text_field in row else _CORRECT
+        # Nobody reads the place of a row that is only counted.
+        log.bad(f"{path}, {'' if log.skip_bad else place(number)}: {text[0]}", expected=text[1], fix=fix)
+        if log.num_bad >= _ENOUGH_ROWS:
+            return
+
+
+def _text_of_row(row: Any, *, text_field: str, log: ReadLog) -> str | tuple[str, str]:
+    """The text, or (what is wrong, what was expected)."""
     if not isinstance(row, dict):
-        return (
-            f"a JSON {type(row).__name__}, not an object",
-            f'one JSON object per line: {{"{text_field}": "..."}}',
-        )
+        return f"a JSON {type(row).__name__}, not an object", f'one JSON object per line: {{"{text_field}": "..."}}'
     log.num_rows += 1
-    if text_field not in row:
-        log.saw_fields(list(row))
-        return f"no field {text_field!r}; it has {', '.join(row) or 'none'}", "the text's field in every row"
+    text = value_of(row, text_field)
+    if text is MISSING:
+        log.saw_row(row)
+        return f"no field {text_field!r}; it has {', '.join(names_in(row)) or 'none'}", "the text's field in every row"
     log.num_with_field += 1
-    text = row[text_field]
     if not isinstance(text, str):
         return f"field {text_field!r} is {_json_kind(text)}, not text", "a text in every row"
-    # JSON can escape half of a surrogate pair, which no UTF-8 can hold.
-    if b"\\ud" in raw.lower() and any("\ud800" <= character <= "\udfff" for character in text):
+    # JSON can escape half of a surrogate pair, which no UTF-8 can hold; in a .csv it stands for a byte that is none.
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        if error.object[error.start] >= "\udc80":
+            return "the text is not UTF-8", "text in UTF-8"
         return "half of a surrogate pair (\\ud8xx) in the text", "text that can be written as UTF-8"
     return text
 

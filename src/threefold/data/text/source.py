@@ -1,23 +1,28 @@
 """Documents from sources: what `data.source` names, as pieces that are read one by one.
 
-A source has its `fingerprint` and its `pieces` before any document is decoded. A piece is an entire text file, some
-lines of a .jsonl, some row groups of a .parquet or some rows of a Hub dataset; pieces are small, in the documents'
-order and the same on every machine, so that the work on them can be shared out, stopped and resumed. Problems with the
-documents are collected in a `ReadLog`, so that one error names several lines.
+A source has its `fingerprint` and its `pieces` before any document is decoded. A piece is an entire file, some lines of
+a .jsonl, some row groups of a .parquet or some rows of a Hub dataset; pieces are in the documents' order and the same
+on every machine, so that the work on them can be shared out, stopped and resumed. Problems with the documents are
+collected in a `ReadLog`, so that one error names several lines.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from threefold.errors import DataError, Problem
 
-EXTENSIONS = (".txt", ".md", ".py", ".jsonl", ".parquet")
 MAX_PROBLEMS = 10
 MAX_FIELDS = 40
+
+_CHATS = {"messages", "conversations", "prompt", "completion", "instruction", "response"}
+CHAT_FIX = (
+    "write each row's conversation into one field of text (tokenizer.apply_chat_template), then --data.text_field "
+    "THAT_FIELD   (chats, and losses on answers alone, are not supported)"
+)
 
 
 @dataclass(frozen=True)
@@ -25,14 +30,15 @@ class Source:
     """What is read, in the words of the config's `data` section.
 
     Args:
-        name: `stdlib`, a file, folder or glob of .txt, .md, .py, .jsonl and .parquet, `hf:ID` (ID may be a folder), or
-            a token store: a prepared folder or the prefix of a .bin/.idx pair.
-        text_field: field of the text in the rows of .jsonl, .parquet and Hub datasets.
+        name: `stdlib`, a file, folder or glob (`listing`), `hf:ID` (ID may be a folder), a folder of `save_to_disk`, or
+            a token store: a prepared folder or the prefix of a .bin/.idx pair. Several of them, but stores: one after
+            the other, each file once.
+        text_field: field of the text in rows; `meta.text` is the field `text` inside `meta`.
         split, config_name, revision: of a Hub dataset.
         skip_bad_lines: count lines, rows and files that cannot be read instead of refusing them.
     """
 
-    name: str
+    name: str | tuple[str, ...]
     text_field: str = "text"
     split: str = "train"
     config_name: str | None = None
@@ -42,7 +48,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of one file: bytes of a .jsonl, row groups of a .parquet, rows of a Hub dataset, or a text file."""
+    """A stretch of one file: bytes of a .jsonl, row groups of a .parquet, rows of a Hub dataset, or all of the file."""
 
     file: int
     start: int
@@ -61,27 +67,57 @@ class ReadLog:
     num_bad: int = 0
     problems: list[Problem] = field(default_factory=list)
     fields: list[str] = field(default_factory=list)
+    text_fields: list[str] = field(default_factory=list)
 
-    def bad(self, what: str, *, expected: str, fix: str) -> None:
-        """One line, row or file that cannot be used."""
+    def bad(self, what: str, *, expected: str, fix: str, count: int = 1) -> None:
+        """One line, row or file that cannot be used, or `count` rows that only fail together."""
         if self.skip_bad:
-            self.num_skipped += 1
+            self.num_skipped += count
             return
         self.num_bad += 1
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(Problem(what, expected, fix))
 
-    def saw_fields(self, names: Sequence[str]) -> None:
-        """Remembers a row's field names, for the error if no row has the wanted one."""
+    def saw_row(self, row: Mapping[str, Any]) -> None:
+        """Remembers a row's fields, the longest text first, for the error if no row has the wanted one."""
         if len(self.fields) < MAX_FIELDS:
-            self.fields.extend(name for name in names if name not in self.fields)
+            texts = {name: len(text) for name in names_in(row) if isinstance(text := value_of(row, name), str)}
+            self._remember(names_in(row), sorted(texts, key=lambda name: -texts[name]))
+
+    def _remember(self, fields: Sequence[str], text_fields: Sequence[str]) -> None:
+        self.fields.extend(name for name in fields if name not in self.fields)
+        self.text_fields.extend(name for name in text_fields if name not in self.text_fields)
 
     def merge(self, other: ReadLog) -> None:
         """Adds the log of later pieces."""
         for count in ("num_rows", "num_with_field", "num_skipped", "num_bad"):
             setattr(self, count, getattr(self, count) + getattr(other, count))
         self.problems = (self.problems + other.problems)[:MAX_PROBLEMS]
-        self.saw_fields(other.fields)
+        self._remember(other.fields, other.text_fields)
+
+
+MISSING = object()
+
+
+def value_of(row: Mapping[str, Any], name: str) -> Any:
+    """The value of a field, or of `inner.field`; a field that has this very name comes first. MISSING without one."""
+    if name in row or "." not in name:
+        return row.get(name, MISSING)
+    found: Any = row
+    for part in name.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            return MISSING
+        found = found[part]
+    return found
+
+
+def names_in(row: Mapping[str, Any]) -> list[str]:
+    """The names of a row's fields, with `inner.field` for those inside another."""
+    return [
+        name
+        for key, value in row.items()
+        for name in ([f"{key}.{inner}" for inner in names_in(value)] if isinstance(value, Mapping) and value else [key])
+    ]
 
 
 class TextSource(Protocol):
@@ -106,7 +142,7 @@ class TextSource(Protocol):
 def log_error(source: TextSource, log: ReadLog) -> DataError:
     """One error for the problems of a log; a field that no row has hides the rows that lack it."""
     if source.text_field is not None and log.num_rows and not log.num_with_field:
-        return missing_field(source.name, field=source.text_field, fields=log.fields, num_rows=log.num_rows)
+        return missing_field(source.name, source.text_field, log.fields, texts=log.text_fields, num_rows=log.num_rows)
     problems = list(log.problems)
     if more := log.num_bad - len(problems):
         last = problems[-1]
@@ -114,12 +150,26 @@ def log_error(source: TextSource, log: ReadLog) -> DataError:
     return cast("DataError", DataError.of(problems))
 
 
-def missing_field(where: str, *, field: str, fields: Sequence[str], num_rows: int | None = None) -> DataError:
-    """The error for a text field that no row has: names the existing fields, and the nearest as the fix."""
+def missing_field(
+    where: str, field: str, fields: Sequence[str], *, texts: Sequence[str], num_rows: int | None = None
+) -> DataError:
+    """The error for a text field that no row has: names the existing fields, and as the fix one of `texts`."""
     rows = f"none of the first {num_rows:,} rows has this field" if num_rows is not None else "no such field"
-    nearest = (difflib.get_close_matches(field, fields, 1, 0.5) or list(fields[:1]) or ["NAME"])[0]
+    fix = "a source whose rows have a field of text"
+    if nearest := difflib.get_close_matches(field, [name for name in texts if name not in _CHATS], 1, 0.5):
+        fix = f"--data.text_field {nearest[0]}"
+    elif _CHATS & {name.partition(".")[0] for name in fields}:
+        fix = CHAT_FIX
+    elif texts:
+        others = f"   (or another field of text: {', '.join(texts[1:])})" if len(texts) > 1 else ""
+        fix = f"--data.text_field {texts[0]}{others}"
     return DataError(
         f"data.text_field = {field!r}: {where}: {rows}",
         expected=f"one of the existing fields: {', '.join(fields) or 'none'}",
-        fix=f"--data.text_field {nearest}",
+        fix=fix,
     )
+
+
+def chat_or(field: str, fix: str) -> str:
+    """The fix for a field that is not text: another one if it is known to hold a conversation."""
+    return CHAT_FIX if field in _CHATS else fix

@@ -1,0 +1,96 @@
+"""The sources that a config names, and their files: which are read, which are left out and why."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from threefold.config.schema import Config, MixtureSource
+from threefold.config.text import pasted
+from threefold.data.store.resolve import files_of
+from threefold.data.text.listing import FILE, kind_of, summary, write_list
+from threefold.data.text.source import Source
+from threefold.errors import DataError, Problem, ThreefoldError
+from threefold.mesh.environment import data_path
+
+T = TypeVar("T")
+
+# The key itself, not a path that holds these words.
+_SOURCE_KEY = re.compile(r"(?<![\w/.'\"])data\.source(?!\w|/|\.\w|['\"])")
+_OTHER_DATA = "the saved state has data = "
+
+
+def sources_of(config: Config, *, held_out: bool = False) -> dict[str, Source]:
+    """The sources of the training data, or of the evaluation, by the keys that name them."""
+    data, evaluation = config.data, config.eval
+    if held_out:
+        assert evaluation.source is not None
+        own = MixtureSource(source=evaluation.source, weight=1, split=evaluation.split)
+        return {"eval.source": _source(config, own)}
+    if data.mixture is None:
+        return {"data.source": _source(config, MixtureSource(source=data.source, weight=1))}
+    return {f"data.mixture.{name}": _source(config, source) for name, source in data.mixture.items()}
+
+
+def opened(key: str, open_source: Callable[[], T]) -> T:
+    """What `open_source` returns; its errors name the source by its key."""
+    try:
+        return open_source()
+    except ThreefoldError as error:
+        raise type(error).of(_named(key, each) for each in error.problems) from error
+
+
+def file_lines(config: Config, *, to: Path | None = None) -> list[str]:
+    """`12 files read (3.1 GiB), 4 left out (2 .bin, 2 hidden)`, of the sources that are files; else nothing.
+
+    Args:
+        to: a folder, in which the files are listed.
+    """
+    sources = sources_of(config) | (sources_of(config, held_out=True) if config.eval.source else {})
+    lists = [each for key, source in sources.items() for each in opened(key, functools.partial(files_of, source))]
+    if to is None or not lists:
+        return [summary(lists)] if lists else []
+    write_list(lists, to / FILE)
+    return [f"{summary(lists)}; listed in {to / FILE}"]
+
+
+def with_glob(error: DataError, config: Config) -> ThreefoldError:
+    """The error of a run on other data, whose fix names the glob for a folder that is read otherwise since 0.1.0.
+
+    The first release read no .json, .csv, .gz and .zst, every README, and a linked file under each of its names.
+    """
+    source = config.data.source
+    glob = f"{source}/**/*.{{txt,md,py,jsonl,parquet}}"
+    with contextlib.suppress(DataError):
+        now, then = ([path for each in files_of(Source(name)) for path in each.read] for name in (source, glob))
+        kept = {path for path in now if (kind := kind_of(path)) is not None and not kind.is_later}
+        if isinstance(source, str) and Path(source).expanduser().is_dir() and now != then and kept and kept <= {*then}:
+            fix = f"--data.source {pasted(glob)}   (reads the folder as 0.1.0 did), or "
+            found = ((each, fix if each.what.startswith(_OTHER_DATA) else "") for each in error.problems)
+            return DataError.of(dataclasses.replace(each, fix=f"{fix}{each.fix}") for each, fix in found)
+    return error
+
+
+def _source(config: Config, source: MixtureSource) -> Source:
+    """Settings that a source omits come from the data section."""
+    data, named = config.data, source.source
+    return Source(
+        data_path(named) if isinstance(named, str) else tuple(map(data_path, named)),
+        text_field=source.text_field or data.text_field,
+        split=source.split or data.split,
+        config_name=source.config_name or data.config_name,
+        revision=source.revision or data.revision,
+        skip_bad_lines=data.skip_bad_lines,
+    )
+
+
+def _named(key: str, problem: Problem) -> Problem:
+    # The reader of a source always names data.source.
+    if key.startswith("data.mixture."):
+        return dataclasses.replace(problem, what=f"{key}: {problem.what}")
+    return Problem(*(_SOURCE_KEY.sub(key, text) for text in dataclasses.astuple(problem)))

@@ -193,12 +193,6 @@ def _check_digests(line: StepsLine, start: SegmentLine, rows: Rows | None) -> No
             for fault in line.faults
         )
     num_steps = line.last - line.first + 1
-    if num_steps > start.every:
-        raise RunError(
-            f"{steps} are {num_steps:,} in one record, but this start compared them every {start.every:,}",
-            expected="a record of no more steps than audit.every",
-            fix="restore the file; a number in it was changed",
-        )
     indices = start.order.rows(line.place, num_steps)
     predicted = predicted_samples(indices, first_step=line.first, dp_size=dp)
     for dp_rank in range(max(dp, len(line.samples))):

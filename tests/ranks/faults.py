@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -118,9 +119,10 @@ def rank_processes(run: Path) -> dict[int, int]:
     """Rank to process of those that a run has logged last; they may be gone."""
     found = {}
     for path in (run / "logs").glob("rank-*.log"):
-        lines = [line for line in path.read_text().splitlines() if " process " in line]
-        if lines:
-            found[int(path.stem.removeprefix("rank-"))] = int(lines[-1].rpartition(" ")[2])
+        # Rank 0's log has the head of the run too, where `1 process` is the number of ranks.
+        numbers = re.findall(r" process (\d+)$", path.read_text(), re.MULTILINE)
+        if numbers:
+            found[int(path.stem.removeprefix("rank-"))] = int(numbers[-1])
     return found
 
 

@@ -99,7 +99,7 @@ class SegmentLine(_Record):
         _check(min(self.segment, self.first_step, self.num_rows, self.global_batch, *self.mesh) > 0)
         _check(self.global_batch <= max(_MOST_ROWS, self.num_rows) and self.topology.world_size <= _MOST_RANKS)
         _check(self.tail in get_args(Tail) and self.global_batch % self.topology.dp == 0)
-        _check(self.epochs is None or _is_count(self.epochs))
+        _check(self.epochs is None or (_is_count(self.epochs) and self.epochs > 0))
         if self.mixture is not None:
             _check(self.tail != "carry" and self.num_rows == sum(size for _, size, _ in self.mixture))
         _check(isinstance(self.data, str) and isinstance(self.shuffle, bool) and type(self.seed) is int)

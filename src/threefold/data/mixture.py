@@ -93,9 +93,9 @@ class Mixture:
             mine = np.nonzero(turns.source == source)
             epochs, places = turns.epoch[mine], turns.position[mine]
             of_source = np.empty_like(places)
-            for epoch in np.unique(epochs):
-                of_epoch = epochs == epoch
-                of_source[of_epoch] = self.order_of(int(source), int(epoch)).at(places[of_epoch])
+            by_epoch = np.argsort(epochs, kind="stable")
+            for of_epoch in np.split(by_epoch, np.flatnonzero(np.diff(epochs[by_epoch])) + 1):
+                of_source[of_epoch] = self.order_of(int(source), int(epochs[of_epoch[0]])).at(places[of_epoch])
             indices[mine] = of_source
         return turns.source, indices
 

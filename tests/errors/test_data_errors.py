@@ -95,7 +95,7 @@ def test_glob_without_a_match(folder: Path) -> None:
 def test_folder_without_text(folder: Path) -> None:
     (folder / "corpus").mkdir()
     what = "data.source = 'corpus': no file in this folder can be read"
-    looked_for = f"{KINDS} files at any depth, not hidden; corpus has "
+    looked_for = f"at least one {KINDS} file, at any depth, not hidden; corpus has "
     fix = "--data.source FOLDER   (a folder that holds such files)"
     assert said(read("corpus")) == [(what, looked_for + "no file", fix)]
     (folder / "corpus" / "x.arrow").touch()

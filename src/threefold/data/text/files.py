@@ -111,18 +111,15 @@ class Files:
 
     def read(self, piece: Piece, log: ReadLog) -> Iterator[str]:
         full, (suffix, compression) = self.root / self.paths[piece.file], self.kinds[piece.file]
-        field = str(self.text_field)
         if compression is not None and (damage := text_rows.damage(full, compression)) is not None:
             log.bad(damage, expected="a complete file", fix=text_rows.AGAIN)
-        elif suffix == ".jsonl":
-            yield from text_rows.read_jsonl(full, piece, text_field=field, log=log, compression=compression)
-        elif suffix == ".parquet":
-            yield from text_rows.read_parquet(full, piece, text_field=field, log=log)
-        elif suffix in (".json", ".csv"):
-            read = text_rows.read_json if suffix == ".json" else text_rows.read_csv
-            yield from read(full, text_field=field, log=log, compression=compression)
-        else:
+        elif suffix in TEXTS:
             yield from self._read_text(full, compression, log)
+        elif suffix == ".parquet":
+            yield from text_rows.read_parquet(full, piece, text_field=str(self.text_field), log=log)
+        else:
+            read = {".jsonl": text_rows.read_jsonl, ".json": text_rows.read_json, ".csv": text_rows.read_csv}[suffix]
+            yield from read(full, piece, text_field=str(self.text_field), log=log, compression=compression)
 
     def _read_text(self, full: Path, compression: str | None, log: ReadLog) -> Iterator[str]:
         with text_rows.opened(full, compression) as file:
@@ -196,19 +193,14 @@ def _unknown_kind(source: str, path: Path) -> DataError:
 
 
 def _nothing_readable(source: str, found: FileList) -> DataError:
-    there = f"{found.root} has {listing.counted(found.left_out) or 'no file'}"
-    if listing.is_glob(source) and not Path(source).expanduser().is_dir():
-        return DataError(
-            f"data.source = {source!r} matches no file" + (" that can be read" if found.left_out else ""),
-            expected=f"at least one {KINDS} file, relative to {Path.cwd()}",
-            fix=f"find -L {shlex.quote(str(found.root))} -type f | head   shows what is there",
-        )
-    what = "no file in this folder can be read" if Path(source).expanduser().is_dir() else "the file is empty"
-    return DataError(
-        f"data.source = {source!r}: {what}",
-        expected=f"{KINDS} files at any depth, not hidden; {there}",
-        fix="--data.source FOLDER   (a folder that holds such files)",
-    )
+    has = listing.counted(found.left_out) or "no file"
+    what, where = f" matches no file{' that can be read' if found.left_out else ''}", f"relative to {Path.cwd()}"
+    fix = f"find -L {shlex.quote(str(found.root))} -type f | head   shows what is there"
+    if (path := Path(source).expanduser()).exists():
+        what = ": no file in this folder can be read" if path.is_dir() else ": the file is empty"
+        where = f"at any depth, not hidden; {found.root} has {has}"
+        fix = "--data.source FOLDER   (a folder that holds such files)"
+    return DataError(f"data.source = {source!r}{what}", expected=f"at least one {KINDS} file, {where}", fix=fix)
 
 
 def _not_there(source: str, path: Path) -> DataError:

@@ -93,15 +93,14 @@ def read_jsonl(
         yield from _texts(lines(at), lambda number: f"line {before() + number}", path, text_field=text_field, log=log)
 
 
-def read_json(path: Path, *, text_field: str, log: ReadLog, compression: str | None = None) -> Iterator[str]:
+def read_json(path: Path, piece: Piece, *, text_field: str, log: ReadLog, compression: str | None) -> Iterator[str]:
     """The texts of a list of objects, of a single object, or of lines with an object each."""
     with opened(path, compression) as file:
         # The first two lines that are not blank tell lines from a value over several lines.
         filled = (line.strip() for line in itertools.chain([file.readline().removeprefix(BOM)], file))
         first, second = next(lines := filter(None, filled), b""), next(lines, b"")
     if first.startswith(b"{") and (second.startswith(b"{") or (second and isinstance(_parsed(first), dict))):
-        whole = Piece(0, 0, path.stat().st_size, 0)
-        yield from read_jsonl(path, whole, text_field=text_field, log=log, compression=compression)
+        yield from read_jsonl(path, piece, text_field=text_field, log=log, compression=compression)
         return
     try:
         with opened(path, compression) as file:
@@ -113,7 +112,7 @@ def read_json(path: Path, *, text_field: str, log: ReadLog, compression: str | N
     yield from _texts(rows, lambda number: f"row {number}", path, text_field=text_field, log=log)
 
 
-def read_csv(path: Path, *, text_field: str, log: ReadLog, compression: str | None = None) -> Iterator[str]:
+def read_csv(path: Path, _: Piece, *, text_field: str, log: ReadLog, compression: str | None) -> Iterator[str]:
     """The texts of a column. Fields are separated by commas; quoted ones may hold commas and line ends."""
     csv.field_size_limit(sys.maxsize)  # else no document above 128 KiB
     with (

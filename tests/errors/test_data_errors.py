@@ -78,6 +78,7 @@ def test_missing_source(folder: Path) -> None:
     (folder / "corpora").mkdir()
     assert said(read("corpra"))[0][2] == "--data.source corpora"
     assert said(read("stdlb"))[0][2] == "--data.source stdlib"
+    assert said(read(("stdlib", "corpra")))[0][2] == "in the list: corpora"
 
 
 def test_glob_without_a_match(folder: Path) -> None:
@@ -152,7 +153,7 @@ def test_address(folder: Path) -> None:
     for address, fix in fixes.items():
         what = f"data.source = {address!r} is an address: {address.partition(':')[0]}:// is not read"
         assert said(read(address)) == [(what, expected, fix)]
-        assert said(read(("a.txt", address))) == [(what, expected, fix)]
+        assert said(read(("a.txt", address))) == [(what, expected, fix.replace("--data.source ", "in the list: "))]
 
 
 def test_store_in_a_list(folder: Path) -> None:

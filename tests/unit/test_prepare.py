@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import multiprocessing
 import os
@@ -89,6 +90,17 @@ def test_processes_make_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
     for workers in (1, 3):
         make(corpus, tmp_path / str(workers), num_workers=workers)
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
+
+
+def test_processes_read_every_kind_of_a_list(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
+    (tmp_path / "b.csv").write_text("id,text\n1,three\n")
+    asked = Source((str(tmp_path / "b.csv"), str(corpus), str(tmp_path / "*.gz")))
+    made = [prepare.prepare(open_text(asked), BYTES, to=tmp_path / str(n), num_workers=n) for n in (1, 3)]
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
+    texts = ["three", *texts_of(corpus), "one", "two"]
+    assert documents_in(made[1].open()) == [[*text.encode(), 256] for text in texts]
+    assert made[1].info.source == f"[{tmp_path}/b.csv, {corpus}, {tmp_path}/*.gz]"
 
 
 def test_part_size_does_not_show_in_the_store(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

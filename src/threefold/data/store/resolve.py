@@ -76,7 +76,11 @@ def _opened(source: Source) -> list[TextSource]:
                 expected="sources of text, which are encoded together",
                 fix=f"--data.mixture {pasted(mixture)}   (any weights)",
             )
-    return [_open_one(replace(source, name=name), name, known) for name in source.name]
+    try:
+        return [_open_one(replace(source, name=name), name, known) for name in source.name]
+    except DataError as error:
+        fixes = ((each, each.fix.replace("--data.source ", "in the list: ")) for each in error.problems)
+        raise DataError.of(replace(each, fix=fix) for each, fix in fixes) from error
 
 
 def _open_one(source: Source, name: str, known: Known) -> TextSource:

@@ -55,6 +55,25 @@ def test_run_is_resumed_and_proved(name: str, folder: Path) -> None:
     assert shown.stdout == EXPECTED[name]["shown"], shown.stderr
 
 
+@pytest.mark.parametrize(("name", "tail", "rest"), [("packed", "drop", "96 of 101"), ("tensor", "drop", None)])
+def test_run_keeps_its_order(name: str, tail: str, rest: str | None, folder: Path) -> None:
+    """Its epochs' ends, which it dropped, and its version; over the end of an epoch, and twice by the same command."""
+    for steps in ("9", "16"):
+        done = command(folder, *cases.arguments(name), "--train.steps", steps)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "changed: data.tail" not in done.stdout
+    lines = [json.loads(line) for line in (folder / name / "audit.jsonl").read_text().splitlines()]
+    starts = [line for line in lines if line["kind"] == "segment"]
+    assert [(line["tail"], line["order_version"]) for line in starts] == [(tail, 1)] * 3
+    proved = command(folder, "data", "audit", name, "--contents")
+    assert proved.returncode == 0, proved.stderr
+    if rest is not None:
+        assert f"  tail: {tail}\n" in (folder / name / "config.yaml").read_text()
+        assert f"  epoch 0: {rest} rows, each exactly once; 5 not: they do not fill a batch" in proved.stdout
+        other = command(folder, "resume", name, "--train.steps", "20", "--data.tail", "carry")
+        assert other.stderr.startswith("the saved state has tail = drop, but here tail = carry\n")
+
+
 def test_folder_that_is_read_otherwise_now_is_refused_with_the_glob_that_goes_on(folder: Path) -> None:
     """Files that 0.1.0 left out in silence lie in the corpus; the fix, pasted, resumes the run."""
     (folder / "corpus" / "part-9.txt.gz").write_bytes(gzip.compress(b"left out by 0.1.0"))
@@ -81,7 +100,7 @@ def test_store_opens_to_the_same_tokens_and_is_made_the_same(folder: Path) -> No
     new = TokenStore(folder / "anew" / "tokens")
     assert new.fingerprint == kept.fingerprint
     files = {path.name for path in (folder / "store").iterdir()}
-    assert {path.name for path in (folder / "anew").iterdir()} == files | {"tokens.ids.json"}
+    assert {path.name for path in (folder / "anew").iterdir()} == files | {"tokens.blocks"}
     assert (folder / "anew/tokens.bin").read_bytes() == (folder / "store/tokens.bin").read_bytes()
 
 

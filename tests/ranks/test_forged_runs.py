@@ -97,7 +97,10 @@ def test_strangers_checkpoint_is_read_or_refused_in_words(resumed: Miniature, tm
         resumed.checkpointer.folder = folder
         try:
             try:
-                assert checkpoint.damage() is None
+                if (reason := checkpoint.damage()) is not None:
+                    assert "('format',)" in what and "which this release does not read" in reason, what
+                    refused += 1
+                    continue
                 resumed.checkpointer.resume()
                 rate_of(resumed.config, folder)
                 _described(checkpoint, False)

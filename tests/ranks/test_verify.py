@@ -32,6 +32,17 @@ def test_right_mesh_is_confirmed(folder: Path) -> None:
     assert "model.layers.*.self_attn.q_proj.weight" in done.stdout
 
 
+def test_mixture_and_epochs_that_end_before_the_steps(folder: Path) -> None:
+    """The single process reads the rows that training reads; the steps to compare may be more than an epoch's."""
+    mixture = "{most: {source: 'corpus/part-[012].txt', weight: 3}, rest: {source: corpus/part-3.txt, weight: 1}}"
+    config = (folder / "config.yaml").read_text()
+    (folder / "mixture.yaml").write_text(config.replace("source: corpus", f"mixture: {mixture}"))
+    (folder / "epochs.yaml").write_text(config.replace("steps: 12, global_batch: 8", "epochs: 1, global_batch: 500"))
+    for name in ("mixture.yaml", "epochs.yaml"):
+        done = command(folder, "verify", name, "--mesh.dp", "2", "--steps", "3", "--layers", "1")
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 PLANTED = {
     # tokens of the tail chunk are put where they do not stand
     "positions": (

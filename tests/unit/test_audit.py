@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from threefold.audit import record as audit_record
 from threefold.audit.digest import Int64, Message, Window, agree, fold_samples, predicted_samples
-from threefold.audit.lookup import coverage, find_sample, find_step, turns
+from threefold.audit.lookup import coverage, coverage_lines, find_sample, find_step, turns
 from threefold.audit.offences import Evidence, explain
 from threefold.audit.proof import prove, stretches_of
 from threefold.audit.record import Line, SegmentLine, SkipLine, StepsLine, described, place_after, standing
@@ -332,15 +332,17 @@ def record(
     every: int = 5,
     mixture: Mixture | None = None,
     skip: dict[int, tuple[int, int]] | None = None,
+    tail: Any = "drop",
+    epochs: int | None = None,
 ) -> list[Line]:
     """What a run writes that starts at each (first step, last step, mesh, global batch)."""
     lines: list[Line] = []
     places: dict[int, Place] = {0: Place(0, 0)}
     for number, (first_step, last_step, topology, global_batch) in enumerate(segments, start=1):
-        order = Order(num_rows, global_batch, seed=3, shuffle=True, mixture=mixture)
+        order = Order(num_rows, global_batch, seed=3, shuffle=True, tail=tail, mixture=mixture, epochs=epochs)
         place = order.begin(places[first_step - 1])
         sources = described(mixture) if mixture else None
-        recorded = (num_rows, 3, True, "drop", 1, "counting", sources, every, None)
+        recorded = (num_rows, 3, True, tail, 2, "counting", sources, every, None, epochs)
         lines.append(SegmentLine(number, first_step, *place, topology.sizes, global_batch, *recorded))
         step = first_step
         while step <= last_step:
@@ -356,7 +358,7 @@ def record(
             for dp_rank in range(topology.dp):
                 window = Window(CountingRows(num_rows), first_step=step)
                 for indices in rows[:, dp_rank :: topology.dp]:
-                    window.add(indices, *CountingRows(num_rows).rows(indices).values())
+                    window.add(indices, *CountingRows(num_rows).rows(indices).values())  # of -1 too: left out
                 contents.append(window.contents)
             samples = predicted_samples(rows, first_step=step, dp_size=topology.dp)
             lines.append(StepsLine(number, step, last, *place, tuple(samples), tuple(contents)))
@@ -370,15 +372,16 @@ def record(
 @given(
     stops=st.lists(st.tuples(st.integers(0, 8), MESHES, st.sampled_from([8, 16])), min_size=1, max_size=4),
     num_rows=st.integers(16, 60),
+    tail=st.sampled_from(["drop", "carry"]),
 )
-def test_run_over_any_stops_and_meshes_is_proved(stops: list[Any], num_rows: int) -> None:
+def test_run_over_any_stops_and_meshes_is_proved(stops: list[Any], num_rows: int, tail: str) -> None:
     """Each start goes on some steps before the last one ended; what stands is proved and covers each row once."""
     segments, done = [], 0
     for number, (back, topology, global_batch) in enumerate(stops):
         first = max(1, done + 1 - (back if number else 0))
         segments.append((first, first + 11, topology, global_batch))
         done = first + 11
-    standing_segments = standing(record(*segments, num_rows=num_rows))
+    standing_segments = standing(record(*segments, num_rows=num_rows, tail=tail))
     stretches = prove(standing_segments, CountingRows(num_rows))
     counted: Counter[tuple[int, int]] = Counter()
     for stretch in stretches:
@@ -387,6 +390,52 @@ def test_run_over_any_stops_and_meshes_is_proved(stops: list[Any], num_rows: int
     for epoch in coverage(stretches):
         assert epoch.read == sum(1 for e, _ in counted if e == epoch.epoch)
         assert epoch.named is None or epoch.unread == len(epoch.named) or len(epoch.named) == 8
+        assert epoch.named is None or tail == "drop" or epoch.unread == 0
+
+
+def test_epochs_of_an_endless_order_are_read_to_the_last_row() -> None:
+    """43 rows twice: five steps of 8, two of 8 again, then of 16 up to the short last one."""
+    lines = record((1, 5, TWO, 8), (5, 6, ONE, 8), (7, 9, FOUR, 16), tail="carry", epochs=2)
+    stretches = prove(standing(lines), CountingRows(43))
+    assert [(epoch.epoch, epoch.read, epoch.unread) for epoch in coverage(stretches)] == [(0, 43, 0), (1, 43, 0)]
+    assert list(coverage_lines(stretches)) == [
+        "  epoch 0: 43 of 43 rows, each exactly once",
+        "  epoch 1: 43 of 43 rows, each exactly once",
+        "  train.epochs 2: 86 of 86 reads: every sample exactly 2 times",
+    ]
+    last = lines[-1]
+    assert isinstance(last, StepsLine) and Order(43, 16, 3, True, "carry", epochs=2).num_read(last.place, 3) == 38
+    with pytest.raises(RunError, match="dp rank 0 did not read its samples"):
+        prove(standing([replace(line, epochs=3) if isinstance(line, SegmentLine) else line for line in lines]))
+
+
+@pytest.mark.parametrize(
+    ("tail", "steps", "said"),
+    [
+        ("drop", 5, ["  epoch 0: 40 of 43 rows, each exactly once; 3 not: they do not fill a batch at the end (rows ",
+                     "  train.epochs 1: 40 of 43 reads, no batch left"]),
+        ("drop", 4, ["  epoch 0: 32 of 43 rows, each exactly once; 11 not yet",
+                     "  train.epochs 1: 32 of 43 reads; 11 rows left"]),
+        ("carry", 5, ["  epoch 0: 40 of 43 rows, each exactly once; 3 not yet",
+                      "  train.epochs 1: 40 of 43 reads; 3 rows left"]),
+        ("carry", 6, ["  epoch 0: 43 of 43 rows, each exactly once",
+                      "  train.epochs 1: 43 of 43 reads: every sample exactly once"]),
+    ],
+)  # fmt: skip
+def test_end_of_the_epochs_is_said(tail: str, steps: int, said: list[str]) -> None:
+    found = list(coverage_lines(prove(standing(record((1, steps, ONE, 8), tail=tail, epochs=1)))))
+    assert len(found) == len(said)
+    assert all(line.startswith(text) for line, text in zip(found, said, strict=True)), found
+
+
+def test_record_of_a_release_without_epochs_reads_back() -> None:
+    start = record((1, 3, TWO, 8))[0]
+    assert isinstance(start, SegmentLine) and start.epochs is None
+    old = start.to_record()
+    del old["epochs"]
+    assert SegmentLine.from_record(old) == start
+    with pytest.raises(KeyError):
+        SegmentLine.from_record({name: value for name, value in old.items() if name != "tail"})
 
 
 def test_lines_read_back(tmp_path: Path) -> None:
@@ -478,9 +527,17 @@ def test_run_without_a_record_is_refused(tmp_path: Path) -> None:
 # --- who read what ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mixture", [None, Mixture({"a": 10, "b": 33}, {"a": 1, "b": 2}, seed=3)])
-def test_sample_is_found_where_it_was_read(mixture: Mixture | None) -> None:
-    segments = standing(record((1, 12, TWO, 8), (8, 20, FOUR, 8), mixture=mixture))
+@pytest.mark.parametrize(
+    ("mixture", "tail"),
+    [
+        (None, "drop"),
+        (None, "carry"),
+        (Mixture({"a": 10, "b": 33}, {"a": 1, "b": 2}, seed=3), "drop"),
+        (Mixture({"a": 10, "b": 33}, {"a": 123_457, "b": 654_321}, seed=3), "drop"),
+    ],
+)
+def test_sample_is_found_where_it_was_read(mixture: Mixture | None, tail: str) -> None:
+    segments = standing(record((1, 12, TWO, 8), (8, 20, FOUR, 8), mixture=mixture, tail=tail))
     stretches = stretches_of(segments)
     expected: dict[int, list[tuple[int, int]]] = {row: [] for row in range(43)}
     for step in range(1, 21):
@@ -505,3 +562,18 @@ def test_sample_that_was_left_out_is_said() -> None:
     epoch = coverage(stretches)[0]
     assert (epoch.read, epoch.left_out) == (24, 16)
     assert find_step(segments, 6) is None
+
+
+def test_batches_left_out_over_the_end_of_an_epoch() -> None:
+    """Two batches of 8 at position 32 of 43: eleven rows of one epoch, five of the next."""
+    segments = standing(record((1, 8, TWO, 8), skip={5: (5, 6)}, tail="carry", epochs=2))
+    stretches = prove(segments, CountingRows(43))
+    assert [(epoch.read, epoch.left_out) for epoch in coverage(stretches)] == [(32, 11), (32, 5)]
+    said = list(coverage_lines(stretches))
+    assert [line.partition(" (")[0] for line in said if "left out" in line] == [
+        "  left out by data.skip: positions 32 to 42 of epoch 0",
+        "  left out by data.skip: positions 0 to 4 of epoch 1",
+    ]
+    assert "  train.epochs 2: 64 of 86 reads; 6 rows left" in said
+    read = find_step(segments, 5)
+    assert read is not None and read.places == [Place(1, 5)]

@@ -245,6 +245,22 @@ def test_state_between_epochs_goes_on_at_the_next() -> None:
     assert list(again) == list(loader)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("used", [0, 1])
+def test_loader_opened_twice_after_a_state_was_loaded(workers: int, used: int) -> None:
+    """Either iterator gives the rest, and the state counts the one that the loop reads."""
+    one, again = (distribute(numbers(40, batch_size=4, num_workers=workers), place(0, 1)) for _ in range(2))
+    begun = iter(one)
+    head = [next(begun) for _ in range(6)]
+    again.load_state_dict(one.state_dict())
+    iterators = [iter(again), iter(again)]
+    found = [next(iterators[used]), next(iterators[used])]
+    assert again.state_dict()["position"] == 32
+    found += iterators[used]
+    assert head + found == [*numbers(40, batch_size=4)]
+    assert (again.state_dict()["epoch"], again.state_dict()["position"]) == (1, 0)
+
+
 def test_state_of_another_order_is_refused() -> None:
     state = distribute(numbers(7, shuffle=True), place(0, 1), seed=1).state_dict()
     with pytest.raises(DataError, match="seed = 1, but here seed = 0"):

@@ -107,7 +107,7 @@ def test_an_epoch_reads_each_row_once_and_the_next_in_another_order() -> None:
     orders = [[i for batch in islice(iter(one), 4) for i in indices(batch)] for _ in range(2)]
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(24))
     assert orders[0] != orders[1]
-    assert one.epoch == 2 and one.steps_per_epoch == 4
+    assert one.epoch == 2 and one.order.steps.per_epoch == 4
 
 
 def test_order_depends_on_the_seed_and_not_without_shuffle() -> None:

@@ -191,8 +191,8 @@ def test_an_unknown_version_is_refused() -> None:
     with pytest.raises(DataError) as raised:
         Permutation(5, version=ORDER_VERSION + 1)
     assert str(raised.value) == (
-        "this release does not support order version 2\n"
-        "  expected: one of 1; another algorithm reads different samples\n"
+        "this release does not support order version 3\n"
+        "  expected: one of 1, 2; another algorithm reads different samples\n"
         "  fix: install the release of threefold that began the run, or start a new run"
     )
 

@@ -19,6 +19,7 @@ import pytest
 from filelock import FileLock
 
 from threefold.data.store import parts, prepare
+from threefold.data.store.blocks import Blocks
 from threefold.data.store.prepare import PreparedStore, PrepareProgress, request_of
 from threefold.data.store.resolve import cached_store, open_text
 from threefold.data.store.store import TokenStore
@@ -63,7 +64,13 @@ def make(corpus: Path, to: Path, tokenizer: ByteTokenizer = BYTES, **options: An
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+    """The bytes of each file; of the hashes, which also have the files' times, the digest."""
+    found = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+    for name in found.keys() & {"tokens.blocks"}:
+        kept = Blocks.read(folder / name)
+        assert kept is not None and kept.unchanged(folder / "tokens")
+        found[name] = f"{kept.digest} {kept.min_id} {kept.max_id}".encode()
+    return found
 
 
 def texts_of(source: Path) -> list[str]:
@@ -81,7 +88,7 @@ def test_store_is_each_document_and_the_end_token(corpus: Path, tmp_path: Path) 
     texts = texts_of(corpus)
     assert documents_in(store) == [[*text.encode(), 256] for text in texts]
     assert store.dtype == np.uint16
-    assert sorted(contents(tmp_path / "to")) == ["tokens.bin", "tokens.ids.json", "tokens.idx", "tokens.json"]
+    assert sorted(contents(tmp_path / "to")) == ["tokens.bin", "tokens.blocks", "tokens.idx", "tokens.json"]
     assert (made.info.tokenizer, made.info.vocab_size, made.info.end_id) == ("bytes", 257, 256)
     assert (made.info.num_documents, made.info.num_tokens, made.reused) == (40, 40 * 12, False)
 

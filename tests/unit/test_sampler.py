@@ -259,6 +259,55 @@ def test_the_newest_of_two_iterators_counts() -> None:
     assert (rank.epoch, rank.state_dict()["position"]) == (0, 1)
 
 
+@pytest.mark.parametrize("epoch", [np.int64(2), torch.tensor(2)])
+def test_numbers_of_libraries_become_plain_ones(epoch: Any) -> None:
+    """As loops have them: np.arange and tensors for epochs, numpy's integers for seeds and ranks."""
+    one = DistributedSampler(range(20), np.int64(2), np.int64(1), seed=np.int64(3))  # type: ignore[arg-type]
+    one.set_epoch(epoch)
+    next(iter(one))
+    state = one.state_dict()
+    assert all(type(value) is int for value in (state["epoch"], state["position"], state["fingerprint"]["seed"]))
+    plain, again = (DistributedSampler(range(20), 2, 1, seed=3) for _ in range(2))
+    plain.set_epoch(2)
+    again.load_state_dict(json.loads(json.dumps(state)))
+    assert list(again) == list(plain)[1:]
+
+
+@pytest.mark.parametrize("settings", [{}, {"order": "torch"}, {"weights": [1.0, 2.0, 3.0] * 10}])
+def test_new_seed_is_a_new_order_and_the_state_says_so(settings: dict[str, Any]) -> None:
+    """Also after a first state, which kept the old seed for good. An iterator that is open keeps its order."""
+    one, other = (DistributedSampler(range(30), 1, 0, seed=seed, **settings) for seed in (1, 9))
+    whole = list(DistributedSampler(range(30), 1, 0, seed=1, **settings))
+    opened = iter(one)
+    assert next(opened) == whole[0] and one.state_dict()["fingerprint"]["seed"] == 1
+    late = iter(one)
+    one.seed = 9
+    assert [*opened] == whole[1:] and [*late] == whole
+    assert one.state_dict() == other.state_dict()
+    begun = iter(one)
+    assert next(begun) == next(iter(other))
+    assert one.state_dict()["fingerprint"]["seed"] == 9 and one.state_dict()["position"] == 1
+    with pytest.raises(DataError, match="the saved state has seed = 9, but here seed = 1"):
+        DistributedSampler(range(30), 1, 0, seed=1, **settings).load_state_dict(one.state_dict())
+    third = DistributedSampler(range(30), 1, 0, seed=9, **settings)
+    third.load_state_dict(one.state_dict())
+    assert list(third) == list(begun)
+
+
+def test_iterators_opened_before_the_first_index_begin_at_the_loaded_place() -> None:
+    """A wrapper that reads ahead may open a sampler twice; only what is read moves the place."""
+    whole = whole_epoch(20, seed=4)
+    one, loaded = DistributedSampler(range(20), 1, 0, seed=4), DistributedSampler(range(20), 1, 0, seed=4)
+    iterator = iter(one)
+    assert [next(iterator) for _ in range(12)] == whole[:12]
+    loaded.load_state_dict(one.state_dict())
+    opened = [iter(loaded) for _ in range(3)]
+    assert loaded.state_dict() == one.state_dict()
+    assert [next(opened[1]) for _ in range(2)] == whole[12:14]
+    assert loaded.state_dict()["position"] == 14
+    assert list(iter(loaded)) == whole, "after a break the epoch begins again"
+
+
 def test_weighted_epochs_are_draws_with_replacement() -> None:
     weights = np.array([0.0, 1.0, 2.0, 5.0])
     ranks = samplers(4, 4, weights=weights, num_samples=8000, seed=1)

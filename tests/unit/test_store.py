@@ -16,7 +16,7 @@ from threefold.data.store import store as store_module
 from threefold.data.store.index import DTYPE_OF_CODE
 from threefold.data.store.store import StoreInfo, StoreWriter, TokenStore, dtype_for
 
-FILES = (".bin", ".idx", ".json")
+FILES = (".bin", ".idx", ".blocks", ".json")
 
 
 def info_of(writer: StoreWriter) -> StoreInfo:
@@ -148,7 +148,7 @@ def test_interrupted_writer_leaves_the_old_store_and_no_litter(tmp_path: Path) -
     with pytest.raises(KeyboardInterrupt), StoreWriter(tmp_path / "x", dtype=np.dtype("<u2")) as writer:
         writer.add_block(np.array([2, 3]), np.array([2], np.int32))
         raise KeyboardInterrupt
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx", "x.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.blocks", "x.idx", "x.json"]
     assert TokenStore(tmp_path / "x").tokens.tolist() == [1]
 
 
@@ -161,7 +161,7 @@ def test_nothing_has_its_name_before_all_is_written(tmp_path: Path) -> None:
             return info_of(writer)
 
         writer.finish(last)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx", "x.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.blocks", "x.idx", "x.json"]
 
 
 def test_content_hash_tells_documents_apart(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The audit during a run: every rank's digests of what it read are compared in one small collective.
 
 `observe` takes what each step used and costs no communication; in `check`, every `audit.every` steps and before
-anything is saved, each rank sends five integers. If they do not agree, a second, larger exchange shows what was read,
+anything is saved, each rank sends seven integers. If they do not agree, a second, larger exchange shows what was read,
 and every rank raises the same error. Rank 0 records the digests.
 
 The run and the Trainer share it: both pass in how to gather integers from all ranks and how to explain what is wrong.
@@ -20,6 +20,7 @@ from threefold.audit.offences import Evidence
 from threefold.audit.record import SegmentLine, SkipLine, StepsLine, place_after, read
 from threefold.data.order import Place, StepRange, num_batches
 from threefold.data.rows.concat import Rows
+from threefold.data.rows.known_rows import KnownRows
 from threefold.errors import Problem, RunError, rows_text
 from threefold.jsonl import MetricsFile, Tracker
 
@@ -33,6 +34,7 @@ class Audit:
         gather: returns what every rank passed to it, [n] int64 -> [world, n] int64.
         explain: names what is wrong in the evidence of all ranks, at least one problem.
         rows: the source that every row is compared with; None: there is none to compare with.
+        known: blocks of the rows that were read are compared with their hashes; None: they are not known.
         skips: ranges of steps that are left out, by the step that follows them.
         record: gets the lines of audit.jsonl; on rank 0 only.
     """
@@ -41,12 +43,16 @@ class Audit:
     gather: Callable[[Int64], Int64]
     explain: Callable[[Evidence], list[Problem]]
     rows: Rows | None = None
+    known: KnownRows | None = None
     skips: Mapping[int, StepRange] = field(default_factory=dict)
     record: Tracker | None = None
 
     def __post_init__(self) -> None:
         self._begin = self.start.place
-        self._window = Window(self.rows, first_step=self.start.first_step)
+        self._window = self._window_from(self.start.first_step)
+
+    def _window_from(self, first_step: int) -> Window:
+        return Window(self.rows, first_step=first_step, known=self.known)
 
     def observe(self, step: int, indices: Int64, *contents: Int64) -> None:
         """Takes what `step` used: row indices [rows] and its tensors (`Window.add`)."""
@@ -74,6 +80,7 @@ class Audit:
         window, order, topology = self._window, self.start.order, self.start.topology
         if not window.num_steps:
             return
+        window.check_blocks()
         messages = [Message.unpack(values) for values in self.gather(window.message().pack())]
         rows = order.rows(self._begin, window.num_steps)
         predicted = predicted_samples(rows, first_step=window.first_step, dp_size=topology.dp)
@@ -81,14 +88,15 @@ class Audit:
         if not agree(messages, predicted, topology):
             evidence = self.gather(window.evidence(order.global_batch // topology.dp))
             resumed = window.first_step == self.start.first_step > 1
+            where = window.first_step, self._begin
             problems = self.explain(
-                Evidence(topology, order, messages, evidence, window.first_step, self._begin, resumed=resumed)
+                Evidence(topology, order, messages, evidence, *where, resumed=resumed, known=self.known)
             )
         self._write(messages, problems)
         if problems:
             raise RunError.of(problems)
         self._begin = order.after(self._begin, window.num_steps)
-        self._window = Window(self.rows, first_step=window.last_step + 1)
+        self._window = self._window_from(window.last_step + 1)
 
     def close(self) -> None:
         """The run is over, complete or not."""
@@ -109,6 +117,7 @@ class Audit:
             samples=tuple(message.samples for message in first_ranks),
             contents=tuple(message.contents for message in first_ranks),
             faults=tuple(problem.what for problem in problems),
+            checked=sum(message.checked for message in messages),
         )
         self.record.log(line.to_record())
 

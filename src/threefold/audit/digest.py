@@ -9,13 +9,15 @@ communication, no torch.
 Digests are 64 bits of XXH3 over little-endian int64 values, seeded with the digest of the steps before:
 
     samples    (step, row indices in the order of the batch)
-    contents   (input_ids, labels) of those rows
+    contents   the tensors of those rows: input_ids, labels, position_ids and, with document_mask, document_ids
 
-So they depend on the order of the steps and on the places in a batch. Rows of -1 have no sample and are left out.
+So they depend on the order of the steps and on the places in a batch. Rows of -1 have no sample and are left out. In
+records of version 0.1.0, contents are input_ids and labels; each start says which they are (`SegmentLine.tensors`).
 """
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -23,11 +25,15 @@ import numpy.typing as npt
 import xxhash
 
 from threefold.data.rows.concat import Rows
+from threefold.data.rows.known_rows import Changed, KnownRows
 from threefold.mesh.topology import Topology
 
 Int64 = npt.NDArray[np.int64]
 
-TOKEN_FIELDS = ("input_ids", "labels")
+TOKEN_FIELDS = ("input_ids", "labels", "position_ids", "document_ids")
+
+# Blocks of the rows that were read are hashed again for this share of the time that the window took.
+CHECKED_SHARE = 0.005
 
 
 def fold_samples(digest: int, step: int, indices: Int64) -> int:
@@ -37,7 +43,7 @@ def fold_samples(digest: int, step: int, indices: Int64) -> int:
 
 
 def fold_contents(digest: int, *contents: Int64) -> int:
-    """`digest` with one step's tensors folded in: input_ids and labels, both [rows, seq_len]."""
+    """`digest` with one step's tensors folded in, each [rows, seq_len]."""
     for values in contents:
         digest = xxhash.xxh3_64_intdigest(_bytes(values), seed=digest)
     return digest
@@ -60,7 +66,7 @@ class Difference(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A rank's report of the steps since the last audit; sent as five int64."""
+    """A rank's report of the steps since the last audit; sent as seven int64."""
 
     last_step: int
     samples: int
@@ -69,9 +75,13 @@ class Message(NamedTuple):
     """digest of the fingerprint of the rows that the rank compares with."""
     differing_step: int
     """first step with a token that is not the source's, 0: none."""
+    checked: int = 0
+    """rows whose blocks were read again and compared with their hashes."""
+    changed: int = 0
+    """1 if a block has changed."""
 
     def pack(self) -> Int64:
-        """[5] int64; digests keep their bits."""
+        """[7] int64; digests keep their bits."""
         return np.array(self, np.uint64).view(np.int64)
 
     @classmethod
@@ -83,17 +93,20 @@ class Message(NamedTuple):
 class Window:
     """What one rank read since the last audit: digests, indices, and the first token that is not the source's.
 
-    Every row is read again from the source and compared, place by place; without `rows` there is no source.
+    Every row is read again from the source and compared, place by place; without `rows` there is no source. At the end
+    of the window, blocks of its rows are compared with their hashes, if they are `known`.
     """
 
-    def __init__(self, rows: Rows | None, *, first_step: int) -> None:
+    def __init__(self, rows: Rows | None, *, first_step: int, known: KnownRows | None = None) -> None:
         self.first_step = first_step
         self.indices: list[Int64] = []
         """of each step, [rows]; kept to name the samples if something is wrong."""
         self.samples = 0
         self.contents = 0
         self.difference: Difference | None = None
-        self._rows = rows
+        self.checked = 0
+        self.changed: Changed | None = None
+        self._rows, self._known, self._began_s = rows, known, time.monotonic()
         self._source = xxhash.xxh3_64_intdigest(rows.fingerprint.encode()) if rows is not None else 0
 
     @property
@@ -107,7 +120,8 @@ class Window:
     def add(self, indices: Int64, *contents: Int64) -> None:
         """Takes one step's batch: row indices [rows], and its tensors.
 
-        With a source these are input_ids and labels, each [rows, seq_len]; without, anything that identifies contents.
+        With a source these are the first of TOKEN_FIELDS, each [rows, seq_len]; without, anything that identifies
+        contents.
         """
         step = self.last_step + 1
         real = indices >= 0
@@ -117,7 +131,7 @@ class Window:
         self.samples = fold_samples(self.samples, step, indices)
         self.contents = fold_contents(self.contents, *contents)
         if self._rows is not None and self.difference is None and len(indices):
-            batch = dict(zip(TOKEN_FIELDS, contents, strict=True))
+            batch = dict(zip(TOKEN_FIELDS, contents, strict=False))
             self.difference = self._compare(self._rows, step, indices, batch)
 
     def _compare(self, rows: Rows, step: int, indices: Int64, batch: dict[str, Int64]) -> Difference | None:
@@ -126,29 +140,41 @@ class Window:
             place = int(np.argmin(inside))
             return Difference(step, int(indices[place]), 0, 0, int(batch["input_ids"][place, 0]), -1)
         source = rows.rows(indices)
-        for field, name in enumerate(TOKEN_FIELDS):
+        for field, name in enumerate(batch):
             if not np.array_equal(batch[name], source[name]):
                 place, column = np.argwhere(batch[name] != source[name])[0].tolist()
                 found, expected = int(batch[name][place, column]), int(source[name][place, column])
                 return Difference(step, int(indices[place]), column, field, found, expected)
         return None
 
+    def check_blocks(self) -> None:
+        """Compares blocks of the window's rows with their hashes: at least of one row, then while time is left."""
+        if self._known is None or self._rows is None:
+            return
+        indices = np.concatenate(self.indices)
+        inside = indices[indices < self._rows.num_rows]
+        within_s = CHECKED_SHARE * (time.monotonic() - self._began_s)
+        self.checked, self.changed = self._known.check(inside, within_s=within_s)
+
     def message(self) -> Message:
         """This rank's report to the others."""
-        differing_step = self.difference.step if self.difference else 0
-        return Message(self.last_step, self.samples, self.contents, self._source, differing_step)
+        differing_step, changed = self.difference.step if self.difference else 0, int(self.changed is not None)
+        sent = self.last_step, self.samples, self.contents, self._source, differing_step
+        return Message(*sent, self.checked, changed)
 
     def evidence(self, rows_per_step: int) -> Int64:
-        """The first difference, then all indices, of the same size on every rank.
+        """The first difference and the first changed block, then all indices, of the same size on every rank.
 
-        [6 + num_steps * rows_per_step] int64; a step with fewer rows is filled up with -1.
+        [9 + num_steps * rows_per_step] int64; a step with fewer rows is filled up with -1.
         """
         difference = self.difference or Difference(0, 0, 0, 0, 0, 0)
+        found = self.changed
+        block = (found.part + 1, found.change.block, found.change.size_bytes) if found is not None else (0, 0, 0)
         steps = np.full((self.num_steps, rows_per_step), -1, np.int64)
         for step, indices in zip(steps, self.indices, strict=True):
             taken = indices[:rows_per_step]
             step[: len(taken)] = taken
-        return np.concatenate([np.array(difference, np.int64), steps.ravel()])
+        return np.concatenate([np.array([*difference, *block], np.int64), steps.ravel()])
 
 
 def predicted_samples(rows: Int64, *, first_step: int, dp_size: int) -> list[int]:
@@ -175,5 +201,6 @@ def agree(messages: list[Message], predicted: list[int], topology: Topology) -> 
         and message.contents == messages[rank - rank % ranks_per_dp].contents
         and message.source == messages[0].source
         and not message.differing_step
+        and not message.changed
         for rank, message in enumerate(messages)
     )

@@ -16,7 +16,6 @@ import numpy as np
 from threefold.audit.digest import Int64
 from threefold.audit.proof import Stretch
 from threefold.audit.record import Segment
-from threefold.data.mixture import Mixture
 from threefold.data.order import Order, Place
 from threefold.errors import ranks_text, rows_text
 from threefold.mesh.topology import Topology
@@ -26,10 +25,10 @@ _NUM_NAMED = 8
 
 @dataclass(frozen=True)
 class StepRead:
-    """What a step read: its place, and the rows of all dp ranks, [global_batch]."""
+    """What a step read: where in each epoch, one with the tail `drop`, and the rows of all dp ranks, [global_batch]."""
 
     step: int
-    place: Place
+    places: list[Place]
     rows: Int64
     topology: Topology
 
@@ -40,7 +39,8 @@ def find_step(segments: Sequence[Segment], step: int) -> StepRead | None:
         if (line := segment.line_of(step)) is not None:
             order = segment.start.order
             place = order.begin(order.after(line.place, step - line.first))
-            return StepRead(step, place, order.rows(place, 1)[0], segment.start.topology)
+            places = [each for each, *_ in order.stretches(place, 1)]
+            return StepRead(step, places, order.rows(place, 1)[0], segment.start.topology)
     return None
 
 
@@ -97,16 +97,14 @@ def _positions_of(order: Order, row: int, *, epoch: int, stop: int) -> Iterator[
     mixture = order.mixture
     ends = np.cumsum(mixture.sizes)
     source = int(np.searchsorted(ends, row, side="right"))
-    size, turns_per_period = mixture.sizes[source], mixture.quotas[source]
-    turns = np.flatnonzero(mixture.locate(np.arange(mixture.period)).source == source)
+    size = mixture.sizes[source]
     index = row - (int(ends[source]) - size)
     for epoch_of_source in itertools.count():
-        place = mixture.order_of(source, epoch_of_source).inverse(index) if order.shuffle else index
-        period, turn = divmod(epoch_of_source * size + place, turns_per_period)
-        position = period * mixture.period + int(turns[turn])
         # Later epochs of the source come after this one.
-        if (epoch_of_source * size // turns_per_period) * mixture.period >= stop:
+        if mixture.position_of(source, epoch_of_source, 0) >= stop:
             return
+        place = mixture.order_of(source, epoch_of_source).inverse(index) if order.shuffle else index
+        position = mixture.position_of(source, epoch_of_source, place)
         if position < stop:
             yield position
 
@@ -114,7 +112,7 @@ def _positions_of(order: Order, row: int, *, epoch: int, stop: int) -> Iterator[
 def _sample_read(stretch: Stretch, position: int) -> SampleRead:
     if not stretch.first_step:
         return SampleRead(stretch.epoch, position, 0)
-    step, place = divmod(position - stretch.start, stretch.segment.global_batch)
+    step, place = divmod(stretch.ahead + position - stretch.start, stretch.segment.global_batch)
     topology = stretch.segment.topology
     return SampleRead(stretch.epoch, position, stretch.first_step + step, place % topology.dp, topology)
 
@@ -128,7 +126,7 @@ class Coverage:
     read: int
     left_out: int
     named: list[int] | None
-    """the first of the unread rows; None in the last epoch, which may still read them."""
+    """the first of the unread rows; None in an epoch that may still read them."""
 
     @property
     def unread(self) -> int:
@@ -142,16 +140,23 @@ def coverage(stretches: Sequence[Stretch]) -> list[Coverage]:
     """
     order = stretches[0].segment.order
     epochs = sorted({stretch.epoch for stretch in stretches})
-    found = []
+    found, over = [], is_over(stretches)
     for epoch in epochs:
         own = [stretch for stretch in stretches if stretch.epoch == epoch]
         # Positions past the rows are repeats (`pad`) or ignored rows (`exact`).
         sizes = {True: 0, False: 0}
         for stretch in own:
             sizes[stretch.first_step > 0] += min(stretch.stop, order.num_rows) - stretch.start
-        named = _unread_rows(own, epoch) if epoch < epochs[-1] else None
+        named = _unread_rows(own, epoch) if over or epoch < epochs[-1] else None
         found.append(Coverage(epoch, order.num_rows, sizes[True], sizes[False], named))
     return found
+
+
+def is_over(stretches: Sequence[Stretch]) -> bool:
+    """Whether the run has read all epochs that it was asked for."""
+    last = stretches[-1]
+    order = last.segment.order
+    return order.epochs is not None and not order.steps_left(Place(last.epoch, last.stop))
 
 
 def _unread_rows(stretches: Sequence[Stretch], epoch: int) -> list[int]:
@@ -172,15 +177,8 @@ def turns(stretches: Sequence[Stretch]) -> list[tuple[str, int, int]]:
     read = np.zeros(len(mixture.names), np.int64)
     for stretch in stretches:
         if stretch.first_step:
-            read += _turns_before(mixture, stretch.stop) - _turns_before(mixture, stretch.start)
+            read += mixture.read_before(stretch.stop) - mixture.read_before(stretch.start)
     return [(name, size, int(count)) for name, size, count in zip(mixture.names, mixture.sizes, read, strict=True)]
-
-
-def _turns_before(mixture: Mixture, position: int) -> Int64:
-    """How often each source was read before a position, [sources]."""
-    periods, rest = divmod(position, mixture.period)
-    begun = np.bincount(mixture.locate(np.arange(rest)).source, minlength=len(mixture.names))
-    return periods * np.array(mixture.quotas, np.int64) + begun
 
 
 def coverage_lines(stretches: Sequence[Stretch]) -> Iterator[str]:
@@ -189,7 +187,8 @@ def coverage_lines(stretches: Sequence[Stretch]) -> Iterator[str]:
         for name, size, read in turns(stretches):
             yield f"  {name}: {read:,} reads of {size:,} rows ({read / size:.2f} epochs of its own)"
     else:
-        for epoch in coverage(stretches):
+        epochs = coverage(stretches)
+        for epoch in epochs:
             first = stretches[0]
             begun = epoch.epoch != first.epoch or first.start == 0
             why = "they do not fill a batch at the end"
@@ -202,6 +201,7 @@ def coverage_lines(stretches: Sequence[Stretch]) -> Iterator[str]:
                 yield f"{line}; {epoch.unread:,} not: {why} (rows {named})"
             else:
                 yield line
+        yield from _of_all_epochs(stretches, epochs)
     for stretch in stretches:
         if not stretch.first_step:
             rows = stretch.segment.order.rows_at(stretch.epoch, np.arange(stretch.start, stretch.stop))
@@ -209,3 +209,19 @@ def coverage_lines(stretches: Sequence[Stretch]) -> Iterator[str]:
                 f"  left out by data.skip: positions {stretch.start:,} to {stretch.stop - 1:,} of epoch "
                 f"{stretch.epoch} ({rows_text(rows)})"
             )
+
+
+def _of_all_epochs(stretches: Sequence[Stretch], epochs: Sequence[Coverage]) -> Iterator[str]:
+    """How far a run is in the epochs that it was asked for, in rows: its steps may have had several global batches."""
+    last = stretches[-1]
+    order = last.segment.order
+    if order.epochs is None:
+        return
+    asked, read = order.epochs, sum(epoch.read for epoch in epochs)
+    line = f"  train.epochs {asked}: {read:,} of {asked * order.num_rows:,} reads"
+    if not is_over(stretches):
+        yield f"{line}; {asked * order.num_rows - last.epoch * order.num_rows - last.stop:,} rows left"
+    elif read == asked * order.num_rows:
+        yield f"{line}: every sample exactly {asked} times" if asked > 1 else f"{line}: every sample exactly once"
+    else:
+        yield f"{line}, no batch left"

@@ -17,10 +17,14 @@ import numpy as np
 
 from threefold.audit.digest import TOKEN_FIELDS, Difference, Int64, Message
 from threefold.data.order import Order, Place
+from threefold.data.rows.known_rows import Changed, KnownRows
+from threefold.data.store.blocks import Change
 from threefold.errors import Problem, ranks_text, rows_text
 from threefold.mesh.topology import Topology
 
 _NUM_DIFFERENCE = len(Difference._fields)
+# Then the number of the store + 1 (0: none), the block, and the size of the file.
+_HEAD = _NUM_DIFFERENCE + 3
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Evidence:
         values: `Window.evidence` of each rank, [world, ...].
         first_step, begin: the window's first step and its place in the order.
         resumed: the run resumed from a checkpoint in step `first_step`.
+        known: names the block of a store, and the rows that read it.
     """
 
     topology: Topology
@@ -41,10 +46,11 @@ class Evidence:
     first_step: int
     begin: Place
     resumed: bool = False
+    known: KnownRows | None = None
 
     @property
     def num_steps(self) -> int:
-        return (self.values.shape[1] - _NUM_DIFFERENCE) // self._rows_per_step
+        return (self.values.shape[1] - _HEAD) // self._rows_per_step
 
     @property
     def _rows_per_step(self) -> int:
@@ -52,18 +58,24 @@ class Evidence:
 
     def read(self, rank: int) -> Int64:
         """Row indices that a rank read, [num_steps, rows]."""
-        return self.values[rank, _NUM_DIFFERENCE:].reshape(self.num_steps, self._rows_per_step)
+        return self.values[rank, _HEAD:].reshape(self.num_steps, self._rows_per_step)
 
     def difference(self, rank: int) -> Difference | None:
         """The first token of a rank that is not the source's."""
         found = Difference(*self.values[rank, :_NUM_DIFFERENCE].tolist())
         return found if found.step else None
 
+    def changed(self, rank: int) -> Changed | None:
+        """The first block of a rank that is not what was hashed."""
+        part, block, size = self.values[rank, _NUM_DIFFERENCE:_HEAD].tolist()
+        return Changed(part - 1, Change(".bin", block, size)) if part else None
+
 
 def explain(evidence: Evidence, *, resume: str) -> list[Problem]:
     """Everything that is wrong, at least one problem; `resume` is the command for the last checkpoint."""
     problems = _order_problems(evidence, resume)
     problems += _source_problems(evidence)
+    problems += _byte_problems(evidence, resume)
     problems += _token_problems(evidence, resume)
     return problems or [_unexplained(evidence, resume)]
 
@@ -145,6 +157,23 @@ def _source_problems(evidence: Evidence) -> list[Problem]:
             "the same tokens on every rank: otherwise a sample's number means different samples",
             "threefold data prepare --source ... --to DIR   once, copy DIR to every machine, and --data.source DIR",
         )
+    ]
+
+
+def _byte_problems(evidence: Evidence, resume: str) -> list[Problem]:
+    ranks_of: dict[Changed, list[int]] = {}
+    for rank in range(evidence.topology.world_size):
+        if (changed := evidence.changed(rank)) is not None:
+            ranks_of.setdefault(changed, []).append(rank)
+    assert evidence.known is not None or not ranks_of
+    return [
+        Problem(
+            f"{ranks_text(ranks)}, after step {evidence.messages[0].last_step}: {evidence.known.describe(found)}",
+            "the bytes as they were hashed, as long as a run reads them: its last steps may have trained on others",
+            f"copy the store again from its origin, then go on from the last checkpoint: {resume}",
+        )
+        for found, ranks in ranks_of.items()
+        if evidence.known is not None
     ]
 
 

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from threefold.audit.digest import Int64, fold_contents, predicted_samples
 from threefold.audit.record import Line, Segment, SegmentLine, StepsLine
 from threefold.data.order import Order, Place
@@ -25,13 +27,17 @@ _ORDER_FIELDS = ("data", "num_rows", "seed", "shuffle", "tail", "order_version",
 
 
 class Stretch(NamedTuple):
-    """Consecutive positions of one epoch that steps have read, or that were left out (`first_step` is then 0)."""
+    """Consecutive positions of one epoch that steps have read, or that were left out (`first_step` is then 0).
+
+    `ahead`: how many rows the first of these steps has read before, in another epoch.
+    """
 
     epoch: int
     start: int
     stop: int
     first_step: int
     segment: SegmentLine
+    ahead: int = 0
 
 
 def prove(segments: Sequence[Segment], rows: Rows | None = None) -> list[Stretch]:
@@ -41,10 +47,11 @@ def prove(segments: Sequence[Segment], rows: Rows | None = None) -> list[Stretch
         RunError: the first step at which the record and the order differ, or a step without a record.
     """
     first = segments[0].start
-    next_step, place = first.first_step, first.place
+    next_step, place, known = first.first_step, first.place, dict[str, str]()
     for segment in segments:
         start, order = segment.start, segment.start.order
         _check_same_order(first, start)
+        _check_same_bytes(known, start)
         _check_step(start.first_step, next_step)
         _check_place(start.place, place, step=next_step, order=order)
         for line in segment.lines:
@@ -66,10 +73,10 @@ def stretches_of(segments: Sequence[Segment]) -> list[Stretch]:
         order = segment.start.order
         for line in segment.lines:
             step = line.first if isinstance(line, StepsLine) else 0
-            for (epoch, position), count in order.stretches(line.place, segment.stands(line)):
-                stop = position + count * order.global_batch
-                found.append(Stretch(epoch, position, stop, step, segment.start))
-                step += count if step else 0
+            for (epoch, position), count, before in order.stretches(line.place, segment.stands(line)):
+                steps, ahead = divmod(before, order.global_batch)
+                first = step + steps if step else 0
+                found.append(Stretch(epoch, position, position + count, first, segment.start, ahead))
     return found
 
 
@@ -94,6 +101,21 @@ def check_saved(lines: Sequence[Line], saved: Iterable[tuple[Path, int, Place]])
         )
 
 
+def check_logged(segments: Sequence[Segment], logged: int) -> None:
+    """Refuses a record that ends before the last audit that must have followed, given the last step `logged`.
+
+    A run that was killed has logged steps after its last audit, but fewer than there are between two.
+    """
+    start, recorded = segments[-1].start, max((line.last for segment in segments for line in segment.steps), default=0)
+    due = (logged - 1) // start.every * start.every if start.every else 0
+    if due > max(recorded, start.first_step - 1):
+        raise RunError(
+            f"the record ends with step {recorded}, but metrics.jsonl has step {logged} of the same start",
+            expected=f"an audit at least every {start.every} steps: one up to step {due} was lost",
+            fix=_LOST_LINES,
+        )
+
+
 def _places_after(lines: Sequence[Line], step: int) -> list[Place]:
     found: list[Place] = []
     for line in lines:
@@ -112,6 +134,17 @@ def _check_same_order(first: SegmentLine, start: SegmentLine) -> None:
                 f"step {start.first_step} continues in another order: {name} = {now}, before it {then}",
                 expected="one order from the first step on; otherwise samples are repeated and others never read",
                 fix="resume from a checkpoint before that step, with the data and the seed of the run",
+            )
+
+
+def _check_same_bytes(known: dict[str, str], start: SegmentLine) -> None:
+    for name, digest in start.digests.items():
+        if known.setdefault(name, digest) != digest:
+            raise RunError(
+                f"step {start.first_step} continues with other bytes: the blocks of {name} have the digest {digest}, "
+                f"before it {known[name]}",
+                expected="one store from the first step on",
+                fix="resume from a checkpoint before that step, with the data that the run began with",
             )
 
 
@@ -166,7 +199,7 @@ def _check_digests(line: StepsLine, start: SegmentLine, rows: Rows | None) -> No
         recorded = line.samples[dp_rank] if dp_rank < len(line.samples) else None
         if dp_rank >= dp or recorded != predicted[dp_rank]:
             raise _other_samples(steps, dp_rank, start.topology, indices[:, dp_rank::dp].ravel())
-        if rows is not None and contents_of(rows, indices[:, dp_rank::dp]) != line.contents[dp_rank]:
+        if rows is not None and contents_of(rows, indices[:, dp_rank::dp], start.tensors) != line.contents[dp_rank]:
             raise RunError(
                 f"{steps}: the tokens that dp rank {dp_rank} read are not those that the source has now",
                 expected=f"the tokens of {rows_text(indices[:, dp_rank::dp].ravel())}, as the source has them",
@@ -184,10 +217,11 @@ def _other_samples(steps: str, dp_rank: int, topology: Topology, rows: Int64) ->
     )
 
 
-def contents_of(rows: Rows, indices: Int64) -> int:
-    """The `contents` digest of one dp rank's steps, whose row indices are [num_steps, rows]."""
-    digest = 0
+def contents_of(rows: Rows, indices: Int64, tensors: Sequence[str]) -> int:
+    """The `contents` digest, made of some tensors, of one dp rank's steps, whose row indices are [num_steps, rows]."""
+    digest, none = 0, np.empty(0, np.int64)
     for step in indices:
-        batch = rows.rows(step[step >= 0])
-        digest = fold_contents(digest, batch["input_ids"], batch["labels"])
+        read = step[step >= 0]
+        batch = rows.rows(read) if len(read) else dict.fromkeys(tensors, none)
+        digest = fold_contents(digest, *(batch[name] for name in tensors))
     return digest

@@ -16,15 +16,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
+from threefold.audit.digest import TOKEN_FIELDS
 from threefold.data.mixture import Mixture
 from threefold.data.order import Order, Place
-from threefold.data.partition import TAILS, Tail
-from threefold.errors import ConfigError, RunError
+from threefold.data.partition import Tail
+from threefold.data.permutation import check_order_version
+from threefold.errors import ConfigError, RunError, ThreefoldError
 from threefold.mesh.topology import Topology
 
 FILE = "audit.jsonl"
+# What records of version 0.1.0 do not have.
+_ADDED = ("epochs", "tensors", "stores", "checked")
+# Rows of a step beyond those that there are, and ranks; more are a damaged number.
+_MOST_ROWS, _MOST_RANKS = 1 << 16, 1 << 24
 _RESTORE = "restore the file; without its record nothing about the run can be proved"
 
 _Line = TypeVar("_Line", bound="_Record")
@@ -49,7 +55,8 @@ class _Record:
     @classmethod
     def from_record(cls: type[_Line], record: Mapping[str, Any]) -> _Line:
         """The inverse of `to_record`; ValueError, TypeError or KeyError for anything else."""
-        values = {entry.name: record[entry.name] for entry in fields(cls)}
+        names = (entry.name for entry in fields(cls) if entry.name in record or entry.name not in _ADDED)
+        values = {name: record[name] for name in names}
         for name in ("samples", "contents"):
             if name in values:
                 values[name] = tuple(int(digest, 16) for digest in values[name])
@@ -78,13 +85,28 @@ class SegmentLine(_Record):
     every: int
     checkpoint: str | None
     """the one that the run resumes from."""
+    epochs: int | None = None
+    """where the order ends; None: nowhere."""
+    tensors: tuple[str, ...] = ("input_ids", "labels")
+    """tensors that the digests `contents` are made of."""
+    stores: tuple[tuple[str, str, str], ...] = ()
+    """(name, digest of its bytes, prefix on the first host) of each source's store; none: not known."""
 
     def __post_init__(self) -> None:
-        numbers = (self.segment, self.first_step, self.epoch, self.position, self.num_rows, self.seed, self.every)
+        numbers = [self.segment, self.first_step, self.epoch, self.position]
+        numbers += [self.num_rows, self.every, self.global_batch]
         _check(all(_is_count(number) for number in (*numbers, *self.mesh, self.order_version)) and len(self.mesh) == 4)
         _check(min(self.segment, self.first_step, self.num_rows, self.global_batch, *self.mesh) > 0)
-        _check(self.tail in TAILS and self.global_batch % self.topology.dp == 0)
-        _check(self.mixture is None or self.num_rows == sum(size for _, size, _ in self.mixture))
+        _check(self.global_batch <= max(_MOST_ROWS, self.num_rows) and self.topology.world_size <= _MOST_RANKS)
+        _check(self.tail in get_args(Tail) and self.global_batch % self.topology.dp == 0)
+        _check(self.epochs is None or _is_count(self.epochs))
+        check_order_version(self.order_version)
+        if self.mixture is not None:
+            _check(self.tail != "carry" and self.num_rows == sum(size for _, size, _ in self.mixture))
+        _check(isinstance(self.data, str) and isinstance(self.shuffle, bool) and type(self.seed) is int)
+        _check(set(self.tensors) <= set(TOKEN_FIELDS))
+        _check(all(isinstance(text, str) for store in self.stores for text in store))
+        _check(all(len(store) == 3 for store in self.stores))
 
     @classmethod
     def of(
@@ -101,22 +123,28 @@ class SegmentLine(_Record):
         """The first start of a run in `order`, whose step `first_step` begins at `place`."""
         mixture = described(order.mixture) if order.mixture is not None else None
         rows: tuple[Any, ...] = (order.global_batch, order.num_rows, order.seed, order.shuffle, order.tail)
-        rows += (order.version, data, mixture, every, checkpoint)
+        rows += (order.version, data, mixture, every, checkpoint, order.epochs)
         return cls(1, first_step, *order.begin(place), topology.sizes, *rows)
 
     @property
     def topology(self) -> Topology:
         return Topology(*self.mesh)
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digest of each source's bytes, by its name; of none if they were not known."""
+        return {name: digest for name, digest, _ in self.stores}
+
     @cached_property
     def order(self) -> Order:
         """The order that the run followed."""
-        order = Order(self.num_rows, self.global_batch, self.seed, self.shuffle, self.tail, self.order_version)
+        sizes = (self.num_rows, self.global_batch, self.seed, self.shuffle, self.tail, self.order_version)
+        order = Order(*sizes, epochs=self.epochs)
         if self.mixture is None:
             return order
-        sizes = {name: size for name, size, _ in self.mixture}
+        rows = {name: size for name, size, _ in self.mixture}
         turns = {name: turns for name, _, turns in self.mixture}
-        return replace(order, mixture=Mixture(sizes, turns, seed=self.seed))
+        return replace(order, mixture=Mixture(rows, turns, seed=self.seed, version=self.order_version))
 
 
 def described(mixture: Mixture) -> tuple[tuple[str, int, int], ...]:
@@ -139,10 +167,14 @@ class StepsLine(_Record):
     """by dp rank."""
     faults: tuple[str, ...] = ()
     """what the run itself found wrong and stopped for."""
+    checked: int = 0
+    """rows whose blocks were compared with their hashes in these steps, summed over the ranks."""
 
     def __post_init__(self) -> None:
         _check(all(_is_count(number) for number in (self.segment, self.first, self.last, self.epoch, self.position)))
-        _check(0 < self.first <= self.last and len(self.samples) == len(self.contents))
+        _check(0 < self.first <= self.last and len(self.samples) == len(self.contents) and _is_count(self.checked))
+        _check(all(0 <= digest < 1 << 64 for digest in (*self.samples, *self.contents)))
+        _check(isinstance(self.faults, tuple) and all(isinstance(fault, str) for fault in self.faults))
 
     @property
     def step(self) -> int:
@@ -163,7 +195,7 @@ class SkipLine(_Record):
     batches: int
 
     def __post_init__(self) -> None:
-        _check(all(map(_is_count, vars(self).values())) and self.batches > 0)
+        _check(all(map(_is_count, vars(self).values())) and 0 < self.batches <= self.last - self.first + 1)
 
     @property
     def step(self) -> int:
@@ -222,7 +254,11 @@ def read_lines(path: Path) -> list[Line]:
             expected="the folder of a run",
             fix="check the path: a run's folder is its log.dir (runs/... if none was given)",
         ) from None
-    lines = [_parse(path, number, line) for number, line in enumerate(text.split("\n")[:-1], start=1)]
+    lines: list[Line] = []
+    start: SegmentLine | None = None
+    for number, content in enumerate(text.split("\n")[:-1], start=1):
+        lines.append(line := _parse(path, number, content, start))
+        start = line if isinstance(line, SegmentLine) else start
     if not lines or not isinstance(lines[0], SegmentLine):
         raise RunError(
             f"{path} does not begin with the start of a run",
@@ -258,11 +294,16 @@ def place_after(segments: Sequence[Segment], step: int) -> Place | None:
     return None
 
 
-def _parse(path: Path, number: int, text: str) -> Line:
+def _parse(path: Path, number: int, text: str, start: SegmentLine | None) -> Line:
     try:
         record = json.loads(text)
-        return _KINDS[record["kind"]].from_record(record)
-    except (ValueError, TypeError, KeyError) as error:
+        line = _KINDS[record["kind"]].from_record(record)
+        if start is not None and not isinstance(line, SegmentLine):
+            _check(line.step >= start.first_step)
+            # A start audits at least every so many steps: more in a line are a damaged number, and no end of work.
+            _check(isinstance(line, SkipLine) or line.last - line.first < start.every)
+        return line
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, ThreefoldError) as error:
         raise RunError(
             f"{path}, line {number} is not what a run writes: {text[:60]!r}",
             expected="an object of kind segment, steps or skip, as the run wrote it",
@@ -275,7 +316,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0
+    return type(value) is int and 0 <= value < 1 << 53
 
 
 def _check(holds: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from threefold.commands.endings import ending
 from threefold.errors import ConfigError, RunError, ThreefoldError, ranks_text
 
 if TYPE_CHECKING:
-    from threefold.audit.record import Segment
+    from threefold.audit.record import Segment, SegmentLine
     from threefold.data.rows.concat import Rows
     from threefold.data.store.prepare import PrepareProgress
     from threefold.data.tokens import Tokenizer
@@ -152,7 +153,7 @@ def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
     """The proof of what a run has read, as lines; RunError names the first wrong step."""
     from threefold.audit import record
     from threefold.audit.lookup import coverage_lines
-    from threefold.audit.proof import check_saved, prove
+    from threefold.audit.proof import check_logged, check_saved, prove
     from threefold.checkpoint.layout import CheckpointFolder
     from threefold.data.order import Place
 
@@ -161,6 +162,7 @@ def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
     stretches = prove(segments, _rows_of_run(run, segments)[0] if contents else None)
     checkpoints = [(each.path, each.step, each.manifest()["data"]) for each in CheckpointFolder(run).complete()]
     check_saved(lines, [(path, step, Place(at["epoch"], at["position"])) for path, step, at in checkpoints])
+    check_logged(segments, _last_logged(run))
     if not any(stretch.first_step for stretch in stretches):
         what = f"{run} has no audited step yet"
         fix = "wait for the first audit (audit.every steps), or run it with audit.every > 0"
@@ -173,11 +175,63 @@ def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
         if end >= segment.start.first_step:
             yield f"  steps {segment.start.first_step:,} to {end:,} on {segment.start.topology}"
     yield from coverage_lines(stretches)
+    yield from _shares(run, segments[-1].start)
     num_read = sum(stretch.stop - stretch.start for stretch in stretches if stretch.first_step)
-    what = "samples and tokens" if contents else "samples (tokens were compared during the run; --contents reads again)"
+    what = "samples and tokens"
     if not segments[-1].start.data:
         what = "samples (of a Trainer's dataset, whose contents have no fingerprint)"
+    elif not contents:
+        known = [segment for segment in segments if segment.start.stores]
+        what = "samples and bytes (--contents also compares every token)" if len(known) == len(segments) else "samples"
+        if what == "samples":
+            until = known[0].start.first_step - 1 if known else last
+            yield f"  bytes of steps {first:,} to {until:,}: not known, the record has no hashes (--contents reads all)"
+        yield from _byte_lines(run, known)
     yield f"proved: {num_read:,} reads, each by exactly one dp rank in exactly one step: {what}"
+
+
+def _shares(run: Path, start: SegmentLine) -> Iterator[str]:
+    """The shares of a mixture that the run's config asks for, and those that its order keeps."""
+    from threefold.config.text import parse
+    from threefold.data.mixture import Mixture
+
+    mixture = start.order.mixture
+    if mixture is None:
+        return
+    with contextlib.suppress(OSError, ThreefoldError, AttributeError, KeyError, TypeError):
+        sources = parse((run / "config.yaml").read_text(), "config.yaml")["data"]["mixture"]
+        weights = {name: source["weight"] for name, source in sources.items()}
+        asked = Mixture(dict(zip(mixture.names, mixture.sizes, strict=True)), weights, version=mixture.version)
+        mixture = asked if asked.quotas == mixture.quotas else mixture
+    # The first order kept short ratios only, and said nothing.
+    if mixture.version > 1 or not mixture.keeps_exactly:
+        yield f"  shares: {mixture.shares}"
+
+
+def _byte_lines(run: Path, segments: Sequence[Segment]) -> Iterator[str]:
+    from threefold.audit.stores import byte_lines
+    from threefold.config import loading
+    from threefold.data.rows.packing import Packing
+    from threefold.mesh.environment import cache_folder
+
+    if segments:
+        config = loading.load(str(run / "config.yaml"), environ={}).config
+        yield from byte_lines(run, segments, Packing.of(config.data), cache=cache_folder())
+
+
+def _last_logged(run: Path) -> int:
+    """The last step in metrics.jsonl of the run's last start; 0 if there is none."""
+    from threefold.checkpoint.lineage import Journal
+
+    started = max((str(line["time"]) for line in Journal(run).lines() if line["event"] == "start"), default="")
+    last = 0
+    with contextlib.suppress(OSError):
+        for text in (run / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                line = json.loads(text)
+                # Lines of version 0.1.0 have no time: which start they are of cannot be told.
+                last = int(line["step"]) if "loss" in line and line["time"] > started else last
+    return last
 
 
 def _first_and_last_step(segments: Sequence[Segment]) -> tuple[int, int]:
@@ -220,7 +274,8 @@ def step_lines(run: Path, step: int, *, show: bool = False) -> Iterator[str]:
         fix = f"--step {last}" if known else "wait for the first audit (audit.every steps)"
         raise ConfigError(what, expected=expected, fix=fix)
     topology = read.topology
-    yield f"step {step:,}: epoch {read.place.epoch}, positions from {read.place.position:,} on, {topology}"
+    where = ", ".join(f"epoch {epoch}, positions from {position:,} on" for epoch, position in read.places)
+    yield f"step {step:,}: {where}, {topology}"
     size = topology.cp * topology.tp
     for dp_rank in range(topology.dp):
         ranks = ranks_text(range(dp_rank * size, (dp_rank + 1) * size))

@@ -112,6 +112,11 @@ class DataConfig(_Section):
     )
     skip_bad_lines: bool = Field(False, description="count unreadable input instead of refusing it")
     shuffle: bool = Field(True, description="keyed shuffle of the rows, new in every epoch")
+    tail: Literal["carry", "drop"] = Field(
+        "carry",
+        description="rows at an epoch's end that fill no global batch: carry: the next epoch's first batch begins with "
+        "them; drop: they are left out; no effect on a mixture, which has no end",
+    )
     seed: Count = Field(0, description="seed of the order of rows")
     num_workers: Count = Field(0, description="loader processes per rank")
     skip: Annotated[tuple[StepRange, ...], Field(strict=False)] = Field(

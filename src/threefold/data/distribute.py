@@ -141,6 +141,7 @@ class DistributedLoader(DataLoader[Any]):
             if some_rank_lacks_one and now.had == 0 and self._ignore_last_row is None:
                 # On the first batch all ranks find the same problem; on the last, only one would.
                 _check_labels(batch, rows)
+            sampler.begin_reading(now)
             now.count(rows)
             last = now.had == len(now.positions)
             yield (self._ignore_last_row or ignore_last_labels)(batch) if last and this_rank_does else batch

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -35,10 +36,11 @@ class WeightedDraws:
         self.seed, self.epoch = seed, epoch
         self._keys = key_words("weighted draws", seed, epoch, count=2)
 
-    def in_epoch(self, epoch: int) -> WeightedDraws:
-        """The same weights in another epoch; the table is shared, not built again."""
+    def in_epoch(self, epoch: int, *, seed: int | None = None) -> WeightedDraws:
+        """The same weights in another epoch, and with another seed; the table is shared, not built again."""
         other = copy.copy(self)
-        other.epoch, other._keys = epoch, key_words("weighted draws", self.seed, epoch, count=2)
+        other.seed, other.epoch = self.seed if seed is None else seed, epoch
+        other._keys = key_words("weighted draws", other.seed, epoch, count=2)
         return other
 
     def at(self, positions: npt.NDArray[Any]) -> IntArray:
@@ -51,6 +53,7 @@ class WeightedDraws:
         chance = (hash_counters(counters, key=self._keys[1]) >> np.uint64(11)) * 2.0**-53
         return np.where(chance < self._keep[bucket], bucket, self._alias[bucket])
 
+    @cached_property
     def fingerprint(self) -> str:
         """Digest of the weights."""
         return blake2b(self.weights.astype("<f8").tobytes(), digest_size=8).hexdigest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from threefold.data.order import Cursor, Order, Place, StepRange, num_batches, skips_ahead
 from threefold.data.partition import check_global_batch
 from threefold.data.rows.concat import IGNORED, PADDING, Rows
+from threefold.errors import DataError
 from threefold.mesh.local_ranks import die_with_creator
 
 Batch = dict[str, Tensor]
@@ -29,7 +30,7 @@ Batch = dict[str, Tensor]
 class _StepDataset(Dataset[Batch]):
     """Place -> the batch of one dp rank in the step that begins there; workers receive it pickled.
 
-    Rows are int64 tensors [rows, seq_len]; those that fill up a step of the tail `exact` have only ignored labels.
+    Rows are int64 tensors [rows, seq_len]; those that fill up a short step have only ignored labels.
     In addition to the rows' own keys there is `indices` [rows]: a row's number in `rows`, unique over the sources of a
     mixture too, -1 for an ignored row; and `padding`, true where a place belongs to no document, or its row is ignored.
     `document_ids` are left out if attention does not stop at documents.
@@ -61,7 +62,8 @@ class _StepDataset(Dataset[Batch]):
 class TokenLoader:
     """Endless batches of one dp rank: epoch after epoch, each in its own order.
 
-    Iterating yields dictionaries of [rows, seq_len] int64 tensors, rows = global_batch / dp_size.
+    Iterating yields dictionaries of [rows, seq_len] int64 tensors, rows = global_batch / dp_size. Where the order ends
+    inside a step, and after it, rows have only ignored labels.
 
     Args:
         dp_rank, dp_size: position in, and size of, the dp axis; the cp and tp ranks of one dp rank share it.
@@ -79,7 +81,7 @@ class TokenLoader:
         pin_memory: bool = False,
     ) -> None:
         check_global_batch(order.global_batch, dp_size=dp_size)
-        self.steps_per_epoch = order.steps.per_epoch
+        order.begin(Place(0, 0))  # an epoch without a step is refused
         self.rows = rows
         self.order = order
         self._dataset = _StepDataset(rows, order, dp_rank, dp_size, document_mask)
@@ -118,11 +120,12 @@ class TokenLoader:
             generator=torch.Generator(),
         )
         for batch in loader:
-            self._place = self.order.after(self.place, 1)
+            place = self.place
+            self.rows_read += self.order.num_read(place)
+            self._place = self.order.after(place, 1)
             if (step_range := self._planned.get(self._step)) is not None:
                 self.left_out.append(step_range)
             self._step += 1
-            self.rows_read += self.order.global_batch
             yield batch
 
     def leave_out(self, skip: Sequence[StepRange], *, first_step: int) -> None:
@@ -141,13 +144,16 @@ class TokenLoader:
 
     def fingerprint(self) -> dict[str, Any]:
         """The ingredients of the order."""
-        order = self.order
+        return self._fingerprint_of(self.order)
+
+    def _fingerprint_of(self, order: Order) -> dict[str, Any]:
         mixture = {} if order.mixture is None else {"mixture": order.mixture.fingerprint()["mixture"]}
         return {
             "data": self.rows.fingerprint,
             "num_rows": order.num_rows,
             "seed": order.seed,
             "shuffle": order.shuffle,
+            **({"tail": order.tail} if order.tail != "drop" else {}),
             **mixture,
         }
 
@@ -157,11 +163,27 @@ class TokenLoader:
         return {**self.cursor().state_dict(), "left_out": left_out, "rows_read": self.rows_read}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes on any mesh and with any number of workers; a DataError for other data, another seed or order."""
+        """Resumes on any mesh and with any number of workers, in the version of the order that the state was saved in.
+
+        Raises:
+            DataError: it is of other data, another seed or order, or of a version that this release does not know.
+        """
         cursor = Cursor.from_state_dict(state)
-        cursor.check(self.fingerprint())
+        # States of version 0.1.0 have no tail: it knew only this one.
+        tail = {"tail": "drop"}
+        cursor = replace(cursor, fingerprint={**tail, **cursor.fingerprint})
+        order = self.order.of_version(cursor.order_version)
+        cursor.check({**tail, **self._fingerprint_of(order)})
+        self.order, self._dataset = order, replace(self._dataset, order=order)
         self._place = cursor.place
-        self.left_out = [(first, last) for first, last in state.get("left_out", [])]
+        try:
+            self.left_out = [(int(first), int(last)) for first, last in state.get("left_out", [])]
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"this is not a saved order of samples: it has left_out = {str(state['left_out'])[:60]}",
+                expected="a state_dict() of this loader, with pairs of steps under 'left_out'",
+                fix="load the state that the loader saved, or start a new run",
+            ) from error
         self.rows_read = state.get("rows_read", cursor.epoch * self.order.epoch_size + cursor.position)
 
     def _begins(self) -> Iterator[Place]:

@@ -3,14 +3,15 @@
 In: weights, and the number of rows of each source. Out: where to read for any positions, in any sequence, at a cost
 that does not depend on the positions. What stays true of a `Mixture`:
 
-- The sources take turns by a table of one period. Every window of `period` consecutive positions, wherever it begins,
-  holds each source exactly `quotas[source]` times.
-- Within a period the turns are spread out: after any number r of positions, each source has been read less than 1
-  time more or less often than r * quota / period.
+- The sources take turns (`turns`). Every window of `period` consecutive positions, wherever it begins, holds each
+  source exactly `quotas[source]` times.
+- The quotas are in the ratio of the weights, or in one that keeps each weight to 1 part in 10^9; weights that cannot be
+  kept are refused.
 - Each source is read in epochs of its own, every row once in each, shuffled by a key of (seed, source, epoch).
 
 So proportions hold by construction and not on average, and a small source begins its next epoch at its own end,
-independent of the others. `draws` is the other meaning of weighting.
+independent of the others. Version 1 of the order rounded to at least one of 10,000 turns; a run that began with it
+keeps it. `draws` is the other meaning of weighting.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from threefold.data.permutation import MAX_ROWS, IntArray, Permutation, key_words
+from threefold.data.permutation import MAX_ROWS, ORDER_VERSION, IntArray, Permutation, check_order_version, key_words
+from threefold.data.turns import LONGEST_PERIOD, LONGEST_TABLE, turns_of
 from threefold.errors import ConfigError
 
-MAX_PERIOD = 10_000
+MAX_PERIOD = LONGEST_TABLE
+_KEPT_TO = 10**9
 
 Weight = float | str | Fraction
 
@@ -43,25 +46,32 @@ class Turns(NamedTuple):
 class Mixture:
     """An endless order over several sources with exact proportions."""
 
-    def __init__(self, sizes: Mapping[str, int], weights: Mapping[str, Weight], *, seed: int = 0) -> None:
-        """Compute the turns of one period (some microseconds per turn).
+    def __init__(
+        self, sizes: Mapping[str, int], weights: Mapping[str, Weight], *, seed: int = 0, version: int = ORDER_VERSION
+    ) -> None:
+        """Compute the turns (some microseconds for each of a table's).
 
         Args:
             sizes: rows of each source, by name; the names and their order are part of the order.
             weights: of the same sources, > 0, in any unit. Decimals are exact: 0.7 is 7/10.
             seed: of the order of rows; each source's key is made of it and the source's name.
+            version: of the order that a run recorded; the newest for a new run.
 
         Raises:
-            ConfigError: names differ, a weight is not a positive number or a source has no rows.
+            ConfigError: names differ, a weight is not a positive number or cannot be kept, or a source has no rows.
+            DataError: this release does not support the order `version`.
         """
+        check_order_version(version)
         _check_sources(sizes, weights)
         self.names = tuple(sizes)
         self.sizes = tuple(sizes.values())
-        self.seed = seed
-        self.quotas = quotas([Fraction(str(weights[name])) for name in self.names])
+        self.seed, self.version = seed, version
+        self.weights = {name: Fraction(str(weights[name])) for name in self.names}
+        self.quotas = quotas([*self.weights.values()], version=version)
         self.period = sum(self.quotas)
-        self._source_at = _turns_of_one_period(self.quotas)
-        self._read_before = _earlier_turns(self._source_at, len(self.names))
+        if version > 1:  # version 1 kept what it could
+            _check_kept(self.weights, self.quotas)
+        self._turns = turns_of(self.quotas)
         self._first_row = np.concatenate(([0], np.cumsum(self.sizes)[:-1])).astype(np.int64)
         self._seeds = [int(key_words("source of a mixture", seed, name, count=1)[0]) for name in self.names]
 
@@ -69,9 +79,7 @@ class Mixture:
         """Source, epoch and position in that epoch for each of `positions` (integers >= 0, any shape)."""
         if positions.size and int(positions.min()) < 0:
             raise IndexError(f"{int(positions.min())} is not a position")
-        period, turn = np.divmod(positions.astype(np.int64), self.period)
-        source = self._source_at[turn]
-        nth = period * np.array(self.quotas)[source] + self._read_before[turn]
+        source, nth = self._turns.locate(positions.astype(np.int64))
         epoch, position = np.divmod(nth, np.array(self.sizes)[source])
         return Turns(source, epoch, position)
 
@@ -98,7 +106,35 @@ class Mixture:
 
     def order_of(self, source: int, epoch: int) -> Permutation:
         """The order of one source's rows in one of its epochs."""
-        return Permutation(self.sizes[source], seed=self._seeds[source], epoch=epoch)
+        return Permutation(self.sizes[source], seed=self._seeds[source], epoch=epoch, version=self.version)
+
+    def of_version(self, version: int) -> Mixture:
+        """The same mixture as another version of the order has it."""
+        sizes = dict(zip(self.names, self.sizes, strict=True))
+        return self if version == self.version else Mixture(sizes, self.weights, seed=self.seed, version=version)
+
+    def read_before(self, position: int) -> IntArray:
+        """How often each source is read before a position, [sources]."""
+        return self._turns.before(position)
+
+    def position_of(self, source: int, epoch: int, place: int) -> int:
+        """The position at which a source's row at `place` in one of its epochs is read."""
+        return self._turns.position_of(source, epoch * self.sizes[source] + place)
+
+    @property
+    def keeps_exactly(self) -> bool:
+        """The quotas are in the very ratio of the weights."""
+        total = sum(self.weights.values())
+        pairs = zip(self.weights.values(), self.quotas, strict=True)
+        return all(weight * self.period == quota * total for weight, quota in pairs)
+
+    @property
+    def shares(self) -> str:
+        """The shares of the rows that are asked for and kept, as text."""
+        total = sum(self.weights.values())
+        asked = {name: weight / total for name, weight in self.weights.items()}
+        kept = {name: Fraction(quota, self.period) for name, quota in zip(self.names, self.quotas, strict=True)}
+        return f"asked {_percent(asked)}; kept {'exactly' if self.keeps_exactly else _percent(kept)}"
 
     def fingerprint(self) -> dict[str, int | str]:
         """The ingredients of the order, as plain values for a `Cursor`."""
@@ -107,11 +143,11 @@ class Mixture:
         return {"seed": self.seed, "mixture": described}
 
 
-def quotas(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Turns of each source in one period: the weights' exact ratio if its period is at most 10,000.
+def quotas(weights: Sequence[Fraction], *, version: int = ORDER_VERSION) -> tuple[int, ...]:
+    """Turns of each source in one period: the weights' exact ratio if its period is at most 2^50, else a near one.
 
-    Else the nearest ratio with a period of 10,000 (largest remainders, at least 1 turn each). A ConfigError for more
-    than 10,000 sources.
+    Version 1: at most 10,000, else the nearest ratio with that period (largest remainders, at least 1 turn each). A
+    ConfigError for more than 10,000 sources.
     """
     if len(weights) > MAX_PERIOD:
         raise ConfigError(
@@ -122,8 +158,12 @@ def quotas(weights: Sequence[Fraction]) -> tuple[int, ...]:
     unit = math.lcm(*(weight.denominator for weight in weights))
     whole = [int(weight * unit) for weight in weights]
     total, common = sum(whole), math.gcd(*whole)
-    if total // common <= MAX_PERIOD:
+    if total // common <= (MAX_PERIOD if version == 1 else LONGEST_PERIOD):
         return tuple(weight // common for weight in whole)
+    if version > 1:
+        rounded = [(2 * weight * (LONGEST_PERIOD - len(whole)) + total) // (2 * total) for weight in whole]
+        common = math.gcd(*rounded)
+        return tuple(turns // common for turns in rounded)
 
     turns = [max(weight * MAX_PERIOD // total, 1) for weight in whole]
     by_remainder = sorted(range(len(turns)), key=lambda number: turns[number] * total - whole[number] * MAX_PERIOD)
@@ -140,33 +180,27 @@ def quotas(weights: Sequence[Fraction]) -> tuple[int, ...]:
     return tuple(turns)
 
 
-def _turns_of_one_period(quotas: Sequence[int]) -> IntArray:
-    """source of each turn, [period]: turn j of a source lies in [floor(j P / q), ceil((j + 1) P / q)).
+def _check_kept(weights: Mapping[str, Fraction], turns: Sequence[int]) -> None:
+    """Refuse weights of which the turns keep less than 1 part in 10^9, by name (ConfigError)."""
+    total, period = sum(weights.values()), sum(turns)
+    pairs = zip(weights.items(), turns, strict=True)
+    lost = {
+        name: weight / total
+        for (name, weight), count in pairs
+        if _KEPT_TO * abs(count * total - weight * period) > weight * period
+    }
+    if lost:
+        near = ", ".join(f"{name}: {max(count, 1)}" for name, count in zip(weights, turns, strict=True))
+        raise ConfigError(
+            f"the mixture cannot keep the weight of {', '.join(lost)}: {_percent(lost)} of the rows",
+            expected="weights in a ratio of whole numbers whose sum is at most 2^50, or near enough to one that each "
+            "is kept to 1 part in 10^9",
+            fix=f"give the weights {near}, or leave the smallest out",
+        )
 
-    Earliest deadline first meets all of these windows, and they keep every source's count within less than 1 of its
-    share (Baruah, Cohen, Plaxton, Varvel 1996, with one processor).
-    """
-    period = sum(quotas)
-    released: list[list[tuple[int, int]]] = [[] for _ in range(period)]
-    for source, quota in enumerate(quotas):
-        for turn in range(quota):
-            released[turn * period // quota].append((-(-(turn + 1) * period // quota), source))
-    waiting: list[tuple[int, int]] = []
-    source_at = np.empty(period, dtype=np.int64)
-    for turn, new in enumerate(released):
-        for deadline_and_source in new:
-            heapq.heappush(waiting, deadline_and_source)
-        source_at[turn] = heapq.heappop(waiting)[1]
-    return source_at
 
-
-def _earlier_turns(source_at: IntArray, num_sources: int) -> IntArray:
-    """For each turn, how often its source was read earlier in the period, [period]."""
-    earlier = np.empty_like(source_at)
-    for source in range(num_sources):
-        mine = np.flatnonzero(source_at == source)
-        earlier[mine] = np.arange(len(mine))
-    return earlier
+def _percent(shares: Mapping[str, Fraction]) -> str:
+    return ", ".join(f"{name} {float(100 * share):.9g} %" for name, share in shares.items())
 
 
 def _check_sources(sizes: Mapping[str, int], weights: Mapping[str, Any]) -> None:

@@ -20,14 +20,14 @@ before it does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from threefold.data.mixture import Mixture
-from threefold.data.partition import Steps, Tail
+from threefold.data.partition import Steps, Tail, check_global_batch
 from threefold.data.permutation import MAX_ROWS, ORDER_VERSION, IntArray, Permutation, check_order_version
 from threefold.errors import ConfigError, DataError, Problem
 
@@ -37,6 +37,7 @@ _ABSENT = "(not set)"
 _REMEDY = {
     "seed": "pass the seed that the run began with (--data.seed {saved}), or start a new run",
     "shuffle": "pass the shuffle that the run began with (--data.shuffle {yaml}), or start a new run",
+    "tail": "pass the tail that the run began with (--data.tail {saved}), or start a new run",
     "order": "pass order={saved!r}, or start a new run",
     "num_samples": "pass num_samples={saved}, or start a new run",
 }
@@ -69,6 +70,16 @@ class Order:
     tail: Tail = "drop"
     version: int = ORDER_VERSION
     mixture: Mixture | None = None
+    epochs: int | None = None
+    """where the order ends; with `carry` the last step before it is short. None: nowhere."""
+
+    def __post_init__(self) -> None:
+        assert self.mixture is None or (self.mixture.version == self.version and self.tail != "carry")
+
+    def of_version(self, version: int) -> Order:
+        """The same order as another version of the algorithms has it."""
+        mixture = self.mixture and self.mixture.of_version(version)
+        return replace(self, version=version, mixture=mixture)
 
     @property
     def epoch_size(self) -> int:
@@ -86,38 +97,69 @@ class Order:
 
     def after(self, place: Place, num_steps: int) -> Place:
         """Where the step begins that follows `num_steps` steps from `place`."""
-        return Place(*self.steps.after(*place, num_steps))
+        after = Place(*self.steps.after(*place, num_steps))
+        return min(after, Place(self.epochs, 0)) if self.tail == "carry" and self.epochs is not None else after
 
     def before(self, place: Place) -> Place | None:
         """Where the step before the one at `place` began; None at the very beginning."""
         epoch, position = self.begin(place)
         if position >= self.global_batch:
             return Place(epoch, position - self.global_batch)
+        if self.tail == "carry":
+            back = Place(*self.steps.begin(epoch, position - self.global_batch))
+            return back if back.epoch >= 0 else None
         return Place(epoch - 1, (self.steps.per_epoch - 1) * self.global_batch) if epoch else None
 
-    def stretches(self, place: Place, num_steps: int) -> Iterator[tuple[Place, int]]:
-        """(place, number of steps) of each run of steps inside one epoch, `num_steps` together, from `place`."""
-        while num_steps > 0:
-            place = self.begin(place)
-            count = min(num_steps, self.steps.left(place.position))
-            yield place, count
-            place, num_steps = self.after(place, count), num_steps - count
+    def num_read(self, place: Place, num_steps: int = 1) -> int:
+        """Rows of some steps over all dp ranks: `num_steps` x global_batch, or up to where the order ends."""
+        wanted = num_steps * self.global_batch
+        if self.tail == "carry" and self.epochs is not None:
+            wanted = max(0, min(wanted, (self.epochs - place.epoch) * self.num_rows - place.position))
+        return min(wanted, self.num_rows - place.position) if self.tail == "exact" and num_steps == 1 else wanted
+
+    def steps_left(self, place: Place) -> int:
+        """Steps from `place` to the end of the last epoch."""
+        assert self.epochs is not None, "an endless order"
+        epoch, position = self.begin(place)
+        ahead = self.epochs - epoch
+        if self.tail == "carry":
+            return max(0, -(-(ahead * self.num_rows - position) // self.global_batch))
+        return self.steps.left(position) + (ahead - 1) * self.steps.per_epoch if ahead > 0 else 0
+
+    def stretches(self, place: Place, num_steps: int) -> Iterator[tuple[Place, int, int]]:
+        """(place, positions, positions before it) of each part of some steps that lies inside one epoch."""
+        before, place = 0, self.begin(place)
+        wanted = self.num_read(place, num_steps) if self.tail == "carry" else num_steps * self.global_batch
+        while before < wanted:
+            left = self.num_rows - place.position
+            if self.tail != "carry":
+                left = self.steps.left(place.position) * self.global_batch
+            count = min(wanted - before, left)
+            yield place, count, before
+            before, place = before + count, self.begin(Place(place.epoch, place.position + count))
 
     def rows(self, place: Place, num_steps: int) -> IntArray:
         """Row indices of some steps, [num_steps, global_batch]: dp rank d of D reads [:, d::D]; -1 is no sample."""
-        parts = [np.empty((0, self.global_batch), np.int64)]
-        for (epoch, position), count in self.stretches(place, num_steps):
-            positions = np.arange(position, position + count * self.global_batch, dtype=np.int64)
+        found, read = np.full(num_steps * self.global_batch, -1, np.int64), 0
+        for (epoch, position), count, read in self.stretches(place, num_steps):
+            positions = np.arange(position, position + count, dtype=np.int64)
             rows = self.rows_at(epoch, positions % self.epoch_size)
             if self.tail == "exact":
                 rows[positions >= self.epoch_size] = -1
-            parts.append(rows.reshape(count, self.global_batch))
-        return np.concatenate(parts)
+            found[read : read + count] = rows
+        return found.reshape(num_steps, self.global_batch)
 
     def rows_of_rank(self, place: Place, *, dp_rank: int, dp_size: int) -> tuple[IntArray, int]:
         """(row indices [rows] that one dp rank reads in the step at `place`, ignored rows to add)."""
-        step = self.steps.of_rank(place.position, dp_rank=dp_rank, dp_size=dp_size)
-        return self.rows_at(place.epoch, step.positions), step.num_ignored
+        if self.tail != "carry":
+            step = self.steps.of_rank(place.position, dp_rank=dp_rank, dp_size=dp_size)
+            return self.rows_at(place.epoch, step.positions), step.num_ignored
+        check_global_batch(self.global_batch, dp_size=dp_size)
+        mine = place.position + np.arange(dp_rank, self.num_read(place), dp_size, dtype=np.int64)
+        epochs, positions = np.divmod(mine, self.num_rows)
+        for epoch in np.unique(epochs):
+            mine[epochs == epoch] = self.rows_at(place.epoch + int(epoch), positions[epochs == epoch])
+        return mine, self.global_batch // dp_size - len(mine)
 
     def rows_at(self, epoch: int, positions: IntArray) -> IntArray:
         """Row indices at some positions of an epoch, each in [0, epoch_size)."""
@@ -198,8 +240,8 @@ class Pass:
     Without a loop that counts its rows, indices handed out are counted, without a step of Python for each index.
     """
 
-    def __init__(self, epoch: int, begin: int, positions: range, *, by_loop: bool = False) -> None:
-        self.epoch, self.begin, self.positions = epoch, begin, positions
+    def __init__(self, epoch: int, begin: int, positions: range, *, seed: int, by_loop: bool = False) -> None:
+        self.epoch, self.begin, self.positions, self.seed = epoch, begin, positions, seed
         self._by_loop = by_loop
         self._counted = 0
         self._block: Iterator[int] = iter(())
@@ -250,12 +292,16 @@ def skips_ahead(skip: Sequence[StepRange], *, first_step: int, left_out: Sequenc
     return {first: (first, last) for first, last in ahead}
 
 
-def steps_without(num_steps: int, *, skip: Iterable[StepRange]) -> int:
-    """Steps of a run with `num_steps` batches, without those that are left out."""
+def last_step(order: Order, place: Place, *, done: int, skip: Iterable[StepRange] = ()) -> int:
+    """The last step of a run that has done `done` steps, stands at `place` and leaves out ranges of later steps.
+
+    Rows decide, not the steps done: these may have had another global batch.
+    """
     for first, last in sorted(skip):
-        if first <= num_steps:
-            num_steps = max(first - 1, num_steps - num_batches([(first, last)]))
-    return num_steps
+        if done < first <= done + order.steps_left(place):
+            place = order.after(place, first - 1 - done + num_batches([(first, last)]))
+            done = first - 1
+    return done + order.steps_left(place)
 
 
 def num_batches(ranges: Iterable[StepRange]) -> int:

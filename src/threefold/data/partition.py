@@ -5,8 +5,9 @@ permutation or a mixture turns into rows. What stays true: a step owns consecuti
 which take turns in it, so every mesh reads the same set of samples in a step; all dp ranks make the same number of
 steps; each position is read by exactly one dp rank.
 
-If the global batch does not divide an epoch, there are three ways to end it (`Tail`):
+If the global batch does not divide an epoch, there are four ways to end it (`Tail`):
 
+- `carry`: a step takes the rest and goes on in the next epoch; only `Order` knows such steps, samplers do not.
 - `drop`: the incomplete step is left out.
 - `pad`: the last step is filled up with the epoch's head, as torch's sampler does.
 - `exact`: nothing is left out, nothing repeated; a dp rank with fewer samples adds rows whose labels are all ignored,
@@ -24,8 +25,9 @@ import numpy.typing as npt
 from threefold.errors import ConfigError
 from threefold.mesh.shares import check_global_batch as check_global_batch
 
-Tail = Literal["drop", "pad", "exact"]
+Tail = Literal["drop", "pad", "exact", "carry"]
 TAILS: tuple[Tail, ...] = ("drop", "pad", "exact")
+"""Those of samplers, whose epochs end."""
 
 
 class StepRows(NamedTuple):
@@ -67,7 +69,7 @@ class Steps:
         return StepRows(wanted % self.num_rows, num_ignored=self.global_batch // dp_size - len(wanted))
 
     def left(self, position: int) -> int:
-        """Steps that an epoch still has from `position` on; 0 at its end."""
+        """Steps that an epoch still has from `position` on, also one that `carry` ends later; 0 at its end."""
         rows = max(self.num_rows - position, 0)
         return rows // self.global_batch if self.tail == "drop" else -(-rows // self.global_batch)
 
@@ -89,11 +91,15 @@ class Steps:
 
     def begin(self, epoch: int, position: int) -> tuple[int, int]:
         """(epoch, position) where the next step begins: here, or at the next epoch's head if this one is over."""
+        if self.tail == "carry" and self.per_epoch:
+            return epoch + position // self.num_rows, position % self.num_rows
         # per_epoch refuses an epoch without a step.
         return (epoch, position) if self.left(position) or not self.per_epoch else (epoch + 1, 0)
 
     def after(self, epoch: int, position: int, steps: int) -> tuple[int, int]:
         """(epoch, position) of the step that follows `steps` steps from (epoch, position), without walking them."""
+        if self.tail == "carry":
+            return self.begin(epoch, position + steps * self.global_batch)
         epoch, position = self.begin(epoch, position)
         left = self.left(position)
         if steps < left:

@@ -13,9 +13,9 @@ the loop, so the loader of a `for_loop` sampler opens the pass, counts the loop'
 from __future__ import annotations
 
 import itertools
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
@@ -80,7 +80,7 @@ class DistributedSampler(Sampler[int]):
         super().__init__()
         self.num_replicas, self.rank = place_on_axis(num_replicas, rank, mesh)
         self.dataset = dataset
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.shuffle, self._seed, self.drop_last = shuffle, operator.index(seed), drop_last
         if order not in get_args(OrderName):
             raise ConfigError(f"order = {order!r}", expected="threefold or torch", fix="order='threefold'")
         self.order, self.tail = order, tail_of_sampler(tail, drop_last=drop_last)
@@ -127,6 +127,16 @@ class DistributedSampler(Sampler[int]):
         return sampler
 
     @property
+    def seed(self) -> int:
+        """Of the shuffle. A new one is a new order, which the next iteration reads from the epoch's head."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        if seed != self._seed:
+            self._seed, self._begin, self._pass = operator.index(seed), 0, None
+
+    @property
     def weighted(self) -> bool:
         """Samples are drawn with weights: some several times, some never."""
         return self._draws is not None
@@ -144,14 +154,24 @@ class DistributedSampler(Sampler[int]):
         if not self._by_loop:
             now = self.open_pass()
         else:
-            now = self._opened or Pass(self.epoch, self._begin, self._share(self._begin))
+            now = self._opened or Pass(self.epoch, self._begin, self._share(self._begin), seed=self.seed)
         return itertools.chain.from_iterable(self._blocks(now))
 
     def open_pass(self) -> Pass:
-        """Begins an iteration: the rest of the epoch after `load_state_dict`, else the epoch from its head."""
-        begin, self._begin = self._begin, 0
-        self._opened = self._pass = Pass(self.epoch, begin, self._share(begin), by_loop=self._by_loop)
+        """Begins an iteration: the rest of the epoch after `load_state_dict`, else the epoch from its head.
+
+        Where one that was opened before has read nothing yet, both begin at its place.
+        """
+        before = self._pass
+        begin, self._begin = before.begin if before is not None and not before.had else self._begin, 0
+        self._opened = self._pass = Pass(self.epoch, begin, self._share(begin), seed=self.seed, by_loop=self._by_loop)
         return self._pass
+
+    def begin_reading(self, now: Pass) -> None:
+        """The first rows come from `now`: of the passes opened at one place, the state counts this one."""
+        opened = self._pass
+        if opened is not None and not opened.had and (opened.epoch, opened.begin) == (now.epoch, now.begin):
+            self._pass = now
 
     def close_pass(self, over: Pass) -> None:
         """Ends an iteration: the epoch advances (not with order="torch", as in torch)."""
@@ -167,7 +187,7 @@ class DistributedSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the head of `epoch`; in the epoch of a state just loaded, the place stays."""
         if epoch != self.epoch:
-            self.epoch, self._begin, self._pass = epoch, 0, None
+            self.epoch, self._begin, self._pass = operator.index(epoch), 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: the epoch, the global position after the last index handed out, the ingredients of the order.
@@ -175,7 +195,8 @@ class DistributedSampler(Sampler[int]):
         Valid while an iterator is open; it counts the newest one. A DataLoader with workers asks for indices ahead of
         the loop, so this counts indices handed to the workers; the state of `distribute`'s loader is the loop's.
         """
-        return Cursor(*self._place(), self._made_from, self._order_version).state_dict()
+        epoch, position = self._place()
+        return Cursor(int(epoch), int(position), self._made_from, self._order_version).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where `state_dict` was taken, with any number of replicas and any batch size.
@@ -188,12 +209,12 @@ class DistributedSampler(Sampler[int]):
         self._order_version = cursor.order_version
         self.epoch, self._begin, self._pass = cursor.epoch, cursor.position, None
 
-    @cached_property
+    @property
     def _made_from(self) -> dict[str, Plain]:
         """The cursor's fingerprint; equal for every number of replicas, rank, batch size and tail."""
         made_from = {name: getattr(self, name) for name in ("order", "seed", "shuffle")} | {"num_rows": self._num_rows}
         if self._draws is not None:
-            made_from |= {"weights": self._draws.fingerprint(), "num_samples": self.epoch_size}
+            made_from |= {"weights": self._draws.fingerprint, "num_samples": self.epoch_size}
         data = getattr(self.dataset, "fingerprint", None)
         return made_from | {"data": data} if isinstance(data, str) else made_from
 
@@ -213,7 +234,7 @@ class DistributedSampler(Sampler[int]):
                 expected="draws with replacement, which are random and have no counterpart in torch's sampler",
                 fix=f"leave out {contrary.split(' ')[0]}, or weights",
             )
-        self._draws = None if weights is None else WeightedDraws(weights, seed=self.seed)
+        self._draws = None if weights is None else WeightedDraws(weights)
         if self._draws is not None and len(self._draws.weights) != num_rows:
             raise ConfigError(
                 f"there are {len(self._draws.weights)} weights for {num_rows} samples",
@@ -246,7 +267,9 @@ class DistributedSampler(Sampler[int]):
     def _blocks(self, now: Pass) -> Iterator[Iterator[int]]:
         """The share of an epoch in blocks of Python ints; after the last, the epoch of a bare sampler advances."""
         positions, done, size = now.positions, 0, _FIRST_BLOCK
-        indices_at = self._indices_at(now.epoch) if positions else None
+        indices_at = self._indices_at(now.epoch, now.seed) if positions else None
+        if not self._by_loop:
+            self.begin_reading(now)
         while indices_at is not None and done < len(positions):
             block = positions[done : done + size]
             wanted = np.arange(block.start, block.stop, block.step, dtype=np.int64)
@@ -259,15 +282,15 @@ class DistributedSampler(Sampler[int]):
         if not self._by_loop:
             self.close_pass(now)
 
-    def _indices_at(self, epoch: int) -> Callable[[IntArray], IntArray]:
+    def _indices_at(self, epoch: int, seed: int) -> Callable[[IntArray], IntArray]:
         """positions in an epoch -> indices of the dataset."""
         if self._draws is not None:
-            return self._draws.in_epoch(epoch).at
+            return self._draws.in_epoch(epoch, seed=seed).at
         if not self.shuffle:
             return np.copy
         if self.order == "torch":
-            return _torch_order(self._num_rows, seed=self.seed + epoch).__getitem__
-        return Permutation(self._num_rows, seed=self.seed, epoch=epoch, version=self._order_version).at
+            return _torch_order(self._num_rows, seed=seed + epoch).__getitem__
+        return Permutation(self._num_rows, seed=seed, epoch=epoch, version=self._order_version).at
 
 
 def _torch_order(num_rows: int, *, seed: int) -> npt.NDArray[Any]:

@@ -18,6 +18,7 @@ In: a `datasets.IterableDataset`. Out: a loader over this dp rank's part of it, 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Literal, get_args
@@ -117,7 +118,7 @@ class StreamingLoader:
     def set_epoch(self, epoch: int) -> None:
         """Go to the head of `epoch`; in the epoch of a state just loaded, the place stays."""
         if epoch != self.epoch:
-            self.epoch, self._begin, self._done, self._seek_to = epoch, 0, 0, None
+            self.epoch, self._begin, self._done, self._seek_to = operator.index(epoch), 0, 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """The place of this rank's loop in its stream; each rank keeps its own.

@@ -62,6 +62,25 @@ class Exchange:
         store.set(keys[self._rank], json.dumps(part))
         return self.value_of(0, f"decide/{name}", lambda: conclude(_wait_for_all(store, keys)))
 
+    def conclusion_of_work(self, name: str, make: Callable[[], Any], conclude: Callable[[list[Any]], Any]) -> Any:
+        """As `conclusion_of`, of what `make` returns on every rank; if it fails on one, every rank raises."""
+        error: BaseException | None = None
+        try:
+            part = {"value": make()}
+        except BaseException as raised:
+            part, error = _described(raised), raised
+
+        def concluded(parts: list[dict[str, Any]]) -> dict[str, Any]:
+            failed = next((part for part in parts if "value" not in part), None)
+            return failed or {"value": conclude([part["value"] for part in parts])}
+
+        told = self.conclusion_of(name, part, concluded)
+        if error is not None:
+            raise error
+        if "value" not in told:
+            raise _error_of(told, name)
+        return told["value"]
+
     def _number(self, name: str) -> int:
         self._numbers[name] += 1
         return self._numbers[name]

@@ -125,6 +125,10 @@ class Mesh:
         """What rank 0 concludes from the `part` of every rank, in rank order, on every rank; raises as `share`."""
         return self._exchange.conclusion_of(name, part, conclude)
 
+    def decide_on(self, name: str, make: Callable[[], Any], conclude: Callable[[list[Any]], Any]) -> Any:
+        """As `decide`, of what `make` returns on every rank; raises on all what it raises on one, of any host."""
+        return self._exchange.conclusion_of_work(name, make, conclude)
+
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         if self.device_mesh is not None:

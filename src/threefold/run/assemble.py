@@ -12,16 +12,18 @@ import torch
 
 from threefold.audit import compare, record
 from threefold.audit.compare import Audit
+from threefold.audit.digest import TOKEN_FIELDS
 from threefold.audit.offences import explain
 from threefold.audit.record import SegmentLine
 from threefold.config.peak_rate import with_rate
 from threefold.config.schema import Config
 from threefold.data.loader import Batch, TokenLoader, evaluation_batches
 from threefold.data.mixture import Mixture
-from threefold.data.order import Order, steps_without
-from threefold.data.permutation import seed_of
+from threefold.data.order import Order, last_step
+from threefold.data.permutation import ORDER_VERSION, seed_of
 from threefold.data.rows.concat import Rows
-from threefold.data.rows.packing import MixedRows, Packing, open_rows
+from threefold.data.rows.known_rows import KnownRows
+from threefold.data.rows.packing import MixedRows, Packing, open_rows, reopen_rows, store_at
 from threefold.data.tokens import Tokenizer
 from threefold.integrations import trackers
 from threefold.jsonl import MetricsFile, Tracker
@@ -31,7 +33,8 @@ from threefold.model import noise
 from threefold.model.build import ParallelModel, build
 from threefold.run.folder import RunFolder
 from threefold.run.request import Asked
-from threefold.run.resume import Checkpointer, rate_of, versions
+from threefold.run.resume import Checkpointer, rate_of, versions, with_tail
+from threefold.run.same_bytes import of_one_copy, record_of, refuse_other_bytes
 from threefold.run.sources import opened, sources_of
 from threefold.training.optimizer import adamw
 
@@ -62,7 +65,7 @@ class Built(Asked):
     @property
     def done(self) -> int:
         """The last step done before (0: none)."""
-        return self.folder.resume.step if self.folder.resume is not None else 0
+        return self.folder.done
 
     @property
     def num_parameters(self) -> int:
@@ -85,21 +88,19 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
     """
     tokenizer, architecture = asked.tokenizer, asked.architecture
     rate, rate_why = rate_of(asked.config, folder)
-    config = with_rate(asked.config, rate)
+    config = with_tail(with_rate(asked.config, rate), folder)
     vocab_size = getattr(architecture.get_text_config(), "vocab_size", None)
     rows = rows_of(config, tokenizer, mesh, vocab_size=vocab_size)
     held_out = None
     if config.eval.source:
         held_out = rows_of(config, tokenizer, mesh, vocab_size=vocab_size, held_out=True)
+    refuse_other_bytes(rows, folder, mesh)
     loader = loader_of(config, rows, mesh)
-    num_steps = config.train.steps or (config.train.epochs or 0) * loader.steps_per_epoch or DEFAULT_STEPS
     model = build(config, asked.architecture, mesh)
     optimizer = adamw(model.module, config.optimizer)
     torch.manual_seed(seed_of("a run", config.train.seed, *noise.places(mesh, model.tensor.sequence_group)))
     checkpointer = Checkpointer(config, folder, mesh, model, optimizer, loader, architecture)
     checkpointer.resume()
-    if config.train.epochs is not None:
-        num_steps = steps_without(num_steps, skip={*loader.left_out, *config.data.skip})
     settled = dataclasses.replace(asked, config=config)
     return Built(
         **vars(settled),
@@ -111,7 +112,7 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
         model=model,
         optimizer=optimizer,
         checkpointer=checkpointer,
-        num_steps=num_steps,
+        num_steps=num_steps_of(config, folder, loader),
         rate_why=rate_why,
     )
 
@@ -136,43 +137,55 @@ def trackers_of(run: Built, *, say: Callable[[str], None]) -> list[Tracker]:
 def rows_of(
     config: Config, tokenizer: Tokenizer, mesh: Mesh, *, vocab_size: int | None = None, held_out: bool = False
 ) -> Rows:
-    """Returns the rows of data.source, data.mixture or eval.source; one rank per machine prepares text.
+    """Returns the rows of data.source, data.mixture or eval.source.
+
+    One rank per machine prepares text, looks at files and compares their bytes; the others open what it found. Then
+    all ranks compare the digests of their bytes: a DataError names the ranks, the block and the rows that differ.
 
     Args:
         vocab_size: of the model that reads them; None: the ids are not checked.
     """
-    data = config.data
-    packing = Packing(data.seq_len, data.packing, data.document_mask, data.truncate, data.lookahead)
-    open_packed = functools.partial(
-        open_rows, packing=packing, tokenizer=tokenizer, cache=cache_folder(), vocab_size=vocab_size
-    )
+    data, packing, cache = config.data, Packing.of(config.data), cache_folder()
+    sources = sources_of(config, held_out=held_out)
+    open_packed = functools.partial(open_rows, packing=packing, tokenizer=tokenizer, cache=cache, vocab_size=vocab_size)
 
-    def open_here() -> Rows:
-        each = {
-            key: opened(key, functools.partial(open_packed, source))
-            for key, source in sources_of(config, held_out=held_out).items()
-        }
+    def open_here() -> list[tuple[str, str | None]]:
+        return [store_at(opened(key, functools.partial(open_packed, source))) for key, source in sources.items()]
+
+    def open_on_every_host() -> Rows:
+        found = mesh.once_per_host("evaluation data" if held_out else "data", open_here)
+        parts = [reopen_rows(prefix, blocks_at, packing, cache=cache) for prefix, blocks_at in found]
         if held_out or data.mixture is None:
-            return next(iter(each.values()))
-        return MixedRows({key.removeprefix("data.mixture."): rows for key, rows in each.items()})
+            return parts[0]
+        return MixedRows(dict(zip(data.mixture, parts, strict=True)))
 
-    mesh.once_per_host("evaluation data" if held_out else "data", lambda: open_here().fingerprint)
-    return open_here()
+    return of_one_copy(open_on_every_host, list(sources), mesh)
 
 
-def order_of(config: Config, rows: Rows) -> Order:
-    """The order in which training reads the rows, on any mesh."""
+def num_steps_of(config: Config, folder: RunFolder, loader: TokenLoader) -> int:
+    """The last step's number; with train.epochs from the rows that are left after the steps done."""
+    if config.train.epochs is None:
+        return config.train.steps or DEFAULT_STEPS
+    done, ahead = folder.done, [each for each in config.data.skip if each not in loader.left_out]
+    return last_step(loader.order, loader.cursor().place, done=done, skip=ahead)
+
+
+def order_of(config: Config, rows: Rows, *, version: int = ORDER_VERSION) -> Order:
+    """The order in which training reads the rows, on any mesh; `version`: the one that the run began with."""
     mixture = None
     if config.data.mixture is not None:
         assert isinstance(rows, MixedRows)
         weights = {name: source.weight for name, source in config.data.mixture.items()}
-        mixture = Mixture(rows.sizes, weights, seed=config.data.seed)
+        mixture = Mixture(rows.sizes, weights, seed=config.data.seed, version=version)
     return Order(
         num_rows=rows.num_rows,
         global_batch=config.train.global_batch,
         seed=config.data.seed,
         shuffle=config.data.shuffle,
+        tail=config.data.tail if mixture is None else "drop",
+        version=version,
         mixture=mixture,
+        epochs=config.train.epochs,
     )
 
 
@@ -198,7 +211,7 @@ def open_audit(run: Built) -> Audit:
     config, mesh, loader = run.config, run.mesh, run.loader
     resume = f"threefold resume {shlex.quote(str(run.folder.path))}"
     start = SegmentLine.of(
-        order_of(config, loader.rows),
+        order_of(config, loader.rows, version=loader.order.version),
         loader.cursor().place,
         first_step=run.done + 1,
         topology=mesh.topology,
@@ -206,6 +219,8 @@ def open_audit(run: Built) -> Audit:
         data=loader.rows.fingerprint,
         checkpoint=str(run.folder.resume.path) if run.folder.resume is not None else None,
     )
+    tensors = TOKEN_FIELDS if config.data.document_mask else TOKEN_FIELDS[:-1]
+    start = dataclasses.replace(start, tensors=tensors, stores=record_of(loader.rows))
     path = run.folder.path / record.FILE
     go_on = config.checkpoint.on_error == "continue"
     file = MetricsFile(path, continue_on_error=go_on) if mesh.rank == 0 else None
@@ -217,6 +232,7 @@ def open_audit(run: Built) -> Audit:
         gather=mesh.gather,
         explain=functools.partial(explain, resume=resume),
         rows=loader.rows,
+        known=KnownRows(loader.rows, seed=mesh.rank),
         skips=loader.planned,
         record=file,
     )

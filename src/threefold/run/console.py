@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -17,14 +18,15 @@ from transformers import PretrainedConfig
 
 from threefold import __version__
 from threefold.checkpoint.layout import CheckpointFolder
-from threefold.config.schema import EMBEDDED_DEFAULT
+from threefold.config.schema import EMBEDDED_DEFAULT, value_at
 from threefold.config.text import as_yaml
+from threefold.data.order import last_step
 from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT
 from threefold.export.model_folder import generate_sample
 from threefold.jsonl import Metrics
 from threefold.mesh import environment
 from threefold.model.layer_kinds import common_number
-from threefold.run.assemble import Built
+from threefold.run.assemble import DEFAULT_STEPS, Built
 from threefold.training.loop import Outcome
 from threefold.training.optimizer import learning_rate
 
@@ -75,8 +77,11 @@ def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]
         f"  mesh   {mesh.topology} on {ranks} ({mesh.device.type}): {why}",
         f"  data   {named} ({run.tokenizer.name}): {run.rows.report}; {seq_len} tokens a row",
     ]
+    if run.loader.order.mixture is not None:
+        lines.append(f"  shares {run.loader.order.mixture.shares}")
     if run.done < run.num_steps:
         lines.append(f"  steps  {run.done + 1} to {run.num_steps}, {config.train.global_batch} rows each")
+        lines += epochs_ahead(run)
         lines.append(f"  lr     {config.optimizer.lr:g}: {run.rate_why}")
     if mesh.num_hosts > 1:
         lines.append(f"  hosts  {mesh.num_hosts}: {_who_can_join()}")
@@ -95,6 +100,34 @@ def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]
         by = f" of {info.max_restarts}: a rank had failed" if info.max_restarts else f": by {info.launcher}"
         lines.append(f"  restart {info.restart}{by}")
     console.print("\n".join(lines))
+
+
+def epochs_ahead(run: Built) -> list[str]:
+    """What the steps of a run that counts epochs, or drops an epoch's end, do with rows that fill no batch."""
+    order, place = run.loader.order, run.loader.cursor().place
+    if order.mixture is not None or (order.epochs is None and order.tail == "carry"):
+        return []
+    rest = order.num_rows % order.global_batch
+    if order.tail == "drop":
+        what = f"{rest:,} of them in none: they fill no batch (data.tail: drop)" if rest else "each of them once"
+        return [f"  epochs {order.epochs or ''} of {order.num_rows:,} rows, {what}".replace("  of", " of")]
+    last = order.after(place, order.steps_left(place) - 1)
+    short = f"; the last step has {read:,}" if (read := order.num_read(last)) < order.global_batch else ""
+    return [f"  epochs {order.epochs} of {order.num_rows:,} rows, each of them once{short}"]
+
+
+def epochs_read(run: Built) -> str:
+    """What a run that has ended has read, in rows and epochs."""
+    loader, order = run.loader, run.loader.order
+    read = f"read: {loader.rows_read:,} rows"
+    if order.mixture is not None:
+        return read
+    read += f", {loader.rows_read / order.num_rows:.2f} epochs of {order.num_rows:,}"
+    if order.tail == "drop" and (rest := order.num_rows % order.global_batch):
+        return f"{read}; {rest:,} rows of each epoch fill no batch and were left out (data.tail: drop)"
+    if order.epochs is None or order.steps_left(loader.place):
+        return f"{read}; {order.num_rows - loader.place.position:,} rows of epoch {loader.epoch} are left"
+    return f"{read}; none is left" + (", but for what data.skip left out" if loader.left_out else "")
 
 
 def _who_can_join() -> str:
@@ -118,14 +151,25 @@ def shape_text(architecture: PretrainedConfig) -> str:
 
 def _schedule_changed(run: Built) -> list[str]:
     """What another number of steps does to the rate of a run that is resumed."""
-    before = next((change.before for change in run.checkpointer.changed if change.key == "train.steps"), None)
-    optimizer = run.config.optimizer
-    if not isinstance(before, int) or optimizer.schedule == "constant" or run.done >= run.num_steps:
+    before, optimizer = _steps_before(run), run.config.optimizer
+    if before == run.num_steps or optimizer.schedule == "constant" or run.done >= run.num_steps:
         return []
     last = learning_rate(run.done, num_steps=before, config=optimizer)
     now = learning_rate(run.done + 1, num_steps=run.num_steps, config=optimizer)
     shape = f"{optimizer.schedule} over {run.num_steps:,} steps, not {before:,}"
     return [f"  schedule: {shape}: the rate of step {run.done + 1} is {now:.2e}, after {last:.2e}"]
+
+
+def _steps_before(run: Built) -> int:
+    """The number of steps that a run had before it was resumed: another global batch has fewer or more of them."""
+    changed = {change.key: change.before for change in run.checkpointer.changed}
+    keys = ("train.steps", "train.epochs", "train.global_batch")
+    steps, epochs, global_batch = (changed.get(key, value_at(run.config, key)) for key in keys)
+    if steps or not epochs:
+        return steps or DEFAULT_STEPS
+    order = dataclasses.replace(run.loader.order, global_batch=global_batch, epochs=epochs)
+    ahead = [each for each in run.config.data.skip if each not in run.loader.left_out]
+    return last_step(order, run.loader.cursor().place, done=run.done, skip=ahead)
 
 
 class Terminal:
@@ -188,6 +232,7 @@ def conclude(console: Console, run: Built, outcome: Outcome) -> int:
     if run.config.log.sample_tokens:
         _show_sample(console, run)
     loss = f"loss {outcome.loss:.4f}" if outcome.loss is not None else ""
+    console.print(epochs_read(run))
     console.print(f"done: {outcome.step} steps, {loss}, in {path}")
     console.print(f"export: threefold export {shlex.quote(str(path))} --to DIR")
     return 0

@@ -60,6 +60,11 @@ class RunFolder:
         return self.path / choice.METRICS
 
     @property
+    def done(self) -> int:
+        """The last step done before (0: none)."""
+        return self.resume.step if self.resume is not None else 0
+
+    @property
     def checkpoints(self) -> CheckpointFolder:
         return CheckpointFolder(self.path)
 

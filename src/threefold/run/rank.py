@@ -12,6 +12,7 @@ import logging
 import sys
 import traceback
 from datetime import timedelta
+from typing import Any
 
 import torch
 import transformers
@@ -36,6 +37,7 @@ from threefold.run.folder import RunFolder, log_to_file, open_run, require_share
 from threefold.run.lock import RunLock
 from threefold.run.request import Asked, asked_of
 from threefold.run.resume import undamaged, versions
+from threefold.run.same_bytes import keep_lists
 from threefold.run.sources import file_lines
 from threefold.run.watchdog import Watchdog
 from threefold.training.admission.admit import admit
@@ -143,7 +145,8 @@ def _train(loaded: Loaded, mesh: Mesh, why: str, lock: RunLock) -> int:
     run = assemble.build_run(asked, mesh, folder)
     introduce(console, run, why, admission.said)
     if run.done >= run.num_steps:
-        console.print(f"nothing to do: step {run.done} of {run.num_steps} is done. To train more: --train.steps N")
+        more = "--train.steps" if config.train.epochs is None else "--train.epochs"
+        console.print(f"nothing to do: step {run.done} of {run.num_steps} is done. To train more: {more} N")
         mesh.close()
         return 0
     audit = _accept(console, run, lock)
@@ -169,7 +172,12 @@ def _accept(console: Screen, run: Built, lock: RunLock) -> Audit:
     config, mesh = run.config, run.mesh
     run.loader.leave_out(config.data.skip, first_step=run.done + 1)
     audit = assemble.open_audit(run)
-    accepted = mesh.share("accept", lambda: run.folder.accept(config, facts=_facts_of_start(run)))
+
+    def accept() -> dict[str, Any]:
+        keep_lists(run.rows, run.folder.path)
+        return run.folder.accept(config, facts=_facts_of_start(run))
+
+    accepted = mesh.share("accept", accept)
     run.checkpointer.folder = dataclasses.replace(run.folder, run=accepted["run"], start=accepted["start"])
     for path in accepted["aside"]:
         console.print(f"  set aside: {path}, later than the step that the run resumes from")

@@ -40,6 +40,7 @@ from threefold.config.peak_rate import peak_rate
 from threefold.config.schema import Config
 from threefold.data.loader import TokenLoader
 from threefold.data.permutation import seed_of
+from threefold.data.rows.known_rows import digests_of
 from threefold.errors import DataError
 from threefold.mesh.mesh import Mesh
 from threefold.model import load, noise
@@ -127,6 +128,7 @@ class Checkpointer:
             "mesh": list(self.mesh.topology.sizes),
             "device": self.mesh.device.type,
             "data": self.loader.state_dict(),
+            "blocks": digests_of(self.loader.rows),
             "seed": self.config.train.seed,
             "architecture": architecture_of(self.architecture),
             "config": with_absolute_paths(self.config).model_dump(mode="json"),
@@ -178,6 +180,18 @@ def rate_of(config: Config, folder: RunFolder) -> tuple[float, str]:
         if isinstance(before, float):
             return before, "the run began with it"
     return peak_rate(config)
+
+
+def with_tail(config: Config, folder: RunFolder) -> Config:
+    """Returns the config with the data.tail of the run that is resumed, unless one is given.
+
+    Runs of version 0.1.0 knew only `drop`, and their configs do not name it.
+    """
+    if folder.resume is None or "tail" in config.data.model_fields_set:
+        return config
+    tail = read_manifest(folder.resume)["config"].get("data", {}).get("tail")
+    update = {"tail": "carry" if tail == "carry" else "drop"}
+    return config.model_copy(update={"data": config.data.model_copy(update=update)})
 
 
 def versions() -> dict[str, str]:

@@ -95,13 +95,16 @@ def train_loop(run: Run, *, first_step: int) -> Outcome:
         for step in range(first_step, run.num_steps + 1):
             epoch = run.loader.epoch
             run.progress.enter("data", step=step)
+            rows_before = run.loader.rows_read
             batch = window.read(batches)
             pieces = micro_batches(batch, run.micro_batch)
             lr = learning_rate(step, num_steps=run.num_steps, config=run.config.optimizer)
             result = run.step(pieces, lr=lr)
             if run.audit is not None:
-                run.audit.observe(step, *(batch[name].numpy(force=True) for name in ("indices", *TOKEN_FIELDS)))
+                read = (batch[name].numpy(force=True) for name in ("indices", *TOKEN_FIELDS) if name in batch)
+                run.audit.observe(step, *read)
             window.steps += 1
+            window.rows += run.loader.rows_read - rows_before
             stopping = stop.after(step)
             run.notice(step)
             due = _due_after(step, run, first=step == first_step, end=stopping or step == run.num_steps)
@@ -162,6 +165,7 @@ class _Window:
 
     elapsed: Stopwatch = field(default_factory=Stopwatch)
     steps: int = 0
+    rows: int = 0
     own: OwnTime = field(default_factory=OwnTime)
 
     def read(self, batches: Iterator[Batch]) -> Batch:
@@ -178,10 +182,10 @@ def _is_nth(step: int, every: int) -> bool:
 def _step_metrics(
     run: Run, step: int, epoch: int, loss: float, lr: float, result: StepResult, window: _Window, slowest: Slowest
 ) -> Metrics:
-    rows, seq_len = run.config.train.global_batch, run.config.data.seq_len
+    seq_len = run.config.data.seq_len
     elapsed_s = window.elapsed.lap()
     step_time_s = elapsed_s / window.steps
-    tokens_per_s = rows * seq_len / step_time_s
+    tokens_per_s = window.rows * seq_len / elapsed_s
     metrics: Metrics = {
         "step": step,
         "epoch": epoch,

@@ -18,7 +18,6 @@ from threefold.config.loading import validate
 from threefold.config.peak_rate import peak_rate, with_rate
 from threefold.config.schema import Config
 from threefold.data.loader import TokenLoader
-from threefold.data.order import Order
 from threefold.errors import EXIT_FAILED
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh, join_mesh
@@ -67,6 +66,7 @@ def _as_compared(config: Config, topology: Topology) -> Config:
     values["model"]["lora"]["dropout"] = 0.0
     ep = config.mesh.ep if config.mesh.ep == topology.tp else 1
     values["mesh"].update(cpu_offload=False, prefetch=0, ep=ep)
+    values["train"]["epochs"] = None  # an order without an end: the steps to compare may be more than an epoch's
     return validate(values)
 
 
@@ -83,7 +83,7 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
     observed = config.train.global_batch // mesh.dp_size
 
     def alone() -> list[list[float]]:
-        order = Order(rows.num_rows, config.train.global_batch, config.data.seed, config.data.shuffle)
+        order = assemble.order_of(config, rows)
         loader = iter(TokenLoader(rows, order, dp_rank=0, dp_size=1, document_mask=config.data.document_mask))
         # The rows of dp rank 0 come first, because the outputs of the first rows are kept.
         first = [place for dp in range(mesh.dp_size) for place in range(dp, config.train.global_batch, mesh.dp_size)]

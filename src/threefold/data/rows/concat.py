@@ -15,6 +15,7 @@ document id -1. The mask drops no label: an end token's label is the token after
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -109,7 +110,7 @@ class ConcatRows:
         # windows: (rows, seq_len + 1)
         windows = np.empty((len(starts), self.seq_len + 1), np.int64)
         for window, start in zip(windows, starts.tolist(), strict=True):
-            window[:] = self.store.tokens[start : start + self.seq_len + 1]
+            window[:] = self.store.read(start, start + self.seq_len + 1)
         begins = np.zeros((len(starts), self.seq_len), np.bool_)
         if self.document_mask:
             mark_documents(begins, starts, self.store.document_ends)
@@ -120,6 +121,15 @@ class ConcatRows:
             "position_ids": position_ids,
             "document_ids": document_ids,
         }
+
+    def stretches(self, row: int) -> Iterator[tuple[int, int]]:
+        """As `PackedRows`."""
+        yield row * self.seq_len, (row + 1) * self.seq_len + 1
+
+    def readers(self, start: int, stop: int) -> Int64:
+        """As `PackedRows`."""
+        # A row's last token is the next row's first.
+        return np.arange(max(0, (start - 1) // self.seq_len), min(self.num_rows, (stop - 1) // self.seq_len + 1))
 
 
 def mark_documents(begins: npt.NDArray[np.bool_], starts: Int64, ends: Int64) -> None:

@@ -12,19 +12,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from threefold.config.schema import DataConfig
 from threefold.data.rows.concat import ConcatRows, PackingReport, RowArrays, Rows, checked
+from threefold.data.rows.known_rows import PackedRows, parts_of, problem_of
 from threefold.data.rows.padded import PaddedRows
+from threefold.data.store.blocks import Blocks
 from threefold.data.store.id_range import check_ids
+from threefold.data.store.remembered import known
 from threefold.data.store.resolve import open_store
 from threefold.data.store.store import TokenStore
 from threefold.data.text.source import Source
 from threefold.data.tokens import Tokenizer
-from threefold.errors import ConfigError, Problem
+from threefold.errors import ConfigError, DataError, Problem
 
 PACKINGS = ("concat", "best_fit", "none")
 DEFAULT_LOOKAHEAD = 8192
@@ -73,6 +77,11 @@ class Packing:
                 for key, value, expected in without_effect
             )
 
+    @classmethod
+    def of(cls, data: DataConfig) -> Packing:
+        """The packing that a config asks for."""
+        return cls(data.seq_len, data.packing, data.document_mask, data.truncate, data.lookahead)
+
     def pack(self, store: TokenStore) -> Rows:
         """The rows of a store; a DataError if it gives not one."""
         if self.packing == "concat":
@@ -91,12 +100,36 @@ def open_rows(
 ) -> Rows:
     """The packed rows of a source's store, which text has in the folder `cache`; errors as for all three functions.
 
+    Its bytes are compared with their hashes (`known`): a DataError names the block that has changed and its rows.
+
     Args:
         vocab_size: of the model that reads them; None: the ids are not checked.
     """
     store = open_store(source, tokenizer=tokenizer, cache=cache)
+    store.blocks, store.blocks_at, change = known(store, cache=cache)
+    if change is not None:
+        # The documents' bounds are right if their file is: then the rows of a block can be named.
+        rows = packing.pack(store) if change.suffix == ".bin" else None
+        raise DataError.of([problem_of(store, change, cast("PackedRows | None", rows), cache=cache)])
     if vocab_size is not None:
-        check_ids(store, vocab_size=vocab_size, cache=cache)
+        check_ids(store, store.blocks, vocab_size=vocab_size)
+    return packing.pack(store)
+
+
+def store_at(rows: Rows) -> tuple[str, str | None]:
+    """(prefix, where its hashes are) of the store that `open_rows` has opened, from which `reopen_rows` does again."""
+    (part,) = parts_of(rows)
+    store = part.rows.store
+    return str(store.prefix), str(store.blocks_at) if store.blocks_at is not None else None
+
+
+def reopen_rows(prefix: str, blocks_at: str | None, packing: Packing, *, cache: Path) -> Rows:
+    """The rows that `open_rows` has opened and compared with their hashes on this host, without doing that again."""
+    store = TokenStore(prefix)
+    place = Path(blocks_at) if blocks_at is not None else None
+    store.blocks, store.blocks_at = Blocks.read(place) if place is not None else None, place
+    if store.blocks is None:
+        store.blocks = known(store, cache=cache).blocks
     return packing.pack(store)
 
 

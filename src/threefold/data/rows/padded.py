@@ -16,6 +16,7 @@ and the plan depends on the lengths alone.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property, partial
 from typing import Any
@@ -149,18 +150,37 @@ class PaddedRows:
 
     def _fill(self, index: int, input_ids: Int64, labels: Int64, begins: npt.NDArray[np.bool_]) -> int:
         """Writes row `index` into arrays of one row, [seq_len] each; returns the number of places that hold a token."""
-        first = int(self._row_ends[index - 1]) if index else 0
         used = 0
-        for piece in self._order[first : self._row_ends[index]].tolist():
+        for piece in self._pieces_of(index).tolist():
             start, length = int(self._pieces.starts[piece]), int(self._pieces.lengths[piece])
-            input_ids[used : used + length] = self.store.tokens[start : start + length]
+            input_ids[used : used + length] = self.store.read(start, start + length)
             used += length
             if used < self.seq_len:
                 begins[used] = True
             elif self._pieces.cut[piece]:
-                labels[-1] = self.store.tokens[start + length]
+                labels[-1] = self.store.read(start + length, start + length + 1)[0]
         labels[: used - 1] = input_ids[1:used]
         return used
+
+    def _pieces_of(self, row: int) -> Int64:
+        return self._order[self._row_ends[row - 1] if row else 0 : self._row_ends[row]]
+
+    def stretches(self, row: int) -> Iterator[tuple[int, int]]:
+        """As `PackedRows`."""
+        pieces = self._pieces_of(row)
+        starts, stops = self._pieces.starts[pieces], self._stops[pieces]
+        return zip(starts.tolist(), stops.tolist(), strict=True)
+
+    def readers(self, start: int, stop: int) -> Int64:
+        """As `PackedRows`."""
+        pieces = np.flatnonzero((self._pieces.starts < stop) & (self._stops > start))
+        places = np.flatnonzero(np.isin(self._order, pieces))
+        return np.unique(np.searchsorted(self._row_ends, places, side="right"))
+
+    @property
+    def _stops(self) -> Int64:
+        """One past each piece's last token or label in the stream."""
+        return self._pieces.starts + self._pieces.lengths + self._pieces.cut
 
 
 def best_fit(lengths: Int64, *, capacity: int, lookahead: int) -> tuple[Int64, Int64]:

@@ -22,9 +22,16 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from threefold.data.store.id_range import id_range
+from threefold.data.store.blocks import with_suffix
 from threefold.data.store.parts import Part, PartDone, PartMaker, make_in_processes, plan_parts
-from threefold.data.store.store import StoreInfo, StoreWriter, TokenStore, dtype_for, read_info, with_suffix
+from threefold.data.store.store import (
+    StoreInfo,
+    StoreWriter,
+    TokenStore,
+    dtype_for,
+    fingerprint_of_content,
+    read_info,
+)
 from threefold.data.text.source import ReadLog, TextSource, log_error
 from threefold.data.tokens import Tokenizer
 from threefold.errors import DataError, RunError
@@ -108,7 +115,6 @@ def prepare(
                 fix="free space or choose another folder, then run the same command again: finished parts are reused",
             ) from error
         _remove_parts(to)
-        id_range(TokenStore(prefix), cache=to)
         return PreparedStore(prefix, info, reused=False)
 
 
@@ -227,9 +233,8 @@ def _join(maker: PartMaker, done: Sequence[PartDone], *, prefix: Path, request: 
     tokenizer, source = maker.tokenizer, maker.source
 
     def info(writer: StoreWriter) -> StoreInfo:
-        content = f"{writer.content_hash()} {tokenizer.fingerprint}"
         return StoreInfo(
-            fingerprint=hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
+            fingerprint=fingerprint_of_content(writer.content_hash(), tokenizer.fingerprint),
             request=request,
             num_tokens=writer.num_tokens,
             num_documents=writer.num_documents,

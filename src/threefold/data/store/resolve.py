@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from threefold.config.text import pasted
+from threefold.data.store.blocks import with_suffix
 from threefold.data.store.prepare import PreparedStore, prepare, request_of
-from threefold.data.store.store import TokenStore, with_suffix
+from threefold.data.store.store import TokenStore
 from threefold.data.text.files import Files, open_files, open_stdlib
 from threefold.data.text.hub import is_saved, open_hub, open_saved
 from threefold.data.text.joined import JoinedSources

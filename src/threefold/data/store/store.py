@@ -5,7 +5,7 @@ The layout is Megatron-LM's, so stores made by other programs can be read here, 
     PREFIX.bin   only the tokens (uint16 if the vocabulary allows, else int32), little-endian
     PREFIX.idx   where documents begin and end (`index`)
     PREFIX.json  written last: the origin of the store (`StoreInfo`); stores made by other programs have none
-    PREFIX.ids.json  the smallest and the largest id (`id_range`); it can be made again at any time
+    PREFIX.blocks  a hash of each block of the others, the smallest and the largest id (`blocks`)
 
 A store with a .json is complete: the writer renames .bin and .idx into place before it. Reading gives one flat stream
 of tokens and the documents' ends in it; a truncated or foreign file is refused with the reason.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import weakref
 from array import array
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -26,12 +27,14 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
+from threefold.data.store.blocks import SUFFIX, BlockHasher, Blocks, FileBlocks, IdRange, hashed, with_suffix
 from threefold.data.store.index import check_arrays, read_index, write_index
 from threefold.errors import DataError
 
 INFO_FORMAT = "threefold-store-1"
 
 _BLOCK = 1 << 20
+_WRITTEN = (".bin", ".idx", SUFFIX, ".json")
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,12 @@ def dtype_for(vocab_size: int) -> np.dtype[Any]:
 class TokenStore:
     """An open store: the flat `tokens` (memory-mapped) and the documents' ends in it.
 
-    Pickles as its prefix, so that a loader's worker maps the files itself. Errors as for `read_index`.
+    Pickles as its prefix, so that a loader's worker opens the files itself. Errors as for `read_index`. `blocks` are
+    the hashes of its bytes, if they are known (`known`), and `blocks_at` where they are kept, if they are.
     """
+
+    blocks: Blocks | None = None
+    blocks_at: Path | None = None
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = Path(prefix)
@@ -74,7 +81,7 @@ class TokenStore:
         self.num_documents = self._index.num_bounds - 1
         self.info = read_info(self.prefix)
         if self.info is None:
-            check_arrays(self._index)
+            self.check()
         elif (self.info.num_tokens, self.info.num_documents) != (self.num_tokens, self.num_documents):
             raise DataError(
                 f"{with_suffix(self.prefix, '.json')} belongs to another store: it describes "
@@ -86,6 +93,14 @@ class TokenStore:
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenStore, (self.prefix,)
 
+    def check(self) -> None:
+        """Reads the index once; a DataError if its sequences are not one stream of tokens."""
+        check_arrays(self._index)
+
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of each sequence of the index."""
+        return self._index.lengths()
+
     @cached_property
     def tokens(self) -> npt.NDArray[Any]:
         """The entire stream, [num_tokens], read-only and memory-mapped."""
@@ -94,8 +109,39 @@ class TokenStore:
         return np.memmap(with_suffix(self.prefix, ".bin"), self.dtype, mode="r")
 
     @cached_property
+    def _bin(self) -> int:
+        number = os.open(with_suffix(self.prefix, ".bin"), os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, number)
+        return number
+
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """The tokens [start, stop) of the stream; a DataError if they were cut off since the store was opened."""
+        # A mapped file that is cut ends the process with SIGBUS, and no word.
+        size = self.dtype.itemsize
+        data = os.pread(self._bin, (stop - start) * size, start * size)
+        if len(data) != (stop - start) * size:
+            raise DataError(
+                f"{with_suffix(self.prefix, '.bin')} was cut while it was read: tokens {start:,} to {stop - 1:,} "
+                "are not there any more",
+                expected=f"its {self.num_tokens:,} tokens, as when it was opened",
+                fix="copy the store again from its origin, then run the same command: it resumes",
+            )
+        return np.frombuffer(data, self.dtype)
+
+    @cached_property
     def document_ends(self) -> npt.NDArray[np.int64]:
-        """One past each document's last token in the stream, [num_documents], never decreasing."""
+        """One past each document's last token in the stream, [num_documents], never decreasing.
+
+        It reads most of the .idx, whose blocks are compared first, if they are known: a DataError names one.
+        """
+        if self.blocks is not None:
+            all_blocks = range(self.blocks.files[".idx"].num_blocks)
+            if (change := self.blocks.change(self.prefix, ".idx", all_blocks)) is not None:
+                raise DataError(
+                    f"{with_suffix(self.prefix, '.idx')} has changed: block {change.block:,} is not what was hashed",
+                    expected="the documents' bounds as they were hashed",
+                    fix="copy all files of the store again from their origin, or prepare the text again",
+                )
         sequence_ends = np.zeros(self._index.num_sequences + 1, np.int64)
         np.cumsum(self._index.lengths(), out=sequence_ends[1:])
         return sequence_ends[self._index.bounds()[1:]]
@@ -138,6 +184,7 @@ class StoreWriter:
         self.num_tokens = 0
         self._lengths = array("i")
         self._digest = hashlib.blake2b(digest_size=16)
+        self._blocks, self._ids = BlockHasher(), IdRange()
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         self._bin: BinaryIO = self._temporary(".bin").open("wb")
 
@@ -146,7 +193,7 @@ class StoreWriter:
 
     def __exit__(self, *_: object) -> None:
         self._bin.close()
-        for suffix in (".bin", ".idx", ".json"):
+        for suffix in _WRITTEN:
             self._temporary(suffix).unlink(missing_ok=True)
 
     def add_block(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int32]) -> None:
@@ -154,6 +201,8 @@ class StoreWriter:
         data = np.ascontiguousarray(tokens, self.dtype).data.cast("B") if len(tokens) else b""
         self._bin.write(data)
         self._digest.update(data)
+        self._blocks.update(data)
+        self._ids.take(np.frombuffer(data, self.dtype))
         self.num_tokens += len(tokens)
         self._lengths.frombytes(lengths.tobytes())
 
@@ -164,7 +213,7 @@ class StoreWriter:
         return digest.hexdigest()
 
     def finish(self, info: Callable[[StoreWriter], StoreInfo]) -> StoreInfo:
-        """Puts .bin, .idx and the .json from `info(self)` in place, in this order; returns the info.
+        """Puts .bin, .idx, .blocks and the .json from `info(self)` in place, in this order; returns the info.
 
         Each file is synced to the disk before it gets its name, so a power cut leaves no store that looks complete.
         """
@@ -178,7 +227,12 @@ class StoreWriter:
         with self._temporary(".json").open("wb") as file:
             file.write(json.dumps({"format": INFO_FORMAT, **asdict(made)}, indent=2).encode() + b"\n")
             sync(file)
-        for suffix in (".bin", ".idx", ".json"):
+        stat = self._temporary(".bin").stat()
+        files = {".idx": hashed(self._temporary(".idx"))}
+        files[".bin"] = FileBlocks(stat.st_size, stat.st_mtime_ns, self._blocks.finish())
+        files[".json"] = hashed(self._temporary(".json"))
+        Blocks(self._ids.low, self._ids.high, files).write(self._temporary(SUFFIX))
+        for suffix in _WRITTEN:
             os.replace(self._temporary(suffix), with_suffix(self.prefix, suffix))
         return made
 
@@ -190,10 +244,9 @@ class StoreWriter:
         return self.prefix.with_name(f".{self.prefix.name}{suffix}.{os.getpid()}.tmp")
 
 
-def with_suffix(prefix: str | Path, suffix: str) -> Path:
-    """`prefix` with `suffix` appended; a dot in the prefix's own name stays."""
-    prefix = Path(prefix)
-    return prefix.with_name(prefix.name + suffix)
+def fingerprint_of_content(content_hash: str, tokenizer_fingerprint: str) -> str:
+    """The fingerprint in a store's .json, from `StoreWriter.content_hash`."""
+    return hashlib.blake2b(f"{content_hash} {tokenizer_fingerprint}".encode(), digest_size=16).hexdigest()
 
 
 def read_info(prefix: str | Path) -> StoreInfo | None:

@@ -1,0 +1,89 @@
+"""Whether the stores that a run has read are, on this machine and now, the bytes that it read.
+
+In: the run's record, which has the digest of each store's blocks and where the store was. Out: a line for each store,
+or the first block that differs, with the rows that read it. What is not here, or was never recorded, is said to be not
+known: then only the samples are proved. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+from threefold.audit.record import Segment, SegmentLine
+from threefold.data.rows.known_rows import PackedRows, block_text, changed
+from threefold.data.rows.packing import Packing
+from threefold.data.store.blocks import IDENTITY, SUFFIX, Blocks, Change, with_suffix
+from threefold.data.store.remembered import known
+from threefold.data.store.store import TokenStore
+from threefold.errors import RunError, ThreefoldError
+
+# Blocks of each file that are read again: all of a file of up to 1 GiB.
+SAMPLED = 1024
+FOLDER = "blocks"
+
+
+def list_at(run: Path, digest: str) -> Path:
+    """Where a run keeps the list of hashes with a digest."""
+    return run / FOLDER / f"{digest}{SUFFIX}"
+
+
+def byte_lines(run: Path, segments: Sequence[Segment], packing: Packing, *, cache: Path) -> Iterator[str]:
+    """A line for each store whose bytes are those that the run has read.
+
+    Args:
+        segments: with stores, and one at least.
+        packing: of the run's config.
+
+    Raises:
+        RunError: bytes that have changed, or are not on this machine.
+    """
+    start = segments[-1].start
+    num_checked = sum(line.checked for segment in segments for line in segment.steps)
+    for number, (name, digest, prefix) in enumerate(start.stores):
+        path = Path(prefix)
+        if not any(with_suffix(path, suffix).exists() for suffix in IDENTITY):
+            raise RunError(
+                f"the samples are proved, but not their bytes: {path}.bin and .idx are not on this machine",
+                expected="the stores that the run has read, to compare their blocks with its hashes",
+                fix=f"run the command where they are, or: threefold data audit {run} --contents   (a store that was "
+                "made from text is made again)",
+            )
+        try:
+            read = _compared(run, TokenStore(path), digest, packing, first_row=_first_row(start, number), cache=cache)
+        except RunError:
+            raise
+        except ThreefoldError as error:
+            raise RunError.of(error.problems) from error
+        yield f"  {name}: {path}.bin and .idx are the bytes that the run has read: {read} blocks read again"
+    yield f"  rows whose blocks were compared while it ran: {num_checked:,}, over all ranks"
+
+
+def _compared(run: Path, store: TokenStore, digest: str, packing: Packing, *, first_row: int, cache: Path) -> str:
+    """How many blocks of how many were read again; RunError names one that is not what the run has read."""
+    blocks, _, change = known(store, cache=cache, sampled=SAMPLED)
+    what, began = "", Blocks.read(list_at(run, digest))
+    if change is not None:
+        what = changed(blocks, change, store.prefix, _rows(packing, store, change), first_row=first_row)
+    elif blocks.digest != digest:
+        what = f"{store.prefix}.bin and .idx have other bytes than the run has read"
+        if began is not None and (change := began.difference(blocks)) is not None:
+            where = block_text(began, change, _rows(packing, store, change), first_row=first_row)
+            what = f"{store.prefix}{change.suffix} is not what the run has read: {where}"
+    if what:
+        raise RunError(
+            what,
+            expected="the bytes that the run has read: its weights come from these",
+            fix="restore the store from its origin, then run the command again",
+        )
+    counts = [blocks.files[suffix].num_blocks for suffix in IDENTITY]
+    return f"{sum(min(count, SAMPLED) for count in counts):,} of {sum(counts):,}"
+
+
+def _rows(packing: Packing, store: TokenStore, change: Change) -> PackedRows | None:
+    return cast("PackedRows", packing.pack(store)) if change.suffix == ".bin" else None
+
+
+def _first_row(start: SegmentLine, number: int) -> int:
+    return sum(size for _, size, _ in (start.mixture or ())[:number])

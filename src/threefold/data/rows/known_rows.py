@@ -1,0 +1,144 @@
+"""Rows and the known bytes they are read from: which rows read a changed block, whether those of a row are unchanged.
+
+In: rows whose stores know their bytes (`store.remembered`), one store or several (`MixedRows`). Out: the digests of
+their bytes, for a run's record; texts that name the file, the block and the rows; and for the audit, a check of the
+blocks of rows that were just read, which reads them once more from the disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol, cast
+
+import numpy as np
+
+from threefold.data.rows.concat import Int64, Rows
+from threefold.data.store.blocks import Blocks, Change, with_suffix
+from threefold.data.store.store import TokenStore
+from threefold.errors import Problem, rows_text
+
+
+class PackedRows(Rows, Protocol):
+    """Rows of one store."""
+
+    store: TokenStore
+
+    def stretches(self, row: int) -> Iterator[tuple[int, int]]:
+        """Where a row's tokens and labels lie in the stream, as [start, stop)."""
+
+    def readers(self, start: int, stop: int) -> Int64:
+        """The rows that read a token of [start, stop) of the stream, ascending."""
+
+
+class Changed(NamedTuple):
+    """A block of one of the stores that has changed."""
+
+    part: int
+    change: Change
+
+
+class Part(NamedTuple):
+    """The rows of one source; `name` as in a mixture, `first_row`: the number of its first row among those of all."""
+
+    name: str
+    rows: PackedRows
+    first_row: int
+
+    @property
+    def blocks(self) -> Blocks:
+        """The hashes of its store, which knows them."""
+        assert self.rows.store.blocks is not None
+        return self.rows.store.blocks
+
+
+def parts_of(rows: Rows) -> list[Part]:
+    """The rows of each source; a single one is called `source`."""
+    parts, first_row = [], 0
+    for name, part in cast("dict[str, PackedRows]", getattr(rows, "parts", {"source": rows})).items():
+        parts.append(Part(name, part, first_row))
+        first_row += part.num_rows
+    return parts
+
+
+def changed(blocks: Blocks, change: Change, prefix: Path, rows: PackedRows | None, *, first_row: int = 0) -> str:
+    """What has changed: file, block, and the rows that read it, whose numbers begin with `first_row`."""
+    kept, path = blocks.files[change.suffix], with_suffix(prefix, change.suffix)
+    where = block_text(blocks, change, rows, first_row=first_row)
+    if change.size_bytes < 0:
+        return f"{path} is gone"
+    if change.size_bytes != kept.size_bytes:
+        how = "was cut" if change.size_bytes < kept.size_bytes else "is longer than it was"
+        return f"{path} {how}, to {change.size_bytes:,} bytes instead of {kept.size_bytes:,}: {where}"
+    return f"{path} has changed, it is not what was hashed: {where}"
+
+
+def block_text(blocks: Blocks, change: Change, rows: PackedRows | None, *, first_row: int = 0) -> str:
+    """The block of a change, its bytes, and the rows that read it; of a file of another size, all from there on."""
+    kept = blocks.files[change.suffix]
+    start, last = change.block * blocks.block_bytes, kept.size_bytes
+    which = f"block {change.block:,} of {kept.num_blocks:,}"
+    if change.size_bytes == kept.size_bytes:
+        last = min(start + blocks.block_bytes, last)
+        which += f" (bytes {start:,} to {last - 1:,})"
+    else:
+        which += " and all after it"
+    if rows is None or change.suffix != ".bin":
+        return which
+    size = rows.store.dtype.itemsize
+    return f"{which}, read by {rows_text(first_row + rows.readers(start // size, -(-last // size)))}"
+
+
+def digests_of(rows: Rows) -> dict[str, str]:
+    """The digest of each source's bytes, which are known."""
+    return {part.name: part.blocks.digest for part in parts_of(rows)}
+
+
+class KnownRows:
+    """Checks blocks of rows that were read; `seed` chooses which, where there is no time for all."""
+
+    def __init__(self, rows: Rows, *, seed: int = 0) -> None:
+        self._parts = parts_of(rows)
+        self._firsts = [part.first_row for part in self._parts]
+        self._random = np.random.default_rng(seed)
+
+    def check(self, indices: Int64, *, within_s: float) -> tuple[int, Changed | None]:
+        """(rows checked, the first change): at least one of the rows, then others until the time is over."""
+        until = time.perf_counter() + within_s
+        seen: set[tuple[int, int]] = set()
+        checked = 0
+        for row in self._random.permutation(np.unique(indices)).tolist():
+            number = int(np.searchsorted(self._firsts, row, side="right")) - 1
+            part, size = self._parts[number], self._parts[number].rows.store.dtype.itemsize
+            new = {
+                (number, block)
+                for start, stop in part.rows.stretches(row - part.first_row)
+                for block in range(start * size // part.blocks.block_bytes, -(-stop * size // part.blocks.block_bytes))
+            } - seen
+            seen |= new
+            blocks = sorted(block for _, block in new)
+            if (change := part.blocks.change(part.rows.store.prefix, ".bin", blocks)) is not None:
+                return checked, Changed(number, change)
+            checked += 1
+            if time.perf_counter() > until:
+                break
+        return checked, None
+
+    def describe(self, found: Changed) -> str:
+        """`changed` of one of the stores."""
+        part = self._parts[found.part]
+        return changed(part.blocks, found.change, part.rows.store.prefix, part.rows, first_row=part.first_row)
+
+
+def problem_of(store: TokenStore, change: Change, rows: PackedRows | None, *, cache: Path) -> Problem:
+    """The problem of an opened store that is not what was hashed."""
+    assert store.blocks is not None and store.blocks_at is not None
+    folder = store.prefix.parent
+    fix = "copy all files of the store again from their origin, or prepare the text again in another folder"
+    if cache in folder.parents:
+        fix = f"rm -r {folder}   (it is made again from the text)"
+    elif store.info is None:
+        fix = f"copy its files again from their origin; if they were changed on purpose: rm {store.blocks_at}"
+    expected = f"the bytes as they were hashed: {store.blocks_at.name} has a hash of each block"
+    return Problem(changed(store.blocks, change, store.prefix, rows), expected, fix)

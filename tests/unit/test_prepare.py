@@ -291,10 +291,12 @@ def test_files_of_a_killed_preparation_are_removed(corpus: Path, tmp_path: Path)
     make(corpus, tmp_path / "to")
     assert contents(tmp_path / "to") == contents(tmp_path / "whole")
     # Those beside a whole store as well: of an earlier release, or of a process killed at the very end.
-    (tmp_path / "to" / ".tokens.bin.17.tmp").touch()
-    (tmp_path / "to" / ".tokens.ids.json.17.tmp").touch()  # of a reader, which needs no lock
+    for name in (".tokens.json.17.tmp", ".tokens.blocks.17.tmp", ".tokens.blocks.18.tmp"):
+        (tmp_path / "to" / name).touch()
+    (tmp_path / "to" / ".parts-0").mkdir()
     assert make(corpus, tmp_path / "to").reused
-    assert sorted(contents(tmp_path / "to")) == sorted([".tokens.ids.json.17.tmp", *contents(tmp_path / "whole")])
+    # The last may be of a reader, which needs no lock.
+    assert sorted(contents(tmp_path / "to")) == sorted([".tokens.blocks.18.tmp", *contents(tmp_path / "whole")])
 
 
 def test_files_of_a_living_preparation_stay(corpus: Path, tmp_path: Path) -> None:

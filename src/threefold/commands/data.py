@@ -59,7 +59,7 @@ def prepare(
     from threefold.data.tokens import load_tokenizer
 
     name = source[0] if len(source) == 1 else tuple(source)
-    asked = Source(name, text_field=text_field, split=split, config_name=config_name, revision=revision)
+    asked = Source(name, text_field, split, config_name, revision, skip_bad_lines)
     with _own_flags():
         text, lists = open_text(asked), files_of(asked)
     if lists:

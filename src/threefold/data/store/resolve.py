@@ -101,7 +101,7 @@ def _open_one(source: Source, name: str, known: Known) -> TextSource:
         return open_stdlib()
     if is_saved(folder):
         return open_saved(source, folder)
-    return open_files(name, text_field=source.text_field, known=known)
+    return open_files(name, text_field=source.text_field, skip_bad=source.skip_bad_lines, known=known)
 
 
 def cached_store(text: TextSource, tokenizer: Tokenizer, *, cache: Path, skip_bad: bool = False) -> PreparedStore:

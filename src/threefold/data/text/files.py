@@ -38,12 +38,14 @@ class Files:
         files: the folder that the paths are relative to, and the paths.
         text_field: field of the text in rows; None if all files are plain text.
         skip_undecodable: leave out files that are not UTF-8, and count them.
+        skip_bad: of files that cannot be read at all, too, none is refused.
     """
 
     name: str
     files: FileList
     text_field: str | None
     skip_undecodable: bool = False
+    skip_bad: bool = False
 
     @property
     def root(self) -> Path:
@@ -97,7 +99,8 @@ class Files:
             full = self.root / path
             if kind.suffix == ".parquet":
                 try:
-                    pieces += text_rows.parquet_pieces(full, file=i, text_field=str(self.text_field))
+                    field = str(self.text_field)
+                    pieces += text_rows.parquet_pieces(full, file=i, text_field=field, skip_bad=self.skip_bad)
                 except DataError as error:
                     problems += error.problems
             elif kind == (".jsonl", None):
@@ -153,7 +156,7 @@ def open_stdlib() -> Files:
     return Files("stdlib", found, None, skip_undecodable=True)
 
 
-def open_files(source: str, *, text_field: str, known: Known | None = None) -> Files:
+def open_files(source: str, *, text_field: str, skip_bad: bool = False, known: Known | None = None) -> Files:
     """The files that a path or glob names; a DataError without any.
 
     Args:
@@ -174,7 +177,7 @@ def open_files(source: str, *, text_field: str, known: Known | None = None) -> F
     if not found.read and not any(each.group == listing.READ_ALREADY for each in found.left_out):
         raise _nothing_readable(source, found)
     rows = any(kind is not None and kind.suffix not in TEXTS for kind in map(kind_of, found.read))
-    return Files(source, found, text_field if rows else None)
+    return Files(source, found, text_field if rows else None, skip_bad=skip_bad)
 
 
 def _unknown_kind(source: str, path: Path) -> DataError:

@@ -11,7 +11,7 @@ import pytest
 from ranks.runs import CONFIG, command, metrics, stop_after
 
 ROWS, EPOCHS = 43, 3
-LAST_STEP = 33  # of 4 rows each: 129 reads, the last step has one
+LAST_STEP = 65  # of 2 rows each: 129 reads, the last step has one
 
 
 @pytest.fixture(scope="module")
@@ -24,19 +24,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.yaml").write_text(config + "optimizer: {warmup_steps: 2}\n")
     stopped = stop_after(folder, 4, *RUN, "--log.dir", "run", "--mesh.dp", "2")
     assert stopped.returncode == 75, stopped.stdout
-    assert f"  steps  1 to {LAST_STEP}, 4 rows each\n" in stopped.stdout
+    assert f"  steps  1 to {LAST_STEP}, 2 rows each\n" in stopped.stdout
     assert "  epochs 3 of 43 rows, each of them once; the last step has 1\n" in stopped.stdout
     return folder
 
 
-RUN = ("train", "config.yaml", "--train.global_batch", "4", "--mesh.device", "cpu")
+RUN = ("train", "config.yaml", "--train.global_batch", "2", "--mesh.device", "cpu")
 
 
 @pytest.mark.parametrize(("global_batch", "dp"), [(20, 4), (3, 1), (60, 2)])
 def test_another_global_batch_ends_at_the_same_row(folder: Path, global_batch: int, dp: int) -> None:
     run = Path(shutil.copytree(folder / "run", folder / f"to-{global_batch}"))
     done = max(metrics(run))
-    left = ROWS * EPOCHS - 4 * done
+    left = ROWS * EPOCHS - 2 * done
     last = done + -(-left // global_batch)
     again = command(folder, "resume", run.name, "--train.global_batch", str(global_batch), "--mesh.dp", str(dp))
     assert again.returncode == 0, again.stderr
@@ -47,7 +47,7 @@ def test_another_global_batch_ends_at_the_same_row(folder: Path, global_batch: i
     assert max(lines) == last and lines[last]["samples"] == ROWS * EPOCHS
     assert lines[last]["lr"] == 0, "the schedule ends with the run"
     assert [lines[step]["epoch"] for step in range(done + 1, last + 1)] == [
-        (4 * done + step * global_batch) // ROWS for step in range(last - done)
+        (2 * done + step * global_batch) // ROWS for step in range(last - done)
     ]
     proved = command(folder, "data", "audit", run.name, "--contents")
     assert proved.returncode == 0, proved.stderr

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threefold.audit.record import SegmentLine
+from threefold.audit.record import SegmentLine, read_lines
 from threefold.commands import data as commands
 from threefold.data import permutation
 from threefold.data.mixture import Mixture, quotas
@@ -178,12 +178,13 @@ def test_a_run_goes_on_in_the_version_that_it_began_with() -> None:
         assert [*chain.from_iterable(turns)] == whole[version]
 
 
-def test_an_unknown_version_is_refused_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_version_is_refused_everywhere(tmp_path: Path) -> None:
     state = {**loader(weights=LONG).state_dict(), "order_version": 7}
     line = SegmentLine.of(loader().order, Place(0, 0), first_step=1, topology=Topology(), every=5).to_record()
+    (tmp_path / "audit.jsonl").write_text(json.dumps({**line, "order_version": 7}) + "\n")
     for refused in (
         lambda: loader(weights=LONG).load_state_dict(state),
-        lambda: SegmentLine.from_record({**line, "order_version": 7}),
+        lambda: read_lines(tmp_path / "audit.jsonl"),
         lambda: Mixture({"a": 1}, {"a": 1}, version=7),
         lambda: Permutation(5, version=7),
     ):

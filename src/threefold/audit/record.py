@@ -30,7 +30,7 @@ FILE = "audit.jsonl"
 # What records of version 0.1.0 do not have.
 _ADDED = ("epochs", "tensors", "stores", "checked")
 # Rows of a step beyond those that there are, and ranks; more are a damaged number.
-_MOST_ROWS, _MOST_RANKS = 1 << 16, 1 << 24
+_MOST_ROWS, _MOST_RANKS = 1 << 22, 1 << 24
 _RESTORE = "restore the file; without its record nothing about the run can be proved"
 
 _Line = TypeVar("_Line", bound="_Record")
@@ -93,14 +93,13 @@ class SegmentLine(_Record):
     """(name, digest of its bytes, prefix on the first host) of each source's store; none: not known."""
 
     def __post_init__(self) -> None:
-        numbers = [self.segment, self.first_step, self.epoch, self.position]
-        numbers += [self.num_rows, self.every, self.global_batch]
-        _check(all(_is_count(number) for number in (*numbers, *self.mesh, self.order_version)) and len(self.mesh) == 4)
+        numbers = [self.segment, self.first_step, self.epoch, self.position, self.num_rows, self.every]
+        numbers += [self.global_batch, *self.mesh, self.order_version]
+        _check(all(_is_count(number) for number in numbers) and len(self.mesh) == 4)
         _check(min(self.segment, self.first_step, self.num_rows, self.global_batch, *self.mesh) > 0)
         _check(self.global_batch <= max(_MOST_ROWS, self.num_rows) and self.topology.world_size <= _MOST_RANKS)
         _check(self.tail in get_args(Tail) and self.global_batch % self.topology.dp == 0)
         _check(self.epochs is None or _is_count(self.epochs))
-        check_order_version(self.order_version)
         if self.mixture is not None:
             _check(self.tail != "carry" and self.num_rows == sum(size for _, size, _ in self.mixture))
         _check(isinstance(self.data, str) and isinstance(self.shuffle, bool) and type(self.seed) is int)
@@ -245,7 +244,10 @@ def read(path: Path) -> list[Segment]:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """All lines of a record, also superseded ones; a ConfigError without a file, a RunError for a wrong line."""
+    """All lines of a record, also superseded ones.
+
+    A ConfigError without a file, a RunError for a wrong line, a DataError for an order that this release does not know.
+    """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -258,7 +260,9 @@ def read_lines(path: Path) -> list[Line]:
     start: SegmentLine | None = None
     for number, content in enumerate(text.split("\n")[:-1], start=1):
         lines.append(line := _parse(path, number, content, start))
-        start = line if isinstance(line, SegmentLine) else start
+        if isinstance(line, SegmentLine):
+            start = line
+            check_order_version(start.order_version)
     if not lines or not isinstance(lines[0], SegmentLine):
         raise RunError(
             f"{path} does not begin with the start of a run",

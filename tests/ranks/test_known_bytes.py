@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 
 from ranks import warm
 from ranks.runs import command, environment, prepare, torchrun
+from ranks.spawn import run_ranks
 
 TRAIN = ("train", "config.yaml", "--data.source", "store", "--checkpoint.every", "3", "--audit.every", "3")
 
@@ -62,6 +64,37 @@ def test_run_records_its_bytes_and_checks_rows(folder: Path) -> None:
     assert len(steps) == 2 and all(2 <= line["checked"] <= 24 for line in steps)
     manifest = json.loads((folder / "run/checkpoints/step-00000006/manifest.json").read_text())
     assert manifest["blocks"] == {"source": digest}
+
+
+def _files_read(folder: str) -> list[str]:
+    """What this rank reads of text and stores while it opens the rows of a run, once it has been prepared."""
+    from threefold.config.loading import validate
+    from threefold.data.store import remembered
+    from threefold.data.text.digests import Digests
+    from threefold.data.tokens import ByteTokenizer
+    from threefold.mesh.mesh import init_mesh
+    from threefold.run import assemble
+
+    os.environ["XDG_CACHE_HOME"] = f"{folder}/cache-of-ranks"
+    seen: list[str] = []
+    of, sample = Digests.of, remembered.sample
+    Digests.of = lambda self, path: (seen.append(path), of(self, path))[1]
+    remembered.sample = lambda *args: (seen.append("blocks"), sample(*args))[1]
+    mesh = init_mesh(dp=2, device="cpu")
+    here = dataclasses.replace(mesh, host_leader=0)  # a bare process group knows of no hosts
+    try:
+        config = validate({"data": {"source": f"{folder}/corpus", "seq_len": 32}, "train": {"global_batch": 8}})
+        first = assemble.rows_of(config, ByteTokenizer(), here).fingerprint
+        seen.clear()
+        assert assemble.rows_of(config, ByteTokenizer(), here).fingerprint == first
+    finally:
+        mesh.close()
+    return seen
+
+
+def test_one_rank_of_a_host_looks_at_the_files(folder: Path) -> None:
+    read = run_ranks(_files_read, 2, str(folder))
+    assert read == [[f"part-{number}.txt" for number in range(4)] + ["blocks"], []]
 
 
 def test_audit_proves_bytes_that_it_knows(copy: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -15,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from threefold.data.store.resolve import open_text
+from threefold.data.text import digests, hub
 from threefold.data.text import files as text_files
-from threefold.data.text import hub
 from threefold.data.text import rows as text_rows
 from threefold.data.text.source import Piece, ReadLog, Source, TextSource, log_error
 from threefold.errors import DataError
@@ -247,6 +249,46 @@ def test_fingerprint_follows_content_names_and_field_but_not_the_place(tmp_path:
     assert base != fingerprint("e", {"1.txt": "onet", "2.txt": "wo"})
     rows = fingerprint("f", {"x.jsonl": '{"text": "a", "body": "b"}'})
     assert rows != fingerprint("f", {}, text_field="body")
+
+
+def test_digests_are_remembered_while_files_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, memory, read = tmp_path / "a", tmp_path / "cache", list[str]()
+    whole = hashlib.file_digest
+
+    def counted(file: Any, digest: Any) -> Any:
+        read.append(Path(file.name).name)
+        return whole(file, digest)
+
+    def fingerprint(cache: Path | None = memory) -> str:
+        read.clear()
+        return open_text(Source(str(folder)), memory=cache).fingerprint
+
+    def settle() -> None:
+        """As if the files had been written long ago; a time of change cannot be set."""
+        monkeypatch.setattr(digests, "_SETTLED_NS", -(10**12))
+
+    monkeypatch.setattr("hashlib.file_digest", counted)
+    folder.mkdir()
+    for name, text in (("1.txt", "one"), ("2.txt", "two")):
+        (folder / name).write_text(text)
+    base = fingerprint(None)
+    assert [fingerprint(), fingerprint()] == [base] * 2 and read == ["1.txt", "2.txt"]  # too new to be remembered
+    settle()
+    assert [fingerprint(), read[:], fingerprint(), read[:]] == [base, ["1.txt", "2.txt"], base, []]
+    stat = (folder / "2.txt").stat()
+    (folder / "2.txt").write_text("twO")
+    os.utime(folder / "2.txt", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    changed = fingerprint()
+    assert changed != base and read == ["2.txt"]
+    (kept,) = memory.iterdir()
+    content = kept.read_bytes()
+    for place in range(0, len(content), 7):
+        kept.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert fingerprint() == changed and len(read) == 2, place
+        kept.write_bytes(content)
+    kept.write_bytes(content[:40])
+    assert fingerprint() == changed and len(read) == 2
+    assert fingerprint() == changed and not read
 
 
 def test_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,24 +188,6 @@ def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
     yield f"proved: {num_read:,} reads, each by exactly one dp rank in exactly one step: {what}"
 
 
-def _shares(run: Path, start: SegmentLine) -> Iterator[str]:
-    """The shares of a mixture that the run's config asks for, and those that its order keeps."""
-    from threefold.config.text import parse
-    from threefold.data.mixture import Mixture
-
-    mixture = start.order.mixture
-    if mixture is None:
-        return
-    with contextlib.suppress(OSError, ThreefoldError, AttributeError, KeyError, TypeError):
-        sources = parse((run / "config.yaml").read_text(), "config.yaml")["data"]["mixture"]
-        weights = {name: source["weight"] for name, source in sources.items()}
-        asked = Mixture(dict(zip(mixture.names, mixture.sizes, strict=True)), weights, version=mixture.version)
-        mixture = asked if asked.quotas == mixture.quotas else mixture
-    # The first order kept short ratios only, and said nothing.
-    if mixture.version > 1 or not mixture.keeps_exactly:
-        yield f"  shares: {mixture.shares}"
-
-
 def _byte_lines(run: Path, segments: Sequence[Segment]) -> Iterator[str]:
     from threefold.audit.stores import byte_lines
     from threefold.config import loading
@@ -230,6 +212,24 @@ def _last_logged(run: Path) -> int:
                 # Lines of version 0.1.0 have no time: which start they are of cannot be told.
                 last = int(line["step"]) if "loss" in line and line["time"] > started else last
     return last
+
+
+def _shares(run: Path, start: SegmentLine) -> Iterator[str]:
+    """The shares of a mixture that the run's config asks for, and those that its order keeps."""
+    from threefold.config.text import parse
+    from threefold.data.mixture import Mixture
+
+    mixture = start.order.mixture
+    if mixture is None:
+        return
+    with contextlib.suppress(OSError, ThreefoldError, AttributeError, KeyError, TypeError):
+        sources = parse((run / "config.yaml").read_text(), "config.yaml")["data"]["mixture"]
+        weights = {name: source["weight"] for name, source in sources.items()}
+        asked = Mixture(dict(zip(mixture.names, mixture.sizes, strict=True)), weights, version=mixture.version)
+        mixture = asked if asked.quotas == mixture.quotas else mixture
+    # The first order kept short ratios only, and said nothing.
+    if mixture.version > 1 or not mixture.keeps_exactly:
+        yield f"  shares: {mixture.shares}"
 
 
 def _first_and_last_step(segments: Sequence[Segment]) -> tuple[int, int]:

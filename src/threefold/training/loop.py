@@ -101,8 +101,8 @@ def train_loop(run: Run, *, first_step: int) -> Outcome:
             lr = learning_rate(step, num_steps=run.num_steps, config=run.config.optimizer)
             result = run.step(pieces, lr=lr)
             if run.audit is not None:
-                read = (batch[name].numpy(force=True) for name in ("indices", *TOKEN_FIELDS) if name in batch)
-                run.audit.observe(step, *read)
+                used = (batch[name].numpy(force=True) for name in ("indices", *TOKEN_FIELDS) if name in batch)
+                run.audit.observe(step, *used)
             window.steps += 1
             window.rows += run.loader.rows_read - rows_before
             stopping = stop.after(step)

@@ -167,20 +167,17 @@ class PaddedRows:
 
     def stretches(self, row: int) -> Iterator[tuple[int, int]]:
         """As `PackedRows`."""
-        pieces = self._pieces_of(row)
-        starts, stops = self._pieces.starts[pieces], self._stops[pieces]
-        return zip(starts.tolist(), stops.tolist(), strict=True)
+        places, of = self._pieces_of(row), self._pieces
+        stops = of.starts[places] + of.lengths[places] + of.cut[places]
+        return zip(of.starts[places].tolist(), stops.tolist(), strict=True)
 
     def readers(self, start: int, stop: int) -> Int64:
         """As `PackedRows`."""
-        pieces = np.flatnonzero((self._pieces.starts < stop) & (self._stops > start))
+        of = self._pieces
+        # The last token of a piece that was cut is a label there, and begins the next piece.
+        pieces = np.flatnonzero((of.starts < stop) & (of.starts + of.lengths + of.cut > start))
         places = np.flatnonzero(np.isin(self._order, pieces))
         return np.unique(np.searchsorted(self._row_ends, places, side="right"))
-
-    @property
-    def _stops(self) -> Int64:
-        """One past each piece's last token or label in the stream."""
-        return self._pieces.starts + self._pieces.lengths + self._pieces.cut
 
 
 def best_fit(lengths: Int64, *, capacity: int, lookahead: int) -> tuple[Int64, Int64]:

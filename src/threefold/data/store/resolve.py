@@ -42,7 +42,7 @@ def open_store(source: Source, *, tokenizer: Tokenizer | None, cache: Path) -> T
         store = TokenStore(prefix)
         _check_tokenizer(source.name, store, tokenizer)
         return store
-    text = open_text(source)
+    text = open_text(source, memory=cache / "files")
     if tokenizer is None:
         raise DataError(
             f"data.source = {source.name!r} is text, but no tokenizer is set",
@@ -52,9 +52,9 @@ def open_store(source: Source, *, tokenizer: Tokenizer | None, cache: Path) -> T
     return cached_store(text, tokenizer, cache=cache, skip_bad=source.skip_bad_lines).open()
 
 
-def open_text(source: Source) -> TextSource:
-    """The documents that a source names; a DataError if they cannot be read."""
-    opened = _opened(source)
+def open_text(source: Source, *, memory: Path | None = None) -> TextSource:
+    """The documents that a source names, their files' digests remembered in `memory`; a DataError if it has none."""
+    opened = [replace(text, memory=memory) if isinstance(text, Files) else text for text in _opened(source)]
     return opened[0] if len(opened) == 1 else JoinedSources(tuple(opened))
 
 

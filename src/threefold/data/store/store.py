@@ -231,7 +231,7 @@ class StoreWriter:
         files = {".idx": hashed(self._temporary(".idx"))}
         files[".bin"] = FileBlocks(stat.st_size, stat.st_mtime_ns, self._blocks.finish())
         files[".json"] = hashed(self._temporary(".json"))
-        Blocks(self._ids.low, self._ids.high, files).write(self._temporary(SUFFIX))
+        self._temporary(SUFFIX).write_bytes(Blocks(self._ids.low, self._ids.high, files).to_bytes())
         for suffix in _WRITTEN:
             os.replace(self._temporary(suffix), with_suffix(self.prefix, suffix))
         return made

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from threefold.data.text import listing
 from threefold.data.text import rows as text_rows
+from threefold.data.text.digests import Digests
 from threefold.data.text.listing import KINDS, TEXTS, FileList, Kind, Known, kind_of
 from threefold.data.text.source import MAX_PROBLEMS, Piece, ReadLog
 from threefold.errors import DataError, Problem
@@ -39,6 +40,7 @@ class Files:
         text_field: field of the text in rows; None if all files are plain text.
         skip_undecodable: leave out files that are not UTF-8, and count them.
         skip_bad: of files that cannot be read at all, too, none is refused.
+        memory: folder where the files' digests are remembered; None: every file is read for the fingerprint.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Files:
     text_field: str | None
     skip_undecodable: bool = False
     skip_bad: bool = False
+    memory: Path | None = None
 
     @property
     def root(self) -> Path:
@@ -63,19 +66,19 @@ class Files:
     def fingerprint(self) -> str:
         """Hash of every file's relative path, size and content, and of the field that is read."""
         digest = hashlib.blake2b(self._recipe.encode(), digest_size=16)
+        digests = Digests(self.root, self.memory)
         for path in self.paths:
-            full = self.root / path
             try:
-                with full.open("rb") as file:
-                    content = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-                    size = file.tell()
+                size, content = digests.of(path)
             except OSError as error:
+                full = self.root / path
                 raise DataError(
                     f"{full} cannot be read: {error.strerror}",
                     expected="files that this user may read",
                     fix=f"chmod u+r {full}   (or leave the file out of the source)",
                 ) from error
             digest.update(f"\n{path}\0{size}\0{content}".encode(errors="surrogateescape"))
+        digests.keep()
         return digest.hexdigest()
 
     @property

@@ -78,6 +78,7 @@ def test_missing_source(folder: Path) -> None:
     (folder / "corpora").mkdir()
     assert said(read("corpra"))[0][2] == "--data.source corpora"
     assert said(read("stdlb"))[0][2] == "--data.source stdlib"
+    assert said(read(("stdlib", "corpra")))[0][2] == "in the list: corpora"
 
 
 def test_glob_without_a_match(folder: Path) -> None:
@@ -95,7 +96,7 @@ def test_glob_without_a_match(folder: Path) -> None:
 def test_folder_without_text(folder: Path) -> None:
     (folder / "corpus").mkdir()
     what = "data.source = 'corpus': no file in this folder can be read"
-    looked_for = f"{KINDS} files at any depth, not hidden; corpus has "
+    looked_for = f"at least one {KINDS} file, at any depth, not hidden; corpus has "
     fix = "--data.source FOLDER   (a folder that holds such files)"
     assert said(read("corpus")) == [(what, looked_for + "no file", fix)]
     (folder / "corpus" / "x.arrow").touch()
@@ -152,7 +153,7 @@ def test_address(folder: Path) -> None:
     for address, fix in fixes.items():
         what = f"data.source = {address!r} is an address: {address.partition(':')[0]}:// is not read"
         assert said(read(address)) == [(what, expected, fix)]
-        assert said(read(("a.txt", address))) == [(what, expected, fix)]
+        assert said(read(("a.txt", address))) == [(what, expected, fix.replace("--data.source ", "in the list: "))]
 
 
 def test_store_in_a_list(folder: Path) -> None:
@@ -322,7 +323,7 @@ def test_file_that_is_no_parquet(folder: Path) -> None:
     (folder / "a.parquet").write_bytes(b"PAR1 and then nothing")
     ((what, expected, fix),) = said(read("a.parquet"))
     assert what.startswith("a.parquet is not readable as .parquet: ")
-    assert (expected, fix) == ("a complete .parquet file", "copy or make the file again")
+    assert (expected, fix) == ("a complete .parquet file", f"copy or make the file again, or {SKIP}")
 
 
 # --- datasets of the Hub -----------------------------------------------------------------------------------------

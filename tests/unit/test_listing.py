@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -203,11 +204,23 @@ def test_link_to_nothing_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_list_in_a_file(tmp_path: Path) -> None:
     make(tmp_path, "corpus/a.txt", "corpus/b.bin")
-    write_list(files_of(Source(str(tmp_path / "corpus"))), tmp_path / "data.files.jsonl")
+    lists = files_of(Source(str(tmp_path / "corpus")))
+    assert write_list(lists, tmp_path) == f"listed in {tmp_path}/data.files.jsonl"
     read, left = (json.loads(line) for line in (tmp_path / "data.files.jsonl").read_text().splitlines())
     assert read == {"path": f"{tmp_path}/corpus/a.txt", "bytes": 15}
     assert left["path"] == f"{tmp_path}/corpus/b.bin" and left["left_out"].startswith("not one of .txt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "data.files.jsonl"]
+
+
+def test_list_that_cannot_be_written_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    make(tmp_path, "corpus/a.txt")
+    monkeypatch.setattr("os.replace", full)
+    said = write_list(files_of(Source(str(tmp_path / "corpus"))), tmp_path)
+    assert said == f"not listed in {tmp_path}/data.files.jsonl: No space left on device"
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
 def test_sources_without_files_have_no_list(tmp_path: Path) -> None:

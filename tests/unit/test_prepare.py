@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import multiprocessing
 import os
@@ -96,6 +97,17 @@ def test_processes_make_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
     for workers in (1, 3):
         make(corpus, tmp_path / str(workers), num_workers=workers)
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
+
+
+def test_processes_read_every_kind_of_a_list(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
+    (tmp_path / "b.csv").write_text("id,text\n1,three\n")
+    asked = Source((str(tmp_path / "b.csv"), str(corpus), str(tmp_path / "*.gz")))
+    made = [prepare.prepare(open_text(asked), BYTES, to=tmp_path / str(n), num_workers=n) for n in (1, 3)]
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
+    texts = ["three", *texts_of(corpus), "one", "two"]
+    assert documents_in(made[1].open()) == [[*text.encode(), 256] for text in texts]
+    assert made[1].info.source == f"[{tmp_path}/b.csv, {corpus}, {tmp_path}/*.gz]"
 
 
 def test_part_size_does_not_show_in_the_store(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,10 +291,12 @@ def test_files_of_a_killed_preparation_are_removed(corpus: Path, tmp_path: Path)
     make(corpus, tmp_path / "to")
     assert contents(tmp_path / "to") == contents(tmp_path / "whole")
     # Those beside a whole store as well: of an earlier release, or of a process killed at the very end.
-    (tmp_path / "to" / ".tokens.bin.17.tmp").touch()
-    (tmp_path / "to" / ".tokens.ids.json.17.tmp").touch()  # of a reader, which needs no lock
+    for name in (".tokens.json.17.tmp", ".tokens.blocks.17.tmp", ".tokens.blocks.18.tmp"):
+        (tmp_path / "to" / name).touch()
+    (tmp_path / "to" / ".parts-0").mkdir()
     assert make(corpus, tmp_path / "to").reused
-    assert sorted(contents(tmp_path / "to")) == sorted([".tokens.ids.json.17.tmp", *contents(tmp_path / "whole")])
+    # The last may be of a reader, which needs no lock.
+    assert sorted(contents(tmp_path / "to")) == sorted([".tokens.blocks.18.tmp", *contents(tmp_path / "whole")])
 
 
 def test_files_of_a_living_preparation_stay(corpus: Path, tmp_path: Path) -> None:

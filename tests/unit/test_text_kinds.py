@@ -263,6 +263,16 @@ def test_damaged_page_is_named_by_row_group(tmp_path: Path, compression: str) ->
     assert log.num_skipped == 10
 
 
+def test_cut_parquet_is_one_file_that_is_skipped(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"b\.parquet is not readable as \.parquet: "):
+        read(tmp_path)
+    source, log = open_text(Source(str(tmp_path), skip_bad_lines=True)), ReadLog(skip_bad=True)
+    assert [text for piece in source.pieces for text in source.read(piece, log)] == TEXTS
+    assert log.num_skipped == 1
+
+
 @pytest.mark.parametrize("dictionary", [False, True])
 def test_parquet_text_that_is_not_utf8_is_named_by_row(tmp_path: Path, dictionary: bool) -> None:
     raw = pyarrow.array([b"good", b"caf\xe9", None, b"fine"], pyarrow.binary())

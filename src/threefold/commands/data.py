@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -55,12 +54,12 @@ def prepare(
     """Make a memory-mapped token store (Megatron-LM's .bin and .idx) from a text source."""
     from threefold.data.store import prepare as stores
     from threefold.data.store.resolve import files_of, open_text
-    from threefold.data.text.listing import FILE, summary, write_list
+    from threefold.data.text.listing import summary, write_list
     from threefold.data.text.source import Source
     from threefold.data.tokens import load_tokenizer
 
     name = source[0] if len(source) == 1 else tuple(source)
-    asked = Source(name, text_field=text_field, split=split, config_name=config_name, revision=revision)
+    asked = Source(name, text_field, split, config_name, revision, skip_bad_lines)
     with _own_flags():
         text, lists = open_text(asked), files_of(asked)
     if lists:
@@ -76,9 +75,8 @@ def prepare(
     )
     if info.num_skipped:
         typer.echo(f"  {info.num_skipped:,} lines, rows or files could not be read and were skipped")
-    if lists and os.access(to, os.W_OK):  # a store that is there already may lie where nothing can be written
-        write_list(lists, to / FILE)
-        typer.echo(f"the files are listed in {to / FILE}", err=True)
+    if lists:
+        typer.echo(f"the files are {write_list(lists, to)}", err=True)
     typer.echo(f"use it: threefold train --data.source {to} --data.tokenizer {tokenizer}")
 
 

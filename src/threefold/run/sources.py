@@ -13,7 +13,7 @@ from typing import TypeVar
 from threefold.config.schema import Config, MixtureSource
 from threefold.config.text import pasted
 from threefold.data.store.resolve import files_of
-from threefold.data.text.listing import FILE, kind_of, summary, write_list
+from threefold.data.text.listing import kind_of, summary, write_list
 from threefold.data.text.source import Source
 from threefold.errors import DataError, Problem, ThreefoldError
 from threefold.mesh.environment import data_path
@@ -55,8 +55,7 @@ def file_lines(config: Config, *, to: Path | None = None) -> list[str]:
     lists = [each for key, source in sources.items() for each in opened(key, functools.partial(files_of, source))]
     if to is None or not lists:
         return [summary(lists)] if lists else []
-    write_list(lists, to / FILE)
-    return [f"{summary(lists)}; listed in {to / FILE}"]
+    return [f"{summary(lists)}; {write_list(lists, to)}"]
 
 
 def with_glob(error: DataError, config: Config) -> ThreefoldError:

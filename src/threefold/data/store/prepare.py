@@ -15,7 +15,7 @@ import hashlib
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +90,8 @@ def prepare(
     """
     request = request_of(source, tokenizer, skip_bad=skip_bad)
     prefix = to / STORE_NAME
-    if (found := _found(prefix, request)) and not (any(_left_over(to)) and os.access(to, os.W_OK)):
+    found, untidy = _found(prefix, request), bool(_left_over(to)) or any(to.glob(".parts-*"))
+    if found and not (untidy and os.access(to, os.W_OK)):
         return found
     with _locked(to):
         for left in _left_over(to):
@@ -118,9 +119,12 @@ def prepare(
         return PreparedStore(prefix, info, reused=False)
 
 
-def _left_over(to: Path) -> Iterator[Path]:
-    """Files that a killed process left: who writes a store holds the folder's lock until they have their names."""
-    return (file for kind in ("bin", "idx", "blocks", "json") for file in to.glob(f".{STORE_NAME}.{kind}.*.tmp"))
+def _left_over(to: Path) -> list[Path]:
+    """What killed processes left: who writes a store holds the folder's lock until its files have their names."""
+    left = [file for kind in ("bin", "idx", "json") for file in to.glob(f".{STORE_NAME}.{kind}.*.tmp")]
+    # Readers write .blocks as well, without a lock: only that of a killed writer is known to be left.
+    numbers = {file.name.split(".")[-2] for file in left}
+    return left + [file for number in numbers for file in to.glob(f".*{STORE_NAME}.blocks.{number}.tmp*")]
 
 
 def _remove_parts(to: Path) -> None:

@@ -77,7 +77,11 @@ def _opened(source: Source) -> list[TextSource]:
                 expected="sources of text, which are encoded together",
                 fix=f"--data.mixture {pasted(mixture)}   (any weights)",
             )
-    return [_open_one(replace(source, name=name), name, known) for name in source.name]
+    try:
+        return [_open_one(replace(source, name=name), name, known) for name in source.name]
+    except DataError as error:
+        fixes = ((each, each.fix.replace("--data.source ", "in the list: ")) for each in error.problems)
+        raise DataError.of(replace(each, fix=fix) for each, fix in fixes) from error
 
 
 def _open_one(source: Source, name: str, known: Known) -> TextSource:
@@ -97,7 +101,7 @@ def _open_one(source: Source, name: str, known: Known) -> TextSource:
         return open_stdlib()
     if is_saved(folder):
         return open_saved(source, folder)
-    return open_files(name, text_field=source.text_field, known=known)
+    return open_files(name, text_field=source.text_field, skip_bad=source.skip_bad_lines, known=known)
 
 
 def cached_store(text: TextSource, tokenizer: Tokenizer, *, cache: Path, skip_bad: bool = False) -> PreparedStore:

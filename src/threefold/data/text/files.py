@@ -39,6 +39,7 @@ class Files:
         files: the folder that the paths are relative to, and the paths.
         text_field: field of the text in rows; None if all files are plain text.
         skip_undecodable: leave out files that are not UTF-8, and count them.
+        skip_bad: of files that cannot be read at all, too, none is refused.
         memory: folder where the files' digests are remembered; None: every file is read for the fingerprint.
     """
 
@@ -46,6 +47,7 @@ class Files:
     files: FileList
     text_field: str | None
     skip_undecodable: bool = False
+    skip_bad: bool = False
     memory: Path | None = None
 
     @property
@@ -100,7 +102,8 @@ class Files:
             full = self.root / path
             if kind.suffix == ".parquet":
                 try:
-                    pieces += text_rows.parquet_pieces(full, file=i, text_field=str(self.text_field))
+                    field = str(self.text_field)
+                    pieces += text_rows.parquet_pieces(full, file=i, text_field=field, skip_bad=self.skip_bad)
                 except DataError as error:
                     problems += error.problems
             elif kind == (".jsonl", None):
@@ -114,18 +117,15 @@ class Files:
 
     def read(self, piece: Piece, log: ReadLog) -> Iterator[str]:
         full, (suffix, compression) = self.root / self.paths[piece.file], self.kinds[piece.file]
-        field = str(self.text_field)
         if compression is not None and (damage := text_rows.damage(full, compression)) is not None:
             log.bad(damage, expected="a complete file", fix=text_rows.AGAIN)
-        elif suffix == ".jsonl":
-            yield from text_rows.read_jsonl(full, piece, text_field=field, log=log, compression=compression)
-        elif suffix == ".parquet":
-            yield from text_rows.read_parquet(full, piece, text_field=field, log=log)
-        elif suffix in (".json", ".csv"):
-            read = text_rows.read_json if suffix == ".json" else text_rows.read_csv
-            yield from read(full, text_field=field, log=log, compression=compression)
-        else:
+        elif suffix in TEXTS:
             yield from self._read_text(full, compression, log)
+        elif suffix == ".parquet":
+            yield from text_rows.read_parquet(full, piece, text_field=str(self.text_field), log=log)
+        else:
+            read = {".jsonl": text_rows.read_jsonl, ".json": text_rows.read_json, ".csv": text_rows.read_csv}[suffix]
+            yield from read(full, piece, text_field=str(self.text_field), log=log, compression=compression)
 
     def _read_text(self, full: Path, compression: str | None, log: ReadLog) -> Iterator[str]:
         with text_rows.opened(full, compression) as file:
@@ -159,7 +159,7 @@ def open_stdlib() -> Files:
     return Files("stdlib", found, None, skip_undecodable=True)
 
 
-def open_files(source: str, *, text_field: str, known: Known | None = None) -> Files:
+def open_files(source: str, *, text_field: str, skip_bad: bool = False, known: Known | None = None) -> Files:
     """The files that a path or glob names; a DataError without any.
 
     Args:
@@ -180,7 +180,7 @@ def open_files(source: str, *, text_field: str, known: Known | None = None) -> F
     if not found.read and not any(each.group == listing.READ_ALREADY for each in found.left_out):
         raise _nothing_readable(source, found)
     rows = any(kind is not None and kind.suffix not in TEXTS for kind in map(kind_of, found.read))
-    return Files(source, found, text_field if rows else None)
+    return Files(source, found, text_field if rows else None, skip_bad=skip_bad)
 
 
 def _unknown_kind(source: str, path: Path) -> DataError:
@@ -199,19 +199,14 @@ def _unknown_kind(source: str, path: Path) -> DataError:
 
 
 def _nothing_readable(source: str, found: FileList) -> DataError:
-    there = f"{found.root} has {listing.counted(found.left_out) or 'no file'}"
-    if listing.is_glob(source) and not Path(source).expanduser().is_dir():
-        return DataError(
-            f"data.source = {source!r} matches no file" + (" that can be read" if found.left_out else ""),
-            expected=f"at least one {KINDS} file, relative to {Path.cwd()}",
-            fix=f"find -L {shlex.quote(str(found.root))} -type f | head   shows what is there",
-        )
-    what = "no file in this folder can be read" if Path(source).expanduser().is_dir() else "the file is empty"
-    return DataError(
-        f"data.source = {source!r}: {what}",
-        expected=f"{KINDS} files at any depth, not hidden; {there}",
-        fix="--data.source FOLDER   (a folder that holds such files)",
-    )
+    has = listing.counted(found.left_out) or "no file"
+    what, where = f" matches no file{' that can be read' if found.left_out else ''}", f"relative to {Path.cwd()}"
+    fix = f"find -L {shlex.quote(str(found.root))} -type f | head   shows what is there"
+    if (path := Path(source).expanduser()).exists():
+        what = ": no file in this folder can be read" if path.is_dir() else ": the file is empty"
+        where = f"at any depth, not hidden; {found.root} has {has}"
+        fix = "--data.source FOLDER   (a folder that holds such files)"
+    return DataError(f"data.source = {source!r}{what}", expected=f"at least one {KINDS} file, {where}", fix=fix)
 
 
 def _not_there(source: str, path: Path) -> DataError:

@@ -8,6 +8,7 @@ names its files itself. Of the kinds that came later than the others, empty file
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import os
@@ -146,8 +147,12 @@ def summary(lists: Collection[FileList]) -> str:
     return f"{text}, {len(left):,} left out ({counted(left)})" if left else text
 
 
-def write_list(lists: Iterable[FileList], to: Path) -> None:
-    """Writes a line of JSON for each file: its path, and its size in bytes or the reason why it is left out."""
+def write_list(lists: Iterable[FileList], folder: Path) -> str:
+    """Writes a line of JSON for each file: its path, and its size in bytes or the reason why it is left out.
+
+    Returns where, or why it could not: nothing else needs the list.
+    """
+    to = folder / FILE
     temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w") as file:
@@ -156,8 +161,12 @@ def write_list(lists: Iterable[FileList], to: Path) -> None:
                 left = ({"path": str(each.root / o.path), "left_out": o.why} for o in each.left_out)
                 file.writelines(json.dumps(line) + "\n" for line in (*read, *left))
         os.replace(temporary, to)
+    except OSError as error:
+        return f"not listed in {to}: {error.strerror}"
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    return f"listed in {to}"
 
 
 def _below(root: Path, excluded: Collection[str], left: list[LeftOut]) -> Iterator[str]:

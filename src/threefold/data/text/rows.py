@@ -53,7 +53,7 @@ def damage(path: Path, compression: str) -> str | None:
             while file.read(1 << 20):
                 pass
     except OSError as error:
-        return f"{path} cannot be decompressed: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        return f"{path} cannot be decompressed: {_first_line(error)}"
     return None
 
 
@@ -93,15 +93,14 @@ def read_jsonl(
         yield from _texts(lines(at), lambda number: f"line {before() + number}", path, text_field=text_field, log=log)
 
 
-def read_json(path: Path, *, text_field: str, log: ReadLog, compression: str | None = None) -> Iterator[str]:
+def read_json(path: Path, piece: Piece, *, text_field: str, log: ReadLog, compression: str | None) -> Iterator[str]:
     """The texts of a list of objects, of a single object, or of lines with an object each."""
     with opened(path, compression) as file:
         # The first two lines that are not blank tell lines from a value over several lines.
         filled = (line.strip() for line in itertools.chain([file.readline().removeprefix(BOM)], file))
         first, second = next(lines := filter(None, filled), b""), next(lines, b"")
     if first.startswith(b"{") and (second.startswith(b"{") or (second and isinstance(_parsed(first), dict))):
-        whole = Piece(0, 0, path.stat().st_size, 0)
-        yield from read_jsonl(path, whole, text_field=text_field, log=log, compression=compression)
+        yield from read_jsonl(path, piece, text_field=text_field, log=log, compression=compression)
         return
     try:
         with opened(path, compression) as file:
@@ -113,7 +112,7 @@ def read_json(path: Path, *, text_field: str, log: ReadLog, compression: str | N
     yield from _texts(rows, lambda number: f"row {number}", path, text_field=text_field, log=log)
 
 
-def read_csv(path: Path, *, text_field: str, log: ReadLog, compression: str | None = None) -> Iterator[str]:
+def read_csv(path: Path, _: Piece, *, text_field: str, log: ReadLog, compression: str | None) -> Iterator[str]:
     """The texts of a column. Fields are separated by commas; quoted ones may hold commas and line ends."""
     csv.field_size_limit(sys.maxsize)  # else no document above 128 KiB
     with (
@@ -140,8 +139,12 @@ def read_csv(path: Path, *, text_field: str, log: ReadLog, compression: str | No
             log.bad(what, expected='fields in quotes, each quote inside them doubled: "say ""hi"""', fix=_CORRECT)
 
 
-def parquet_pieces(path: Path, *, file: int, text_field: str) -> list[Piece]:
-    """A piece for each row group; a DataError if it is not a .parquet with a text field of that name."""
+def parquet_pieces(path: Path, *, file: int, text_field: str, skip_bad: bool = False) -> list[Piece]:
+    """A piece for each row group; a DataError if it is not a .parquet with a text field of that name.
+
+    Args:
+        skip_bad: for a file that is no .parquet, one empty piece instead, which is counted when it is read.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -150,33 +153,33 @@ def parquet_pieces(path: Path, *, file: int, text_field: str) -> list[Piece]:
             schema, metadata = parquet.schema_arrow, parquet.metadata
             sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(
-            f"{path} is not readable as .parquet: {(str(error).splitlines() or [type(error).__name__])[0]}",
-            expected="a complete .parquet file",
-            fix="copy or make the file again",
-        ) from error
+        if skip_bad:
+            return [Piece(file, 0, 0, 0)]
+        what = f"{path} is not readable as .parquet: {_first_line(error)}"
+        raise DataError(what, expected="a complete .parquet file", fix=AGAIN) from error
     require_text(str(path), schema, text_field)
     return [Piece(file, i, i + 1, size) for i, size in enumerate(sizes)]
 
 
 def read_parquet(path: Path, piece: Piece, *, text_field: str, log: ReadLog) -> Iterator[str]:
-    """The texts of some row groups. Of a damaged one, the rows before the damage are used."""
+    """The texts of a row group. Of a damaged one, the rows before the damage are used."""
     import pyarrow
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as parquet:
-        rows = [parquet.metadata.row_group(i).num_rows for i in range(piece.stop)]
-        for group in range(piece.start, piece.stop):
-            row, end = sum(rows[:group]), sum(rows[: group + 1])
-            try:
-                for batch in parquet.iter_batches(batch_size=1024, row_groups=[group], columns=[text_field]):
-                    texts = texts_of(batch, text_field)
-                    yield from rows_of_texts(texts, where=str(path), first_row=row, log=log)
-                    row += batch.num_rows
-            except (pyarrow.ArrowException, OSError, ValueError) as error:
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                what = f"{path}, row group {group}, rows {row} to {end - 1}: {reason}"
-                log.bad(what, expected="undamaged pages", fix=AGAIN, count=end - row)
+    row = end = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as parquet:
+            ends = list(itertools.accumulate(parquet.metadata.row_group(i).num_rows for i in range(piece.stop)))
+            row, end = [0, 0, *ends][-2:]
+            for batch in parquet.iter_batches(batch_size=1024, row_groups=[piece.start], columns=[text_field]):
+                texts = texts_of(batch, text_field)
+                yield from rows_of_texts(texts, where=str(path), first_row=row, log=log)
+                row += batch.num_rows
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        where = f"row group {piece.start}, rows {row} to {end - 1}" if end else "as a whole"
+        log.bad(
+            f"{path}, {where}: {_first_line(error)}", expected="a complete file", fix=AGAIN, count=max(1, end - row)
+        )
 
 
 def texts_of(table: Any, text_field: str) -> list[Any]:
@@ -230,6 +233,10 @@ def require_text(where: str, schema: Any, field: str) -> None:
             expected="a field of text; tokens made by other programs are read as a .bin/.idx store",
             fix=chat_or(field, "--data.text_field NAME   (a field that holds text)"),
         )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _decoded(value: bytes) -> str | bytes:

@@ -15,12 +15,12 @@ from threefold.audit.record import Segment, SegmentLine
 from threefold.data.rows.known_rows import PackedRows, block_text, changed
 from threefold.data.rows.packing import Packing
 from threefold.data.store.blocks import IDENTITY, SUFFIX, Blocks, Change, with_suffix
-from threefold.data.store.remembered import known
+from threefold.data.store.remembered import Known, known
 from threefold.data.store.store import TokenStore
 from threefold.errors import RunError, ThreefoldError
 
-# Blocks of each file that are read again: all of a file of up to 1 GiB.
-SAMPLED = 1024
+# Blocks of each file that are read again: all of a file of up to 1 GiB; or all of any.
+SAMPLED, ALL = 1024, 1 << 62
 FOLDER = "blocks"
 
 
@@ -29,12 +29,20 @@ def list_at(run: Path, digest: str) -> Path:
     return run / FOLDER / f"{digest}{SUFFIX}"
 
 
-def byte_lines(run: Path, segments: Sequence[Segment], packing: Packing, *, cache: Path) -> Iterator[str]:
+def are_here(start: SegmentLine) -> bool:
+    """Whether the stores of a start are where they were."""
+    return all(with_suffix(prefix, suffix).exists() for _, _, prefix in start.stores for suffix in IDENTITY)
+
+
+def byte_lines(
+    run: Path, segments: Sequence[Segment], packing: Packing, *, cache: Path, sampled: int = SAMPLED
+) -> Iterator[str]:
     """A line for each store whose bytes are those that the run has read.
 
     Args:
         segments: with stores, and one at least.
         packing: of the run's config.
+        sampled: blocks of each file to read again.
 
     Raises:
         RunError: bytes that have changed, or are not on this machine.
@@ -51,18 +59,20 @@ def byte_lines(run: Path, segments: Sequence[Segment], packing: Packing, *, cach
                 "made from text is made again)",
             )
         try:
-            read = _compared(run, TokenStore(path), digest, packing, first_row=_first_row(start, number), cache=cache)
-        except RunError:
-            raise
+            store = TokenStore(path)
+            found = known(store, cache=cache, sampled=sampled)
+            _compare(run, store, found, digest, packing, first_row=_first_row(start, number))
         except ThreefoldError as error:
             raise RunError.of(error.problems) from error
+        counts = [found.blocks.files[suffix].num_blocks for suffix in IDENTITY]
+        read = f"{sum(min(count, sampled) for count in counts):,} of {sum(counts):,}"
         yield f"  {name}: {path}.bin and .idx are the bytes that the run has read: {read} blocks read again"
     yield f"  rows whose blocks were compared while it ran: {num_checked:,}, over all ranks"
 
 
-def _compared(run: Path, store: TokenStore, digest: str, packing: Packing, *, first_row: int, cache: Path) -> str:
-    """How many blocks of how many were read again; RunError names one that is not what the run has read."""
-    blocks, _, change = known(store, cache=cache, sampled=SAMPLED)
+def _compare(run: Path, store: TokenStore, found: Known, digest: str, packing: Packing, *, first_row: int) -> None:
+    """RunError names a block that is not what the run has read."""
+    blocks, _, change = found
     what, began = "", Blocks.read(list_at(run, digest))
     if change is not None:
         what = changed(blocks, change, store.prefix, _rows(packing, store, change), first_row=first_row)
@@ -77,8 +87,6 @@ def _compared(run: Path, store: TokenStore, digest: str, packing: Packing, *, fi
             expected="the bytes that the run has read: its weights come from these",
             fix="restore the store from its origin, then run the command again",
         )
-    counts = [blocks.files[suffix].num_blocks for suffix in IDENTITY]
-    return f"{sum(min(count, SAMPLED) for count in counts):,} of {sum(counts):,}"
 
 
 def _rows(packing: Packing, store: TokenStore, change: Change) -> PackedRows | None:

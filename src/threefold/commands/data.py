@@ -178,25 +178,26 @@ def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
     what = "samples and tokens"
     if not segments[-1].start.data:
         what = "samples (of a Trainer's dataset, whose contents have no fingerprint)"
-    elif not contents:
-        known = [segment for segment in segments if segment.start.stores]
+    known = [segment for segment in segments if segment.start.stores]
+    if segments[-1].start.data and not contents:
         what = "samples and bytes (--contents also compares every token)" if len(known) == len(segments) else "samples"
         if what == "samples":
             until = known[0].start.first_step - 1 if known else last
             yield f"  bytes of steps {first:,} to {until:,}: not known, the record has no hashes (--contents reads all)"
-        yield from _byte_lines(run, known)
+    yield from _byte_lines(run, known, contents=contents)
     yield f"proved: {num_read:,} reads, each by exactly one dp rank in exactly one step: {what}"
 
 
-def _byte_lines(run: Path, segments: Sequence[Segment]) -> Iterator[str]:
-    from threefold.audit.stores import byte_lines
+def _byte_lines(run: Path, segments: Sequence[Segment], *, contents: bool) -> Iterator[str]:
+    """What is known of the bytes; with contents, all blocks of the stores, if they are where they were."""
+    from threefold.audit.stores import ALL, SAMPLED, are_here, byte_lines
     from threefold.config import loading
     from threefold.data.rows.packing import Packing
     from threefold.mesh.environment import cache_folder
 
-    if segments:
-        config = loading.load(str(run / "config.yaml"), environ={}).config
-        yield from byte_lines(run, segments, Packing.of(config.data), cache=cache_folder())
+    if segments and (not contents or are_here(segments[-1].start)):
+        config, sampled = loading.load(str(run / "config.yaml"), environ={}).config, ALL if contents else SAMPLED
+        yield from byte_lines(run, segments, Packing.of(config.data), cache=cache_folder(), sampled=sampled)
 
 
 def _last_logged(run: Path) -> int:

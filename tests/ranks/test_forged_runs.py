@@ -19,7 +19,7 @@ from threefold.checkpoint.lineage import Identity, Journal
 from threefold.checkpoint.manifest import changes, read_manifest
 from threefold.checkpoint.seal import Seal, checksum_of
 from threefold.config.loading import load
-from threefold.errors import CheckpointError, ThreefoldError
+from threefold.errors import CheckpointError, DataError, ThreefoldError
 from threefold.export.model_folder import _described
 from threefold.run import choice
 from threefold.run.resume import rate_of
@@ -110,6 +110,13 @@ def test_strangers_checkpoint_is_read_or_refused_in_words(resumed: Miniature, tm
         except BaseException as error:
             raise AssertionError(what) from error
     assert refused > 60, refused
+
+
+@pytest.mark.parametrize(("name", "value"), [("position", 10**30), ("epoch", 10**30), ("position", 10**6)])
+def test_place_beyond_the_order_is_refused(resumed: Miniature, name: str, value: int) -> None:
+    state = {**resumed.loader.state_dict(), name: value}
+    with pytest.raises(DataError, match=r"at position 1,000,000 of epoch 0|is not a saved order of samples: it has"):
+        resumed.loader.load_state_dict(state)
 
 
 def test_chunks_that_overlap_and_leave_a_hole_are_refused(saved: Path, tmp_path: Path) -> None:

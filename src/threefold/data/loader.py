@@ -175,6 +175,12 @@ class TokenLoader:
         order = self.order.of_version(cursor.order_version)
         cursor.check({**tail, **self._fingerprint_of(order)})
         self.order, self._dataset = order, replace(self._dataset, order=order)
+        if order.mixture is None and cursor.position > order.num_rows:
+            raise DataError(
+                f"the saved state is at position {cursor.position:,} of epoch {cursor.epoch:,}",
+                expected=f"a position among the {order.num_rows:,} rows of an epoch",
+                fix="load the state that the loader saved, or start a new run",
+            )
         self._place = cursor.place
         try:
             self.left_out = [(int(first), int(last)) for first, last in state.get("left_out", [])]
@@ -184,7 +190,8 @@ class TokenLoader:
                 expected="a state_dict() of this loader, with pairs of steps under 'left_out'",
                 fix="load the state that the loader saved, or start a new run",
             ) from error
-        self.rows_read = state.get("rows_read", cursor.epoch * self.order.epoch_size + cursor.position)
+        before, rows_read = cursor.epoch * self.order.epoch_size + cursor.position, state.get("rows_read")
+        self.rows_read = rows_read if type(rows_read) is int and rows_read >= 0 else before
 
     def _begins(self) -> Iterator[Place]:
         step, place = self._step, self.place

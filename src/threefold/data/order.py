@@ -176,6 +176,10 @@ class Order:
 _permutation = lru_cache(maxsize=4)(Permutation)
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 80
+
+
 @dataclass(frozen=True)
 class Cursor:
     """The next sample to read: position `position` of epoch `epoch`, in the order that `fingerprint` describes."""
@@ -205,7 +209,7 @@ class Cursor:
         """The inverse of `state_dict`; a DataError for anything else, or an unknown order version."""
         for name in ("epoch", "position", "order_version", "fingerprint"):
             value, wanted = state.get(name), "a mapping" if name == "fingerprint" else "an integer >= 0"
-            if not (isinstance(value, Mapping) if name == "fingerprint" else type(value) is int and value >= 0):
+            if not (isinstance(value, Mapping) if name == "fingerprint" else _is_count(value)):
                 found = f"{name} = {value!r}" if name in state else f"no {name}"
                 raise DataError(
                     f"this is not a saved order of samples: it has {found}",

@@ -149,9 +149,9 @@ def _train(loaded: Loaded, mesh: Mesh, why: str, lock: RunLock) -> int:
         console.print(f"nothing to do: step {run.done} of {run.num_steps} is done. To train more: {more} N")
         mesh.close()
         return 0
-    audit = _accept(console, run, lock)
     # Until the end, so that no signal can interrupt what is being saved.
     with StopRequest(mesh) as stop:
+        audit = _accept(console, run, lock)
         outcome = _watched(run, audit, _trackers(console, run), stop)
         mesh.barrier()
         mesh.close()

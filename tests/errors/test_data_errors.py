@@ -24,7 +24,8 @@ from threefold.data.rows.padded import PaddedRows
 from threefold.data.store import parts
 from threefold.data.store.prepare import prepare
 from threefold.data.store.resolve import open_store, open_text
-from threefold.data.store.store import StoreWriter, TokenStore
+from threefold.data.store.store import TokenStore
+from threefold.data.store.writer import StoreWriter
 from threefold.data.text.listing import KINDS
 from threefold.data.text.source import Source
 from threefold.data.tokens import ByteTokenizer, load_tokenizer
@@ -165,11 +166,11 @@ def test_store_in_a_list(folder: Path) -> None:
     assert fix == f"--data.mixture '{mixture}'   (any weights)"
 
 
-def test_no_fix_says_that_chats_are_supported(folder: Path) -> None:
+def test_fix_of_conversations_read_as_text(folder: Path) -> None:
     """Neither half of a conversation, nor a list of messages, is offered as the text."""
     apply = (
-        "write each row's conversation into one field of text (tokenizer.apply_chat_template), then --data.text_field "
-        "THAT_FIELD   (chats, and losses on answers alone, are not supported)"
+        "leave data.format out: conversations are found by their columns; columns of other names: --data.fields "
+        "'{prompt: NAME, completion: NAME}'   (or one field of text: --data.text_field NAME)"
     )
     rows_of = {
         "messages": {"messages": [{"role": "user", "content": "hi"}], "id": "a"},

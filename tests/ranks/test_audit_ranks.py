@@ -16,7 +16,8 @@ from ranks.runs import command, prepare, stop_after, torchrun
 from ranks.spawn import run_ranks
 from threefold.checkpoint import layout
 from threefold.data.rows.concat import ConcatRows
-from threefold.data.store.store import StoreInfo, StoreWriter, TokenStore
+from threefold.data.store.store import StoreInfo, TokenStore
+from threefold.data.store.writer import StoreWriter
 
 MESH = ("--mesh.dp", "2", "--mesh.tp", "2")
 SIZES = {"dp": 2, "tp": 2}

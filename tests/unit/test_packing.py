@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from threefold.data.rows.concat import IGNORED, PADDING, ConcatRows, Rows
 from threefold.data.rows.packing import Packing
 from threefold.data.rows.padded import PaddedRows, best_fit, cut_documents
-from threefold.data.store.store import StoreInfo, StoreWriter, TokenStore
+from threefold.data.store.store import StoreInfo, TokenStore
+from threefold.data.store.writer import StoreWriter
+from threefold.errors import DataError
 
 END = 60_000
 
@@ -266,3 +268,84 @@ def test_padded_rows_of_a_store_without_end_token_are_filled_with_zero(folder: P
     (folder / "x.json").unlink()
     batch = PaddedRows(TokenStore(folder / "x"), seq_len=4).rows(np.array([1]))
     assert batch["input_ids"].tolist() == [[2, END, 0, 0]]
+
+
+# --- what is learnt ------------------------------------------------------------------------------------------------
+
+
+def labelled_store(folder: Path, documents: list[list[int]], targets: list[list[bool]]) -> TokenStore:
+    with StoreWriter(folder / "y", dtype=np.dtype("<u2")) as writer:
+        for ids, learnt in zip(documents, targets, strict=True):
+            writer.add_block(np.array(ids), np.array([len(ids)], np.int32), np.array(learnt, np.bool_))
+        writer.finish(
+            lambda w: StoreInfo(
+                *(w.content_hash(), "", w.num_tokens, w.num_documents, 0, "", "", "", "", END + 1, END),
+                labels="chat (messages), learnt: assistant",
+                num_targets=w.num_targets,
+            )
+        )
+    return TokenStore(folder / "y")
+
+
+def learnt_tokens(batch: dict[str, np.ndarray]) -> list[int]:
+    labels = batch["labels"]
+    return sorted(labels[labels != IGNORED].tolist())
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
+@settings(max_examples=40)
+@given(
+    documents=st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=20),
+    seq_len=st.integers(1, 24),
+    document_mask=st.booleans(),
+)
+def test_token_is_learnt_once_if_its_bit_says_so(
+    folder: Path, packing: str, documents: list[list[bool]], seq_len: int, document_mask: bool
+) -> None:
+    """Against the bits, read document by document; every token has an id of its own."""
+    at, ids = 0, []
+    for learnt in documents:
+        ids.append(list(range(at, at + len(learnt))))
+        at += len(learnt)
+    store = labelled_store(folder, ids, documents)
+    assert store.learnt(0, store.num_tokens).tolist() == [bit for learnt in documents for bit in learnt]
+    try:
+        rows = pack(store, seq_len=seq_len, packing=packing, document_mask=document_mask, cross_targets=False)
+    except DataError:
+        return
+    found = learnt_tokens(all_rows(rows))
+    assert len(set(found)) == len(found)
+    firsts = {document[0] for document in ids}
+    bits = set(np.flatnonzero([bit for learnt in documents for bit in learnt]).tolist())
+    assert set(found) <= bits
+    missing = bits - set(found)
+    if packing == "concat":
+        missing -= set(range(rows.num_rows * seq_len + 1, store.num_tokens))  # the tail that fills no row
+        assert missing <= (firsts if document_mask else {0})
+    else:
+        # A document's first token follows nothing of it.
+        assert missing <= firsts
+    if document_mask:
+        assert not firsts & set(found)
+
+
+@settings(max_examples=40)
+@given(lengths=lengths_of_documents, seq_len=st.integers(1, 24))
+def test_number_of_targets_does_not_depend_on_the_packing(folder: Path, lengths: list[int], seq_len: int) -> None:
+    documents = [list(range(sum(lengths[:k]), sum(lengths[: k + 1]))) for k in range(len(lengths))]
+    store = labelled_store(folder, documents, [[True] * len(each) for each in documents])
+    counts = set()
+    for packing in ("best_fit", "none"):
+        try:
+            rows = pack(store, seq_len=seq_len, packing=packing, document_mask=True, cross_targets=False)
+        except DataError:
+            continue
+        counts.add(len(learnt_tokens(all_rows(rows))))
+    assert counts <= {sum(length - 1 for length in lengths)}
+
+
+def test_cut_targets_are_named(folder: Path) -> None:
+    labelled_store(folder, [[1, 2, 3] * 9], [[True] * 27])
+    (folder / "y.targets").write_bytes(b"abc")
+    with pytest.raises(DataError, match=r"y\.targets is missing, or is not the targets of 27 tokens"):
+        TokenStore(folder / "y")

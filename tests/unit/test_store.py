@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from threefold.data.store import store as store_module
 from threefold.data.store.index import DTYPE_OF_CODE
-from threefold.data.store.store import StoreInfo, StoreWriter, TokenStore, dtype_for
+from threefold.data.store.store import StoreInfo, TokenStore, dtype_for
+from threefold.data.store.writer import StoreWriter
 
 FILES = (".bin", ".idx", ".blocks", ".json")
 

@@ -20,6 +20,7 @@ from threefold.data.store.resolve import open_text
 from threefold.data.text import digests, hub
 from threefold.data.text import files as text_files
 from threefold.data.text import rows as text_rows
+from threefold.data.text.fields import TextField
 from threefold.data.text.source import Piece, ReadLog, Source, TextSource, log_error
 from threefold.errors import DataError
 
@@ -140,7 +141,7 @@ def test_jsonl_gives_each_line_once_for_any_pieces(
     path.write_bytes((body + ("\n" if last else "")).encode())
     size, log = path.stat().st_size, ReadLog()
     stretches = [Piece(0, at, min(at + piece_bytes, size), piece_bytes) for at in range(0, size, piece_bytes)]
-    texts = [text for piece in stretches for text in text_rows.read_jsonl(path, piece, text_field="text", log=log)]
+    texts = [text for piece in stretches for text in text_rows.read_jsonl(path, piece, take=TextField("text"), log=log)]
     assert texts == lines
     assert (log.num_rows, log.num_with_field, log.num_bad) == (len(lines), len(lines), 0)
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from threefold.data.store.resolve import open_text
 from threefold.data.text import rows as text_rows
+from threefold.data.text.fields import TextField
 from threefold.data.text.source import Piece, ReadLog, Source, TextSource, log_error
 from threefold.errors import DataError
 
@@ -319,5 +320,5 @@ def test_lines_longer_than_pieces(tmp_path_factory: pytest.TempPathFactory, size
     total = path.stat().st_size
     pieces = [Piece(0, at, min(at + size, total), size) for at in range(0, total, size)]
     valid = [text for text in texts if not any("\ud800" <= character <= "\udfff" for character in text)]
-    found = [text for piece in pieces for text in text_rows.read_jsonl(path, piece, text_field="text", log=log)]
+    found = [text for piece in pieces for text in text_rows.read_jsonl(path, piece, take=TextField("text"), log=log)]
     assert (found, log.num_bad) == (valid, len(texts) - len(valid))

@@ -1,4 +1,4 @@
-"""`threefold data ...`: prepare a store, prove what a run has read, find out which rank read what and when.
+"""`threefold data ...`: prepare a store, show rows, prove what a run has read, find out which rank read what and when.
 
 The proof and the look-ups use the run's own record (audit.jsonl) and no torch. Texts and token contents come from the
 source in the run's config.yaml, opened as the run opens it.
@@ -7,72 +7,62 @@ source in the run's config.yaml, opened as the run opens it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from threefold.commands import show
 from threefold.commands.endings import ending
+from threefold.commands.source import SOURCE_HELP, own_flags, source_of, with_source_options
 from threefold.errors import ConfigError, RunError, ThreefoldError, ranks_text
 
 if TYPE_CHECKING:
     from threefold.audit.record import Segment, SegmentLine
-    from threefold.data.rows.concat import Rows
     from threefold.data.store.prepare import PrepareProgress
-    from threefold.data.tokens import Tokenizer
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Prepare data, and prove which rank read what and when."
 )
 
-_KEYS = re.compile(r"--data\.(source|tokenizer|text_field|split|config_name|revision)\b")
 _Run = Annotated[Path, typer.Argument(help="A run's folder.")]
 
 
 @app.command("prepare", **ending("data prepare"))
+@with_source_options
 def prepare(
-    source: Annotated[
-        list[str], typer.Option(help="stdlib, a file, folder or glob, hf:ID; several: --source A --source B.")
-    ],
+    source: Annotated[list[str], typer.Option(help=SOURCE_HELP)],
     tokenizer: Annotated[str, typer.Option(help="`bytes`, a Hub id or a folder.")],
     to: Annotated[Path, typer.Option(help="The folder to make; the same command resumes an unfinished one.")],
-    text_field: Annotated[str, typer.Option(help="Field with the text in rows.")] = "text",
-    split: Annotated[str, typer.Option(help="Split of a Hub dataset.")] = "train",
-    config_name: Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub dataset.")] = None,
-    skip_bad_lines: Annotated[
-        bool, typer.Option("--skip-bad-lines", help="Count unreadable input instead of refusing it.")
-    ] = False,
     workers: Annotated[
         int | None, typer.Option("--workers", "--num-workers", min=1, help="Processes; default: one per core.")
     ] = None,
+    **given: Any,
 ) -> None:
-    """Make a memory-mapped token store (Megatron-LM's .bin and .idx) from a text source."""
+    """Make a memory-mapped token store (Megatron-LM's .bin and .idx) from a text source, or from conversations."""
+    from threefold.data.conversations.labeller import labeller_for
     from threefold.data.store import prepare as stores
     from threefold.data.store.resolve import files_of, open_text
     from threefold.data.text.listing import summary, write_list
-    from threefold.data.text.source import Source
-    from threefold.data.tokens import load_tokenizer
+    from threefold.data.tokens import for_texts, load_tokenizer
 
-    name = source[0] if len(source) == 1 else tuple(source)
-    asked = Source(name, text_field, split, config_name, revision, skip_bad_lines)
-    with _own_flags():
-        text, lists = open_text(asked), files_of(asked)
+    with own_flags():
+        asked, encoder = source_of({"source": source, **given}), load_tokenizer(tokenizer)
+        own = for_texts(encoder, bos=asked.labels.bos, control_tokens=asked.labels.control_tokens)
+        text, lists = open_text(asked, labeller_for(asked, encoder)), files_of(asked)
     if lists:
         typer.echo(summary(lists), err=True)
-    with _own_flags(), _bar(text.name) as show:
-        made = stores.prepare(
-            text, load_tokenizer(tokenizer), to=to, skip_bad=skip_bad_lines, num_workers=workers, progress=show
-        )
+    with own_flags(), _bar(text.name) as shown:
+        made = stores.prepare(text, own, to=to, skip_bad=given["skip_bad_lines"], num_workers=workers, progress=shown)
     info = made.info
     how = "is there already" if made.reused else "is made"
     typer.echo(
         f"{made.prefix}.bin {how}: {info.num_tokens:,} tokens in {info.num_documents:,} documents ({info.tokenizer})"
     )
+    if info.labels is not None:
+        typer.echo(f"  {info.learnt}")
     if info.num_skipped:
         typer.echo(f"  {info.num_skipped:,} lines, rows or files could not be read and were skipped")
     if lists:
@@ -112,14 +102,7 @@ def audit(
         typer.echo(line)
 
 
-@contextlib.contextmanager
-def _own_flags() -> Iterator[None]:
-    """Fixes speak of a config's keys, which this command takes as flags of its own."""
-    try:
-        yield
-    except ThreefoldError as error:
-        flags = ((each, _KEYS.sub(lambda key: f"--{key[1].replace('_', '-')}", each.fix)) for each in error.problems)
-        raise type(error).of(dataclasses.replace(each, fix=fix) for each, fix in flags) from error
+app.command("show", **ending("data show"))(show.command)
 
 
 @contextlib.contextmanager
@@ -153,11 +136,12 @@ def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
     from threefold.audit.lookup import coverage_lines
     from threefold.audit.proof import check_logged, check_saved, prove
     from threefold.checkpoint.layout import CheckpointFolder
+    from threefold.commands.documents import rows_of_run
     from threefold.data.order import Place
 
     lines = record.read_lines(run / record.FILE)
     segments = record.standing(lines)
-    stretches = prove(segments, _rows_of_run(run, segments)[0] if contents else None)
+    stretches = prove(segments, rows_of_run(run, segments)[0] if contents else None)
     checkpoints = [(each.path, each.step, each.manifest()["data"]) for each in CheckpointFolder(run).complete()]
     check_saved(lines, [(path, step, Place(at["epoch"], at["position"])) for path, step, at in checkpoints])
     check_logged(segments, _last_logged(run))
@@ -255,7 +239,9 @@ def sample_lines(run: Path, sample: int, *, show: bool = False) -> Iterator[str]
     if not found:
         yield f"row {sample}: not read yet"
     if show:
-        yield from _texts(run, segments, [sample])
+        from threefold.commands.documents import texts_of_rows
+
+        yield from texts_of_rows(run, segments, [sample])
 
 
 def step_lines(run: Path, step: int, *, show: bool = False) -> Iterator[str]:
@@ -281,40 +267,6 @@ def step_lines(run: Path, step: int, *, show: bool = False) -> Iterator[str]:
         rows = [int(row) for row in read.rows[dp_rank :: topology.dp] if row >= 0]
         yield f"  dp rank {dp_rank} ({ranks}): rows {', '.join(map(str, rows))}"
     if show:
-        yield from _texts(run, segments, [int(row) for row in read.rows if row >= 0])
+        from threefold.commands.documents import texts_of_rows
 
-
-def _texts(run: Path, segments: Sequence[Segment], indices: Sequence[int]) -> Iterator[str]:
-    import numpy as np
-
-    from threefold.data.rows.concat import PADDING
-
-    rows, tokenizer = _rows_of_run(run, segments)
-    for index in indices:
-        row = rows.rows(np.array([index], np.int64))
-        tokens = row["input_ids"][0][row["document_ids"][0] != PADDING]
-        yield f"row {index}:"
-        yield from (f"  | {line}" for line in tokenizer.decode(tokens.tolist()).splitlines())
-
-
-def _rows_of_run(run: Path, segments: Sequence[Segment]) -> tuple[Rows, Tokenizer]:
-    """The rows that a run reads and their tokenizer; RunError if the source has changed since the run."""
-    # Opening a run's data imports torch.
-    import torch
-
-    from threefold.config import loading
-    from threefold.mesh.mesh import Mesh
-    from threefold.mesh.topology import Topology
-    from threefold.run import assemble, request
-
-    config = loading.load(str(run / "config.yaml"), environ={}).config
-    tokenizer = request.tokenizer_of(config)
-    rows = assemble.rows_of(config, tokenizer, Mesh(Topology(), 0, torch.device("cpu")))
-    recorded = segments[-1].start.data
-    if rows.fingerprint != recorded:
-        raise RunError(
-            f"the source of {run}/config.yaml has the fingerprint {rows.fingerprint}, but the run has read {recorded}",
-            expected="the unchanged source: its rows now have other tokens or other numbers",
-            fix="restore the source, or run this command in the folder in which the run was started",
-        )
-    return rows, tokenizer
+        yield from texts_of_rows(run, segments, [int(row) for row in read.rows if row >= 0])

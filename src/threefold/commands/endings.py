@@ -26,7 +26,11 @@ _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "resume": (_MORE_KEYS, _TRAINED, ("threefold resume runs/a", "threefold resume runs/a --train.steps 2000")),
     "eval": (_MORE_KEYS, _DONE, ("threefold eval runs/a --eval.source held-out.jsonl",)),
-    "sample": (_OPTIONS, _DONE, ("threefold sample runs/a --prompt 'Once upon a time'",)),
+    "sample": (
+        _OPTIONS,
+        _DONE,
+        ("threefold sample runs/a --prompt 'Once upon a time'", "echo 'What is it?' | threefold sample runs/a --chat"),
+    ),
     "verify": (
         _KEYS,
         "0 the mesh follows the single process; 1 it does not; 2 the request was wrong",
@@ -44,6 +48,11 @@ _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("threefold explain train.log", "srun ... 2>&1 | threefold explain"),
     ),
     "data prepare": (_OPTIONS, _DONE, ("threefold data prepare --source texts --tokenizer ./my-model --to store",)),
+    "data show": (
+        _OPTIONS,
+        _DONE,
+        ("threefold data show --source chat.jsonl --tokenizer ./my-model", "threefold data show runs/a --row 12 --ids"),
+    ),
     "data order": (
         _OPTIONS,
         _DONE,

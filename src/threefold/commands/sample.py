@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from threefold.errors import ConfigError
+
+if TYPE_CHECKING:
+    from threefold.checkpoint.layout import Checkpoint
+    from threefold.config.schema import Config
+    from threefold.data.tokens import Tokenizer
 
 
 def command(
     run: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.")],
     prompt: Annotated[str, typer.Option(help="The text to continue.")] = "\n",
     tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to write.")] = 200,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Answer each line of the input as the assistant, until the input ends.")
+    ] = False,
 ) -> None:
-    """Write text with a run's model: threefold sample RUN [--prompt TEXT] [--tokens N].
+    """Write text with a run's model: threefold sample RUN [--prompt TEXT | --chat] [--tokens N].
 
     One process reads the newest checkpoint, or the one that is named, and samples with a fixed seed.
     """
@@ -30,8 +39,51 @@ def command(
     if (reason := checkpoint.damage()) is not None:
         raise damaged(checkpoint, reason)
     tokenizer = tokenizer_of(config)
+    if chat:
+        if prompt != "\n":
+            raise ConfigError("--chat and --prompt are both given", expected="one of them", fix="leave out --prompt")
+        return _converse(config, checkpoint, tokenizer, num_tokens=tokens)
     if not (ids := tokenizer.encode_batch([prompt])[0].tolist()):
         raise ConfigError("--prompt has no token", expected="text to continue", fix="--prompt 'Once upon a time'")
     from threefold.export.model_folder import generate_sample
 
     typer.echo(generate_sample(checkpoint, tokenizer, ids, num_tokens=tokens))
+
+
+def _converse(config: Config, checkpoint: Checkpoint, tokenizer: Tokenizer, *, num_tokens: int) -> None:
+    """Prints an answer to each line of the input; the conversation grows with them."""
+    import torch
+
+    from threefold.data.conversations.formats import Message, RowError
+    from threefold.data.conversations.labeller import chat_template, encoder_of
+    from threefold.export.model_folder import continued, load_own
+    from threefold.run.sources import sources_of
+
+    labels = next(iter(sources_of(config).values())).labels
+    if (template := chat_template(tokenizer, labels)) is None:
+        raise ConfigError(
+            f"--chat: the tokenizer {tokenizer.name!r} has no chat template, and the run's config names none",
+            expected="data.chat_template, or a tokenizer with one",
+            fix="threefold sample RUN --prompt 'Once upon a time'",
+        )
+    encoder, model = encoder_of(tokenizer, labels, "last", template), load_own(checkpoint)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    messages: list[Message] = []
+    torch.manual_seed(0)
+    while True:
+        try:
+            said = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        messages.append({"role": "user", "content": said})
+        try:
+            ids, end_id = encoder.prompt(messages), encoder.end_of_turn(messages)
+        except RowError as error:
+            raise ConfigError(f"--chat: {error.what}", expected=error.expected, fix="say it otherwise") from None
+        if isinstance(longest, int) and len(ids) + num_tokens > longest:
+            what = f"the conversation has {len(ids):,} tokens, and the model supports {longest:,} positions"
+            raise ConfigError(what, expected=f"room for {num_tokens:,} more", fix="begin again, or --tokens fewer")
+        found = continued(model, ids, num_tokens=num_tokens, end_id=end_id)
+        answer = tokenizer.decode([id for id in found if id != end_id]).strip()
+        typer.echo(answer)
+        messages.append({"role": "assistant", "content": answer})

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from threefold.config.paths import run_of
+from threefold.config.paths import former_keys, run_of
 from threefold.config.rules import MIXTURE_FIX, contradictions
 from threefold.config.schema import Config, MixtureSource, every_key, inner_sections, keys_of, value_at
 from threefold.config.text import as_yaml, parse, pasted
@@ -74,6 +74,7 @@ def load(
     after += [(key, text, f"--{key}", "command line") for key, text in overrides]
     layers = _parsed(before, problems)
     if path is not None:
+        layers += [(key, value, path) for key, value in former_keys(Path(path)).items()]
         layers += [(key, value, path) for key, value in _read_file(path, problems)]
         if (run := run_of(Path(path))) is not None:
             layers.append(("log.dir", str(run), path))

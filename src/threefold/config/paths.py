@@ -11,11 +11,21 @@ from threefold.config.schema import Config, Sources
 # In a run's folder: what the run is, and the config with which it is resumed.
 RUN_FILE, RUN_CONFIG = "run.json", "config.yaml"
 _NAMES = {"stdlib", "bytes"}
+FORMER = {"tail": "drop", "end_target": "keep", "bos": False, "control_tokens": "ids"}
+"""Keys of the section `data` that version 0.1.0 did not have, with what it did."""
 
 
 def run_of(config: Path) -> Path | None:
     """The folder of the run whose own config this file is; None for any other file."""
     return config.parent if config.name == RUN_CONFIG and config.with_name(RUN_FILE).exists() else None
+
+
+def former_keys(config: Path) -> dict[str, Any]:
+    """The keys that a run's own config lacks if version 0.1.0 wrote it, with what that did."""
+    of_a_run = config.name == RUN_CONFIG and any(
+        config.with_name(name).exists() for name in (RUN_FILE, "metrics.jsonl")
+    )
+    return {f"data.{name}": value for name, value in FORMER.items()} if of_a_run else {}
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -26,7 +36,12 @@ def with_absolute_paths(config: Config) -> Config:
     }
     updates: dict[str, dict[str, Any]] = {
         "model": {"name_or_path": _absolute(config.model.name_or_path)},
-        "data": {"source": _absolutes(data.source), "tokenizer": _absolute(data.tokenizer), "mixture": mixture},
+        "data": {
+            "source": _absolutes(data.source),
+            "tokenizer": _absolute(data.tokenizer),
+            "chat_template": _absolute(data.chat_template),
+            "mixture": mixture,
+        },
         "eval": {"source": _absolutes(config.eval.source)},
     }
     return config.model_copy(

@@ -104,8 +104,35 @@ class DataConfig(_Section):
         False, description="train pretrained weights with a tokenizer that is not theirs: its ids mean other tokens"
     )
     seq_len: PositiveInt = Field(256, description="tokens per row")
-    packing: Literal["concat", "best_fit", "none"] = Field("concat", description="how documents become rows")
-    document_mask: bool = Field(False, description="keep attention and positions inside each document")
+    format: Literal["auto", "text", "chat", "prompt_completion", "preference"] = Field(
+        "auto", description="what rows are; auto: by their columns"
+    )
+    fields: dict[str, str] = Field(
+        {}, description="the source's names of columns and keys: {messages: dialog, role: speaker, content: said}"
+    )
+    train_on: Literal["assistant", "last", "completion", "all"] | None = Field(
+        None, description="what is learnt of rows that are not text; default: assistant for chats, else completion"
+    )
+    train_on_end: bool = Field(True, description="the end token of what is learnt is learnt too")
+    chat_template: str | None = Field(None, description="file with a chat template; default: the tokenizer's own")
+    template_variables: dict[str, Any] = Field({}, description="variables of the chat template")
+    chat_date: str | None = Field(None, description="date for chat templates that print today's: 2026-01-31")
+    control_tokens: Literal["text", "ids"] = Field(
+        "text", description="control tokens that are spelled out in a text: stay text, or become control tokens"
+    )
+    bos: bool | Literal["auto"] = Field(
+        "auto", description="a token before each document of text; auto: as the tokenizer does for a single text"
+    )
+    skip_empty_targets: bool = Field(False, description="count rows of which nothing is learnt, do not refuse them")
+    packing: Literal["concat", "best_fit", "none"] | None = Field(
+        None, description="how documents become rows; default: best_fit for conversations and the like, else concat"
+    )
+    document_mask: bool | None = Field(
+        None, description="keep attention and positions inside each document; default: for conversations and the like"
+    )
+    end_target: Literal["mask", "keep"] = Field(
+        "mask", description="the label that would cross into another document: masked with document_mask, or kept"
+    )
     truncate: bool = Field(False, description="best_fit, none: drop what does not fit in a row instead of splitting it")
     lookahead: PositiveInt | None = Field(
         None, description="best_fit: number of documents to choose among at a time; default 8192"

@@ -4,8 +4,8 @@ Two kinds with one interface: `bytes`, which needs nothing, and a Hugging Face i
 tokens; the writer of documents appends `end_id`. A tokenizer pickles, for the processes that prepare a corpus.
 
 The `tokenizers` library reads a tokenizer.json, and no torch is loaded; AutoTokenizer reads folders with an older form
-of vocabulary. No code from the repository runs. A document ends with the model's own end-of-sequence token. As in
-transformers, a special token that is spelled out in a document becomes its id.
+of vocabulary. No code from the repository runs. A document ends with the model's own end-of-sequence token. What begins
+it, and what becomes of control tokens that it spells out, `for_texts` decides.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json")
-
 MODEL_KEY = "model.name_or_path"
-
 _BYTES = 256
 _FOR_RANDOM = "for random weights also: --data.tokenizer bytes"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -42,7 +40,13 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     end_id = 256
+    bos_id = None
     fingerprint = hashlib.blake2b(b"threefold bytes 1", digest_size=16).hexdigest()
+
+    @property
+    def recipe(self) -> str:
+        """Equal for equal ids of equal texts."""
+        return self.fingerprint
 
     def encode_batch(self, texts: list[str]) -> list[npt.NDArray[Any]]:
         """The bytes of each text, uint8."""
@@ -53,12 +57,25 @@ class ByteTokenizer:
         return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
 
 
+def byte_backend() -> Any:
+    """The tokenizer `bytes` as one of the `tokenizers` library: the same ids, with the end token as `<|end|>`."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend(models.BPE(vocab={letter: byte for byte, letter in _byte_letters().items()}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return backend
+
+
 @dataclass(frozen=True)
 class VocabularyTokenizer:
     """A tokenizer of the `tokenizers` library, which encodes a batch on all cores, or of transformers, in Python.
 
     `vocab_size` is the largest id + 1, so an embedding of that many rows suffices. `fingerprint` identifies the content
-    of the tokenizer, not its place: it is equal for equal ids.
+    of the tokenizer, not its place: it is equal for equal ids. `folder` has its files; `bos_id` begins each text; with
+    `control_text` control tokens that are spelled out in a text stay text.
     """
 
     name: str
@@ -66,13 +83,28 @@ class VocabularyTokenizer:
     vocab_size: int
     end_id: int
     fingerprint: str
+    folder: Path | None = None
+    bos_id: int | None = None
+    control_text: bool = False
+
+    @property
+    def recipe(self) -> str:
+        """Equal for equal ids of equal texts."""
+        text = " control tokens as text" if self.control_text else ""
+        return self.fingerprint + text + (f" after {self.bos_id}" if self.bos_id is not None else "")
 
     def encode_batch(self, texts: list[str]) -> list[npt.NDArray[Any]]:
-        """Ids of each text, without special tokens, int32."""
+        """Ids of each text, int32, without special tokens but that which begins it."""
         if hasattr(self.backend, "encode_batch_fast"):
-            encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-            return [np.array(encoding.ids, np.int32) for encoding in encoded]
-        return [np.array(self.backend.encode(text, add_special_tokens=False), np.int32) for text in texts]
+            # The backend is shared, and this is a setting of it.
+            self.backend.encode_special_tokens, before = self.control_text, self.backend.encode_special_tokens
+            encoded = [each.ids for each in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+            self.backend.encode_special_tokens = before
+        else:
+            split = {"split_special_tokens": True} if self.control_text else {}
+            encoded = [self.backend.encode(text, add_special_tokens=False, **split) for text in texts]
+        first = [] if self.bos_id is None else [self.bos_id]
+        return [np.array([*first, *ids], np.int32) for ids in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, without the end token and other special tokens."""
@@ -126,7 +158,46 @@ def load_tokenizer(name: str, *, revision: str | None = None, key: str = "data.t
             expected=f'"eos_token" or "eos_token_id" in one of {", ".join(CONFIGS)}: it ends each document',
             fix='add   "eos_token": "TOKEN"   to tokenizer_config.json, a token of the vocabulary',
         )
-    return _with_vocabulary(name, loaded, end_id=end_id, content=content)
+    return replace(_with_vocabulary(name, loaded, end_id=end_id, content=content), folder=folder)
+
+
+def for_texts(tokenizer: Tokenizer, *, bos: bool | str, control_tokens: str) -> Tokenizer:
+    """The tokenizer as it encodes texts: with what begins each, and what becomes of control tokens in it.
+
+    Args:
+        bos: true, false, or `auto`: as the tokenizer itself does for a single text.
+        control_tokens: `text` or `ids`.
+
+    Raises:
+        DataError: a token that begins a text is asked for, and the tokenizer has none.
+    """
+    bos_id = _own_bos(tokenizer) if bos else None
+    if bos is True and bos_id is None and (bos_id := _named_bos(tokenizer)) is None:
+        raise DataError(
+            f"data.bos = true, but the tokenizer {tokenizer.name!r} names no token that begins a text",
+            expected='"bos_token" in its tokenizer_config.json',
+            fix="--data.bos false",
+        )
+    if isinstance(tokenizer, ByteTokenizer):
+        return tokenizer
+    return replace(tokenizer, bos_id=bos_id, control_text=control_tokens == "text")
+
+
+def _own_bos(tokenizer: Tokenizer) -> int | None:
+    """The special token that a tokenizer puts before a text; None if it does not."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return None
+    ids, bare = (tokenizer.backend.encode("a", add_special_tokens=special) for special in (True, False))
+    ids, bare = list(getattr(ids, "ids", ids)), list(getattr(bare, "ids", bare))
+    begins = len(ids) > len(bare) and ids[1 : 1 + len(bare)] == bare and ids[0] in _special_ids(tokenizer)
+    return int(ids[0]) if begins else None
+
+
+def _named_bos(tokenizer: Tokenizer) -> int | None:
+    folder = getattr(tokenizer, "folder", None)
+    named = [config.get("bos_token") for config in (_configs(folder) if folder is not None else ())]
+    texts = [token.get("content") if isinstance(token, dict) else token for token in named]
+    return next((id for id, each in _vocabulary(tokenizer).items() if each in texts), None)
 
 
 def has_vocabulary(folder: Path) -> bool:

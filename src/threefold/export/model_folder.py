@@ -29,7 +29,8 @@ from threefold.checkpoint.layout import Checkpoint, damaged, find
 from threefold.checkpoint.manifest import read_architecture, read_manifest, refuse_layers_without_tensors
 from threefold.config.loading import validate
 from threefold.config.schema import Config
-from threefold.data.tokens import Tokenizer
+from threefold.data.conversations.labeller import template_file
+from threefold.data.tokens import Tokenizer, byte_backend
 from threefold.errors import CheckpointError, ConfigError, RunError
 from threefold.export.weights import load_with_peft, model_with_adapters, write_adapter, write_weights
 from threefold.model import lora
@@ -225,20 +226,16 @@ def _save_tokenizer(config: Config, to: Path) -> None:
     name = config.data.tokenizer or config.model.name_or_path or "bytes"
     revision = config.model.revision if name == config.model.name_or_path else None
     tokenizer = _byte_tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name, revision=revision)
+    if config.data.chat_template is not None:
+        tokenizer.chat_template = template_file(config.data.chat_template)
     tokenizer.save_pretrained(to)
 
 
 def _byte_tokenizer() -> Any:
     """Returns the tokenizer `bytes` in transformers' form: the same ids, with 256 as the end token."""
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    backend = Backend(models.BPE(vocab={bytes_to_unicode()[byte]: byte for byte in range(256)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+    backend = byte_backend()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", clean_up_tokenization_spaces=False)
 
 
@@ -301,18 +298,29 @@ def _without_code(values: Any) -> Any:
 
 def generate_sample(checkpoint: Checkpoint, tokenizer: Tokenizer, prompt: list[int], *, num_tokens: int) -> str:
     """Returns the prompt and its continuation by the model of this process' own run, sampled with a fixed seed."""
-    trusted = bool(checkpoint.manifest()["config"]["model"]["trust_remote_code"])
-    model, _ = load_whole(checkpoint, trust_remote_code=trusted)
+    model = load_own(checkpoint)
     torch.manual_seed(0)
-    with torch.no_grad():
-        ids = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=num_tokens,
-            do_sample=True,
-            temperature=0.8,
-            use_cache=True,
-            pad_token_id=tokenizer.end_id,
-            eos_token_id=tokenizer.end_id,
-        )
-    return tokenizer.decode(ids[0].tolist())
+    found = continued(model, prompt, num_tokens=num_tokens, end_id=tokenizer.end_id)
+    return tokenizer.decode([*prompt, *found])
+
+
+def load_own(checkpoint: Checkpoint) -> Any:
+    """Returns the complete model of this user's own run, whose code is trusted if the run trusted it."""
+    trusted = bool(checkpoint.manifest()["config"]["model"]["trust_remote_code"])
+    return load_whole(checkpoint, trust_remote_code=trusted)[0]
+
+
+@torch.no_grad()
+def continued(model: Any, prompt: list[int], *, num_tokens: int, end_id: int) -> list[int]:
+    """Returns the ids that a model writes after a prompt, up to the end token, sampled."""
+    ids = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        do_sample=True,
+        temperature=0.8,
+        use_cache=True,
+        pad_token_id=end_id,
+        eos_token_id=end_id,
+    )
+    return [int(id) for id in ids[0, len(prompt) :]]

@@ -33,7 +33,7 @@ from threefold.model import noise
 from threefold.model.build import ParallelModel, build
 from threefold.run.folder import RunFolder
 from threefold.run.request import Asked
-from threefold.run.resume import Checkpointer, rate_of, versions, with_tail
+from threefold.run.resume import Checkpointer, rate_of, versions, with_former
 from threefold.run.same_bytes import of_one_copy, record_of, refuse_other_bytes
 from threefold.run.sources import opened, sources_of
 from threefold.training.optimizer import adamw
@@ -88,7 +88,7 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
     """
     tokenizer, architecture = asked.tokenizer, asked.architecture
     rate, rate_why = rate_of(asked.config, folder)
-    config = with_tail(with_rate(asked.config, rate), folder)
+    config = with_former(with_rate(asked.config, rate), folder)
     vocab_size = getattr(architecture.get_text_config(), "vocab_size", None)
     rows = rows_of(config, tokenizer, mesh, vocab_size=vocab_size)
     held_out = None
@@ -196,7 +196,7 @@ def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
         order_of(config, rows),
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
-        document_mask=config.data.document_mask,
+        document_mask=bool(config.data.document_mask),
         num_workers=config.data.num_workers,
         pin_memory=mesh.device.type == "cuda",
     )
@@ -248,5 +248,5 @@ def held_out_of(run: Built) -> Callable[[], Iterable[Batch]] | None:
         rows_per_rank=run.micro_batch,
         dp_rank=run.mesh.dp_rank,
         dp_size=run.mesh.dp_size,
-        document_mask=run.config.data.document_mask,
+        document_mask=bool(run.config.data.document_mask),
     )

@@ -21,6 +21,8 @@ from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config.schema import EMBEDDED_DEFAULT, value_at
 from threefold.config.text import as_yaml
 from threefold.data.order import last_step
+from threefold.data.rows.concat import Rows
+from threefold.data.rows.known_rows import parts_of
 from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT
 from threefold.export.model_folder import generate_sample
 from threefold.jsonl import Metrics
@@ -77,6 +79,7 @@ def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]
         f"  mesh   {mesh.topology} on {ranks} ({mesh.device.type}): {why}",
         f"  data   {named} ({run.tokenizer.name}): {run.rows.report}; {seq_len} tokens a row",
     ]
+    lines += learnt_of(run.rows)
     if run.loader.order.mixture is not None:
         lines.append(f"  shares {run.loader.order.mixture.shares}")
     if run.done < run.num_steps:
@@ -100,6 +103,15 @@ def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]
         by = f" of {info.max_restarts}: a rank had failed" if info.max_restarts else f": by {info.launcher}"
         lines.append(f"  restart {info.restart}{by}")
     console.print("\n".join(lines))
+
+
+def learnt_of(rows: Rows) -> list[str]:
+    """The format of each source with labels, and how many of its tokens are learnt."""
+    parts = [(part.name, part.rows.store.info) for part in parts_of(rows)]
+    named = "{}: " if len(parts) > 1 else ""
+    lines = [f"  format {named.format(name)}{info.learnt}" for name, info in parts if info is not None and info.labels]
+    begun = [(name, info.bos_id) for name, info in parts if info is not None and info.bos_id is not None]
+    return lines + [f"  bos    {named.format(name)}token {id} begins each document: data.bos" for name, id in begun]
 
 
 def epochs_ahead(run: Built) -> list[str]:

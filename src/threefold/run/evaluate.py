@@ -64,7 +64,7 @@ def _loss_of(asked: Asked, mesh: Mesh, checkpoint: Checkpoint) -> tuple[float, i
         rows_per_rank=max(1, config.train.global_batch // mesh.dp_size) if size == "auto" else size,
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
-        document_mask=config.data.document_mask,
+        document_mask=bool(config.data.document_mask),
     )
     total, tokens = evaluate(model, batches, mesh)
     return total / max(1, tokens), tokens

@@ -140,6 +140,7 @@ def _train(loaded: Loaded, mesh: Mesh, why: str, lock: RunLock) -> int:
         torch.use_deterministic_algorithms(True)
     console = Screen(quiet=mesh.rank != 0, soft_wrap=True, markup=False, highlight=False)
     asked = asked_of(config, mesh)
+    config = asked.config
     admission = admit(config, asked.architecture, mesh)
     folder = dataclasses.replace(_open_folder(asked, mesh, lock), accepts_changes=loaded.accept_changes)
     run = assemble.build_run(asked, mesh, folder)

@@ -21,6 +21,7 @@ from threefold.model.context_parallel import flex, limits
 from threefold.model.context_parallel.split import split_problems
 from threefold.model.head import first_position
 from threefold.model.tensor_parallel.plan import expert_problems, plan_problems
+from threefold.run.sources import with_packing
 from threefold.training.loss import router_problems
 
 
@@ -81,6 +82,7 @@ def asked_of(config: Config, mesh: Mesh) -> Asked:
         ConfigError: all that is wrong with the model, the batch and the mesh, at once.
     """
     tokenizer, architecture = model_of(config)
+    config = with_packing(config, mesh)
     check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
     return Asked(config, tokenizer, architecture)
 

@@ -35,7 +35,7 @@ from threefold.checkpoint.manifest import (
 from threefold.checkpoint.saver import Job, Saver
 from threefold.checkpoint.seal import Seal, sync
 from threefold.checkpoint.tensors import Part
-from threefold.config.paths import with_absolute_paths
+from threefold.config.paths import FORMER, with_absolute_paths
 from threefold.config.peak_rate import peak_rate
 from threefold.config.schema import Config
 from threefold.data.loader import TokenLoader
@@ -182,15 +182,15 @@ def rate_of(config: Config, folder: RunFolder) -> tuple[float, str]:
     return peak_rate(config)
 
 
-def with_tail(config: Config, folder: RunFolder) -> Config:
-    """Returns the config with the data.tail of the run that is resumed, unless one is given.
+def with_former(config: Config, folder: RunFolder) -> Config:
+    """Returns the config with the keys of the order and of the labels as the resumed run has them, unless given.
 
-    Runs of version 0.1.0 knew only `drop`, and their configs do not name it.
+    The configs of version 0.1.0 do not name them: it knew only these.
     """
-    if folder.resume is None or "tail" in config.data.model_fields_set:
+    if folder.resume is None:
         return config
-    tail = read_manifest(folder.resume)["config"].get("data", {}).get("tail")
-    update = {"tail": "carry" if tail == "carry" else "drop"}
+    before, given = read_manifest(folder.resume)["config"].get("data", {}), config.data.model_fields_set
+    update = {name: before.get(name, former) for name, former in FORMER.items() if name not in given}
     return config.model_copy(update={"data": config.data.model_copy(update=update)})
 
 

@@ -8,15 +8,18 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from threefold.config.schema import Config, MixtureSource
 from threefold.config.text import pasted
-from threefold.data.store.resolve import files_of
+from threefold.data.store.resolve import files_of, has_labels
 from threefold.data.text.listing import kind_of, summary, write_list
-from threefold.data.text.source import Source
+from threefold.data.text.source import Labels, Source
 from threefold.errors import DataError, Problem, ThreefoldError
 from threefold.mesh.environment import data_path
+
+if TYPE_CHECKING:
+    from threefold.mesh.mesh import Mesh
 
 T = TypeVar("T")
 
@@ -85,7 +88,39 @@ def _source(config: Config, source: MixtureSource) -> Source:
         config_name=source.config_name or data.config_name,
         revision=source.revision or data.revision,
         skip_bad_lines=data.skip_bad_lines,
+        labels=Labels(
+            data.format,
+            data.fields,
+            data.train_on,
+            data.train_on_end,
+            data.chat_template,
+            data.template_variables,
+            data.chat_date,
+            data.control_tokens,
+            data.bos,
+            data.skip_empty_targets,
+        ),
     )
+
+
+def with_packing(config: Config, mesh: Mesh) -> Config:
+    """The config with data.packing and data.document_mask, which depend on what the source holds if not given."""
+    data = config.data
+    if data.packing is not None and data.document_mask is not None:
+        return config
+
+    def labelled() -> bool:
+        # What is wrong with a source is said when it is read.
+        with contextlib.suppress(ThreefoldError):
+            return any(has_labels(source) for source in sources_of(config).values())
+        return False
+
+    found = mesh.once_per_host("format", labelled)
+    update = {
+        "packing": data.packing or ("best_fit" if found else "concat"),
+        "document_mask": found if data.document_mask is None else data.document_mask,
+    }
+    return config.model_copy(update={"data": data.model_copy(update=update)})
 
 
 def _named(key: str, problem: Problem) -> Problem:

@@ -84,7 +84,7 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
 
     def alone() -> list[list[float]]:
         order = assemble.order_of(config, rows)
-        loader = iter(TokenLoader(rows, order, dp_rank=0, dp_size=1, document_mask=config.data.document_mask))
+        loader = iter(TokenLoader(rows, order, dp_rank=0, dp_size=1, document_mask=bool(config.data.document_mask)))
         # The rows of dp rank 0 come first, because the outputs of the first rows are kept.
         first = [place for dp in range(mesh.dp_size) for place in range(dp, config.train.global_batch, mesh.dp_size)]
         batches = [{name: values[first] for name, values in next(loader).items()} for _ in range(options.steps)]

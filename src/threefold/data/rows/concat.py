@@ -9,7 +9,8 @@ In: a store and three ways to cut it. Out: an object with a number of rows that 
 What stays true: the content of a row depends on the store and the settings only, never on the mesh. Labels are shifted
 already, and -100 if nothing is to be predicted. With `document_mask`, `document_ids` count the documents inside a row
 and positions restart with each of them; without, a row is one document, 0, at positions 0 to S-1. Padding has the
-document id -1. The mask drops no label: an end token's label is the token after it in the row.
+document id -1. A token is a label at most once. With `document_mask` a document's first token is none, unless
+`cross_targets` keeps it as the label of the end token before it. Of a store with targets, only these are labels.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class ConcatRows:
     _: KW_ONLY
     seq_len: int
     document_mask: bool = False
+    cross_targets: bool = True
 
     def __post_init__(self) -> None:
         self.num_rows = max(0, self.store.num_tokens - 1) // self.seq_len
@@ -98,7 +100,8 @@ class ConcatRows:
 
     @cached_property
     def fingerprint(self) -> str:
-        return fingerprint_of(self.store, "concat 1", self.seq_len, self.document_mask)
+        masked = () if self.cross_targets or not self.document_mask else ("masked",)
+        return fingerprint_of(self.store, "concat 1", self.seq_len, self.document_mask, *masked)
 
     @cached_property
     def report(self) -> PackingReport:
@@ -111,13 +114,19 @@ class ConcatRows:
         windows = np.empty((len(starts), self.seq_len + 1), np.int64)
         for window, start in zip(windows, starts.tolist(), strict=True):
             window[:] = self.store.read(start, start + self.seq_len + 1)
-        begins = np.zeros((len(starts), self.seq_len), np.bool_)
+        begins = np.zeros(windows.shape, np.bool_)
         if self.document_mask:
             mark_documents(begins, starts, self.store.document_ends)
-        position_ids, document_ids = numbered(begins)
+        position_ids, document_ids = numbered(begins[:, :-1])
+        labels = windows[:, 1:].copy()
+        if not self.cross_targets:
+            labels[begins[:, 1:]] = IGNORED
+        if self.store.has_targets:
+            for row, start in zip(labels, starts.tolist(), strict=True):
+                row[~self.store.learnt(start + 1, start + 1 + self.seq_len)] = IGNORED
         return {
             "input_ids": windows[:, :-1].copy(),
-            "labels": windows[:, 1:].copy(),
+            "labels": labels,
             "position_ids": position_ids,
             "document_ids": document_ids,
         }

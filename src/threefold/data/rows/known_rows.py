@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 
 from threefold.data.rows.concat import Int64, Rows
-from threefold.data.store.blocks import Blocks, Change, with_suffix
+from threefold.data.store.blocks import TARGETS, Blocks, Change, with_suffix
 from threefold.data.store.store import TokenStore
 from threefold.errors import Problem, rows_text
 
@@ -118,8 +118,10 @@ class KnownRows:
             } - seen
             seen |= new
             blocks = sorted(block for _, block in new)
-            if (change := part.blocks.change(part.rows.store.prefix, ".bin", blocks)) is not None:
-                return checked, Changed(number, change)
+            bits = {TARGETS: sorted({block // (8 * size) for block in blocks})} if part.rows.store.has_targets else {}
+            for suffix, numbers in {".bin": blocks, **bits}.items():
+                if (change := part.blocks.change(part.rows.store.prefix, suffix, numbers)) is not None:
+                    return checked, Changed(number, change)
             checked += 1
             if time.perf_counter() > until:
                 break

@@ -40,23 +40,26 @@ class Packing:
 
     Args:
         seq_len: tokens of a row.
-        packing: `concat`, `best_fit` or `none`.
+        packing: `concat`, `best_fit` or `none`; None: `best_fit` for a store with targets, else `concat`.
         document_mask: number the documents inside a row and restart positions with each.
         truncate: `best_fit` and `none`: keep the first row of a longer document, drop the rest.
         lookahead: `best_fit`: pieces to choose from at a time; None: 8192.
+        cross_targets: a document's first token is the label of the token before it in its row; without, `document_mask`
+            masks it.
 
     Raises:
         ConfigError: a setting that has no effect with this packing.
     """
 
     seq_len: int
-    packing: str = "concat"
+    packing: str | None = "concat"
     document_mask: bool = False
     truncate: bool = False
     lookahead: int | None = None
+    cross_targets: bool = True
 
     def __post_init__(self) -> None:
-        if self.packing not in PACKINGS:
+        if self.packing not in (*PACKINGS, None):
             raise ConfigError(
                 f"data.packing = {self.packing!r} is not a packing",
                 expected=", ".join(PACKINGS),
@@ -80,18 +83,24 @@ class Packing:
     @classmethod
     def of(cls, data: DataConfig) -> Packing:
         """The packing that a config asks for."""
-        return cls(data.seq_len, data.packing, data.document_mask, data.truncate, data.lookahead)
+        crossing = data.end_target == "keep"
+        mask = bool(data.document_mask)
+        return cls(data.seq_len, data.packing, mask, data.truncate, data.lookahead, crossing)
 
     def pack(self, store: TokenStore) -> Rows:
         """The rows of a store; a DataError if it gives not one."""
-        if self.packing == "concat":
-            return ConcatRows(store, seq_len=self.seq_len, document_mask=self.document_mask)
+        packing = self.packing or ("best_fit" if store.has_targets else "concat")
+        if packing == "concat":
+            return ConcatRows(
+                store, seq_len=self.seq_len, document_mask=self.document_mask, cross_targets=self.cross_targets
+            )
         return PaddedRows(
             store,
             seq_len=self.seq_len,
-            lookahead=(self.lookahead or DEFAULT_LOOKAHEAD) if self.packing == "best_fit" else None,
+            lookahead=(self.lookahead or DEFAULT_LOOKAHEAD) if packing == "best_fit" else None,
             document_mask=self.document_mask,
             truncate=self.truncate,
+            cross_targets=self.cross_targets,
         )
 
 

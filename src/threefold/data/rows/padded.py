@@ -43,12 +43,14 @@ from threefold.errors import DataError
 class Pieces:
     """Stretches of the stream in its order, and what was lost by cutting the documents.
 
-    `starts` and `lengths` are [pieces]; `cut` is true if the document continues after the piece.
+    `starts` and `lengths` are [pieces]; `cut` is true if the document continues after the piece, `continued` if it
+    began before it.
     """
 
     starts: Int64
     lengths: Int64
     cut: npt.NDArray[np.bool_]
+    continued: npt.NDArray[np.bool_]
     dropped_tokens: int
     split_documents: int
     truncated_documents: int
@@ -73,6 +75,7 @@ def cut_documents(ends: Int64, *, seq_len: int, truncate: bool) -> Pieces:
         starts=starts[document] + offset,
         lengths=np.minimum(left, seq_len),
         cut=left > seq_len,
+        continued=offset > 0,
         dropped_tokens=dropped,
         split_documents=0 if truncate else longer,
         truncated_documents=longer if truncate else 0,
@@ -86,6 +89,8 @@ class PaddedRows:
     Args:
         lookahead: pieces that `best_fit` chooses from at a time; None: one piece per row.
         truncate: keep the first row of a longer document instead of cutting it.
+        cross_targets: a piece's first token is the label of the end of the piece before it in its row. Else only a
+            whole document's is, and none with `document_mask`.
     """
 
     store: TokenStore
@@ -94,6 +99,7 @@ class PaddedRows:
     lookahead: int | None = None
     document_mask: bool = False
     truncate: bool = False
+    cross_targets: bool = True
 
     def __post_init__(self) -> None:
         self._pieces = cut_documents(self.store.document_ends, seq_len=self.seq_len, truncate=self.truncate)
@@ -119,7 +125,8 @@ class PaddedRows:
     def fingerprint(self) -> str:
         kind = "none 1" if self.lookahead is None else f"best_fit 1 {self.lookahead}"
         # None: a setting of the first release that never had another value; runs have recorded this fingerprint.
-        return fingerprint_of(self.store, kind, self.seq_len, self.document_mask, self.truncate, None)
+        masked = () if self.cross_targets else ("masked",)
+        return fingerprint_of(self.store, kind, self.seq_len, self.document_mask, self.truncate, None, *masked)
 
     @cached_property
     def report(self) -> PackingReport:
@@ -151,15 +158,22 @@ class PaddedRows:
     def _fill(self, index: int, input_ids: Int64, labels: Int64, begins: npt.NDArray[np.bool_]) -> int:
         """Writes row `index` into arrays of one row, [seq_len] each; returns the number of places that hold a token."""
         used = 0
+        unlearnt = np.zeros(self.seq_len + 1, np.bool_)  # of the places whose tokens are no labels
         for piece in self._pieces_of(index).tolist():
             start, length = int(self._pieces.starts[piece]), int(self._pieces.lengths[piece])
             input_ids[used : used + length] = self.store.read(start, start + length)
+            if self.store.has_targets:
+                after = int(self._pieces.cut[piece])
+                unlearnt[used : used + length + after] = ~self.store.learnt(start, start + length + after)
+            if not self.cross_targets and (self.document_mask or self._pieces.continued[piece]):
+                unlearnt[used] = True
             used += length
             if used < self.seq_len:
                 begins[used] = True
             elif self._pieces.cut[piece]:
                 labels[-1] = self.store.read(start + length, start + length + 1)[0]
         labels[: used - 1] = input_ids[1:used]
+        labels[unlearnt[1:]] = IGNORED
         return used
 
     def _pieces_of(self, row: int) -> Int64:

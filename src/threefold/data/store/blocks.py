@@ -29,6 +29,8 @@ FORMAT = "threefold-blocks-1"
 HASH_BYTES = 16
 IDENTITY = (".idx", ".bin")
 """The files that a store's digest is made of; a .json names sources and paths, which copies may have of their own."""
+TARGETS = ".targets"
+"""One bit a token, of stores that have them: whether it is learnt. Part of the digest too."""
 
 _READ_BYTES = 16 << 20
 
@@ -110,9 +112,10 @@ class Blocks:
     @cached_property
     def digest(self) -> str:
         """Identity of the bytes of .idx and .bin, whatever the files are called and when they were written."""
-        parts = [f"{self.block_bytes}", *(f"{name} {self.files[name].size_bytes}" for name in IDENTITY)]
+        names = [*IDENTITY, *([TARGETS] if TARGETS in self.files else [])]
+        parts = [f"{self.block_bytes}", *(f"{name} {self.files[name].size_bytes}" for name in names)]
         digest = xxhash.xxh3_128("\n".join(parts).encode())
-        for name in IDENTITY:
+        for name in names:
             digest.update(self.files[name].hashes)
         return digest.hexdigest()
 
@@ -203,7 +206,7 @@ class Blocks:
 def stats_of(prefix: Path) -> dict[str, tuple[int, int]]:
     """(size, time of change in ns) of a store's files that are there, by suffix."""
     found = {}
-    for suffix in (*IDENTITY, ".json"):
+    for suffix in (*IDENTITY, TARGETS, ".json"):
         if (path := with_suffix(prefix, suffix)).is_file():
             stat = path.stat()
             found[suffix] = stat.st_size, stat.st_mtime_ns

@@ -1,8 +1,9 @@
 """The parts of an unfinished store: one process encodes each part into its own file.
 
-A part is a run of a source's pieces with about 8 MiB of text, or more if that would give over 4,096 parts. Its three
-files are NUMBER.bin (tokens), NUMBER.len (tokens of each document, int32) and NUMBER.json, written last and renamed
-into place: a part with a .json is finished. Each process gets one part at a time; its exceptions are raised here.
+A part is a run of a source's pieces with about 8 MiB of text, or more if that would give over 4,096 parts. Its files
+are NUMBER.bin (tokens), NUMBER.len (tokens of each document, int32) and NUMBER.json, written last and renamed into
+place: a part with a .json is finished. A source with labels also has NUMBER.targets (a byte each token). Each process
+gets one part at a time; its exceptions are raised here.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from threefold.data.store.store import dtype_for, sync
-from threefold.data.text.source import Piece, ReadLog, TextSource
+from threefold.data.store.store import dtype_for
+from threefold.data.store.writer import sync
+from threefold.data.text.source import Document, Labelled, Piece, ReadLog, TextSource
 from threefold.data.tokens import Tokenizer
 from threefold.errors import DataError, RunError
 
@@ -69,20 +71,23 @@ class PartMaker:
         log = ReadLog(skip_bad=self.skip_bad)
         temporary = self.folder / f"{part.number:05}.{os.getpid()}.tmp"
         all_lengths: list[npt.NDArray[np.int32]] = []
+        targets: list[bytes] = []
         num_tokens = 0
         try:
             with temporary.open("wb") as file:
-                for texts in self._batches(part, log):
-                    tokens, lengths = joined(self._encoded(texts), end_id=self.tokenizer.end_id, dtype=self._dtype)
+                for documents in self._batches(part, log):
+                    tokens, lengths, learnt = self._joined(documents)
                     file.write(tokens.data)
                     all_lengths.append(lengths)
+                    targets.append(learnt.tobytes())
                     num_tokens += len(tokens)
                 sync(file)
             lengths = np.concatenate([np.empty(0, np.int32), *all_lengths])
             if not log.num_bad:
                 os.replace(temporary, self._path(part, "bin"))
                 record = {"num_tokens": num_tokens, "num_documents": len(lengths), "log": asdict(log)}
-                for kind, data in (("len", lengths.tobytes()), ("json", json.dumps(record).encode())):
+                kinds = {"len": lengths.tobytes(), "targets": b"".join(targets), "json": json.dumps(record).encode()}
+                for kind, data in kinds.items():
                     with temporary.open("wb") as file:
                         file.write(data)
                         sync(file)
@@ -96,34 +101,50 @@ class PartMaker:
         try:
             record = json.loads(self._path(part, "json").read_bytes())
             done = PartDone(part, record["num_tokens"], record["num_documents"], ReadLog(**record["log"]))
-            sizes = tuple(self._path(part, kind).stat().st_size for kind in ("bin", "len"))
+            kinds = ("bin", "len", *(("targets",) if self.source.labels is not None else ()))
+            sizes = tuple(self._path(part, kind).stat().st_size for kind in kinds)
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return done if sizes == (done.num_tokens * self._dtype.itemsize, done.num_documents * 4) else None
+        expected = (done.num_tokens * self._dtype.itemsize, done.num_documents * 4, done.num_tokens)
+        return done if sizes == expected[: len(sizes)] else None
 
-    def read(self, done: PartDone) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-        """Tokens (memory-mapped) and document lengths of a finished part."""
+    def read(self, done: PartDone) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.bool_] | None]:
+        """Tokens (memory-mapped), document lengths and, of a source with labels, targets of a finished part."""
         lengths = np.fromfile(self._path(done.part, "len"), np.int32)
+        labelled = self.source.labels is not None
+        targets = np.fromfile(self._path(done.part, "targets"), np.bool_) if labelled else None
         if not done.num_tokens:
-            return np.empty(0, self._dtype), lengths
-        return np.memmap(self._path(done.part, "bin"), self._dtype, mode="r"), lengths
+            return np.empty(0, self._dtype), lengths, targets
+        return np.memmap(self._path(done.part, "bin"), self._dtype, mode="r"), lengths, targets
 
     @property
     def _dtype(self) -> np.dtype[Any]:
         return dtype_for(self.tokenizer.vocab_size)
+
+    def _joined(
+        self, documents: list[Document]
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """Tokens, lengths and targets (empty without labels) of a batch."""
+        if self.source.labels is None:
+            texts = cast("list[str]", documents)
+            return *joined(self._encoded(texts), end_id=self.tokenizer.end_id, dtype=self._dtype), np.empty(0, np.bool_)
+        labelled = cast("list[Labelled]", documents)
+        lengths = np.array([len(each.ids) for each in labelled], np.int32)
+        tokens = np.concatenate([each.ids for each in labelled]).astype(self._dtype)
+        return tokens, lengths, np.concatenate([each.targets for each in labelled])
 
     def _encoded(self, texts: list[str]) -> list[npt.NDArray[Any]]:
         step = self.encode_at_once
         batches = (texts[start : start + step] for start in range(0, len(texts), step))
         return [ids for batch in batches for ids in self.tokenizer.encode_batch(batch)]
 
-    def _batches(self, part: Part, log: ReadLog) -> Iterator[list[str]]:
-        batch: list[str] = []
+    def _batches(self, part: Part, log: ReadLog) -> Iterator[list[Document]]:
+        batch: list[Document] = []
         characters = 0
         for piece in part.pieces:
-            for text in self.source.read(piece, log):
-                batch.append(text)
-                characters += len(text)
+            for document in self.source.read(piece, log):
+                batch.append(document)
+                characters += len(document if isinstance(document, str) else document.ids)
                 if len(batch) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
                     yield batch
                     batch, characters = [], 0

@@ -24,14 +24,8 @@ from filelock import FileLock
 
 from threefold.data.store.blocks import with_suffix
 from threefold.data.store.parts import Part, PartDone, PartMaker, make_in_processes, plan_parts
-from threefold.data.store.store import (
-    StoreInfo,
-    StoreWriter,
-    TokenStore,
-    dtype_for,
-    fingerprint_of_content,
-    read_info,
-)
+from threefold.data.store.store import StoreInfo, TokenStore, dtype_for, fingerprint_of_content, read_info
+from threefold.data.store.writer import StoreWriter
 from threefold.data.text.source import ReadLog, TextSource, log_error
 from threefold.data.tokens import Tokenizer
 from threefold.errors import DataError, RunError
@@ -147,7 +141,7 @@ def _locked(to: Path) -> AbstractContextManager[object]:
 
 def request_of(source: TextSource, tokenizer: Tokenizer, *, skip_bad: bool) -> str:
     """Name of a request: content, tokenizer and the way documents are read."""
-    recipe = f"{_FORMAT} {source.fingerprint} {tokenizer.fingerprint} {skip_bad}"
+    recipe = f"{_FORMAT} {source.fingerprint} {tokenizer.recipe} {skip_bad}"
     return hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
 
 
@@ -224,6 +218,8 @@ def _refuse_bad(source: TextSource, done: Sequence[PartDone]) -> None:
     if log.num_bad or (source.text_field is not None and log.num_rows and not log.num_with_field):
         raise log_error(source, log)
     num_documents = sum(d.num_documents for d in done)
+    if source.labels is not None and not num_documents:
+        raise _wrong_labels(source, f"none of {log.num_rows:,} rows, {log.num_skipped:,} of them skipped")
     if sum(d.num_tokens for d in done) == num_documents:
         counts = f"empty documents: {num_documents:,}, skipped: {log.num_skipped:,}"
         raise DataError(
@@ -233,10 +229,30 @@ def _refuse_bad(source: TextSource, done: Sequence[PartDone]) -> None:
         )
 
 
+def _refuse_whole(source: TextSource, writer: StoreWriter) -> None:
+    """Refuses labels that tell nothing apart: no token, or every token of rows with prompts."""
+    if source.labels is None:
+        return
+    if not writer.num_targets:
+        raise _wrong_labels(source, f"no token of {writer.num_tokens:,}")
+    if writer.num_targets == writer.num_tokens and "learnt: all" not in source.labels:
+        raise _wrong_labels(source, f"all of its {writer.num_tokens:,} tokens")
+
+
+def _wrong_labels(source: TextSource, what: str) -> DataError:
+    return DataError(
+        f"data.source = {source.name!r}, {source.labels}: {what} would be learnt",
+        expected="prompts, which are not learnt, and answers, which are",
+        fix="threefold data show --source SOURCE --tokenizer TOKENIZER   shows why; if all of it is meant: "
+        "--data.train_on all",
+    )
+
+
 def _join(maker: PartMaker, done: Sequence[PartDone], *, prefix: Path, request: str) -> StoreInfo:
     tokenizer, source = maker.tokenizer, maker.source
 
     def info(writer: StoreWriter) -> StoreInfo:
+        _refuse_whole(source, writer)
         return StoreInfo(
             fingerprint=fingerprint_of_content(writer.content_hash(), tokenizer.fingerprint),
             request=request,
@@ -249,6 +265,9 @@ def _join(maker: PartMaker, done: Sequence[PartDone], *, prefix: Path, request: 
             tokenizer_fingerprint=tokenizer.fingerprint,
             vocab_size=tokenizer.vocab_size,
             end_id=tokenizer.end_id,
+            labels=source.labels,
+            num_targets=writer.num_targets if source.labels is not None else None,
+            bos_id=tokenizer.bos_id if source.labels is None else None,
         )
 
     with StoreWriter(prefix, dtype=dtype_for(tokenizer.vocab_size)) as writer:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from threefold.data.store.blocks import SUFFIX, Blocks, Change, IdRange, hashed, with_suffix
+from threefold.data.store.blocks import SUFFIX, TARGETS, Blocks, Change, IdRange, hashed, with_suffix
 from threefold.data.store.store import TokenStore, fingerprint_of_content
 from threefold.errors import DataError
 
@@ -87,6 +87,8 @@ def hashed_store(store: TokenStore) -> Blocks:
         others.append(content.update)
     files = {".idx": hashed(with_suffix(store.prefix, ".idx"))}
     files[".bin"] = hashed(with_suffix(store.prefix, ".bin"), *others)
+    if store.has_targets:
+        files[TARGETS] = hashed(with_suffix(store.prefix, TARGETS), *others[1:])
     if store.info is not None:
         files[".json"] = hashed(with_suffix(store.prefix, ".json"))
         if not recorded:

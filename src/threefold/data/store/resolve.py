@@ -7,10 +7,12 @@ once into a cached store while the machine's other processes wait.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from threefold.config.text import pasted
+from threefold.data.conversations.labeller import format_of, labeller_for
 from threefold.data.store.blocks import with_suffix
 from threefold.data.store.prepare import PreparedStore, prepare, request_of
 from threefold.data.store.store import TokenStore
@@ -18,8 +20,8 @@ from threefold.data.text.files import Files, open_files, open_stdlib
 from threefold.data.text.hub import is_saved, open_hub, open_saved
 from threefold.data.text.joined import JoinedSources
 from threefold.data.text.listing import FileList, Known
-from threefold.data.text.source import Source, TextSource
-from threefold.data.tokens import Tokenizer
+from threefold.data.text.source import LabellerFor, Labels, Source, TextSource
+from threefold.data.tokens import Tokenizer, for_texts
 from threefold.errors import DataError
 
 _REMOTE = re.compile(r"([a-z][a-z0-9+.-]*)://")
@@ -41,21 +43,45 @@ def open_store(source: Source, *, tokenizer: Tokenizer | None, cache: Path) -> T
     if isinstance(source.name, str) and (prefix := store_prefix(source.name)) is not None:
         store = TokenStore(prefix)
         _check_tokenizer(source.name, store, tokenizer)
+        _check_labels(source.name, store, source.labels)
         return store
-    text = open_text(source, memory=cache / "files")
+    labels = labeller_for(source, tokenizer) if tokenizer is not None else None
+    text = open_text(source, labels, memory=cache / "files")
     if tokenizer is None:
         raise DataError(
             f"data.source = {source.name!r} is text, but no tokenizer is set",
             expected="a tokenizer, or a folder made by `threefold data prepare`",
             fix="--data.tokenizer bytes   (or a Hub id or folder)",
         )
+    tokenizer = for_texts(tokenizer, bos=source.labels.bos, control_tokens=source.labels.control_tokens)
     return cached_store(text, tokenizer, cache=cache, skip_bad=source.skip_bad_lines).open()
 
 
-def open_text(source: Source, *, memory: Path | None = None) -> TextSource:
+def open_text(source: Source, labeller_for: LabellerFor | None = None, *, memory: Path | None = None) -> TextSource:
     """The documents that a source names, their files' digests remembered in `memory`; a DataError if it has none."""
-    opened = [replace(text, memory=memory) if isinstance(text, Files) else text for text in _opened(source)]
+    texts = _opened(source, labeller_for)
+    opened = [replace(text, memory=memory) if isinstance(text, Files) else text for text in texts]
+    if labeller_for is not None and opened[0].labels is None and source.labels.train_on not in (None, "all"):
+        raise DataError(
+            f"data.train_on = {source.labels.train_on}: {opened[0].name} is text, of which every token is learnt",
+            expected="rows with messages, or with prompt and completion",
+            fix="leave data.train_on out   (or, if columns have other names: --data.fields '{messages: NAME}'; in a "
+            "mixture with text: threefold data prepare --source ROWS --train-on ...)",
+        )
     return opened[0] if len(opened) == 1 else JoinedSources(tuple(opened))
+
+
+def has_labels(source: Source) -> bool:
+    """Whether a source is of rows with labels, or a store of such; errors as for `open_text`."""
+    if isinstance(source.name, str) and (prefix := store_prefix(source.name)) is not None:
+        return TokenStore(prefix).has_targets
+    found = []
+
+    def look(names: Sequence[str]) -> None:
+        found.append(format_of(names, source))
+
+    _opened(source, look)
+    return bool(found) and found[0] != "text"
 
 
 def files_of(source: Source) -> list[FileList]:
@@ -65,10 +91,10 @@ def files_of(source: Source) -> list[FileList]:
     return [text.files for text in _opened(source) if isinstance(text, Files)]
 
 
-def _opened(source: Source) -> list[TextSource]:
+def _opened(source: Source, labeller_for: LabellerFor | None = None) -> list[TextSource]:
     known: Known = {}
     if isinstance(source.name, str):
-        return [_open_one(source, source.name, known)]
+        return [_open_one(source, source.name, known, labeller_for)]
     for name in source.name:
         if store_prefix(name) is not None:
             mixture = {f"source-{i}": {"source": each, "weight": 1} for i, each in enumerate(source.name, start=1)}
@@ -78,13 +104,20 @@ def _opened(source: Source) -> list[TextSource]:
                 fix=f"--data.mixture {pasted(mixture)}   (any weights)",
             )
     try:
-        return [_open_one(replace(source, name=name), name, known) for name in source.name]
+        opened = [_open_one(replace(source, name=name), name, known, labeller_for) for name in source.name]
     except DataError as error:
         fixes = ((each, each.fix.replace("--data.source ", "in the list: ")) for each in error.problems)
         raise DataError.of(replace(each, fix=fix) for each, fix in fixes) from error
+    if len({each.labels for each in opened}) > 1:
+        raise DataError(
+            f"data.source is a list of different kinds: {'; '.join(each.labels or 'text' for each in opened)}",
+            expected="sources of one format, which are encoded together",
+            fix="--data.mixture '{a: {source: ..., weight: 1}, b: ...}'   (or --data.format text)",
+        )
+    return opened
 
 
-def _open_one(source: Source, name: str, known: Known) -> TextSource:
+def _open_one(source: Source, name: str, known: Known, labeller_for: LabellerFor | None) -> TextSource:
     folder = Path(name).expanduser()
     if found := _REMOTE.match(name):
         fix = f"{_DOWNLOAD.get(found[1], 'download {} to').format(name)} DIR   then --data.source DIR"
@@ -96,12 +129,14 @@ def _open_one(source: Source, name: str, known: Known) -> TextSource:
             fix=fix,
         )
     if name.startswith("hf:"):
-        return open_hub(source)
+        return open_hub(source, labeller_for)
     if name == "stdlib":
         return open_stdlib()
     if is_saved(folder):
-        return open_saved(source, folder)
-    return open_files(name, text_field=source.text_field, skip_bad=source.skip_bad_lines, known=known)
+        return open_saved(source, folder, labeller_for)
+    return open_files(
+        name, text_field=source.text_field, skip_bad=source.skip_bad_lines, known=known, labeller_for=labeller_for
+    )
 
 
 def cached_store(text: TextSource, tokenizer: Tokenizer, *, cache: Path, skip_bad: bool = False) -> PreparedStore:
@@ -149,3 +184,25 @@ def _check_tokenizer(source: str, store: TokenStore, tokenizer: Tokenizer | None
         fix=f"prepare the text again with {tokenizer.name}   (for random weights also: --data.tokenizer "
         f"{info.tokenizer})",
     )
+
+
+def _check_labels(source: str, store: TokenStore, asked: Labels) -> None:
+    """Refuses keys that ask for something else than what a store has recorded to be learnt."""
+    recorded = (store.info.labels if store.info is not None else None) or "text, learnt: all"
+    format, learnt = recorded.partition(" ")[0].rstrip(","), recorded.rpartition("learnt: ")[2]
+    wrong = [
+        f"data.{key} = {given}"
+        for key, given, other in (
+            ("format", asked.format, asked.format not in ("auto", format)),
+            ("train_on", asked.train_on, asked.train_on not in (None, learnt.partition(" ")[0])),
+            ("train_on_end", "false", not asked.train_on_end and " without its end" not in learnt),
+        )
+        if other
+    ]
+    if wrong:
+        raise DataError(
+            f"{', '.join(wrong)}: the token store {source} was made as {recorded}",
+            expected="what the store has recorded: which tokens are learnt is decided when it is prepared",
+            fix="leave the keys out   (or make another store: threefold data prepare --source SOURCE --tokenizer "
+            "TOKENIZER --to DIR, with --format, --train-on)",
+        )

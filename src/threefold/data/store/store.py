@@ -4,6 +4,7 @@ The layout is Megatron-LM's, so stores made by other programs can be read here, 
 
     PREFIX.bin   only the tokens (uint16 if the vocabulary allows, else int32), little-endian
     PREFIX.idx   where documents begin and end (`index`)
+    PREFIX.targets  of conversations and the like: a bit for each token, whether it is learnt
     PREFIX.json  written last: the origin of the store (`StoreInfo`); stores made by other programs have none
     PREFIX.blocks  a hash of each block of the others, the smallest and the largest id (`blocks`)
 
@@ -17,24 +18,21 @@ import hashlib
 import json
 import os
 import weakref
-from array import array
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from threefold.data.store.blocks import SUFFIX, BlockHasher, Blocks, FileBlocks, IdRange, hashed, with_suffix
-from threefold.data.store.index import check_arrays, read_index, write_index
+from threefold.data.store.blocks import TARGETS, Blocks, with_suffix
+from threefold.data.store.index import check_arrays, read_index
 from threefold.errors import DataError
 
 INFO_FORMAT = "threefold-store-1"
 
 _BLOCK = 1 << 20
-_WRITTEN = (".bin", ".idx", SUFFIX, ".json")
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,18 @@ class StoreInfo:
     tokenizer_fingerprint: str
     vocab_size: int
     end_id: int
+    labels: str | None = None
+    """what is learnt of the documents; None: all of their tokens, and there are no targets."""
+    num_targets: int | None = None
+    bos_id: int | None = None
+    """the token that begins each document; None: there is none, or it is not known."""
+
+    @property
+    def learnt(self) -> str:
+        """`chat (messages), learnt: assistant: 12 of 34 tokens (35.3 %)`, of a store with labels."""
+        learnt = self.num_targets or 0
+        share = 100 * learnt / max(1, self.num_tokens)
+        return f"{self.labels}: {learnt:,} of {self.num_tokens:,} tokens ({share:.1f} %)"
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
@@ -80,6 +90,9 @@ class TokenStore:
         self.num_tokens = self._index.num_tokens
         self.num_documents = self._index.num_bounds - 1
         self.info = read_info(self.prefix)
+        self.has_targets = self.info is not None and self.info.labels is not None
+        if self.has_targets:
+            _check_targets(self.prefix, self.num_tokens)
         if self.info is None:
             self.check()
         elif (self.info.num_tokens, self.info.num_documents) != (self.num_tokens, self.num_documents):
@@ -129,6 +142,21 @@ class TokenStore:
         return np.frombuffer(data, self.dtype)
 
     @cached_property
+    def _targets(self) -> int:
+        number = os.open(with_suffix(self.prefix, TARGETS), os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, number)
+        return number
+
+    def learnt(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Whether each of the tokens [start, stop) is learnt, of a store that has targets; errors as for `read`."""
+        first, last = start // 8, -(-stop // 8)
+        data = os.pread(self._targets, last - first, first)
+        if len(data) != last - first:
+            raise _cut_targets(self.prefix, self.num_tokens)
+        bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+        return bits[start - 8 * first : stop - 8 * first].astype(np.bool_)
+
+    @cached_property
     def document_ends(self) -> npt.NDArray[np.int64]:
         """One past each document's last token in the stream, [num_documents], never decreasing.
 
@@ -172,76 +200,21 @@ class TokenStore:
         return digest.hexdigest()
 
 
-class StoreWriter:
-    """Writes a store document by document; its files get their names only in `finish`.
+def _check_targets(prefix: Path, num_tokens: int) -> None:
+    try:
+        whole = with_suffix(prefix, TARGETS).stat().st_size == -(-num_tokens // 8)
+    except OSError:
+        whole = False
+    if not whole:
+        raise _cut_targets(prefix, num_tokens)
 
-    Use as a context manager: leaving it without `finish` removes the temporary files. `prefix` is without a suffix.
-    """
 
-    def __init__(self, prefix: str | Path, *, dtype: np.dtype[Any]) -> None:
-        self.prefix = Path(prefix)
-        self.dtype = np.dtype(dtype)
-        self.num_tokens = 0
-        self._lengths = array("i")
-        self._digest = hashlib.blake2b(digest_size=16)
-        self._blocks, self._ids = BlockHasher(), IdRange()
-        self.prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._bin: BinaryIO = self._temporary(".bin").open("wb")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bin.close()
-        for suffix in _WRITTEN:
-            self._temporary(suffix).unlink(missing_ok=True)
-
-    def add_block(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int32]) -> None:
-        """Appends documents of `lengths`, [documents] int32, whose tokens are concatenated in `tokens`."""
-        data = np.ascontiguousarray(tokens, self.dtype).data.cast("B") if len(tokens) else b""
-        self._bin.write(data)
-        self._digest.update(data)
-        self._blocks.update(data)
-        self._ids.take(np.frombuffer(data, self.dtype))
-        self.num_tokens += len(tokens)
-        self._lengths.frombytes(lengths.tobytes())
-
-    def content_hash(self) -> str:
-        """Hash of all tokens and document lengths so far."""
-        digest = self._digest.copy()
-        digest.update(np.asarray(self._lengths, "<i4").tobytes())
-        return digest.hexdigest()
-
-    def finish(self, info: Callable[[StoreWriter], StoreInfo]) -> StoreInfo:
-        """Puts .bin, .idx, .blocks and the .json from `info(self)` in place, in this order; returns the info.
-
-        Each file is synced to the disk before it gets its name, so a power cut leaves no store that looks complete.
-        """
-        sync(self._bin)
-        self._bin.close()
-        lengths = np.frombuffer(self._lengths, np.int32)
-        with self._temporary(".idx").open("wb") as file:
-            write_index(file, lengths, dtype=self.dtype)
-            sync(file)
-        made = info(self)
-        with self._temporary(".json").open("wb") as file:
-            file.write(json.dumps({"format": INFO_FORMAT, **asdict(made)}, indent=2).encode() + b"\n")
-            sync(file)
-        stat = self._temporary(".bin").stat()
-        files = {".idx": hashed(self._temporary(".idx"))}
-        files[".bin"] = FileBlocks(stat.st_size, stat.st_mtime_ns, self._blocks.finish())
-        files[".json"] = hashed(self._temporary(".json"))
-        self._temporary(SUFFIX).write_bytes(Blocks(self._ids.low, self._ids.high, files).to_bytes())
-        for suffix in _WRITTEN:
-            os.replace(self._temporary(suffix), with_suffix(self.prefix, suffix))
-        return made
-
-    @property
-    def num_documents(self) -> int:
-        return len(self._lengths)
-
-    def _temporary(self, suffix: str) -> Path:
-        return self.prefix.with_name(f".{self.prefix.name}{suffix}.{os.getpid()}.tmp")
+def _cut_targets(prefix: Path, num_tokens: int) -> DataError:
+    return DataError(
+        f"{with_suffix(prefix, TARGETS)} is missing, or is not the targets of {num_tokens:,} tokens",
+        expected=f"{-(-num_tokens // 8):,} bytes, a bit for each token: without it nobody knows what is learnt",
+        fix="copy all files of the store again from their origin, or prepare the source again",
+    )
 
 
 def fingerprint_of_content(content_hash: str, tokenizer_fingerprint: str) -> str:
@@ -265,8 +238,3 @@ def read_info(prefix: str | Path) -> StoreInfo | None:
             expected=f"a record of format {INFO_FORMAT}, written next to the .bin and .idx",
             fix="remove the .json to read the store as one made by another program, or prepare it again",
         ) from error
-
-
-def sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

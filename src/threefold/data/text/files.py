@@ -12,15 +12,19 @@ import hashlib
 import shlex
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from threefold.data.text import listing
 from threefold.data.text import rows as text_rows
 from threefold.data.text.digests import Digests
+from threefold.data.text.fields import AGAIN, SKIP, TextField
 from threefold.data.text.listing import KINDS, TEXTS, FileList, Kind, Known, kind_of
-from threefold.data.text.source import MAX_PROBLEMS, Piece, ReadLog
+from threefold.data.text.source import MAX_PROBLEMS, Document, Labelled, Labeller, LabellerFor, Piece, ReadLog
 from threefold.errors import DataError, Problem
 
 # Of the standard library: no tests and no installed packages.
@@ -40,6 +44,7 @@ class Files:
         text_field: field of the text in rows; None if all files are plain text.
         skip_undecodable: leave out files that are not UTF-8, and count them.
         skip_bad: of files that cannot be read at all, too, none is refused.
+        labeller: makes labelled documents of the rows.
         memory: folder where the files' digests are remembered; None: every file is read for the fingerprint.
     """
 
@@ -49,6 +54,15 @@ class Files:
     skip_undecodable: bool = False
     skip_bad: bool = False
     memory: Path | None = None
+    labeller: Labeller | None = None
+
+    @property
+    def labels(self) -> str | None:
+        return self.labeller.description if self.labeller is not None else None
+
+    @property
+    def _take(self) -> Labeller:
+        return self.labeller or TextField(str(self.text_field))
 
     @property
     def root(self) -> Path:
@@ -85,7 +99,8 @@ class Files:
     def _recipe(self) -> str:
         """How the files are read. Releases without compressed files kept a text's byte order mark as a token."""
         marked = any(self._is_marked(path) for path, kind in zip(self.paths, self.kinds, strict=True) if kind in _PLAIN)
-        return f"files 1 {self.text_field!r} {self.skip_undecodable}" + (" without marks" if marked else "")
+        recipe = f"files 1 {self.text_field!r} {self.skip_undecodable}" + (" without marks" if marked else "")
+        return recipe if self.labeller is None else f"{recipe} {self.labeller.recipe}"
 
     def _is_marked(self, path: str) -> bool:
         try:
@@ -102,8 +117,7 @@ class Files:
             full = self.root / path
             if kind.suffix == ".parquet":
                 try:
-                    field = str(self.text_field)
-                    pieces += text_rows.parquet_pieces(full, file=i, text_field=field, skip_bad=self.skip_bad)
+                    pieces += text_rows.parquet_pieces(full, file=i, take=self._take, skip_bad=self.skip_bad)
                 except DataError as error:
                     problems += error.problems
             elif kind == (".jsonl", None):
@@ -115,17 +129,17 @@ class Files:
             raise DataError.of(problems[:MAX_PROBLEMS])
         return pieces
 
-    def read(self, piece: Piece, log: ReadLog) -> Iterator[str]:
+    def read(self, piece: Piece, log: ReadLog) -> Iterator[Document]:
         full, (suffix, compression) = self.root / self.paths[piece.file], self.kinds[piece.file]
         if compression is not None and (damage := text_rows.damage(full, compression)) is not None:
-            log.bad(damage, expected="a complete file", fix=text_rows.AGAIN)
+            log.bad(damage, expected="a complete file", fix=AGAIN)
         elif suffix in TEXTS:
             yield from self._read_text(full, compression, log)
         elif suffix == ".parquet":
-            yield from text_rows.read_parquet(full, piece, text_field=str(self.text_field), log=log)
+            yield from text_rows.read_parquet(full, piece, take=self._take, log=log)
         else:
             read = {".jsonl": text_rows.read_jsonl, ".json": text_rows.read_json, ".csv": text_rows.read_csv}[suffix]
-            yield from read(full, piece, text_field=str(self.text_field), log=log, compression=compression)
+            yield from read(full, piece, take=self._take, log=log, compression=compression)
 
     def _read_text(self, full: Path, compression: str | None, log: ReadLog) -> Iterator[str]:
         with text_rows.opened(full, compression) as file:
@@ -139,7 +153,7 @@ class Files:
                 log.bad(
                     f"{full} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start:,}",
                     expected="text files in UTF-8",
-                    fix=f"iconv -f LATIN1 -t UTF-8 {shlex.quote(str(full))} > NEW, or {text_rows.SKIP}",
+                    fix=f"iconv -f LATIN1 -t UTF-8 {shlex.quote(str(full))} > NEW, or {SKIP}",
                 )
             return
         yield text.removeprefix("\ufeff")
@@ -159,10 +173,18 @@ def open_stdlib() -> Files:
     return Files("stdlib", found, None, skip_undecodable=True)
 
 
-def open_files(source: str, *, text_field: str, skip_bad: bool = False, known: Known | None = None) -> Files:
+def open_files(
+    source: str,
+    *,
+    text_field: str,
+    skip_bad: bool = False,
+    known: Known | None = None,
+    labeller_for: LabellerFor | None = None,
+) -> Files:
     """The files that a path or glob names; a DataError without any.
 
     Args:
+        labeller_for: of rows that are not text.
         known: files that other entries of a list read already; those found are added.
     """
     known = {} if known is None else known
@@ -180,7 +202,48 @@ def open_files(source: str, *, text_field: str, skip_bad: bool = False, known: K
     if not found.read and not any(each.group == listing.READ_ALREADY for each in found.left_out):
         raise _nothing_readable(source, found)
     rows = any(kind is not None and kind.suffix not in TEXTS for kind in map(kind_of, found.read))
-    return Files(source, found, text_field if rows else None, skip_bad=skip_bad)
+    files = Files(source, found, text_field if rows else None, skip_bad=skip_bad)
+    return files if labeller_for is None or not rows else _labelled(files, labeller_for)
+
+
+def _labelled(files: Files, labeller_for: LabellerFor) -> Files:
+    """The files with the labeller for their rows, whose columns the first file of rows shows."""
+    place = next(number for number, kind in enumerate(files.kinds) if kind.suffix not in TEXTS)
+    full = files.root / files.paths[place]
+    if files.kinds[place].suffix == ".parquet":
+        labeller = labeller_for(text_rows.parquet_columns(full))
+    else:
+        first = _FirstRow()
+        size = full.stat().st_size
+        for _ in replace(files, labeller=first).read(Piece(place, 0, size, size), ReadLog(skip_bad=True)):
+            break
+        labeller = labeller_for(first.columns) if first.columns else None
+    if labeller is not None and (texts := [path for path in files.paths if kind_suffix(path) in TEXTS]):
+        raise DataError(
+            f"data.source = {files.name!r}: {texts[0]} is a text, and other files hold rows with labels",
+            expected="files of one format: a text has nothing that says what is learnt of it",
+            fix="--data.source 'FOLDER/**/*.jsonl'   (or --data.format text)",
+        )
+    return replace(files, labeller=labeller)
+
+
+class _FirstRow:
+    """A labeller that only looks at the columns of the first row."""
+
+    description = recipe = ""
+    columns: Sequence[str] = ()
+
+    def documents(self, row: Any, log: ReadLog) -> Sequence[Labelled] | tuple[str, str]:
+        if isinstance(row, dict):
+            self.columns = list(row)
+            return [Labelled(np.empty(0, np.int32), np.empty(0, np.bool_))]
+        return "not an object", "an object"
+
+
+def kind_suffix(path: str) -> str:
+    """The kind of a file of a source: `.jsonl` of `a.jsonl.gz`."""
+    kind = kind_of(path)
+    return kind.suffix if kind is not None else ""
 
 
 def _unknown_kind(source: str, path: Path) -> DataError:

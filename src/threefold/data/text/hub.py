@@ -16,8 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from threefold.data.text.rows import AGAIN, require_text, rows_of_texts, texts_of
-from threefold.data.text.source import Piece, ReadLog, Source
+from threefold.data.text.fields import AGAIN, TextField, require_text, rows_of_table
+from threefold.data.text.source import Document, Labeller, LabellerFor, Piece, ReadLog, Source
 from threefold.errors import DataError, Problem, ThreefoldError
 
 if TYPE_CHECKING:
@@ -35,6 +35,11 @@ class HubRows:
     dataset: Dataset
     text_field: str
     fingerprint: str
+    labeller: Labeller | None = None
+
+    @property
+    def labels(self) -> str | None:
+        return self.labeller.description if self.labeller is not None else None
 
     @cached_property
     def pieces(self) -> Sequence[Piece]:
@@ -44,21 +49,21 @@ class HubRows:
         stops = [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
         return [Piece(0, start, stop, (stop - start) * row_bytes) for start, stop in stops]
 
-    def read(self, piece: Piece, log: ReadLog) -> Iterator[str]:
+    def read(self, piece: Piece, log: ReadLog) -> Iterator[Document]:
         import pyarrow
 
         for start in range(piece.start, piece.stop, _BATCH_ROWS):
             stop = min(start + _BATCH_ROWS, piece.stop)
             try:
-                texts = texts_of(self.dataset[start:stop], self.text_field)
-            except (pyarrow.ArrowException, OSError) as error:
+                table = self.dataset[start:stop]
+                take = self.labeller or TextField(self.text_field)
+                yield from rows_of_table(table, take, where=self.name, first_row=start, log=log)
+            except (pyarrow.ArrowException, OSError, ValueError) as error:
                 what = f"{self.name}, rows {start} to {stop - 1}: {str(error).splitlines()[0]}"
                 log.bad(what, expected="undamaged rows", fix=AGAIN, count=stop - start)
-                continue
-            yield from rows_of_texts(texts, where=self.name, first_row=start, log=log)
 
 
-def open_hub(source: Source) -> HubRows:
+def open_hub(source: Source, labeller_for: LabellerFor | None = None) -> HubRows:
     """One split of `hf:ID`; a DataError if it cannot be read, or has no such split, configuration or field."""
     import datasets
 
@@ -66,7 +71,7 @@ def open_hub(source: Source) -> HubRows:
     dataset_id = source.name.removeprefix("hf:")
     folder = Path(dataset_id).expanduser()
     if is_saved(folder):
-        return open_saved(source, folder)
+        return open_saved(source, folder, labeller_for)
     if dataset_id.startswith((".", "/", "~")) and not folder.is_dir():
         raise DataError(
             f"data.source = 'hf:{dataset_id}' is not a folder",
@@ -82,7 +87,7 @@ def open_hub(source: Source) -> HubRows:
         )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise _not_loaded(source, error) from error
-    return _rows_of(dataset, source.name, source.text_field)
+    return _rows_of(dataset, source.name, source.text_field, labeller_for)
 
 
 def is_saved(folder: Path) -> bool:
@@ -92,7 +97,7 @@ def is_saved(folder: Path) -> bool:
     )
 
 
-def open_saved(source: Source, folder: Path) -> HubRows:
+def open_saved(source: Source, folder: Path, labeller_for: LabellerFor | None = None) -> HubRows:
     """The rows of a folder of `save_to_disk`; of several splits the source's. A DataError if it cannot be read."""
     import datasets
 
@@ -113,10 +118,16 @@ def open_saved(source: Source, folder: Path) -> HubRows:
                 fix=f"--data.split {next(iter(dataset), 'NAME')}",
             )
         dataset = dataset[source.split]
-    return _rows_of(dataset, str(source.name), source.text_field)
+    return _rows_of(dataset, str(source.name), source.text_field, labeller_for)
 
 
-def _rows_of(dataset: Dataset, name: str, text_field: str) -> HubRows:
+def _rows_of(dataset: Dataset, name: str, text_field: str, labeller_for: LabellerFor | None) -> HubRows:
+    labeller = labeller_for(dataset.column_names) if labeller_for is not None else None
+    if labeller is not None:
+        recipe = f"hub 1 {dataset._fingerprint} {labeller.recipe}"
+        fingerprint = hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
+        rows = dataset.select_columns(list(labeller.columns)).with_format("arrow")
+        return HubRows(name, rows, text_field, fingerprint, labeller)
     require_text(name, dataset.features.arrow_schema, text_field)
     recipe = f"hub 1 {dataset._fingerprint} {text_field!r}"
     fingerprint = hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()

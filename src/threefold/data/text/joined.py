@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from threefold.data.text.source import Piece, ReadLog, TextSource
+from threefold.data.text.source import Document, Piece, ReadLog, TextSource
 
 # A piece's file is counted within its source, whose number is in the bits above these.
 _FILE_BITS = 32
@@ -27,6 +27,10 @@ class JoinedSources:
     def text_field(self) -> str | None:
         return next((source.text_field for source in self.sources if source.text_field is not None), None)
 
+    @property
+    def labels(self) -> str | None:
+        return self.sources[0].labels
+
     @cached_property
     def fingerprint(self) -> str:
         recipe = f"joined 1 {[source.fingerprint for source in self.sources]}"
@@ -40,6 +44,6 @@ class JoinedSources:
             for piece in source.pieces
         ]
 
-    def read(self, piece: Piece, log: ReadLog) -> Iterator[str]:
+    def read(self, piece: Piece, log: ReadLog) -> Iterator[Document]:
         source = self.sources[piece.file >> _FILE_BITS]
         return source.read(replace(piece, file=piece.file & (1 << _FILE_BITS) - 1), log)

@@ -21,15 +21,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from threefold.data.text.source import MISSING, Piece, ReadLog, chat_or, missing_field, names_in, value_of
+from threefold.data.text.fields import AGAIN, SKIP, TextField, require_text, rows_of_table
+from threefold.data.text.source import Document, Labeller, Piece, ReadLog, chat_or
 from threefold.errors import DataError
-
-SKIP = "--data.skip_bad_lines true (data prepare: --skip-bad-lines) to count it instead"
 
 _PIECE_BYTES = 4 << 20
 _ENOUGH_ROWS = 1000
 BOM = b"\xef\xbb\xbf"
-AGAIN = f"copy or make the file again, or {SKIP}"
 _CORRECT = f"correct the line, or {SKIP}"
 
 
@@ -67,8 +65,8 @@ def jsonl_pieces(path: Path, *, file: int) -> list[Piece]:
 
 
 def read_jsonl(
-    path: Path, piece: Piece, *, text_field: str, log: ReadLog, compression: str | None = None
-) -> Iterator[str]:
+    path: Path, piece: Piece, *, take: Labeller, log: ReadLog, compression: str | None = None
+) -> Iterator[Document]:
     """The texts of the lines that begin inside `piece`, of all lines of a compressed file; empty lines do not count."""
     with opened(path, compression) as file:
         at, stop = piece.start, piece.stop if compression is None else math.inf
@@ -90,17 +88,17 @@ def read_jsonl(
                     yield number, _parsed(line)
 
         before = functools.cache(lambda: _newlines_before(path, at))
-        yield from _texts(lines(at), lambda number: f"line {before() + number}", path, text_field=text_field, log=log)
+        yield from _texts(lines(at), lambda number: f"line {before() + number}", path, take=take, log=log)
 
 
-def read_json(path: Path, piece: Piece, *, text_field: str, log: ReadLog, compression: str | None) -> Iterator[str]:
+def read_json(path: Path, piece: Piece, *, take: Labeller, log: ReadLog, compression: str | None) -> Iterator[Document]:
     """The texts of a list of objects, of a single object, or of lines with an object each."""
     with opened(path, compression) as file:
         # The first two lines that are not blank tell lines from a value over several lines.
         filled = (line.strip() for line in itertools.chain([file.readline().removeprefix(BOM)], file))
         first, second = next(lines := filter(None, filled), b""), next(lines, b"")
     if first.startswith(b"{") and (second.startswith(b"{") or (second and isinstance(_parsed(first), dict))):
-        yield from read_jsonl(path, piece, text_field=text_field, log=log, compression=compression)
+        yield from read_jsonl(path, piece, take=take, log=log, compression=compression)
         return
     try:
         with opened(path, compression) as file:
@@ -109,10 +107,10 @@ def read_json(path: Path, piece: Piece, *, text_field: str, log: ReadLog, compre
         log.bad(f"{path} is not JSON: {error}", expected="a JSON list of objects, or an object per line", fix=AGAIN)
         return
     rows = enumerate(found if isinstance(found, list) else [found])
-    yield from _texts(rows, lambda number: f"row {number}", path, text_field=text_field, log=log)
+    yield from _texts(rows, lambda number: f"row {number}", path, take=take, log=log)
 
 
-def read_csv(path: Path, _: Piece, *, text_field: str, log: ReadLog, compression: str | None) -> Iterator[str]:
+def read_csv(path: Path, _: Piece, *, take: Labeller, log: ReadLog, compression: str | None) -> Iterator[Document]:
     """The texts of a column. Fields are separated by commas; quoted ones may hold commas and line ends."""
     csv.field_size_limit(sys.maxsize)  # else no document above 128 KiB
     with (
@@ -133,14 +131,25 @@ def read_csv(path: Path, _: Piece, *, text_field: str, log: ReadLog, compression
                     yield number, (f"{len(row)} fields, not {len(header)}", "a field for each column")
 
         try:
-            yield from _texts(numbered(), lambda number: f"line {number}", path, text_field=text_field, log=log)
+            yield from _texts(numbered(), lambda number: f"line {number}", path, take=take, log=log)
         except csv.Error as error:
             what = f"{path}, line {line}: {error}; nothing after it can be read"
             log.bad(what, expected='fields in quotes, each quote inside them doubled: "say ""hi"""', fix=_CORRECT)
 
 
-def parquet_pieces(path: Path, *, file: int, text_field: str, skip_bad: bool = False) -> list[Piece]:
-    """A piece for each row group; a DataError if it is not a .parquet with a text field of that name.
+def parquet_columns(path: Path) -> list[str]:
+    """The names of the columns; none of a file that cannot be read, which `parquet_pieces` names."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return [str(name) for name in pyarrow.parquet.read_schema(path).names]
+    except (pyarrow.ArrowException, OSError, ValueError):
+        return []
+
+
+def parquet_pieces(path: Path, *, file: int, take: Labeller, skip_bad: bool = False) -> list[Piece]:
+    """A piece for each row group; a DataError if it is not a .parquet with such a field of text.
 
     Args:
         skip_bad: for a file that is no .parquet, one empty piece instead, which is counted when it is read.
@@ -157,11 +166,12 @@ def parquet_pieces(path: Path, *, file: int, text_field: str, skip_bad: bool = F
             return [Piece(file, 0, 0, 0)]
         what = f"{path} is not readable as .parquet: {_first_line(error)}"
         raise DataError(what, expected="a complete .parquet file", fix=AGAIN) from error
-    require_text(str(path), schema, text_field)
+    if isinstance(take, TextField):
+        require_text(str(path), schema, take.name)
     return [Piece(file, i, i + 1, size) for i, size in enumerate(sizes)]
 
 
-def read_parquet(path: Path, piece: Piece, *, text_field: str, log: ReadLog) -> Iterator[str]:
+def read_parquet(path: Path, piece: Piece, *, take: Labeller, log: ReadLog) -> Iterator[Document]:
     """The texts of a row group. Of a damaged one, the rows before the damage are used."""
     import pyarrow
     import pyarrow.parquet
@@ -171,9 +181,8 @@ def read_parquet(path: Path, piece: Piece, *, text_field: str, log: ReadLog) -> 
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as parquet:
             ends = list(itertools.accumulate(parquet.metadata.row_group(i).num_rows for i in range(piece.stop)))
             row, end = [0, 0, *ends][-2:]
-            for batch in parquet.iter_batches(batch_size=1024, row_groups=[piece.start], columns=[text_field]):
-                texts = texts_of(batch, text_field)
-                yield from rows_of_texts(texts, where=str(path), first_row=row, log=log)
+            for batch in parquet.iter_batches(batch_size=1024, row_groups=[piece.start], columns=list(take.columns)):
+                yield from rows_of_table(batch, take, where=str(path), first_row=row, log=log)
                 row += batch.num_rows
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         where = f"row group {piece.start}, rows {row} to {end - 1}" if end else "as a whole"
@@ -182,68 +191,8 @@ def read_parquet(path: Path, piece: Piece, *, text_field: str, log: ReadLog) -> 
         )
 
 
-def texts_of(table: Any, text_field: str) -> list[Any]:
-    """The values of a text column of an Arrow table or batch; bytes in place of what is not UTF-8."""
-    import pyarrow
-    import pyarrow.compute
-
-    name, _, inner = (text_field, "", "") if text_field in table.schema.names else text_field.partition(".")
-    column = table.column(table.schema.get_field_index(name))
-    if inner:
-        column = pyarrow.compute.struct_field(column, inner.split("."))
-    column.validate(full=(encoded := pyarrow.types.is_dictionary(column.type)))
-    if encoded:
-        column = column.cast(pyarrow.large_string())
-    column = column.cast(pyarrow.large_binary())
-    column.validate(full=True)  # of bytes, so that a text which is not UTF-8 is named by its row
-    return [value if value is None else _decoded(value) for value in column.to_pylist()]
-
-
-def rows_of_texts(texts: list[Any], *, where: str, first_row: int, log: ReadLog) -> Iterator[str]:
-    """The texts of rows that are known to have the field; null is bad. Rows count from 0."""
-    log.num_rows += len(texts)
-    log.num_with_field += len(texts)
-    for i, text in enumerate(texts):
-        if isinstance(text, str):
-            yield text
-        elif text is None:
-            log.bad(f"{where}, row {first_row + i}: the text is null", expected="a text in every row", fix=SKIP)
-        else:
-            log.bad(f"{where}, row {first_row + i}: the text is not UTF-8", expected="text in UTF-8", fix=AGAIN)
-
-
-def require_text(where: str, schema: Any, field: str) -> None:
-    """Refuses an Arrow schema without such a field of text."""
-    import pyarrow
-
-    def inner(name: str, kind: Any) -> Iterator[tuple[str, Any]]:
-        if not pyarrow.types.is_struct(kind):
-            yield name, kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-        else:
-            for each in kind:
-                yield from inner(f"{name}.{each.name}", each.type)
-
-    kinds = dict(pair for each in schema for pair in inner(each.name, each.type))
-    texts = [name for name, kind in kinds.items() if str(kind) in ("string", "large_string", "string_view")]
-    if field not in kinds and field not in schema.names:
-        raise missing_field(where, field, list(kinds), texts=texts)
-    if field not in texts:
-        raise DataError(
-            f"data.text_field = {field!r}: {where}: the field is {kinds.get(field, 'a struct')}, not text",
-            expected="a field of text; tokens made by other programs are read as a .bin/.idx store",
-            fix=chat_or(field, "--data.text_field NAME   (a field that holds text)"),
-        )
-
-
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _decoded(value: bytes) -> str | bytes:
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value
 
 
 def _parsed(line: bytes) -> Any:
@@ -257,46 +206,20 @@ def _parsed(line: bytes) -> Any:
 
 
 def _texts(
-    rows: Iterable[tuple[int, Any]], place: Callable[[int], str], path: Path, *, text_field: str, log: ReadLog
-) -> Iterator[str]:
-    """The texts of numbered rows; in place of a row there may be (what is wrong, what was expected)."""
+    rows: Iterable[tuple[int, Any]], place: Callable[[int], str], path: Path, *, take: Labeller, log: ReadLog
+) -> Iterator[Document]:
+    """The documents of numbered rows; in place of a row there may be (what is wrong, what was expected)."""
     for number, row in rows:
-        text = row if isinstance(row, tuple) else _text_of_row(row, text_field=text_field, log=log)
-        if isinstance(text, str):
-            yield text
+        found = row if isinstance(row, tuple) else take.documents(row, log)
+        if not isinstance(found, tuple):
+            yield from found
             continue
-        fix = chat_or(text_field, _CORRECT) if isinstance(row, dict) and text_field in row else _CORRECT
+        field = take.name if isinstance(take, TextField) and isinstance(row, dict) and take.name in row else ""
         # Nobody reads the place of a row that is only counted.
-        log.bad(f"{path}, {'' if log.skip_bad else place(number)}: {text[0]}", expected=text[1], fix=fix)
+        what = f"{path}, {'' if log.skip_bad else place(number)}: {found[0]}"
+        log.bad(what, expected=found[1], fix=chat_or(field, _CORRECT))
         if log.num_bad >= _ENOUGH_ROWS:
             return
-
-
-def _text_of_row(row: Any, *, text_field: str, log: ReadLog) -> str | tuple[str, str]:
-    """The text, or (what is wrong, what was expected)."""
-    if not isinstance(row, dict):
-        return f"a JSON {type(row).__name__}, not an object", f'one JSON object per line: {{"{text_field}": "..."}}'
-    log.num_rows += 1
-    text = value_of(row, text_field)
-    if text is MISSING:
-        log.saw_row(row)
-        return f"no field {text_field!r}; it has {', '.join(names_in(row)) or 'none'}", "the text's field in every row"
-    log.num_with_field += 1
-    if not isinstance(text, str):
-        return f"field {text_field!r} is {_json_kind(text)}, not text", "a text in every row"
-    # JSON can escape half of a surrogate pair, which no UTF-8 can hold; in a .csv it stands for a byte that is none.
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        if error.object[error.start] >= "\udc80":
-            return "the text is not UTF-8", "text in UTF-8"
-        return "half of a surrogate pair (\\ud8xx) in the text", "text that can be written as UTF-8"
-    return text
-
-
-def _json_kind(value: Any) -> str:
-    kinds = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list"}
-    return kinds.get(type(value), "an object")
 
 
 def _newlines_before(path: Path, offset: int) -> int:

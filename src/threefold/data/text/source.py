@@ -9,9 +9,12 @@ collected in a `ReadLog`, so that one error names several lines.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from threefold.errors import DataError, Problem
 
@@ -20,9 +23,25 @@ MAX_FIELDS = 40
 
 _CHATS = {"messages", "conversations", "prompt", "completion", "instruction", "response"}
 CHAT_FIX = (
-    "write each row's conversation into one field of text (tokenizer.apply_chat_template), then --data.text_field "
-    "THAT_FIELD   (chats, and losses on answers alone, are not supported)"
+    "leave data.format out: conversations are found by their columns; columns of other names: --data.fields "
+    "'{prompt: NAME, completion: NAME}'   (or one field of text: --data.text_field NAME)"
 )
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What is learnt of rows that are not text, in the words of the config's `data` section."""
+
+    format: str = "auto"
+    fields: Mapping[str, str] = field(default_factory=dict)
+    train_on: str | None = None
+    train_on_end: bool = True
+    chat_template: str | None = None
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    chat_date: str | None = None
+    control_tokens: str = "text"
+    bos: bool | str = "auto"
+    skip_empty_targets: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,6 +55,7 @@ class Source:
         text_field: field of the text in rows; `meta.text` is the field `text` inside `meta`.
         split, config_name, revision: of a Hub dataset.
         skip_bad_lines: count lines, rows and files that cannot be read instead of refusing them.
+        labels: what is learnt of rows that are not text.
     """
 
     name: str | tuple[str, ...]
@@ -44,6 +64,7 @@ class Source:
     config_name: str | None = None
     revision: str | None = None
     skip_bad_lines: bool = False
+    labels: Labels = field(default_factory=Labels)
 
 
 @dataclass(frozen=True)
@@ -120,8 +141,45 @@ def names_in(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
+class Labelled(NamedTuple):
+    """A document as token ids, [n] int32, and whether each of them is learnt, [n] bool."""
+
+    ids: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.bool_]
+
+
+Document = str | Labelled
+
+
+class Labeller(Protocol):
+    """Makes documents of rows. Pickles."""
+
+    @property
+    def description(self) -> str | None:
+        """The format, the columns and what is learnt, in words; None: the documents are texts, without labels."""
+
+    @property
+    def recipe(self) -> str:
+        """Equal for equal documents of equal rows."""
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """The columns that are read."""
+
+    def documents(self, row: Any, log: ReadLog) -> Sequence[Document] | tuple[str, str]:
+        """The documents of a row, as a list, or (what is wrong, what was expected)."""
+
+
+LabellerFor = Callable[[Sequence[str]], Labeller | None]
+"""The labeller for rows with these columns; None: they are texts."""
+
+
 class TextSource(Protocol):
     """Documents in a fixed order. Pickles, so that other processes can read pieces."""
+
+    @property
+    def labels(self) -> str | None:
+        """What is learnt of the documents, which are `Labelled` then; None: they are texts."""
 
     @property
     def name(self) -> str: ...
@@ -135,7 +193,7 @@ class TextSource(Protocol):
 
     @property
     def pieces(self) -> Sequence[Piece]: ...
-    def read(self, piece: Piece, log: ReadLog) -> Iterator[str]:
+    def read(self, piece: Piece, log: ReadLog) -> Iterator[Document]:
         """The documents of one piece; problems with them go to `log`."""
 
 

@@ -37,7 +37,7 @@ class Mode:
 
     @classmethod
     def of(cls, data: DataConfig) -> Mode:
-        return cls(data.document_mask, data.packing != "concat")
+        return cls(bool(data.document_mask), data.packing != "concat")
 
 
 def row_length(topology: Topology) -> int:

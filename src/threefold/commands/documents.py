@@ -1,0 +1,209 @@
+"""Rows as text, with what is learnt of them: the documents of a source, or the packed rows that a run reads."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import typer
+
+from threefold.commands.source import source_of
+from threefold.errors import RunError
+
+if TYPE_CHECKING:
+    from threefold.audit.record import Segment
+    from threefold.data.rows.concat import Rows
+    from threefold.data.text.source import Labelled, Source
+    from threefold.data.tokens import Tokenizer
+
+COUNTED = 1000
+_BAR = 40
+# A text's escape sequences would be the terminal's own.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Shown(NamedTuple):
+    """One row: ids, whether each is learnt, and the document of each inside the row (-1: padding), [tokens] each."""
+
+    row: int
+    ids: npt.NDArray[Any]
+    targets: npt.NDArray[np.bool_]
+    documents: npt.NDArray[Any]
+
+
+def rows_of_source(given: dict[str, Any], row: int | None) -> tuple[Iterator[Shown], Tokenizer]:
+    """The documents of a source, or one of them."""
+    from threefold.data.tokens import load_tokenizer
+
+    source, tokenizer = source_of(given), load_tokenizer(given["tokenizer"])
+    found = islice(enumerate(documents_of(source, tokenizer)), row or 0, None if row is None else row + 1)
+    return (Shown(each, ids, learnt, np.zeros(len(ids), np.int64)) for each, (ids, learnt) in found), tokenizer
+
+
+def documents_of(source: Source, tokenizer: Tokenizer) -> Iterator[Labelled]:
+    """The documents of a source, or of a store; all tokens of a text are learnt. Errors as when it is prepared."""
+    from threefold.data.conversations.labeller import labeller_for
+    from threefold.data.store.resolve import open_store, open_text, store_prefix
+    from threefold.data.text.source import Labelled, ReadLog, log_error
+    from threefold.data.tokens import for_texts
+    from threefold.mesh.environment import cache_folder
+
+    if isinstance(source.name, str) and store_prefix(source.name) is not None:
+        store = open_store(source, tokenizer=tokenizer, cache=cache_folder())
+        begin = 0
+        for end in store.document_ends.tolist():
+            learnt = store.learnt(begin, end) if store.has_targets else np.ones(end - begin, np.bool_)
+            yield Labelled(store.read(begin, end).astype(np.int32), learnt)
+            begin = end
+        return
+    own = for_texts(tokenizer, bos=source.labels.bos, control_tokens=source.labels.control_tokens)
+    text, log = open_text(source, labeller_for(source, tokenizer)), ReadLog(skip_bad=source.skip_bad_lines)
+    for piece in text.pieces:
+        for document in text.read(piece, log):
+            if log.num_bad:
+                break
+            if isinstance(document, str):
+                tokens = np.append(own.encode_batch([document])[0], tokenizer.end_id).astype(np.int32)
+                document = Labelled(tokens, np.ones(len(tokens), np.bool_))
+            yield document
+        if log.num_bad:
+            raise log_error(text, log)
+    if text.text_field is not None and log.num_rows and not log.num_with_field:
+        raise log_error(text, log)
+
+
+def run_rows(run: Path, row: int | None) -> tuple[Iterator[Shown], Tokenizer]:
+    """The packed rows of a run, or one of them."""
+    from threefold.audit import record
+
+    rows, tokenizer = rows_of_run(run, record.read(run / record.FILE))
+    wanted = range(rows.num_rows) if row is None else range(rows.num_rows)[row : row + 1]
+    return (packed_row(rows, each) for each in wanted), tokenizer
+
+
+def packed_row(rows: Rows, row: int) -> Shown:
+    """One packed row. The label of its last token, and of a piece that was cut, is a token of another place."""
+    from threefold.data.rows.known_rows import parts_of
+
+    read = {name: values[0] for name, values in rows.rows(np.array([row], np.int64)).items()}
+    ids, labels, documents = read["input_ids"], read["labels"], read["document_ids"]
+    targets = np.zeros(len(ids), np.bool_)
+    # Where documents meet, the label is the next document's first token, or that of a piece that was cut.
+    (part, *_) = parts_of(rows)
+    crossing = getattr(part.rows, "cross_targets", True)
+    targets[1:] = (labels[:-1] == ids[1:]) & (crossing | (documents[:-1] == documents[1:]))
+    return Shown(row, ids, targets, documents)
+
+
+def json_lines(rows: Iterator[Shown]) -> Iterator[str]:
+    for row, *columns in rows:
+        values = dict(zip(("ids", "targets", "documents"), (each.tolist() for each in columns), strict=True))
+        yield json.dumps({"row": row, **values})
+
+
+def text_lines(rows: Iterator[Shown], tokenizer: Tokenizer, *, show: int, ids: bool, count: bool) -> Iterator[str]:
+    counts: list[tuple[int, int]] = []
+    for number, each in enumerate(islice(rows, max(show, COUNTED) if count else 1)):
+        tokens = int(np.count_nonzero(each.documents >= 0))
+        counts.append((tokens, int(np.count_nonzero(each.targets))))
+        if number < show:
+            yield from _row(each, tokenizer, counts[-1], ids=ids)
+    if count and counts:
+        yield from histogram(counts)
+
+
+def _row(each: Shown, tokenizer: Tokenizer, counts: tuple[int, int], *, ids: bool) -> Iterator[str]:
+    padding = f", {len(each.ids) - counts[0]:,} of padding" if counts[0] < len(each.ids) else ""
+    yield f"row {each.row}: {counts[0]:,} tokens, {counts[1]:,} learnt{padding}"
+    several = len(np.unique(each.documents[each.documents >= 0])) > 1
+    for document in np.unique(each.documents[each.documents >= 0]):
+        inside = each.documents == document
+        if several:
+            yield f"  document {document}:"
+        shown = marked(each.ids[inside].tolist(), each.targets[inside].tolist(), decoder_of(tokenizer))
+        yield from (f"  | {line}" for line in shown.removesuffix("\n").split("\n"))
+        if ids:
+            pairs = zip(each.ids[inside].tolist(), each.targets[inside].tolist(), strict=True)
+            yield "  ids " + " ".join(f"[{id}]" if learnt else str(id) for id, learnt in pairs)
+
+
+def marked(ids: Sequence[int], targets: Sequence[bool], decode: Callable[[Sequence[int]], str]) -> str:
+    """The text of tokens, with those that are learnt in colour on a terminal, else in [[ ]]."""
+    parts, shown, end = [], "", 0
+    for learnt, group in groupby(targets):
+        begin, end = end, end + len(list(group))
+        # Decoders treat the beginning of a text in another way: what is before is decoded too.
+        whole = decode(ids[:end])
+        text = whole[len(shown) :] if whole.startswith(shown) else decode(ids[begin:end])
+        shown = whole
+        text = _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+        if learnt and sys.stdout.isatty():
+            lines = (typer.style(line, fg=typer.colors.GREEN, bold=True) if line else "" for line in text.split("\n"))
+            text = "\n".join(lines)
+        elif learnt:
+            text = f"[[{text}]]"
+        parts.append(text)
+    return "".join(parts)
+
+
+def decoder_of(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """Ids as text, with special tokens."""
+    from threefold.data.tokens import byte_backend
+
+    backend = getattr(tokenizer, "backend", None) or byte_backend()
+    return lambda ids: str(backend.decode(list(ids), skip_special_tokens=False))
+
+
+def histogram(counts: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """How many rows have how many learnt tokens, of (tokens, learnt) a row."""
+    tokens, learnt = (sum(each) for each in zip(*counts, strict=True))
+    share = f"{100 * learnt / max(1, tokens):.1f} %"
+    yield f"the first {len(counts):,} rows: {tokens:,} tokens, {learnt:,} learnt ({share})"
+    sizes = [each.bit_length() for _, each in counts]
+    most = max(sizes.count(size) for size in set(sizes))
+    for size in range(min(sizes), max(sizes) + 1):
+        low, high, number = (1 << size) >> 1, max(0, (1 << size) - 1), sizes.count(size)
+        name = f"{low:,} to {high:,}" if low < high else f"{low:,}"
+        yield f"  {name:>20} learnt: {number:>5,} rows  {'#' * -(-_BAR * number // most)}".rstrip()
+
+
+def texts_of_rows(run: Path, segments: Sequence[Segment], indices: Sequence[int]) -> Iterator[str]:
+    """The texts of some rows of a run, without special tokens."""
+    from threefold.data.rows.concat import PADDING
+
+    rows, tokenizer = rows_of_run(run, segments)
+    for index in indices:
+        row = rows.rows(np.array([index], np.int64))
+        tokens = row["input_ids"][0][row["document_ids"][0] != PADDING]
+        yield f"row {index}:"
+        yield from (f"  | {line}" for line in tokenizer.decode(tokens.tolist()).splitlines())
+
+
+def rows_of_run(run: Path, segments: Sequence[Segment]) -> tuple[Rows, Tokenizer]:
+    """The rows that a run reads and their tokenizer; RunError if the source has changed since the run."""
+    # Opening a run's data imports torch.
+    import torch
+
+    from threefold.config import loading
+    from threefold.mesh.mesh import Mesh
+    from threefold.mesh.topology import Topology
+    from threefold.run import assemble, request
+
+    config = loading.load(str(run / "config.yaml"), environ={}).config
+    tokenizer = request.tokenizer_of(config)
+    rows = assemble.rows_of(config, tokenizer, Mesh(Topology(), 0, torch.device("cpu")))
+    recorded = segments[-1].start.data
+    if rows.fingerprint != recorded:
+        raise RunError(
+            f"the source of {run}/config.yaml has the fingerprint {rows.fingerprint}, but the run has read {recorded}",
+            expected="the unchanged source: its rows now have other tokens or other numbers",
+            fix="restore the source, or run this command in the folder in which the run was started",
+        )
+    return rows, tokenizer

@@ -1,0 +1,269 @@
+"""Rows of instruction data as conversations: which columns hold what, and what is wrong with a row.
+
+The columns are those of the datasets that TRL reads: `messages`, ShareGPT's `conversations`, `prompt` and `completion`
+(texts or messages), Alpaca's `instruction`, `input` and `output`, and `chosen` and `rejected` with or without a
+`prompt`. `data.fields` maps other names to these. A row becomes one `Example`, or a RowError says why it cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from threefold.errors import ConfigError
+
+FORMATS = ("text", "chat", "prompt_completion", "preference")
+# Format -> the sets of columns that make it, the first complete one counts.
+_COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "preference": (("chosen", "rejected"),),
+    "chat": (("messages",), ("conversations",)),
+    "prompt_completion": (("prompt", "completion"), ("instruction", "output")),
+}
+_OPTIONAL = ("input", "system", "tools", "prompt", "chat_template_kwargs")
+FIELDS = (
+    *("messages", "conversations", "role", "content", "prompt", "completion", "instruction", "input", "output"),
+    *("chosen", "rejected", "system", "tools", "chat_template_kwargs"),
+)
+# ShareGPT's names of who speaks, and those of other collections.
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+_ROLES |= {"model": "assistant", "observation": "tool", "function_response": "tool", "ipython": "tool"}
+_KNOWN = ("system", "developer", "user", "assistant", "tool", "function")
+Message = dict[str, Any]
+
+
+class RowError(Exception):
+    """Why a row cannot be used: `what` is wrong with it, and what was `expected`."""
+
+    def __init__(self, what: str, expected: str) -> None:
+        super().__init__(what)
+        self.what, self.expected = what, expected
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What a source's rows are: their format, and the columns that are read.
+
+    Attributes:
+        fields: our name of a column, or of a key of its messages -> the source's name for it.
+    """
+
+    format: str
+    names: tuple[str, ...]
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.format} ({', '.join(self.fields.get(name, name) for name in self.names)})"
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row: messages, or two texts, of which the first `num_prompt` messages (or the first text) are the prompt.
+
+    Attributes:
+        tools: the functions that the model may call, as JSON schemas.
+        variables: of the chat template, for this row.
+    """
+
+    messages: tuple[Message, ...] = ()
+    texts: tuple[str, str] | None = None
+    num_prompt: int = 0
+    tools: tuple[Any, ...] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+def columns_of(
+    names: Sequence[str], *, format: str = "auto", fields: Mapping[str, str] | None = None, text_field: str = "text"
+) -> Columns:
+    """What rows with these columns are.
+
+    Raises:
+        ConfigError: they are of no format or, with `auto`, of several; or lack a column of the format asked for.
+    """
+    given = dict(fields or {})
+    present = {ours for ours in (*FIELDS, text_field) if given.get(ours, ours) in names}
+    found = {
+        each: next((columns for columns in sets if present.issuperset(columns)), ()) for each, sets in _COLUMNS.items()
+    }
+    found["text"] = (text_field,) if text_field in names else ()
+    matching = [each for each in FORMATS if found[each]]
+    if format == "auto" and len(matching) > 1:
+        raise ConfigError(
+            f"data.format = auto: the columns {', '.join(names)} are those of {' and of '.join(matching)}",
+            expected="one format, so that nobody has to guess what is trained",
+            fix=f"--data.format {matching[-1]}   (or {', '.join(reversed(matching[:-1]))})",
+        )
+    chosen = (matching[0] if matching else None) if format == "auto" else format
+    if chosen is None or not found[chosen]:
+        sets = [columns for each, sets in _COLUMNS.items() if chosen in (None, each) for columns in sets]
+        wanted = " or ".join(" + ".join(columns) for columns in (*sets, *([(text_field,)] if chosen is None else [])))
+        raise ConfigError(
+            f"data.format = {format}: the columns are {', '.join(names) or 'none'}",
+            expected=f"the columns {wanted}",
+            fix=f"name them: --data.fields '{{{sets[0][0] if sets else 'messages'}: {names[0] if names else 'NAME'}}}'",
+        )
+    optional = tuple(each for each in _OPTIONAL if each in present and each not in found[chosen])
+    if chosen == "text":
+        optional = ()
+    elif chosen == "chat":
+        optional = tuple(each for each in optional if each not in ("input", "prompt"))
+    return Columns(chosen, (*found[chosen], *optional), given)
+
+
+def examples_of(row: Mapping[str, Any], columns: Columns) -> list[Example]:
+    """The examples of one row: one, or two of a preference (chosen, rejected).
+
+    Raises:
+        RowError: a column is missing, null, or of another form.
+    """
+    values = {name: row.get(columns.fields.get(name, name)) for name in columns.names}
+    tools, variables = _tools(values.get("tools")), _variables(values.get("chat_template_kwargs"))
+    if columns.format == "chat":
+        return [Example(tuple(_conversation(values, columns)), tools=tools, variables=variables)]
+    if columns.format == "prompt_completion":
+        return [_completed(*_prompt_and_completion(values), columns, tools, variables)]
+    prompt = values.get("prompt")
+    both = []
+    for name in ("chosen", "rejected"):
+        answer = _given(values, name)
+        # Without a prompt, both answers are whole conversations that begin alike.
+        begun, rest = (prompt, answer) if prompt is not None and not _repeats(prompt, answer) else _split(answer, name)
+        both.append(_completed(begun, rest, columns, tools, variables))
+    return both
+
+
+def _conversation(values: Mapping[str, Any], columns: Columns) -> list[Message]:
+    name = columns.names[0]
+    messages = _messages(_given(values, name), name, columns)
+    system = values.get("system")
+    if isinstance(system, str) and system and not (messages and messages[0]["role"] == "system"):
+        messages = [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _given(values: Mapping[str, Any], name: str) -> Any:
+    if values.get(name) is None:
+        raise RowError(f"{name!r} is missing or null", f"{name!r} in every row")
+    return values[name]
+
+
+def _prompt_and_completion(values: Mapping[str, Any]) -> tuple[Any, Any]:
+    if "instruction" not in values:
+        return _given(values, "prompt"), _given(values, "completion")
+    instruction, more, output = _given(values, "instruction"), values.get("input"), _given(values, "output")
+    for name, text in (("instruction", instruction), ("input", more or ""), ("output", output)):
+        if not isinstance(text, str):
+            raise RowError(f"{name!r} is {kind_of(text)}, not text", "instruction, input and output as texts")
+    asked = [{"role": "user", "content": f"{instruction}\n\n{more}" if more else instruction}]
+    if isinstance(values.get("system"), str) and values["system"]:
+        asked.insert(0, {"role": "system", "content": values["system"]})
+    return asked, [{"role": "assistant", "content": output}]
+
+
+def _completed(
+    prompt: Any, completion: Any, columns: Columns, tools: tuple[Any, ...] | None, variables: Mapping[str, Any]
+) -> Example:
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion:
+            raise RowError("the completion is empty", "a text to learn after the prompt")
+        return Example(texts=(prompt, completion), tools=tools, variables=variables)
+    if isinstance(prompt, str) or isinstance(completion, str):
+        what = f"the prompt is {kind_of(prompt)} and the completion {kind_of(completion)}"
+        raise RowError(what, "two texts, or two lists of messages")
+    asked, answered = _messages(prompt, "prompt", columns), _messages(completion, "completion", columns)
+    return Example((*asked, *answered), num_prompt=len(asked), tools=tools, variables=variables)
+
+
+def _repeats(prompt: Any, answer: Any) -> bool:
+    """Whether an answer is a whole conversation that begins with the prompt, which some collections give as text."""
+    if not isinstance(answer, list) or not answer or not isinstance(answer[0], Mapping):
+        return False
+    first = answer[0]
+    if isinstance(prompt, list):
+        return answer[: len(prompt)] == prompt
+    said = [message for message in answer if isinstance(message, Mapping) and message.get("role") != "system"]
+    return bool(said) and said[0].get("role", first.get("role")) == "user" and said[0].get("content") == prompt
+
+
+def _split(answer: Any, name: str) -> tuple[Any, Any]:
+    """A whole conversation as its beginning and its last turn of the assistant."""
+    if not isinstance(answer, list) or len(answer) < 2:
+        raise RowError(f"{name!r} is {kind_of(answer)}, and there is no prompt", "a prompt, or whole conversations")
+    return answer[:-1], answer[-1:]
+
+
+def _messages(value: Any, where: str, columns: Columns) -> list[Message]:
+    if not isinstance(value, list | tuple):
+        raise RowError(f"{where!r} is {kind_of(value)}, not a list of messages", "a list of messages")
+    if not value:
+        raise RowError(f"{where!r} is an empty list", "at least one message")
+    return [_message(each, f"{where}[{number}]", columns) for number, each in enumerate(value)]
+
+
+def _message(value: Any, where: str, columns: Columns) -> Message:
+    if not isinstance(value, Mapping):
+        raise RowError(f"{where} is {kind_of(value)}, not a message", '{"role": ..., "content": ...}')
+    role_key, content_key = columns.fields.get("role", "role"), columns.fields.get("content", "content")
+    if role_key not in value and "from" in value:
+        role_key, content_key = "from", columns.fields.get("content", "value")
+    said = value.get(role_key)
+    if not isinstance(said, str):
+        raise RowError(
+            f"{where} has no {role_key!r}" if said is None else f"{where}: the role is {kind_of(said)}", "a role"
+        )
+    role = _ROLES.get(said, said)
+    if role not in _KNOWN:
+        raise RowError(f"{where}: the role {said!r} is not known", f"one of {', '.join((*_KNOWN, *_ROLES))}")
+    others = {key: each for key, each in value.items() if key not in (role_key, content_key) and each is not None}
+    content = value.get(content_key)
+    if content is None and not others.get("tool_calls"):
+        raise RowError(f"{where} has no {content_key!r}", "a text in every message, or tool_calls")
+    if content is not None:
+        others["content"] = _text(content, where)
+    return {"role": role, **others}
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, list) and content:
+        # The parts of multimodal messages, where all of them are text.
+        parts = [
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
+        ]
+        if all(isinstance(part, str) for part in parts):
+            return "".join(parts)  # type: ignore[arg-type]
+    if not isinstance(content, str):
+        raise RowError(f"{where}: the content is {kind_of(content)}, not text", "text (images and audio are not read)")
+    if any("\ud800" <= character <= "\udfff" for character in content):
+        raise RowError(f"{where}: half of a surrogate pair in the text", "text that can be written as UTF-8")
+    return content
+
+
+def _tools(value: Any) -> tuple[Any, ...] | None:
+    if value is None or value in ("", [], "[]"):
+        return None
+    if isinstance(value, str):
+        import json
+
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError(f"'tools' is not JSON: {error}", "a list of functions, or its JSON") from None
+    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+        raise RowError(f"'tools' is {kind_of(value)}", "a list of functions as JSON schemas")
+    return tuple(value)
+
+
+def _variables(value: Any) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RowError(f"'chat_template_kwargs' is {kind_of(value)}", "names and values for the chat template")
+    return value
+
+
+def kind_of(value: Any) -> str:
+    """What a JSON value is, in words."""
+    if isinstance(value, Mapping):
+        return "an object"
+    kinds = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list", str: "text"}
+    return kinds.get(type(value), type(value).__name__)

@@ -1,0 +1,135 @@
+"""The text of a row: of one that a line holds, or of a column of an Arrow table, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from threefold.data.text.source import MISSING, Document, Labeller, ReadLog, chat_or, missing_field, names_in, value_of
+from threefold.errors import DataError
+
+SKIP = "--data.skip_bad_lines true (data prepare: --skip-bad-lines) to count it instead"
+AGAIN = f"copy or make the file again, or {SKIP}"
+
+
+@dataclass(frozen=True)
+class TextField:
+    """Takes the text of one field of each row; its documents are not labelled."""
+
+    name: str
+    description = None
+
+    @property
+    def recipe(self) -> str:
+        return repr(self.name)
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return [self.name]
+
+    def documents(self, row: Any, log: ReadLog) -> Sequence[Document] | tuple[str, str]:
+        """As `Labeller`."""
+        found = text_of_row(row, self.name, log)
+        return [found] if isinstance(found, str) else found
+
+
+def rows_of_table(table: Any, take: Labeller, *, where: str, first_row: int, log: ReadLog) -> Iterator[Document]:
+    """The documents of an Arrow table or batch, whose rows count from `first_row`; errors of Arrow if damaged."""
+    if isinstance(take, TextField):
+        yield from rows_of_texts(texts_of(table, take.name), where=where, first_row=first_row, log=log)
+        return
+    table.validate(full=True)  # a text that is not UTF-8 is an error here, and not half way
+    for number, row in enumerate(table.to_pylist(), start=first_row):
+        found = take.documents(row, log)
+        if isinstance(found, tuple):
+            log.bad(f"{where}, row {number}: {found[0]}", expected=found[1], fix=f"correct the row, or {SKIP}")
+        else:
+            yield from found
+
+
+def texts_of(table: Any, text_field: str) -> list[Any]:
+    """The values of a text column of an Arrow table or batch; bytes in place of what is not UTF-8."""
+    import pyarrow
+    import pyarrow.compute
+
+    name, _, inner = (text_field, "", "") if text_field in table.schema.names else text_field.partition(".")
+    column = table.column(table.schema.get_field_index(name))
+    if inner:
+        column = pyarrow.compute.struct_field(column, inner.split("."))
+    column.validate(full=(encoded := pyarrow.types.is_dictionary(column.type)))
+    if encoded:
+        column = column.cast(pyarrow.large_string())
+    column = column.cast(pyarrow.large_binary())
+    column.validate(full=True)  # of bytes, so that a text which is not UTF-8 is named by its row
+    return [value if value is None else _decoded(value) for value in column.to_pylist()]
+
+
+def rows_of_texts(texts: list[Any], *, where: str, first_row: int, log: ReadLog) -> Iterator[str]:
+    """The texts of rows that are known to have the field; null is bad. Rows count from 0."""
+    log.num_rows += len(texts)
+    log.num_with_field += len(texts)
+    for i, text in enumerate(texts):
+        if isinstance(text, str):
+            yield text
+        elif text is None:
+            log.bad(f"{where}, row {first_row + i}: the text is null", expected="a text in every row", fix=SKIP)
+        else:
+            log.bad(f"{where}, row {first_row + i}: the text is not UTF-8", expected="text in UTF-8", fix=AGAIN)
+
+
+def require_text(where: str, schema: Any, field: str) -> None:
+    """Refuses an Arrow schema without such a field of text."""
+    import pyarrow
+
+    def inner(name: str, kind: Any) -> Iterator[tuple[str, Any]]:
+        if not pyarrow.types.is_struct(kind):
+            yield name, kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        else:
+            for each in kind:
+                yield from inner(f"{name}.{each.name}", each.type)
+
+    kinds = dict(pair for each in schema for pair in inner(each.name, each.type))
+    texts = [name for name, kind in kinds.items() if str(kind) in ("string", "large_string", "string_view")]
+    if field not in kinds and field not in schema.names:
+        raise missing_field(where, field, list(kinds), texts=texts)
+    if field not in texts:
+        raise DataError(
+            f"data.text_field = {field!r}: {where}: the field is {kinds.get(field, 'a struct')}, not text",
+            expected="a field of text; tokens made by other programs are read as a .bin/.idx store",
+            fix=chat_or(field, "--data.text_field NAME   (a field that holds text)"),
+        )
+
+
+def _decoded(value: bytes) -> str | bytes:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
+
+
+def text_of_row(row: Any, text_field: str, log: ReadLog) -> str | tuple[str, str]:
+    """The text, or (what is wrong, what was expected)."""
+    if not isinstance(row, dict):
+        return f"a JSON {type(row).__name__}, not an object", f'one JSON object per line: {{"{text_field}": "..."}}'
+    log.num_rows += 1
+    text = value_of(row, text_field)
+    if text is MISSING:
+        log.saw_row(row)
+        return f"no field {text_field!r}; it has {', '.join(names_in(row)) or 'none'}", "the text's field in every row"
+    log.num_with_field += 1
+    if not isinstance(text, str):
+        return f"field {text_field!r} is {_json_kind(text)}, not text", "a text in every row"
+    # JSON can escape half of a surrogate pair, which no UTF-8 can hold; in a .csv it stands for a byte that is none.
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        if error.object[error.start] >= "\udc80":
+            return "the text is not UTF-8", "text in UTF-8"
+        return "half of a surrogate pair (\\ud8xx) in the text", "text that can be written as UTF-8"
+    return text
+
+
+def _json_kind(value: Any) -> str:
+    kinds = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list"}
+    return kinds.get(type(value), "an object")

@@ -1,0 +1,131 @@
+"""Fine-tuning follows TRL's SFTTrainer on one process: the same losses, step by step, packed or not."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks.runs import cold_command, metrics
+from threefold.data.rows.packing import Packing
+from threefold.data.store.resolve import open_store
+from threefold.data.text.source import Source
+from threefold.data.tokens import load_tokenizer
+
+pytestmark = pytest.mark.examples
+
+STEPS, LR, TOLERANCE = 5, 1e-3, 1e-5
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": 257, "initializer_range": 0.2}
+TEMPLATE = (
+    "{%- for message in messages -%}<{{ message.role }}>{%- if message.role == 'assistant' -%}"
+    "{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}"
+    "{%- else -%}{{ message.content }}{{ eos_token }}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<assistant>{%- endif -%}"
+)
+ASSISTANT = {"assistant_only_loss": True}
+PACKED = {"packing": True, "packing_strategy": "bfd", "padding_free": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with its tokenizer and chat template, conversations, and prompts with completions."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from threefold.data.tokens import byte_backend
+
+    folder = tmp_path_factory.mktemp("trl")
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, eos_token_id=256))
+    model.save_pretrained(folder / "model")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_backend(), eos_token="<|end|>", pad_token="<|end|>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "model")
+    asked = [f"{'what is it ' * (1 + i % 3)}{i}?" for i in range(8)]
+    chats = [
+        [{"role": "user", "content": each}, {"role": "assistant", "content": f"it is {i}"}] * (1 + i % 2)
+        for i, each in enumerate(asked)
+    ]
+    pairs = [{"prompt": each, "completion": f" it is {i}."} for i, each in enumerate(asked)]
+    for name, rows in (("chat", [{"messages": each} for each in chats]), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def losses_of_trl(folder: Path, source: str, settings: dict[str, Any]) -> list[float]:
+    """The loss of each step; every step reads the whole source."""
+    trl = pytest.importorskip("trl", reason="pip install --no-deps trl==1.16.0   (make test-examples does)")
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    found: list[float] = []
+
+    class Recorded(trl.SFTTrainer):  # type: ignore[misc, name-defined]
+        def training_step(self, *given: Any, **named: Any) -> Any:
+            loss = super().training_step(*given, **named)
+            found.append(float(loss))
+            return loss
+
+    rows = [json.loads(line) for line in (folder / source).read_text().splitlines()]
+    config = trl.SFTConfig(
+        output_dir=str(folder / "trl"),
+        per_device_train_batch_size=len(rows),
+        max_steps=STEPS,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        **{"bf16": False, "gradient_checkpointing": False, "use_cpu": True, "report_to": [], "save_strategy": "no"},
+        **settings,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    Recorded(
+        model=model,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+    ).train()
+    return found
+
+
+def losses_of_threefold(folder: Path, source: str, packing: str, seq_len: int, run: str) -> list[float]:
+    """The loss of each step; every step reads the whole source."""
+    store = open_store(Source(str(folder / source)), tokenizer=load_tokenizer(str(folder / "model")), cache=folder)
+    rows = Packing(seq_len, packing, document_mask=True, cross_targets=False).pack(store)
+    keys = {
+        **{"model.name_or_path": "model", "data.source": source, "data.seq_len": seq_len, "data.packing": packing},
+        **{"optimizer.lr": LR, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0, "mesh.dp": 1},
+        **{"optimizer.weight_decay": 1e-12, "log.every": 1, "log.sample_tokens": 0},
+    }
+    command = ["train", *(part for key, value in keys.items() for part in (f"--{key}", str(value)))]
+    sizes = ("--train.steps", str(STEPS), "--train.global_batch", str(rows.num_rows), "--log.dir", run)
+    done = cold_command(folder, *command, *sizes)
+    assert done.returncode == 0, done.stderr
+    return [line["loss"] for _, line in sorted(metrics(folder / run).items())]
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "packing", "seq_len"),
+    [
+        ("chat.jsonl", ASSISTANT, "none", 256),
+        ("chat.jsonl", ASSISTANT, "best_fit", 256),
+        ("chat.jsonl", {**ASSISTANT, **PACKED}, "best_fit", 256),
+        ("pairs.jsonl", {"completion_only_loss": True}, "none", 128),
+        ("pairs.jsonl", {"completion_only_loss": True, **PACKED}, "best_fit", 256),
+    ],
+    ids=["assistant", "assistant against packed", "both packed", "completion", "completion packed"],
+)
+def test_losses_are_those_of_trl(
+    folder: Path, source: str, settings: dict[str, Any], packing: str, seq_len: int, request: pytest.FixtureRequest
+) -> None:
+    expected = losses_of_trl(folder, source, {"max_length": 256, **settings})
+    found = losses_of_threefold(folder, source, packing, seq_len, request.node.name.replace(" ", "-"))
+    print("differences:", [f"{a - b:.1e}" for a, b in zip(found, expected, strict=True)], expected)
+    assert len(expected) == STEPS and expected[-1] < expected[0] and all(map(math.isfinite, expected))
+    assert found == pytest.approx(expected, abs=TOLERANCE)

@@ -1,0 +1,173 @@
+"""Rows of instruction data: their formats found from their columns, and what is wrong with a row said in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from threefold.data.conversations.formats import Columns, Example, RowError, columns_of, examples_of
+from threefold.errors import ConfigError
+
+USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+
+
+@pytest.mark.parametrize(
+    ("names", "format", "shown"),
+    [
+        (["text", "id"], "text", "text (text)"),
+        (["messages", "source"], "chat", "chat (messages)"),
+        (["messages", "tools"], "chat", "chat (messages, tools)"),
+        (["conversations", "system"], "chat", "chat (conversations, system)"),
+        (["prompt", "prompt_id", "messages"], "chat", "chat (messages)"),
+        (["prompt", "completion"], "prompt_completion", "prompt_completion (prompt, completion)"),
+        (["instruction", "input", "output"], "prompt_completion", "prompt_completion (instruction, output, input)"),
+        (["instruction", "output"], "prompt_completion", "prompt_completion (instruction, output)"),
+        (["prompt", "chosen", "rejected"], "preference", "preference (chosen, rejected, prompt)"),
+        (["chosen", "rejected"], "preference", "preference (chosen, rejected)"),
+    ],
+)
+def test_format_is_found_from_the_columns(names: list[str], format: str, shown: str) -> None:
+    found = columns_of(names)
+    assert found.format == format and str(found) == shown
+
+
+def test_columns_of_several_formats_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        columns_of(["prompt", "chosen", "rejected", "messages"])
+    assert "those of chat and of preference" in str(caught.value)
+    assert columns_of(["messages", "text"], format="chat").format == "chat"
+    with pytest.raises(ConfigError, match="those of text and of chat"):
+        columns_of(["messages", "text"])
+
+
+def test_columns_of_no_format_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.format = auto: the columns are a, b\n  expected: the columns chosen"):
+        columns_of(["a", "b"])
+    with pytest.raises(ConfigError, match=r"expected: the columns prompt \+ completion or instruction \+ output\n"):
+        columns_of(["prompt"], format="prompt_completion")
+
+
+def test_other_names_are_mapped() -> None:
+    columns = columns_of(["dialog", "id"], fields={"messages": "dialog", "role": "speaker", "content": "said"})
+    row = {"dialog": [{"speaker": "user", "said": "hi"}, {"speaker": "assistant", "said": "hello", "weight": 1}]}
+    (example,) = examples_of(row, columns)
+    assert example.messages == (USER, {**ASSISTANT, "weight": 1})
+    assert str(columns) == "chat (dialog)"
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [USER, ASSISTANT]}, Example((USER, ASSISTANT))),
+        (
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "system": "s"},
+            Example(({"role": "system", "content": "s"}, USER, ASSISTANT)),
+        ),
+        ({"prompt": "a", "completion": "b"}, Example(texts=("a", "b"))),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, Example((USER, ASSISTANT), num_prompt=1)),
+        ({"instruction": "hi", "input": "", "output": "hello"}, Example((USER, ASSISTANT), num_prompt=1)),
+        (
+            {"instruction": "hi", "input": "x", "output": "hello"},
+            Example(({"role": "user", "content": "hi\n\nx"}, ASSISTANT), num_prompt=1),
+        ),
+        (
+            {"messages": [USER, {**ASSISTANT, "content": [{"type": "text", "text": "hello"}]}]},
+            Example((USER, ASSISTANT)),
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "tool_calls": [1], "content": None}], "tools": '[{"name": "f"}]'},
+            Example((USER, {"role": "assistant", "tool_calls": [1]}), tools=({"name": "f"},)),
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "chat_template_kwargs": {"enable_thinking": False}},
+            Example((USER, ASSISTANT), variables={"enable_thinking": False}),
+        ),
+    ],
+)
+def test_row_is_one_example(row: dict[str, Any], expected: Example) -> None:
+    assert examples_of(row, columns_of(list(row))) == [expected]
+
+
+def test_preference_is_two_examples_with_one_prompt() -> None:
+    other = {"role": "assistant", "content": "no"}
+    expected = [Example((USER, ASSISTANT), num_prompt=1), Example((USER, other), num_prompt=1)]
+    for row in (
+        {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [other]},
+        {"chosen": [USER, ASSISTANT], "rejected": [USER, other]},
+        {"prompt": "hi", "chosen": [USER, ASSISTANT], "rejected": [USER, other]},
+        {"prompt": [USER], "chosen": [USER, ASSISTANT], "rejected": [USER, other]},
+    ):
+        assert examples_of(row, columns_of(list(row))) == expected
+    texts = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    assert examples_of(texts, columns_of(list(texts))) == [Example(texts=("q", "a")), Example(texts=("q", "b"))]
+
+
+CHAT = Columns("chat", ("messages",))
+PAIR = Columns("prompt_completion", ("prompt", "completion"))
+ALPACA = Columns("prompt_completion", ("instruction", "output", "input"))
+PREFERENCE = Columns("preference", ("chosen", "rejected", "prompt"))
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "what"),
+    [
+        ({}, CHAT, "'messages' is missing or null"),
+        ({"messages": None}, CHAT, "'messages' is missing or null"),
+        ({"messages": "hi"}, CHAT, "'messages' is text, not a list of messages"),
+        ({"messages": {"role": "user"}}, CHAT, "'messages' is an object, not a list of messages"),
+        ({"messages": []}, CHAT, "'messages' is an empty list"),
+        ({"messages": ["hi"]}, CHAT, "messages[0] is text, not a message"),
+        ({"messages": [None]}, CHAT, "messages[0] is null, not a message"),
+        ({"messages": [[USER]]}, CHAT, "messages[0] is a list, not a message"),
+        ({"messages": [{"content": "hi"}]}, CHAT, "messages[0] has no 'role'"),
+        ({"messages": [{"role": 1, "content": "hi"}]}, CHAT, "messages[0]: the role is a number"),
+        (
+            {"messages": [USER, {"role": "asistant", "content": "x"}]},
+            CHAT,
+            "messages[1]: the role 'asistant' is not known",
+        ),
+        ({"messages": [{"role": "user"}]}, CHAT, "messages[0] has no 'content'"),
+        ({"messages": [{"role": "user", "content": None}]}, CHAT, "messages[0] has no 'content'"),
+        ({"messages": [{"role": "user", "content": 5}]}, CHAT, "messages[0]: the content is a number, not text"),
+        (
+            {"messages": [{"role": "user", "content": True}]},
+            CHAT,
+            "messages[0]: the content is true or false, not text",
+        ),
+        ({"messages": [{"role": "user", "content": []}]}, CHAT, "messages[0]: the content is a list, not text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+            CHAT,
+            "messages[0]: the content is a list, not text",
+        ),
+        ({"messages": [{"from": "human", "value": None}]}, CHAT, "messages[0] has no 'value'"),
+        (
+            {"messages": [{"role": "user", "content": "\ud83d"}]},
+            CHAT,
+            "messages[0]: half of a surrogate pair in the text",
+        ),
+        ({"messages": [USER], "tools": "{"}, Columns("chat", ("messages", "tools")), "'tools' is not JSON: "),
+        ({"messages": [USER], "tools": "5"}, Columns("chat", ("messages", "tools")), "'tools' is a number"),
+        ({"messages": [USER], "tools": ["f"]}, Columns("chat", ("messages", "tools")), "'tools' is a list"),
+        (
+            {"messages": [USER], "chat_template_kwargs": 5},
+            Columns("chat", ("messages", "chat_template_kwargs")),
+            "'chat_template_kwargs' is a number",
+        ),
+        ({"prompt": "a"}, PAIR, "'completion' is missing or null"),
+        ({"prompt": "a", "completion": ""}, PAIR, "the completion is empty"),
+        ({"prompt": "a", "completion": [ASSISTANT]}, PAIR, "the prompt is text and the completion a list"),
+        ({"prompt": 5, "completion": 6}, PAIR, "'prompt' is a number, not a list of messages"),
+        ({"instruction": "a", "output": None}, ALPACA, "'output' is missing or null"),
+        ({"instruction": ["a"], "output": "b"}, ALPACA, "'instruction' is a list, not text"),
+        ({"instruction": "a", "input": 5, "output": "b"}, ALPACA, "'input' is a number, not text"),
+        ({"chosen": "a", "rejected": "b"}, PREFERENCE, "'chosen' is text, and there is no prompt"),
+        ({"chosen": [ASSISTANT], "rejected": [ASSISTANT]}, PREFERENCE, "'chosen' is a list, and there is no prompt"),
+        ({"prompt": "q", "chosen": "a"}, PREFERENCE, "'rejected' is missing or null"),
+    ],
+)
+def test_malformed_row_is_refused_in_words(row: dict[str, Any], columns: Columns, what: str) -> None:
+    with pytest.raises(RowError) as caught:
+        examples_of(row, columns)
+    assert caught.value.what.startswith(what) and caught.value.expected

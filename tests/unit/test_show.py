@@ -1,0 +1,234 @@
+"""`threefold data show` and labelled stores: what is learnt is what the store holds, shown in text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from threefold.commands.data import app
+from threefold.commands.documents import histogram, marked, packed_row
+from threefold.data.rows.packing import Packing
+from threefold.data.store.resolve import open_store
+from threefold.data.store.store import TokenStore
+from threefold.data.text.source import Labels, Source
+from threefold.data.tokens import ByteTokenizer, byte_backend
+from threefold.errors import ConfigError, DataError
+
+TEMPLATE = (
+    "{%- for message in messages -%}<|{{ message.role }}|>{{ message.content }}{{ eos_token }}\n{% endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+NAMED = ("--tokenizer", "bytes", "--chat-template", "t.jinja")
+CHATS = ("--source", "c.jsonl", *NAMED)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Twelve conversations and a chat template, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("t.jinja").write_text(TEMPLATE)
+    write("c.jsonl", [{"messages": turns(f"what is {i}?", str(i) * (1 + i % 3))} for i in range(12)])
+    return tmp_path
+
+
+def turns(asked: str, said: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+
+
+def write(name: str, rows: Sequence[Any]) -> None:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def data(*arguments: str) -> str:
+    """What a subcommand of `data` prints; its error is raised."""
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def shown(*arguments: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in data("show", *arguments, "--json").splitlines()]
+
+
+def test_text_has_markers_around_what_is_learnt() -> None:
+    said = data("show", *CHATS, "--row", "4", "--ids").splitlines()
+    assert said[:3] == [
+        "row 4: 37 tokens, 3 learnt",
+        "  | <|user|>what is 4?<|end|>",
+        "  | <|assistant|>[[44<|end|>]]",
+    ]
+    assert said[3].startswith("  ids 60 124 117") and said[3].endswith("62 [52] [52] [256] 10")
+    assert "[[44]]<|end|>" in data("show", *CHATS, "--row", "4", "--no-train-on-end")
+
+
+def test_json_is_every_document_and_its_targets() -> None:
+    rows = shown(*CHATS)
+    assert [row["row"] for row in rows] == list(range(12))
+    for number, row in enumerate(rows):
+        learnt = [id for id, target in zip(row["ids"], row["targets"], strict=True) if target]
+        assert bytes(learnt[:-1]).decode() == str(number) * (1 + number % 3) and learnt[-1] == 256
+        assert row["documents"] == [0] * len(row["ids"])
+    assert shown(*CHATS, "--row", "5") == [rows[5]] and shown(*CHATS, "--first", "2") == rows[:2]
+
+
+def test_store_records_what_is_learnt_and_shows_the_same() -> None:
+    said = data("prepare", *CHATS, "--to", "store")
+    info = TokenStore(Path("store/tokens")).info
+    assert info is not None and info.labels == "chat (messages), learnt: assistant"
+    assert f"  {info.learnt}\n" in said and re.search(r": 41 of 4\d\d tokens \(\d\.\d %\)$", info.learnt)
+    assert shown("--source", "store", "--tokenizer", "bytes") == shown(*CHATS)
+
+
+def test_options_of_prepare_reach_the_store() -> None:
+    write("d.jsonl", [{"dialog": turns("a", "b"), "day": "x"}, {"dialog": turns("a", ""), "day": "x"}])
+    Path("dated.jinja").write_text("{{ strftime_now('%Y') }}" + TEMPLATE)
+    options = ("--fields", "{messages: dialog}", "--train-on", "last", "--no-train-on-end", "--skip-empty-targets")
+    dated = ("--chat-template", "dated.jinja", "--chat-date", "2026-01-31", "--control-tokens", "ids")
+    data("prepare", "--source", "d.jsonl", "--tokenizer", "bytes", *options, *dated, "--to", "store")
+    info = TokenStore(Path("store/tokens")).info
+    assert info is not None and info.labels == "chat (dialog), learnt: last without its end"
+    assert (info.num_documents, info.num_skipped, info.num_targets) == (1, 1, 1)
+    (row,) = shown("--source", "store", "--tokenizer", "bytes")
+    assert bytes(row["ids"][:4]) == b"2026"
+
+
+@pytest.mark.parametrize(
+    ("labels", "what"),
+    [
+        (Labels(train_on="last"), "data.train_on = last: "),
+        (Labels(format="prompt_completion", train_on_end=False), "data.format = prompt_completion, data.train_on_end"),
+    ],
+)
+def test_store_refuses_keys_that_contradict_it(labels: Labels, what: str) -> None:
+    data("prepare", *CHATS, "--to", "store")
+    for fits in (Labels(), Labels(format="chat", train_on="assistant", chat_template="t.jinja")):
+        assert open_store(Source("store", labels=fits), tokenizer=ByteTokenizer(), cache=Path("cache")).has_targets
+    with pytest.raises(DataError) as caught:
+        open_store(Source("store", labels=labels), tokenizer=ByteTokenizer(), cache=Path("cache"))
+    (problem,) = caught.value.problems
+    assert problem.what.startswith(what)
+    assert problem.what.endswith("the token store store was made as chat (messages), learnt: assistant")
+    assert problem.expected.startswith("what the store has recorded") and problem.fix.startswith("leave the keys out")
+
+
+def test_store_of_texts_refuses_labels() -> None:
+    write("texts.jsonl", [{"text": "some words"}])
+    data("prepare", "--source", "texts.jsonl", "--tokenizer", "bytes", "--to", "store")
+    for labels in (Labels(format="text"), Labels(train_on="all")):
+        open_store(Source("store", labels=labels), tokenizer=None, cache=Path("cache"))
+    with pytest.raises(
+        DataError, match=r"data\.format = chat, data\.train_on = assistant: .* made as text, learnt: al"
+    ):
+        open_store(
+            Source("store", labels=Labels(format="chat", train_on="assistant")), tokenizer=None, cache=Path("cache")
+        )
+
+
+def test_what_is_learnt_of_texts_is_not_chosen() -> None:
+    Path("a.txt").write_text("some words")
+    write("texts.jsonl", [{"text": "some words"}])
+    for name in ("a.txt", "texts.jsonl"):
+        with pytest.raises(
+            DataError, match=r"train_on = last: .* is text, of which every token is learnt\n.*\n  fix: leave"
+        ):
+            open_store(
+                Source(name, labels=Labels(train_on="last")), tokenizer=ByteTokenizer(), cache=Path("cache").absolute()
+            )
+        data("prepare", "--source", name, "--tokenizer", "bytes", "--train-on", "all", "--to", f"{name}-store")
+
+
+def test_labels_that_tell_nothing_apart_are_refused() -> None:
+    write("whole.jsonl", [{"prompt": "", "completion": "x"}])
+    pair = ("--source", "whole.jsonl", "--tokenizer", "bytes")
+    with pytest.raises(
+        DataError, match=r"learnt: completion: all of its 2 tokens would be learnt\n  expected: prompts"
+    ):
+        data("prepare", *pair, "--to", "store")
+    assert not Path("store/tokens.json").exists()
+    data("prepare", *pair, "--train-on", "all", "--to", "store")
+    write("none.jsonl", [{"messages": turns("a", "")[:1]}])
+    with pytest.raises(DataError, match=r"learnt: assistant: none of 1 rows, 1 of them skipped would be learnt"):
+        data("prepare", "--source", "none.jsonl", *NAMED, "--skip-empty-targets", "--to", "other")
+
+
+def test_preferences_are_refused_until_one_answer_is_named() -> None:
+    row = {"prompt": "q", "chosen": "good", "rejected": "bad"}
+    write("p.jsonl", [row])
+    write("c.jsonl", [{"chosen": turns("q", "good"), "rejected": turns("q", "bad")}])
+    for name, options in (
+        ("p.jsonl", ("--format", "prompt_completion", "--fields", "{completion: chosen}")),
+        ("c.jsonl", ("--format", "chat", "--fields", "{messages: chosen}", "--train-on", "last")),
+    ):
+        with pytest.raises(ConfigError, match=r"has preferences, .*: rejected answers would be learnt") as caught:
+            data("show", "--source", name, *NAMED)
+        assert options[3] in caught.value.problems[0].fix
+        (shown_row,) = shown("--source", name, *NAMED, *options)
+        learnt = [id for id, target in zip(shown_row["ids"], shown_row["targets"], strict=True) if target]
+        assert bytes(learnt[:-1]) == b"good" and b"bad" not in bytes(id for id in shown_row["ids"] if id < 256)
+
+
+def test_errors_name_own_flags() -> None:
+    write("none.jsonl", [{"messages": turns("a", "")[:1]}])
+    with pytest.raises(DataError, match=r"a completion   \(or --skip-empty-targets\)"):
+        data("show", "--source", "none.jsonl", *NAMED)
+    with pytest.raises(ConfigError, match=r"has no chat template\n.*\n  fix: --chat-template FILE"):
+        data("show", "--source", "c.jsonl", "--tokenizer", "bytes")
+    with pytest.raises(ConfigError, match=r"--row 12 is not there"):
+        data("show", *CHATS, "--row", "12")
+    with pytest.raises(ConfigError, match=r"neither a run nor --source is given"):
+        data("show")
+    with pytest.raises(ConfigError, match=r"run and --source, --tokenizer are both given"):
+        data("show", "run", "--source", "c.jsonl", "--tokenizer", "bytes")
+    with pytest.raises(ConfigError, match=r"--fields 5 is not a mapping"):
+        data("show", *CHATS, "--fields", "5")
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "none", "concat"])
+@pytest.mark.parametrize("crossing", [False, True])
+def test_packed_rows_learn_what_their_documents_do(packing: str, crossing: bool) -> None:
+    data("prepare", *CHATS, "--to", "store")
+    rows = Packing(64, packing, document_mask=True, cross_targets=crossing).pack(TokenStore(Path("store/tokens")))
+    learnt = sum(int(np.count_nonzero(packed_row(rows, number).targets)) for number in range(rows.num_rows))
+    # A document's first token is a label only where documents may cross, and none of a chat is learnt.
+    labels = rows.rows(np.arange(rows.num_rows))["labels"]
+    at_ends = int(np.count_nonzero(labels[:, -1] >= 0))
+    assert learnt == int(np.count_nonzero(labels >= 0)) - at_ends
+    assert learnt + at_ends == 41 or packing == "concat"
+
+
+def test_escape_sequences_of_a_text_are_no_terminals() -> None:
+    decode = byte_backend().decode
+    text = b"a\x1b[2Jb"
+    assert marked(list(text), [False] * 3 + [True] * 3, lambda ids: decode(list(ids))) == r"a\x1b[[[2Jb]]"
+
+
+def test_a_terminal_has_colour_instead_of_markers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    decode = byte_backend().decode
+    shown = marked(list(b"ab\nc"), [False, True, True, True], lambda ids: decode(list(ids)))
+    green = "\x1b[32m\x1b[1m"
+    assert shown == f"a{green}b\x1b[0m\n{green}c\x1b[0m"
+
+
+def test_a_character_of_several_tokens_stays_one() -> None:
+    ids = list("äö".encode())
+    decode = byte_backend().decode
+    assert marked(ids, [False, False, True, True], lambda ids: decode(list(ids))) == "ä[[ö]]"
+
+
+def test_histogram_counts_rows_by_learnt_tokens() -> None:
+    assert list(histogram([(10, 1), (10, 3), (20, 2)])) == [
+        "the first 3 rows: 40 tokens, 6 learnt (15.0 %)",
+        f"{'1':>22} learnt:     1 rows  {'#' * 20}",
+        f"{'2 to 3':>22} learnt:     2 rows  {'#' * 40}",
+    ]

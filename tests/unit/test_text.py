@@ -296,3 +296,20 @@ def test_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "x.txt").write_text("home")
     assert read("~/x.txt") == ["home"]
+
+
+def test_folder_of_the_hub_is_known_by_its_content(tmp_path: Path) -> None:
+    """datasets tells files apart by path, size and time: a file that was rewritten with both gave the old rows."""
+    folder = tmp_path / "one"
+    folder.mkdir()
+    file = folder / "train.jsonl"
+    file.write_text('{"text": "aaaa"}\n')
+    stat = file.stat()
+    first = open_text(Source(f"hf:{folder}"), memory=tmp_path / "memory")
+    file.write_text('{"text": "bbbb"}\n')
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    second = open_text(Source(f"hf:{folder}"), memory=tmp_path / "memory")
+    texts = [text for piece in second.pieces for text in second.read(piece, ReadLog())]
+    assert texts == ["bbbb"] and first.fingerprint != second.fingerprint
+    folder.rename(tmp_path / "two")
+    assert open_text(Source(f"hf:{tmp_path}/two")).fingerprint == second.fingerprint

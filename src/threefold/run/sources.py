@@ -16,7 +16,7 @@ from threefold.data.store.resolve import files_of, has_labels
 from threefold.data.text.listing import kind_of, summary, write_list
 from threefold.data.text.source import Labels, Source
 from threefold.errors import DataError, Problem, ThreefoldError
-from threefold.mesh.environment import data_path
+from threefold.mesh.environment import cache_folder, data_path
 
 if TYPE_CHECKING:
     from threefold.mesh.mesh import Mesh
@@ -112,7 +112,7 @@ def with_packing(config: Config, mesh: Mesh) -> Config:
     def labelled() -> bool:
         # What is wrong with a source is said when it is read.
         with contextlib.suppress(ThreefoldError):
-            return any(has_labels(source) for source in sources_of(config).values())
+            return any(has_labels(source, memory=cache_folder() / "files") for source in sources_of(config).values())
         return False
 
     found = mesh.once_per_host("format", labelled)

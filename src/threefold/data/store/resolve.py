@@ -59,7 +59,7 @@ def open_store(source: Source, *, tokenizer: Tokenizer | None, cache: Path) -> T
 
 def open_text(source: Source, labeller_for: LabellerFor | None = None, *, memory: Path | None = None) -> TextSource:
     """The documents that a source names, their files' digests remembered in `memory`; a DataError if it has none."""
-    texts = _opened(source, labeller_for)
+    texts = _opened(source, labeller_for, memory)
     opened = [replace(text, memory=memory) if isinstance(text, Files) else text for text in texts]
     if labeller_for is not None and opened[0].labels is None and source.labels.train_on not in (None, "all"):
         raise DataError(
@@ -71,8 +71,8 @@ def open_text(source: Source, labeller_for: LabellerFor | None = None, *, memory
     return opened[0] if len(opened) == 1 else JoinedSources(tuple(opened))
 
 
-def has_labels(source: Source) -> bool:
-    """Whether a source is of rows with labels, or a store of such; errors as for `open_text`."""
+def has_labels(source: Source, *, memory: Path | None = None) -> bool:
+    """Whether a source is of rows with labels, or a store of such; arguments and errors as for `open_text`."""
     if isinstance(source.name, str) and (prefix := store_prefix(source.name)) is not None:
         return TokenStore(prefix).has_targets
     found = []
@@ -80,7 +80,7 @@ def has_labels(source: Source) -> bool:
     def look(names: Sequence[str]) -> None:
         found.append(format_of(names, source))
 
-    _opened(source, look)
+    _opened(source, look, memory)
     return bool(found) and found[0] != "text"
 
 
@@ -91,10 +91,10 @@ def files_of(source: Source) -> list[FileList]:
     return [text.files for text in _opened(source) if isinstance(text, Files)]
 
 
-def _opened(source: Source, labeller_for: LabellerFor | None = None) -> list[TextSource]:
+def _opened(source: Source, labeller_for: LabellerFor | None = None, memory: Path | None = None) -> list[TextSource]:
     known: Known = {}
     if isinstance(source.name, str):
-        return [_open_one(source, source.name, known, labeller_for)]
+        return [_open_one(source, source.name, known, labeller_for, memory)]
     for name in source.name:
         if store_prefix(name) is not None:
             mixture = {f"source-{i}": {"source": each, "weight": 1} for i, each in enumerate(source.name, start=1)}
@@ -104,7 +104,7 @@ def _opened(source: Source, labeller_for: LabellerFor | None = None) -> list[Tex
                 fix=f"--data.mixture {pasted(mixture)}   (any weights)",
             )
     try:
-        opened = [_open_one(replace(source, name=name), name, known, labeller_for) for name in source.name]
+        opened = [_open_one(replace(source, name=name), name, known, labeller_for, memory) for name in source.name]
     except DataError as error:
         fixes = ((each, each.fix.replace("--data.source ", "in the list: ")) for each in error.problems)
         raise DataError.of(replace(each, fix=fix) for each, fix in fixes) from error
@@ -117,7 +117,9 @@ def _opened(source: Source, labeller_for: LabellerFor | None = None) -> list[Tex
     return opened
 
 
-def _open_one(source: Source, name: str, known: Known, labeller_for: LabellerFor | None) -> TextSource:
+def _open_one(
+    source: Source, name: str, known: Known, labeller_for: LabellerFor | None, memory: Path | None
+) -> TextSource:
     folder = Path(name).expanduser()
     if found := _REMOTE.match(name):
         fix = f"{_DOWNLOAD.get(found[1], 'download {} to').format(name)} DIR   then --data.source DIR"
@@ -129,7 +131,7 @@ def _open_one(source: Source, name: str, known: Known, labeller_for: LabellerFor
             fix=fix,
         )
     if name.startswith("hf:"):
-        return open_hub(source, labeller_for)
+        return open_hub(source, labeller_for, memory=memory)
     if name == "stdlib":
         return open_stdlib()
     if is_saved(folder):

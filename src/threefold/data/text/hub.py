@@ -1,13 +1,14 @@
 """Documents from a dataset of the Hugging Face Hub, or from a folder that `datasets` reads or wrote, one per row.
 
 The dataset is loaded as memory-mapped Arrow files in the cache of `datasets`, or in the folder of `save_to_disk`; only
-the text column is read. Its own fingerprint identifies the content: for a folder of files it follows their paths, sizes
-and times. It pickles as the paths of the Arrow files, so other processes map them too. No code from the dataset's
-repository runs.
+the text column is read. Its own fingerprint identifies the content; a folder of files is identified by their content,
+because `datasets` tells them apart by paths, sizes and times alone, and has a cache of its own for each. It pickles as
+the paths of the Arrow files, so other processes map them too. No code from the dataset's repository runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from threefold.data.text.digests import Digests
 from threefold.data.text.fields import AGAIN, TextField, require_text, rows_of_table
 from threefold.data.text.source import Document, Labeller, LabellerFor, Piece, ReadLog, Source
 from threefold.errors import DataError, Problem, ThreefoldError
@@ -63,8 +65,12 @@ class HubRows:
                 log.bad(what, expected="undamaged rows", fix=AGAIN, count=stop - start)
 
 
-def open_hub(source: Source, labeller_for: LabellerFor | None = None) -> HubRows:
-    """One split of `hf:ID`; a DataError if it cannot be read, or has no such split, configuration or field."""
+def open_hub(source: Source, labeller_for: LabellerFor | None = None, *, memory: Path | None = None) -> HubRows:
+    """One split of `hf:ID`; a DataError if it cannot be read, or has no such split, configuration or field.
+
+    Args:
+        memory: where digests of a folder's files are remembered.
+    """
     import datasets
 
     assert isinstance(source.name, str)
@@ -78,16 +84,30 @@ def open_hub(source: Source, labeller_for: LabellerFor | None = None) -> HubRows
             expected=f"hf:OWNER/NAME as on the Hub, or hf:FOLDER, relative to {Path.cwd()}",
             fix="--data.source hf:FOLDER   (a folder with .jsonl, .parquet, .csv or .txt files)",
         )
+    content = _content_of(folder, memory) if folder.is_dir() else None
     try:
         dataset = datasets.load_dataset(
             str(folder) if folder.is_dir() else dataset_id,
+            cache_dir=f"{datasets.config.HF_DATASETS_CACHE}/threefold-{content}" if content is not None else None,
             name=source.config_name,
             split=source.split,
             revision=source.revision,
         )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise _not_loaded(source, error) from error
-    return _rows_of(dataset, source.name, source.text_field, labeller_for)
+    identity = f"{content} {source.config_name} {source.split}" if content is not None else None
+    return _rows_of(dataset, source.name, source.text_field, labeller_for, identity)
+
+
+def _content_of(folder: Path, memory: Path | None) -> str:
+    """Digest of all files of a folder: their paths in it, sizes and contents."""
+    digests, whole = Digests(folder, memory), hashlib.blake2b(digest_size=16)
+    for path in sorted(each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file()):
+        with contextlib.suppress(OSError):  # who reads it names it
+            size, content = digests.of(path)
+            whole.update(f"\n{path}\0{size}\0{content}".encode(errors="surrogateescape"))
+    digests.keep()
+    return whole.hexdigest()
 
 
 def is_saved(folder: Path) -> bool:
@@ -121,15 +141,18 @@ def open_saved(source: Source, folder: Path, labeller_for: LabellerFor | None = 
     return _rows_of(dataset, str(source.name), source.text_field, labeller_for)
 
 
-def _rows_of(dataset: Dataset, name: str, text_field: str, labeller_for: LabellerFor | None) -> HubRows:
+def _rows_of(
+    dataset: Dataset, name: str, text_field: str, labeller_for: LabellerFor | None, identity: str | None = None
+) -> HubRows:
+    identity = identity or dataset._fingerprint
     labeller = labeller_for(dataset.column_names) if labeller_for is not None else None
     if labeller is not None:
-        recipe = f"hub 1 {dataset._fingerprint} {labeller.recipe}"
+        recipe = f"hub 1 {identity} {labeller.recipe}"
         fingerprint = hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
         rows = dataset.select_columns(list(labeller.columns)).with_format("arrow")
         return HubRows(name, rows, text_field, fingerprint, labeller)
     require_text(name, dataset.features.arrow_schema, text_field)
-    recipe = f"hub 1 {dataset._fingerprint} {text_field!r}"
+    recipe = f"hub 1 {identity} {text_field!r}"
     fingerprint = hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
     column = text_field if text_field in dataset.column_names else text_field.partition(".")[0]
     return HubRows(name, dataset.select_columns([column]).with_format("arrow"), text_field, fingerprint)

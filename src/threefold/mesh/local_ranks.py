@@ -165,6 +165,8 @@ class _Ranks:
                 self._send(signal.SIGCONT)  # a rank that is stopped would not hear it
         codes = [process.exitcode for process in self._all]
         if stopped is not None:
+            if (left := 128 + signal.SIGINT) in codes:  # a second Ctrl-C: the others then lose their connections
+                return left, False
             first = codes[0]
             return first if first is not None and first >= 0 else 128 + stopped, False
         if failed is None and (failed := self._first_failed()) is None:

@@ -360,6 +360,11 @@ def compared(name: str, messages: Any, tools: Any = None, modes: Any = MODES) ->
     return "; ".join(sorted(refused)) or "equal"
 
 
+def functions(known: Family) -> Any:
+    """The tools, for a template that writes them: some of those that write calls write no tools."""
+    return FUNCTIONS if re.search(r"\btools\b", known.source) else None
+
+
 def drawn(draw: random.Random, known: Family) -> tuple[list[Any], Any]:
     """A conversation that most templates take, and its tools."""
     tools = FUNCTIONS if known.tools and draw.random() < 0.4 else None
@@ -380,7 +385,7 @@ def drawn(draw: random.Random, known: Family) -> tuple[list[Any], Any]:
             messages[-1]["reasoning_content"] = draw.choice(["mm", "one\ntwo", " x "])
         if known.twice and draw.random() < 0.1:
             messages.append(assistant(_text(draw)))
-    return messages, tools
+    return messages, tools and functions(known)
 
 
 def _text(draw: random.Random) -> str:
@@ -407,8 +412,20 @@ def test_targets_are_those_of_the_oracle(name: str) -> None:
     for each, messages in CONVERSATIONS.items():
         calls = any("tool_calls" in message for message in messages)
         if not calls or family(name).tools:
-            found[each] = compared(name, messages, FUNCTIONS if calls else None)
+            found[each] = compared(name, messages, functions(family(name)) if calls else None)
     assert {each: said for each, said in found.items() if said != "equal"} == REFUSED.get(name, {})
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+def test_tools_that_a_template_leaves_out_are_refused(train_on: str) -> None:
+    """The model would learn calls of functions that it has not seen, or that nothing was called."""
+    left_out = {name for name in FAMILIES if family(name).tools and functions(family(name)) is None}
+    assert {"deepseek_v3", "llama4"} <= left_out
+    for name in left_out:
+        with pytest.raises(RowError, match="it has tools, and the chat template does not write them"):
+            encoder(name, train_on, True).labelled(Example(tuple(CONVERSATIONS["tools"]), tools=FUNCTIONS))
+    with pytest.raises(RowError, match="it has tool_calls, and the chat template does not write them"):
+        encoder("chatml", train_on, True).labelled(Example((user("a"), assistant("b", tool_calls=[CALL]))))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

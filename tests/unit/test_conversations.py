@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from threefold.data.conversations.formats import Columns, Example, RowError, columns_of, examples_of
+from threefold.data.conversations.labeller import chat_template, format_of
+from threefold.data.text.source import Labels, Source
+from threefold.data.tokens import ByteTokenizer
 from threefold.errors import ConfigError
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -171,3 +175,49 @@ def test_malformed_row_is_refused_in_words(row: dict[str, Any], columns: Columns
     with pytest.raises(RowError) as caught:
         examples_of(row, columns)
     assert caught.value.what.startswith(what) and caught.value.expected
+
+
+def test_column_that_only_a_later_row_has_is_read() -> None:
+    columns = columns_of(["messages"])
+    (example,) = examples_of({"messages": [USER, ASSISTANT], "system": "s", "tools": [{"name": "f"}]}, columns)
+    assert example.messages[0] == {"role": "system", "content": "s"} and example.tools == ({"name": "f"},)
+
+
+def test_system_text_beside_prompt_and_completion_is_kept_or_refused() -> None:
+    columns = columns_of(["prompt", "completion", "system"])
+    (example,) = examples_of({"prompt": [USER], "completion": [ASSISTANT], "system": "s"}, columns)
+    assert example.messages[0]["role"] == "system" and example.num_prompt == 2
+    with pytest.raises(RowError, match="'system' is text, beside text"):
+        examples_of({"prompt": "a", "completion": "b", "system": "s"}, columns)
+
+
+@pytest.mark.parametrize(
+    ("fields", "what", "fix"),
+    [
+        ({"mesages": "dialog"}, "data.fields has 'mesages', which is no field", "--data.fields '{messages: dialog}'"),
+        (
+            {"messages": "dialg"},
+            "data.fields has messages: dialg, and there is no",
+            "--data.fields '{messages: dialog}'",
+        ),
+        (
+            {"messages": "dialog", "tools": "functons"},
+            "data.fields has tools: functons, and there is no",
+            "functions}'",
+        ),
+    ],
+)
+def test_misspelt_field_is_refused(fields: dict[str, str], what: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        columns_of(["dialog", "functions"], fields=fields)
+    assert str(caught.value).startswith(what) and str(caught.value).endswith(fix)
+    with pytest.raises(ConfigError):  # nor are such rows taken for text
+        format_of(["dialog", "functions"], Source("x.jsonl", labels=Labels(fields=fields)))
+
+
+def test_date_that_is_none_is_refused_once(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{{ strftime_now('%Y') }}")
+    for date, what in (("2026-13-01", "data.chat_date = '2026-13-01': "), (None, "the chat template prints today's")):
+        with pytest.raises(ConfigError) as caught:
+            chat_template(ByteTokenizer(), Labels(chat_template=str(tmp_path / "t.jinja"), chat_date=date))
+        assert str(caught.value).startswith(what)

@@ -7,6 +7,7 @@ The columns are those of the datasets that TRL reads: `messages`, ShareGPT's `co
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,13 @@ _COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "chat": (("messages",), ("conversations",)),
     "prompt_completion": (("prompt", "completion"), ("instruction", "output")),
 }
-_OPTIONAL = ("input", "system", "tools", "prompt", "chat_template_kwargs")
+# Columns that a row may have besides; a later row may have one that the first has not.
+_OPTIONAL = {
+    "text": (),
+    "chat": ("system", "tools", "chat_template_kwargs"),
+    "prompt_completion": ("input", "system", "tools", "chat_template_kwargs"),
+    "preference": ("prompt", "system", "tools", "chat_template_kwargs"),
+}
 FIELDS = (
     *("messages", "conversations", "role", "content", "prompt", "completion", "instruction", "input", "output"),
     *("chosen", "rejected", "system", "tools", "chat_template_kwargs"),
@@ -52,6 +59,11 @@ class Columns:
     names: tuple[str, ...]
     fields: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The columns that are read of a row that has them."""
+        return (*self.names, *(name for name in _OPTIONAL[self.format] if name not in self.names))
+
     def __str__(self) -> str:
         return f"{self.format} ({', '.join(self.fields.get(name, name) for name in self.names)})"
 
@@ -81,6 +93,7 @@ def columns_of(
         ConfigError: they are of no format or, with `auto`, of several; or lack a column of the format asked for.
     """
     given = dict(fields or {})
+    _refuse_unknown(given, names)
     present = {ours for ours in (*FIELDS, text_field) if given.get(ours, ours) in names}
     found = {
         each: next((columns for columns in sets if present.issuperset(columns)), ()) for each, sets in _COLUMNS.items()
@@ -102,12 +115,27 @@ def columns_of(
             expected=f"the columns {wanted}",
             fix=f"name them: --data.fields '{{{sets[0][0] if sets else 'messages'}: {names[0] if names else 'NAME'}}}'",
         )
-    optional = tuple(each for each in _OPTIONAL if each in present and each not in found[chosen])
-    if chosen == "text":
-        optional = ()
-    elif chosen == "chat":
-        optional = tuple(each for each in optional if each not in ("input", "prompt"))
+    optional = (each for each in _OPTIONAL[chosen] if each in present and each not in found[chosen])
     return Columns(chosen, (*found[chosen], *optional), given)
+
+
+def _refuse_unknown(given: Mapping[str, str], names: Sequence[str]) -> None:
+    """ConfigError for a key of data.fields that is none of ours, or that names a column which is not there."""
+    for ours, theirs in given.items():
+        if ours not in FIELDS:
+            nearest = difflib.get_close_matches(ours, FIELDS, 1)
+            raise ConfigError(
+                f"data.fields has {ours!r}, which is no field",
+                expected=f"one of {', '.join(FIELDS)}",
+                fix=f"--data.fields '{{{nearest[0] if nearest else FIELDS[0]}: {theirs}}}'",
+            )
+        if ours not in ("role", "content") and theirs not in names:
+            nearest = difflib.get_close_matches(theirs, names, 1) or list(names[:1]) or ["NAME"]
+            raise ConfigError(
+                f"data.fields has {ours}: {theirs}, and there is no column {theirs!r}",
+                expected=f"one of the columns: {', '.join(names) or 'none'}",
+                fix=f"--data.fields '{{{ours}: {nearest[0]}}}'",
+            )
 
 
 def examples_of(row: Mapping[str, Any], columns: Columns) -> list[Example]:
@@ -116,29 +144,39 @@ def examples_of(row: Mapping[str, Any], columns: Columns) -> list[Example]:
     Raises:
         RowError: a column is missing, null, or of another form.
     """
-    values = {name: row.get(columns.fields.get(name, name)) for name in columns.names}
+    values = {name: row.get(columns.fields.get(name, name)) for name in columns.all_names}
     tools, variables = _tools(values.get("tools")), _variables(values.get("chat_template_kwargs"))
     if columns.format == "chat":
         return [Example(tuple(_conversation(values, columns)), tools=tools, variables=variables)]
     if columns.format == "prompt_completion":
-        return [_completed(*_prompt_and_completion(values), columns, tools, variables)]
+        prompt, completion = _prompt_and_completion(values, columns)
+        return [_completed(_with_system(values, prompt), completion, columns, tools, variables)]
     prompt = values.get("prompt")
     both = []
     for name in ("chosen", "rejected"):
         answer = _given(values, name)
         # Without a prompt, both answers are whole conversations that begin alike.
         begun, rest = (prompt, answer) if prompt is not None and not _repeats(prompt, answer) else _split(answer, name)
-        both.append(_completed(begun, rest, columns, tools, variables))
+        both.append(_completed(_with_system(values, begun), rest, columns, tools, variables))
     return both
 
 
 def _conversation(values: Mapping[str, Any], columns: Columns) -> list[Message]:
     name = columns.names[0]
-    messages = _messages(_given(values, name), name, columns)
-    system = values.get("system")
-    if isinstance(system, str) and system and not (messages and messages[0]["role"] == "system"):
-        messages = [{"role": "system", "content": system}, *messages]
+    messages: list[Message] = _with_system(values, _messages(_given(values, name), name, columns))
     return messages
+
+
+def _with_system(values: Mapping[str, Any], messages: Any) -> Any:
+    """Messages that begin with the row's system text, if it has one and they do not."""
+    system = values.get("system")
+    if not system:
+        return messages
+    if not isinstance(system, str) or not isinstance(messages, list):
+        what = f"'system' is {kind_of(system)}, beside {kind_of(messages)}"
+        raise RowError(what, "a system text beside messages   (or data.fields without it, and texts that hold it)")
+    begins = bool(messages) and isinstance(messages[0], Mapping) and messages[0].get("role") == "system"
+    return messages if begins else [{"role": "system", "content": system}, *messages]
 
 
 def _given(values: Mapping[str, Any], name: str) -> Any:
@@ -147,16 +185,14 @@ def _given(values: Mapping[str, Any], name: str) -> Any:
     return values[name]
 
 
-def _prompt_and_completion(values: Mapping[str, Any]) -> tuple[Any, Any]:
-    if "instruction" not in values:
+def _prompt_and_completion(values: Mapping[str, Any], columns: Columns) -> tuple[Any, Any]:
+    if "instruction" not in columns.names:
         return _given(values, "prompt"), _given(values, "completion")
     instruction, more, output = _given(values, "instruction"), values.get("input"), _given(values, "output")
     for name, text in (("instruction", instruction), ("input", more or ""), ("output", output)):
         if not isinstance(text, str):
             raise RowError(f"{name!r} is {kind_of(text)}, not text", "instruction, input and output as texts")
     asked = [{"role": "user", "content": f"{instruction}\n\n{more}" if more else instruction}]
-    if isinstance(values.get("system"), str) and values["system"]:
-        asked.insert(0, {"role": "system", "content": values["system"]})
     return asked, [{"role": "assistant", "content": output}]
 
 

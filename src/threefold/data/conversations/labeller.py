@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class RowLabeller:
 
     @property
     def columns(self) -> Sequence[str]:
-        return [self.read.fields.get(name, name) for name in self.read.names]
+        return [self.read.fields.get(name, name) for name in self.read.all_names]
 
     @cached_property
     def recipe(self) -> str:
@@ -118,7 +118,9 @@ def format_of(names: Sequence[str], source: Source) -> str:
     try:
         return columns_of(names, format=labels.format, fields=labels.fields, text_field=source.text_field).format
     except ConfigError as error:
-        if labels.format == "text" or (labels.format == "auto" and " are those of " not in error.problems[0].what):
+        what = error.problems[0].what
+        none = what.startswith("data.format = ") and " are those of " not in what
+        if none and labels.format in ("text", "auto"):
             return "text"
         raise
 
@@ -131,6 +133,14 @@ def chat_template(tokenizer: Tokenizer, labels: Labels) -> ChatTemplate | None:
     if source is None:
         return None
     _refuse_wrong(source, labels)
+    try:
+        date.fromisoformat(labels.chat_date or "2000-01-01")
+    except ValueError as error:
+        raise ConfigError(
+            f"data.chat_date = {labels.chat_date!r}: {error}",
+            expected="a day: year, month, day",
+            fix=f"--data.chat_date {datetime.now(UTC).date()}",
+        ) from error
     found = ChatTemplate(source, special, labels.template_variables, labels.chat_date)
     if found.prints_date and labels.chat_date is None:
         raise ConfigError(
@@ -190,7 +200,7 @@ def _own_template(tokenizer: Tokenizer) -> tuple[str | None, dict[str, str]]:
     found = loaded.chat_template
     if isinstance(found, dict):
         found = found.get("default")
-    return found, {name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
+    return found, {name: str(token) for name, token in loaded.special_tokens_map.items() if not isinstance(token, list)}
 
 
 def _backend(tokenizer: Tokenizer) -> Any:

@@ -105,6 +105,7 @@ class Encoder:
                 "it has messages, and the tokenizer has no chat template", "a chat template: data.chat_template"
             )
         given: dict[str, Any] = {"tools": example.tools, "variables": example.variables}
+        self.template.refuse_unwritten(example.messages, **given)
         if self.train_on == "all":
             text = self.template.render(example.messages, **given)
             ids, _ = self._encoded(text, spelled)

@@ -121,6 +121,23 @@ class ChatTemplate:
             text, tuple(whole.marked(number, *stretch) for number, stretch in zip(turns, marked, strict=True))
         )
 
+    def refuse_unwritten(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] | None, variables: Mapping[str, Any] | None
+    ) -> None:
+        """RowError for tools, or calls of tools, that the template leaves out: the model would not see any of them."""
+        calls = [{"content": "", **{k: v for k, v in each.items() if k != "tool_calls"}} for each in messages]
+        others: dict[str, tuple[Sequence[Message], Any]] = {"tools": (messages, None)} if tools else {}
+        others |= {"tool_calls": (calls, tools)} if any(each.get("tool_calls") for each in messages) else {}
+        for what, (said, known) in others.items():
+            text = self.render(messages, tools=tools, variables=variables)
+            try:
+                written = self.render(said, tools=known, variables=variables) != text
+            except RowError:  # it refuses to be without them
+                written = True
+            if not written:
+                expected = "a chat template that knows tools: data.chat_template"
+                raise RowError(f"it has {what}, and the chat template does not write them", expected)
+
     def _whole(
         self,
         messages: Sequence[Message],

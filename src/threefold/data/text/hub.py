@@ -149,7 +149,9 @@ def _rows_of(
     if labeller is not None:
         recipe = f"hub 1 {identity} {labeller.recipe}"
         fingerprint = hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
-        rows = dataset.select_columns(list(labeller.columns)).with_format("arrow")
+        rows = dataset.select_columns([name for name in labeller.columns if name in dataset.column_names]).with_format(
+            "arrow"
+        )
         return HubRows(name, rows, text_field, fingerprint, labeller)
     require_text(name, dataset.features.arrow_schema, text_field)
     recipe = f"hub 1 {identity} {text_field!r}"

@@ -11,11 +11,12 @@ TORCH_INDEX ?=
 ARGS ?=
 TESTS ?= tests
 KILLS ?= 100
+VERSIONS ?=
 
-.PHONY: train test test-faults test-launchers test-examples test-families check fix wheel clean help
+.PHONY: train test test-faults test-launchers test-examples test-browser test-bits test-families test-versions check docs fix vendor wheel clean help
 
 help:
-	@sed -n 's/^#   //p' Makefile; echo "make test | test-faults | test-launchers | test-examples | test-families | check | fix | wheel | clean"
+	@sed -n 's/^#   //p' Makefile; echo "make test | test-faults | test-launchers | test-examples | test-browser | test-bits | test-families | test-versions | check | docs | fix | vendor | wheel | clean"
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
@@ -38,7 +39,7 @@ train: $(VENV)/.runtime
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 \
-	  -m "not slow and not launchers and not examples" $(TESTS)
+	  -m "not slow and not launchers and not examples and not browser and not bits" $(TESTS)
 
 # Kills, stalls and lost hosts in their long forms (KILLS=10: a sample). Two hosts need root and iproute2.
 test-faults: $(VENV)/.dev
@@ -64,12 +65,33 @@ test-launchers: $(VENV)/.dev $(LAUNCHERS)/.installed
 
 # Every example by the command of its page, and long versions of tests that are short elsewhere.
 test-examples: $(VENV)/.dev
+	$(BIN)/python -m pip install -q --no-deps torchao==0.18.0 || echo "torchao cannot be installed; what needs it is skipped"
 	$(BIN)/python -m pip install -q --no-deps trl==1.16.0 || echo "trl cannot be installed; what needs it is skipped"
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt mlflow-skinny lightning-fabric \
+	  || echo "mlflow-skinny or lightning-fabric cannot be installed; what needs them is skipped"
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt lm-eval==0.4.13 \
+	  || echo "lm-eval cannot be installed; what needs it is skipped"
 	$(BIN)/python -m pytest -q -m examples tests
+
+# The pages of runs in the system's Chromium. Where it cannot be had, they are skipped with the reason.
+test-browser: $(VENV)/.dev
+	$(BIN)/python -m pip install -q -r tests/browser/requirements.txt || echo "playwright cannot be installed; what needs it is skipped"
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && ! command -v chromium > /dev/null; then \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; } \
+	  || echo "chromium cannot be installed; what needs it is skipped"; fi
+	$(BIN)/python -m pytest -q -m browser tests/browser
+
+# `train.reduce: exact` for 50 steps on every split of up to 8 data ranks, also on 2 cp or tp ranks each.
+test-bits: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m bits tests
 
 # Every causal architecture of transformers on every mesh; fails if one is wrong, or fails without being refused by name.
 test-families: $(VENV)/.dev
 	$(BIN)/python benchmarks/families.py --all --check --write docs/models.md
+
+# The oldest and the newest Python, torch and transformers that pyproject admits; docs/versions.md has the table.
+test-versions: $(VENV)/.python
+	$(BIN)/python tools/versions.py $(VERSIONS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -82,9 +104,24 @@ fix: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The pages of docs/, README.md and the known errors as a site in site/. A link or an anchor that leads nowhere ends it.
+DOCS := .venv-docs
+
+$(DOCS)/.installed: docs/requirements.txt $(VENV)/.python
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q -r docs/requirements.txt
+	@touch $@
+
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --clean
+
+# The library of the charts, by npm, at the version and with the checksums of tools/vendor.py.
+vendor:
+	$(PYTHON) tools/vendor.py
+
 wheel: $(VENV)/.python
 	$(BIN)/python -m pip install -q build
 	$(BIN)/python -m build --wheel --outdir dist
 
 clean:
-	rm -rf $(VENV) $(LAUNCHERS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LAUNCHERS) $(DOCS) .venv-versions build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

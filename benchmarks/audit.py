@@ -61,23 +61,25 @@ def _run_timed(train: list[str]) -> int:
     """Runs one rank, with a clock around the audit's calls."""
     from threefold.__main__ import main as command
     from threefold.audit.compare import Audit
+    from threefold.training.kept_rows import KeptRows
 
-    spent: dict[str, list[tuple[float, float]]] = {"observe": [], "check": []}
+    spent: dict[str, list[tuple[float, float]]] = {"observe": [], "check": [], "after": []}
 
-    def timed(name: str) -> None:
-        call: Callable[..., None] = getattr(Audit, name)
+    def timed(cls: type, name: str) -> None:
+        call: Callable[..., None] = getattr(cls, name)
 
-        def around(self: Audit, *arguments: Any) -> None:
+        def around(self: Any, *arguments: Any, **options: Any) -> None:
             wall, cpu = time.perf_counter(), time.thread_time()
             try:
-                call(self, *arguments)
+                call(self, *arguments, **options)
             finally:
                 spent[name].append((time.perf_counter() - wall, time.thread_time() - cpu))
 
-        setattr(Audit, name, around)
+        setattr(cls, name, around)
 
-    timed("observe")
-    timed("check")
+    timed(Audit, "observe")
+    timed(Audit, "check")
+    timed(KeptRows, "after")
     sys.argv = ["threefold", "train", *train]
     try:
         command()
@@ -94,7 +96,12 @@ def _report(times: list[dict[str, Any]], step_s: float, ranks: int, train: list[
     )
     print(f"{'a rank, a step':<32}{'CPU, ms':>10}{'clock, ms':>12}")
     totals = [0.0, 0.0]
-    for name, what in (("observe", "hash and compare each row"), ("check", "send and compare digests")):
+    parts = {
+        "observe": "hash and compare each row",
+        "check": "send and compare digests",
+        "after": "keep losses of rows",
+    }
+    for name, what in parts.items():
         # The first calls build tables, and read files into memory that the loader would read anyway.
         calls = [rank[name][1:] for rank in times]
         wall, cpu = (statistics.mean(_per_step(rank, column, num_steps) for rank in calls) for column in (0, 1))

@@ -116,12 +116,12 @@ def _built(values: dict[str, Any], **sizes: int) -> tuple[Any, Any, Any]:
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
-    from threefold.training.optimizer import adamw
+    from threefold.training.optimizer import build_optimizer
 
     mesh = init_mesh(**sizes)
     config = Config.model_validate({"model": {"config": values}})
     model = build(config, load.read_config(config.model), mesh)
-    optimizer = adamw(model.module, config.optimizer)
+    optimizer = build_optimizer(model.module, config.optimizer)
     for parameter in model.module.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

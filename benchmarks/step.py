@@ -1,11 +1,15 @@
 """Tokens per second of a training step, compared with a hand-written loop, accelerate and transformers' parallelism.
 
-    python benchmarks/step.py [--rounds 3] [--steps 20] [--models 1M 10M] [--only NAME ...]
+    python benchmarks/step.py [--rounds 3] [--steps 20] [--models 1M 10M] [--only NAME ...] [--cpu-time]
 
 All contenders train the same Llama in float32 on the same random tokens: 8 rows of 256 per step, AdamW, gradient norm
-clipped to 1. One process has 2 threads; each of two ranks has 1. A round runs every contender once. Ratios are taken
-within a round, relative to that round's hand-written loop, and the median over the rounds is printed. Memory is each
-rank's peak resident size above its size before the model was made, in MiB.
+clipped to 1. One process has 2 threads; each of two ranks has 1, as has every rank with exact sums. A round runs every
+contender once. Ratios are taken within a round, relative to that round's hand-written loop, and the median over the
+rounds is printed. Memory is each rank's peak resident size above its size before the model was made, in MiB. A rank
+waits where its step takes longer than the CPU time of the thread that makes it.
+
+On a machine that others use too, --cpu-time compares the CPU time that all ranks of a contender spend on a step, each
+with 1 thread. It leaves out what ranks wait for one another, so it is the most that an idle machine can reach.
 
 On a CUDA machine, each rank takes one device, and the sizes of --models may be larger (see MODELS).
 """
@@ -93,20 +97,24 @@ def hand(size: str) -> Step:
     return step
 
 
-def ours(size: str, **sizes: Any) -> Step:
+def ours(size: str, reduce: str = "fast", **sizes: Any) -> Step:
     """Threefold's step on a mesh."""
     from threefold.config.schema import Config
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
-    from threefold.training.optimizer import adamw
+    from threefold.run.process import compute_alike
+    from threefold.training.optimizer import build_optimizer
     from threefold.training.step import TrainStep
 
     mesh = init_mesh(**sizes)
-    config = Config.model_validate({"model": {"config": model_config(size)}, "optimizer": {"lr": LR}})
+    train = {"reduce": reduce, "global_batch": ROWS, "micro_batch": ROWS // mesh.dp_size}
+    config = Config.model_validate({"model": {"config": model_config(size)}, "optimizer": {"lr": LR}, "train": train})
+    compute_alike(config)
     model = build(config, load.read_config(config.model), mesh)
-    step = TrainStep(model, adamw(model.module, config.optimizer), mesh, grad_clip=CLIP)
-    return lambda batch: (step([batch], lr=LR), None)[1]
+    optimizer = build_optimizer(model.module, config.optimizer, mesh, exact=reduce == "exact")
+    step = TrainStep(model, optimizer, grad_clip=CLIP)
+    return lambda batch: (step.run([batch], lr=LR), None)[1]
 
 
 def accelerate_ddp(size: str) -> Step:
@@ -179,11 +187,14 @@ CONTENDERS: dict[str, tuple[int, int, Callable[[str], Step]]] = {
     "threefold, tp 2": (2, 1, lambda size: ours(size, tp=2)),
     "transformers, tp 2": (2, 1, lambda size: transformers_own(size, tp_size=2)),
     "threefold, cp 2": (2, 1, lambda size: ours(size, cp=2)),
+    "threefold, exact, 1 process": (1, 1, lambda size: ours(size, "exact")),
+    "threefold, exact, dp_shard 2": (2, 2, lambda size: ours(size, "exact", dp=2, dp_shard=2)),
+    "threefold, exact, dp 2": (2, 2, lambda size: ours(size, "exact", dp=2)),
 }
 
 
-def run_contender(name: str, size: str, steps: int, answer: str) -> None:
-    """Runs on each rank: warms up, times `steps` steps, and lets rank 0 write the result."""
+def run_contender(name: str, size: str, steps: int, folder: str, cpu_time: bool) -> None:
+    """Runs on each rank: warms up, times `steps` steps, and writes the result into a file of `folder`."""
     import logging
     import warnings
 
@@ -195,22 +206,22 @@ def run_contender(name: str, size: str, steps: int, answer: str) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     ranks, readers, make = CONTENDERS[name]
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    torch.set_num_threads(1 if cpu_time else max(1, (os.cpu_count() or 1) // ranks))
     rank = int(os.environ.get("RANK", "0"))
     before = _resident_bytes()
     step = make(size)
     source = batches(model_config(size)["vocab_size"], rank=rank if readers > 1 else 0, ranks=readers)
     for _ in range(WARMUP):
         step(next(source))
-    started = time.perf_counter()
+    clock = time.process_time if cpu_time else time.perf_counter
+    started, worked, begun = clock(), time.thread_time(), time.perf_counter()
     for _ in range(steps):
         step(next(source))
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    elapsed = time.perf_counter() - started
-    if rank == 0:
-        result = {"tokens_per_s": ROWS * SEQ_LEN * steps / elapsed, "memory": _peak_bytes() - before}
-        Path(answer).write_text(json.dumps(result))
+    waited = time.perf_counter() - begun - (time.thread_time() - worked)
+    result = {"seconds": clock() - started, "memory": _peak_bytes() - before, "waited": waited}
+    Path(folder, f"{rank}.json").write_text(json.dumps(result))
 
 
 def _resident_bytes() -> int:
@@ -224,15 +235,18 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _one(name: str, size: str, steps: int, folder: str) -> dict[str, float] | None:
-    answer = Path(folder) / "answer.json"
-    answer.unlink(missing_ok=True)
-    ranks = CONTENDERS[name][0]
-    code = local_ranks.start_ranks(run_contender, (name, size, steps, str(answer)), num_ranks=ranks)
-    if code or not answer.exists():
+def _one(name: str, size: str, steps: int, folder: str, cpu_time: bool) -> dict[str, float] | None:
+    answers = [Path(folder, f"{rank}.json") for rank in range(CONTENDERS[name][0])]
+    for answer in answers:
+        answer.unlink(missing_ok=True)
+    code = local_ranks.start_ranks(run_contender, (name, size, steps, folder, cpu_time), num_ranks=len(answers))
+    if code or not all(answer.exists() for answer in answers):
         print(f"{name}, {size}: ended with exit code {code}", file=sys.stderr)
         return None
-    found: dict[str, float] = json.loads(answer.read_text())
+    told = [json.loads(answer.read_text()) for answer in answers]
+    seconds = sum(each["seconds"] for each in told) if cpu_time else told[0]["seconds"]
+    found = {"tokens_per_s": ROWS * SEQ_LEN * steps / seconds, "memory": told[0]["memory"]}
+    found["waits_ms"] = told[0]["waited"] / steps * 1000
     print(f"  {size:>4} {name:<32} {found['tokens_per_s']:>9,.0f} tokens/s", file=sys.stderr, flush=True)
     return found
 
@@ -244,18 +258,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--models", nargs="*", default=["1M", "10M"], choices=list(MODELS))
     parser.add_argument("--only", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--cpu-time", action="store_true")
     arguments = parser.parse_args()
     local_ranks.preload(PRELOAD)
     baseline = next(iter(CONTENDERS))
     names = [name for name in CONTENDERS if name in arguments.only or name == baseline]
     print(f"rows of {SEQ_LEN} tokens, {ROWS} a step, float32, {os.cpu_count()} cores;", end=" ")
     print(f"medians of {arguments.rounds} rounds\n")
-    print("| model | contender | tokens/s | of the hand-written loop | peak memory a rank, MiB |")
-    print("|---|---|---|---|---|")
+    per = "CPU second" if arguments.cpu_time else "s"
+    print(
+        f"| model | contender | tokens/{per} | of the hand-written loop | peak memory a rank, MiB | waits, ms a step |"
+    )
+    print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="threefold-bench-") as folder:
         for size in arguments.models:
             rounds = [
-                {name: _one(name, size, arguments.steps, folder) for name in names} for _ in range(arguments.rounds)
+                {name: _one(name, size, arguments.steps, folder, arguments.cpu_time) for name in names}
+                for _ in range(arguments.rounds)
             ]
             for name in names:
                 print(_row(size, name, [(found[name], found[baseline]) for found in rounds]), flush=True)
@@ -264,11 +283,12 @@ def main() -> None:
 def _row(size: str, name: str, rounds: list[tuple[dict[str, float] | None, dict[str, float] | None]]) -> str:
     done = [(own, base) for own, base in rounds if own is not None and base is not None]
     if not done:
-        return f"| {size} | {name} | failed | | |"
+        return f"| {size} | {name} | failed | | | |"
     speed = statistics.median(own["tokens_per_s"] for own, _ in done)
     ratio = statistics.median(own["tokens_per_s"] / base["tokens_per_s"] for own, base in done)
     memory = statistics.median(own["memory"] for own, _ in done) / 2**20
-    return f"| {size} | {name} | {speed:,.0f} | {ratio:.2f} | {memory:,.0f} |"
+    waits = statistics.median(own["waits_ms"] for own, _ in done)
+    return f"| {size} | {name} | {speed:,.0f} | {ratio:.2f} | {memory:,.0f} | {waits:,.0f} |"
 
 
 if __name__ == "__main__":

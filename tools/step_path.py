@@ -24,7 +24,7 @@ import threefold
 from threefold.mesh import local_ranks
 
 SOURCE = Path(threefold.__file__).parent
-_LAST = ("training/step.py", "__call__")
+_LAST = ("training/step.py", "run")
 _FOLDER = "STEP_PATH_FOLDER"
 
 CONFIG = """

@@ -13,20 +13,45 @@ if TYPE_CHECKING:
     from threefold.data.distribute import distribute as distribute
     from threefold.data.sampler import DistributedSampler as DistributedSampler
     from threefold.mesh.mesh import init_mesh
+    from threefold.model.model import Model as Model
     from threefold.run.start import train
+    from threefold.training.evaluation import EvalStep as EvalStep
     from threefold.training.make_step import load_model as load_model
     from threefold.training.make_step import make_step as make_step
+    from threefold.training.saving import load as load
+    from threefold.training.saving import save as save
+    from threefold.training.step import TrainStep as TrainStep
 
 _HOME_OF_NAME = {
     "DistributedSampler": "threefold.data.sampler",
+    "EvalStep": "threefold.training.evaluation",
+    "Model": "threefold.model.model",
+    "TrainStep": "threefold.training.step",
     "distribute": "threefold.data.distribute",
+    "generate": "threefold.export.mesh_model",  # as methods of Model
     "init_mesh": "threefold.mesh.mesh",
+    "load": "threefold.training.saving",
     "load_model": "threefold.training.make_step",
     "make_step": "threefold.training.make_step",
+    "save": "threefold.training.saving",
+    "save_pretrained": "threefold.export.mesh_model",
     "train": "threefold.run.start",
 }
 
-__all__ = ["DistributedSampler", "__version__", "distribute", "init_mesh", "load_model", "make_step", "train"]
+__all__ = [
+    "DistributedSampler",
+    "EvalStep",
+    "Model",
+    "TrainStep",
+    "__version__",
+    "distribute",
+    "init_mesh",
+    "load",
+    "load_model",
+    "make_step",
+    "save",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -88,7 +88,7 @@ def test_help_about_a_section_and_a_key(folder: Path) -> None:
 def test_unknown_key(folder: Path) -> None:
     # Cold, as users start it: a request that is wrong from its words alone needs no torch.
     message = said(cold_command(folder, "train", "--optimizer.lrr", "1e-3"))
-    assert message.startswith("unknown key optimizer.lrr\n  expected: one of optimizer.{lr, ")
+    assert message.startswith("unknown key optimizer.lrr\n  expected: one of optimizer.{name, ")
     assert message.endswith("\n  fix: did you mean optimizer.lr?\n")
 
 

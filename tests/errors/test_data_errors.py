@@ -588,7 +588,7 @@ def test_record_beside_the_store(store: Path) -> None:
         (
             "st/tokens.json belongs to another store: it describes 5 tokens in 1 documents",
             "the 4 tokens in 1 documents of the .bin and .idx",
-            "remove the .json to read the store as one made by another program, or copy all three files again",
+            "remove the .json to read the store as one made by another program, or copy all files again",
         )
     ]
     for text, why in (("{}", "its format is not threefold-store-1"), ("[]", ""), ("{", ""), ('{"format": 1}', "")):

@@ -126,7 +126,7 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
             "SM_HOSTS has 2 hosts, but no launcher has started this process",
             "torchrun on each host: otherwise each trains the complete run alone",
             'distribution={"torch_distributed": {"enabled": True}} in the estimator, Torchrun() in ModelTrainer, '
-            "or: threefold submit sagemaker",
+            "or: threefold submit sagemaker   (to use only this one: unset SM_HOSTS)",
         ),
     ),
     "half of srun": (
@@ -152,7 +152,7 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
             "2 ranks on several hosts, but MASTER_ADDR is not set",
             "the name or address of rank 0's host, which open-mpi does not provide",
             "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ...   (Open MPI), -genv MASTER_ADDR HOST (MPICH), "
-            "with the first host's name",
+            "flux run --env=MASTER_ADDR=HOST, mpiexec --env MASTER_ADDR=HOST (PALS), with the first host's name",
         ),
     ),
     "a pod of several ranks without torchrun": (

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from threefold.config.loading import validate
 from threefold.data.tokens import load_tokenizer
 from threefold.errors import ThreefoldError
-from threefold.export.model_folder import _byte_tokenizer
+from threefold.export.tokenizer_files import byte_tokenizer
 from threefold.mesh.topology import Topology
 from threefold.model.load import read_config
 from threefold.run.request import check, model_of
@@ -70,7 +70,7 @@ def test_own_tokenizer_is_taken(folder: Path) -> None:
 
 def test_own_tokenizer_in_another_form_is_taken(folder: Path) -> None:
     """A model that was trained on bytes and exported: the ids are the same."""
-    _byte_tokenizer().save_pretrained("model")
+    byte_tokenizer().save_pretrained("model")
     asked("bytes")
     assert load_tokenizer("model").end_id == 256
 

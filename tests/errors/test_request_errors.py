@@ -154,13 +154,107 @@ def test_unknown_section() -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "lacking", "fix"),
+    [
+        ({}, "eval.source", "--eval.source FILE_OR_FOLDER"),
+        (
+            {"eval": {"source": "a"}, "log": {"sample_tokens": 0}},
+            "log.sample_tokens, which is 0",
+            "--log.sample_tokens 64",
+        ),
+    ],
+)
+def test_samples_are_refused_where_none_is_written(config: dict[str, Any], lacking: str, fix: str) -> None:
+    config = {**config, "eval": {**config.get("eval", {}), "sample": ["hi"]}}
+    assert text(lambda: config_loading.validate(config)) == problem(
+        f"eval.sample = [hi] has no effect without {lacking}",
+        "an evaluation, after which tokens are generated",
+        f"{fix}, or leave eval.sample out",
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "what", "expected", "fix"),
+    [
+        (
+            {"dpo": {"beta": 0.2}},
+            "dpo.beta has no effect with train.objective = next_token",
+            "train.objective dpo",
+            "--train.objective dpo, or leave dpo.beta out",
+        ),
+        (
+            {"train": {"objective": "dpo"}, "data": {"format": "chat"}},
+            "train.objective = dpo with data.format = chat",
+            "rows with a chosen and a rejected answer",
+            "--data.format preference",
+        ),
+        (
+            {"train": {"objective": "dpo"}, "dpo": {"loss": "ipo", "label_smoothing": 0.1}},
+            "dpo.label_smoothing = 0.1 has no effect with dpo.loss = ipo",
+            "dpo.loss sigmoid",
+            "--dpo.loss sigmoid, or leave dpo.label_smoothing out",
+        ),
+        (
+            {"train": {"objective": "dpo", "label_smoothing": 0.1}},
+            "train.label_smoothing = 0.1 has no effect with train.objective = dpo",
+            "train.objective next_token: the loss of pairs is computed from log-probabilities",
+            "leave train.label_smoothing out, or for swapped answers --dpo.label_smoothing 0.1",
+        ),
+        (
+            {"audit": {"rows": True, "every": 0}},
+            "audit.rows = true with audit.every = 0",
+            "an audit: its record says which rows a step has read",
+            "--audit.every 10, or leave audit.rows out",
+        ),
+        (
+            {"audit": {"rows": True}, "train": {"fused_loss": "liger"}},
+            "audit.rows = true with train.fused_loss = liger",
+            "train.fused_loss auto or none: Liger's kernel tells the sum over all rows alone",
+            "--train.fused_loss auto, or leave audit.rows out",
+        ),
+        (
+            {"train": {"objective": "dpo", "fused_loss": "liger"}},
+            "train.fused_loss = liger has no effect with train.objective = dpo",
+            "train.objective next_token: the loss of pairs is computed from log-probabilities",
+            "leave train.fused_loss out",
+        ),
+    ],
+)
+def test_what_does_not_go_with_the_objective(config: dict[str, Any], what: str, expected: str, fix: str) -> None:
+    assert text(lambda: config_loading.validate(config)) == problem(what, expected, fix)
+
+
+def test_grouping_by_length_is_refused_where_rows_are_full_mixed_or_in_order() -> None:
+    data = {"group_by_length": True, "shuffle": False, "mixture": {"a": {"source": "a", "weight": 1}}}
+    assert text(lambda: config_loading.validate({"data": data})) == "\n\n".join(
+        [
+            problem(
+                "data.group_by_length = true has no effect with data.packing = best_fit or concat",
+                "data.packing none: the rows of the others are full, and of one length",
+                "--data.packing none, or leave data.group_by_length out",
+            ),
+            problem(
+                "data.group_by_length = true with data.mixture",
+                "one source: batches of like length would not have the mixture's shares",
+                "leave data.group_by_length out",
+            ),
+            problem(
+                "data.group_by_length = true with data.shuffle = false",
+                "rows that may be reordered: without the shuffle they keep their order",
+                "--data.shuffle true, or leave data.group_by_length out",
+            ),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
     ("key", "value", "shown", "expected", "fix"),
     [
         ("train.steps", "1.5", "1.5", "a whole number", "leave train.steps out"),
         ("train.steps", "0", "0", "a number greater than 0", "leave train.steps out"),
         ("train.global_batch", "'1'", '"1"', "a whole number", "--train.global_batch 16   (the default)"),
         ("train.seed", "-1", "-1", "a number of at least 0", "--train.seed 0   (the default)"),
-        ("train.compile", "yes", "yes", "true or false", "--train.compile false   (the default)"),
+        ("train.compile", "yes", "yes", "true or false, or auto", "--train.compile auto   (the default)"),
         (
             "train.micro_batch",
             "none",
@@ -174,7 +268,7 @@ def test_unknown_section() -> None:
             "optimizer.schedule",
             "cosin",
             "cosin",
-            "one of 'constant', 'linear' or 'cosine'",
+            "one of 'constant', 'linear', 'cosine', 'wsd' or 'inverse_sqrt'",
             "--optimizer.schedule cosine   (the default)",
         ),
         (

@@ -7,7 +7,7 @@ import pytest
 from threefold.config.schema import Config
 from threefold.errors import ConfigError
 from threefold.mesh.environment import LaunchInfo
-from threefold.run.rank import _peer_gone
+from threefold.run.failure import _peer_gone
 from threefold.run.start import _refuse_unrestartable
 
 

@@ -32,6 +32,7 @@ def holds(cell: str) -> bool:
     return cell[:1].isdigit() and float(cell) <= 1
 
 
+@pytest.mark.examples
 def test_what_holds_and_what_is_refused(tmp_path: Path) -> None:
     columns = ("one process", "cp 2 gather", "the command")
     found, page = table(tmp_path, "--types", "llama", "mamba2", "musicgen", "--columns", *columns, timeout_s=240)

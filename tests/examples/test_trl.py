@@ -1,4 +1,4 @@
-"""Fine-tuning follows TRL's SFTTrainer on one process: the same losses, step by step, packed or not."""
+"""Fine-tuning follows TRL's SFTTrainer and DPOTrainer on one process: the same losses, step by step, packed or not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from threefold.data.tokens import load_tokenizer
 
 pytestmark = pytest.mark.examples
 
-STEPS, LR, TOLERANCE = 5, 1e-3, 1e-5
+STEPS, STEPS_ON_PAIRS, LR, TOLERANCE = 5, 10, 1e-3, 1e-5
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": 257, "initializer_range": 0.2}
 TEMPLATE = (
@@ -51,12 +51,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i, each in enumerate(asked)
     ]
     pairs = [{"prompt": each, "completion": f" it is {i}."} for i, each in enumerate(asked)]
-    for name, rows in (("chat", [{"messages": each} for each in chats]), ("pairs", pairs)):
+    answers = [
+        {"prompt": each, "chosen": f" it is {i}.", "rejected": f" no{'!' * (1 + i % 5)}"}
+        for i, each in enumerate(asked)
+    ]
+    for name, rows in (("chat", [{"messages": each} for each in chats]), ("pairs", pairs), ("answers", answers)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
-def losses_of_trl(folder: Path, source: str, settings: dict[str, Any]) -> list[float]:
+def losses_of_trl(folder: Path, source: str, settings: dict[str, Any], kind: str = "SFT") -> list[float]:
     """The loss of each step; every step reads the whole source."""
     trl = pytest.importorskip("trl", reason="pip install --no-deps trl==1.16.0   (make test-examples does)")
     import torch
@@ -65,17 +69,17 @@ def losses_of_trl(folder: Path, source: str, settings: dict[str, Any]) -> list[f
 
     found: list[float] = []
 
-    class Recorded(trl.SFTTrainer):  # type: ignore[misc, name-defined]
+    class Recorded(getattr(trl, f"{kind}Trainer")):  # type: ignore[misc]
         def training_step(self, *given: Any, **named: Any) -> Any:
             loss = super().training_step(*given, **named)
             found.append(float(loss))
             return loss
 
     rows = [json.loads(line) for line in (folder / source).read_text().splitlines()]
-    config = trl.SFTConfig(
+    config = getattr(trl, f"{kind}Config")(
         output_dir=str(folder / "trl"),
         per_device_train_batch_size=len(rows),
-        max_steps=STEPS,
+        max_steps=STEPS if kind == "SFT" else STEPS_ON_PAIRS,
         learning_rate=LR,
         lr_scheduler_type="constant",
         adam_beta2=0.95,
@@ -94,7 +98,9 @@ def losses_of_trl(folder: Path, source: str, settings: dict[str, Any]) -> list[f
     return found
 
 
-def losses_of_threefold(folder: Path, source: str, packing: str, seq_len: int, run: str) -> list[float]:
+def losses_of_threefold(
+    folder: Path, source: str, packing: str, seq_len: int, run: str, steps: int = STEPS, **more: Any
+) -> list[float]:
     """The loss of each step; every step reads the whole source."""
     store = open_store(Source(str(folder / source)), tokenizer=load_tokenizer(str(folder / "model")), cache=folder)
     rows = Packing(seq_len, packing, document_mask=True, cross_targets=False).pack(store)
@@ -102,9 +108,10 @@ def losses_of_threefold(folder: Path, source: str, packing: str, seq_len: int, r
         **{"model.name_or_path": "model", "data.source": source, "data.seq_len": seq_len, "data.packing": packing},
         **{"optimizer.lr": LR, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0, "mesh.dp": 1},
         **{"optimizer.weight_decay": 1e-12, "log.every": 1, "log.sample_tokens": 0},
+        **more,
     }
     command = ["train", *(part for key, value in keys.items() for part in (f"--{key}", str(value)))]
-    sizes = ("--train.steps", str(STEPS), "--train.global_batch", str(rows.num_rows), "--log.dir", run)
+    sizes = ("--train.steps", str(steps), "--train.global_batch", str(rows.num_rows), "--log.dir", run)
     done = cold_command(folder, *command, *sizes)
     assert done.returncode == 0, done.stderr
     return [line["loss"] for _, line in sorted(metrics(folder / run).items())]
@@ -128,4 +135,38 @@ def test_losses_are_those_of_trl(
     found = losses_of_threefold(folder, source, packing, seq_len, request.node.name.replace(" ", "-"))
     print("differences:", [f"{a - b:.1e}" for a, b in zip(found, expected, strict=True)], expected)
     assert len(expected) == STEPS and expected[-1] < expected[0] and all(map(math.isfinite, expected))
+    assert found == pytest.approx(expected, abs=TOLERANCE)
+
+
+SMOOTHED = 0.2
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+@pytest.mark.parametrize(
+    ("own", "theirs"),
+    [
+        ({"loss": "sigmoid", "beta": 0.1}, {"loss_type": ["sigmoid"], "beta": 0.1}),
+        ({"loss": "ipo", "beta": 0.3}, {"loss_type": ["ipo"], "beta": 0.3}),
+        ({"loss": "hinge", "beta": 0.02}, {"loss_type": ["hinge"], "beta": 0.02}),
+        # TRL smooths no labels of its sigmoid loss. Its `robust` loss R is made of the loss S and that of the swapped
+        # pair S': R = ((1 - e) S - e S') / (1 - 2 e). So (1 - e) S + e S' = 2 (1 - e) S - (1 - 2 e) R.
+        (
+            {"label_smoothing": SMOOTHED},
+            {
+                **{"loss_type": ["sigmoid", "robust"], "label_smoothing": SMOOTHED, "beta": 0.1},
+                "loss_weights": [2 * (1 - SMOOTHED), 2 * SMOOTHED - 1],
+            },
+        ),
+    ],
+    ids=["sigmoid", "ipo", "hinge", "smoothed"],
+)
+def test_losses_on_pairs_are_those_of_trl(
+    folder: Path, own: dict[str, Any], theirs: dict[str, Any], packing: str, request: pytest.FixtureRequest
+) -> None:
+    expected = losses_of_trl(folder, "answers.jsonl", {"max_length": 256, **theirs}, "DPO")
+    keys = {"train.objective": "dpo", **{f"dpo.{name}": value for name, value in own.items()}}
+    run = request.node.name.replace(" ", "-")
+    found = losses_of_threefold(folder, "answers.jsonl", packing, 256, run, STEPS_ON_PAIRS, **keys)
+    print("differences:", [f"{a - b:.1e}" for a, b in zip(found, expected, strict=True)], expected)
+    assert len(expected) == STEPS_ON_PAIRS and expected[-1] < expected[0] and all(map(math.isfinite, expected))
     assert found == pytest.approx(expected, abs=TOLERANCE)

@@ -34,12 +34,12 @@ STEPS, ROWS, SEQ_LEN = 8, 4, 512
 BF16_LOSS, BF16_NORM = 2e-2, 5e-2
 
 
-def _curve(name: str, settings: dict[str, Any], documents: bool) -> list[tuple[float, float]]:
+def _curve(name: str, settings: dict[str, Any], documents: bool, **sections: Any) -> list[tuple[float, float]]:
     from threefold.config.loading import validate
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
-    from threefold.training.optimizer import adamw
+    from threefold.training.optimizer import build_optimizer
     from threefold.training.step import TrainStep, mean_loss
 
     mesh = init_mesh(device="cuda")
@@ -49,11 +49,12 @@ def _curve(name: str, settings: dict[str, Any], documents: bool) -> list[tuple[f
             "model": {"config": MODELS[name], **settings},
             "optimizer": {"lr": 1e-3},
             "data": {"seq_len": SEQ_LEN},
-            "train": {"fused_loss": "none"},
+            "train": {"fused_loss": "none", **sections.get("train", {})},
+            "mesh": sections.get("mesh", {}),
         }
     )
     model = build(config, load.read_config(config.model), mesh)
-    step = TrainStep(model, adamw(model.module, config.optimizer), mesh, grad_clip=1.0)
+    step = TrainStep(model, build_optimizer(model.module, config.optimizer), grad_clip=1.0)
     generator = torch.Generator().manual_seed(3)
     curve = []
     for _ in range(STEPS):
@@ -65,7 +66,7 @@ def _curve(name: str, settings: dict[str, Any], documents: bool) -> list[tuple[f
         }
         if documents:
             batch["document_ids"] = (torch.rand(ROWS, SEQ_LEN, generator=generator) < 0.01).cumsum(1)
-        result = step([batch], lr=1e-3)
+        result = step.run([batch], lr=1e-3)
         curve.append((mean_loss(result, mesh), result.grad_norm.item()))
     return curve
 
@@ -87,3 +88,38 @@ def test_bfloat16_follows_float32(name: str) -> None:
     for (loss, norm), (expected_loss, expected_norm) in zip(rounded, exact, strict=True):
         assert abs(loss - expected_loss) <= BF16_LOSS
         assert abs(norm - expected_norm) <= BF16_NORM * expected_norm
+
+
+def _with_peak(name: str, sections: dict[str, Any]) -> tuple[list[tuple[float, float]], int]:
+    torch.cuda.reset_peak_memory_stats()
+    return _curve(name, {"dtype": "bfloat16"}, False, **sections), torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize(
+    ("plain", "moved"),
+    [
+        ({"train": {"activation_checkpointing": "full"}}, {"train": {"activation_checkpointing": "offload"}}),
+        ({}, {"mesh": {"cpu_offload": True}}),
+    ],
+    ids=["activations", "shards"],
+)
+def test_what_waits_on_the_host_changes_no_curve_and_frees_memory(plain: Any, moved: Any) -> None:
+    here, peak = run_ranks(_with_peak, 1, "llama", plain)[0]
+    there, less = run_ranks(_with_peak, 1, "llama", moved)[0]
+    for (loss, norm), (expected_loss, expected_norm) in zip(there, here, strict=True):
+        assert abs(loss - expected_loss) <= 1e-2 and abs(norm - expected_norm) <= 1e-2 * expected_norm
+    assert less < peak
+
+
+def _snapshot(folder: str) -> str:
+    from pathlib import Path
+
+    from threefold.run.memory import _snapshot as write
+
+    torch.empty(1024, device="cuda")
+    return write(Path(folder) / "memory" / "rank-0000.pickle")
+
+
+def test_snapshot_of_the_memory_is_written(tmp_path: Any) -> None:
+    assert "memory_viz" in run_ranks(_snapshot, 1, str(tmp_path))[0]
+    assert (tmp_path / "memory" / "rank-0000.pickle").stat().st_size > 0

@@ -26,19 +26,23 @@ import kubernetes_validate
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet as JobSet
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob as TrainJob
 
-config_map, job = json.load(sys.stdin)
+config_map, *others, job = json.load(sys.stdin)
 def strict(document):
     kubernetes_validate.validate(document, "1.30", strict=True)
 strict(config_map)
 pods = []
 if job["kind"] == "PyTorchJob":
     pods = [each["template"] for each in job["spec"]["pytorchReplicaSpecs"].values()]
-elif job["kind"] == "JobSet":
+else:
+    if job["kind"] == "TrainJob":
+        assert TrainJob.from_dict(job).to_dict() == job, TrainJob.from_dict(job).to_dict()
+        # A runtime of the job's own, which has a JobSet's spec.
+        (runtime,) = others
+        spec = runtime["spec"]["template"]["spec"]
+        job = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": "x"}, "spec": spec}
     for each in job["spec"]["replicatedJobs"]:
         strict({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **each["template"]})
     assert JobSet.from_dict(job).to_dict() == job, JobSet.from_dict(job).to_dict()
-else:
-    assert TrainJob.from_dict(job).to_dict() == job, TrainJob.from_dict(job).to_dict()
 for pod in pods:
     strict({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **pod})
 """
@@ -58,6 +62,13 @@ def made(kind: str, num_hosts: int) -> list[dict[str, Any]]:
         variables={"A": "b"},
         secrets={"HF_TOKEN": "hf/token"},
         service_account="trainer",
+        resources={"vpc.amazonaws.com/efa": "4"},
+        node_selectors={"pool": "gpu"},
+        tolerations=("nvidia.com/gpu", "team=ml:NoSchedule"),
+        pull_secrets=("registry",),
+        priority="high",
+        queue="research",
+        host_network=True,
     )
     assert list(kubernetes.problems(config, job, options)) == []
     return kubernetes.manifests(config, job, options)

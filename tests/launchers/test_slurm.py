@@ -67,6 +67,29 @@ def test_job_that_is_told_to_save_starts_itself_again(cluster: slurm.Cluster, tm
     assert (tmp_path / "run" / "submitted.yaml").exists()
 
 
+def test_job_that_crashes_is_submitted_again_without_its_node(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    env = environment(tmp_path)
+    rank = tmp_path / "rank.sh"
+    rank.write_text("#!/bin/sh\nhostname >> ran.txt\n[ $(wc -l < ran.txt) -gt 1 ] && exit $AT_LAST\nexit 1\n")
+    rank.chmod(0o755)
+
+    def ran(at_last: int, *options: str) -> list[str]:
+        (tmp_path / "ran.txt").unlink(missing_ok=True)
+        submit = (sys.executable, "-m", "threefold", "submit", "slurm", "config.yaml", "--mesh.dp", "1", *options)
+        told = ("--mesh.device", "cpu", "--name", "again", "--python", str(rank), "--retries", "1")
+        done = cluster.run(*submit, *told, cwd=tmp_path, env={**env, "AT_LAST": str(at_last)})
+        assert done.returncode == 0, done.stdout + done.stderr
+        wait_for(lambda: not cluster.run("squeue", "--noheader", cwd=tmp_path, env=env).stdout.strip(), "the end")
+        return (tmp_path / "ran.txt").read_text().split()
+
+    first, second = ran(0)
+    assert first != second
+    assert sum(f"retry 1 of 1, without {first}" in path.read_text() for path in tmp_path.glob("again-*.out")) == 1
+    assert len(ran(1)) == 2  # crashes once more, and is not submitted a third time
+    rank.write_text("#!/bin/sh\nhostname >> ran.txt\nexit 2\n")
+    assert len(ran(0)) == 1  # a config that is refused is so again
+
+
 def test_rank_0s_node_without_a_name_is_told(cluster: slurm.Cluster, tmp_path: Path) -> None:
     env = {**environment(tmp_path), "MASTER_ADDR": "nowhere.invalid"}
     arguments = ("train", "config.yaml", "--mesh.dp", "2", "--mesh.timeout_s", "8")

@@ -31,8 +31,10 @@ class Miniature:
         from threefold.run import assemble, request
         from threefold.run.folder import RunFolder, open_run
         from threefold.run.resume import Checkpointer, undamaged
-        from threefold.training.optimizer import adamw
-        from threefold.training.step import TrainStep, warm_up_buckets
+        from threefold.training.ema import Ema
+        from threefold.training.forward import warm_up_buckets
+        from threefold.training.optimizer import build_optimizer
+        from threefold.training.step import TrainStep
 
         logging.getLogger("threefold").addHandler(logging.NullHandler())
         replicate, shard, cp, tp = sizes
@@ -42,7 +44,7 @@ class Miniature:
                 "model": {"config": LLAMA, **values.get("model", {})},
                 "data": {"source": str(Path(folder).parent / "corpus.txt"), "seq_len": 16, **values.get("data", {})},
                 "train": {"global_batch": 8, **values.get("train", {})},
-                "optimizer": {"lr": 3e-3},
+                "optimizer": {"lr": 3e-3, **values.get("optimizer", {})},
                 "checkpoint": {"every": 1, "keep": 9, **values.get("checkpoint", {})},
                 "log": {"dir": folder},
                 "mesh": values.get("mesh", {}),
@@ -54,10 +56,12 @@ class Miniature:
         self.folder = undamaged(RunFolder.from_values(opened), self.mesh)
         self.loader = assemble.loader_of(self.config, assemble.rows_of(self.config, tokenizer, self.mesh), self.mesh)
         self.model = build(self.config, architecture, self.mesh)
-        self.optimizer = adamw(self.model.module, self.config.optimizer)
-        self.step = TrainStep(self.model, self.optimizer, self.mesh, grad_clip=1.0)
+        self.optimizer = build_optimizer(self.model.module, self.config.optimizer, self.mesh)
+        decay = self.config.optimizer.ema
+        self.ema = Ema(self.model.module, decay) if decay is not None else None
+        self.step = TrainStep(self.model, self.optimizer, grad_clip=1.0, ema=self.ema)
         self.checkpointer = Checkpointer(
-            self.config, self.folder, self.mesh, self.model, self.optimizer, self.loader, architecture
+            *(self.config, self.folder, self.mesh, self.model, self.optimizer, self.loader, architecture), ema=self.ema
         )
         self.checkpointer.resume()
         self.done = self.folder.resume.step if self.folder.resume is not None else 0
@@ -68,12 +72,13 @@ class Miniature:
 
     def advance(self, steps: int) -> list[tuple[float, float, list[int]]]:
         """(loss, gradient norm, rows of this dp rank) of each of the next steps."""
-        from threefold.training.step import mean_loss, micro_batches
+        from threefold.training.batches import micro_batches
+        from threefold.training.step import mean_loss
 
         curve = []
         for _ in range(steps):
             batch = next(self._batches)
-            result = self.step(micro_batches(batch, self._micro_batch), lr=2e-3)
+            result = self.step.run(micro_batches(batch, self._micro_batch), lr=2e-3)
             self.done += 1
             curve.append((mean_loss(result, self.mesh), result.grad_norm.item(), batch["indices"].tolist()))
         return curve

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 RANK = 2
@@ -23,6 +24,34 @@ def stall_in_forward(rank: int) -> None:
     from threefold.training import step
 
     _before(step, "forward_sums", rank, lambda: time.sleep(1000))
+
+
+def late_in_every_forward(rank: int) -> None:
+    """One rank waits for something of its own in each step, without a core."""
+    from threefold.training.step import TrainStep
+
+    plain = TrainStep._backward
+
+    def backward(self: TrainStep, batches: Any) -> Any:
+        time.sleep(0.1 if rank == RANK else 0.0)
+        return plain(self, batches)
+
+    TrainStep._backward = backward  # type: ignore[method-assign]
+
+
+def memory_used_up(rank: int) -> None:
+    """The device of one rank has no memory left, as torch says it."""
+    import torch
+
+    from threefold.training import step
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 22.00 MiB. GPU 0 has a total capacity of 23.65 GiB."
+        )
+
+    torch.cuda.memory._dump_snapshot = lambda path: Path(path).write_text("what the allocator holds")
+    _before(step, "forward_sums", rank, fail)
 
 
 def not_a_number(rank: int) -> None:

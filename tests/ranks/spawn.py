@@ -122,6 +122,8 @@ def _rank(
             dist.init_process_group(
                 "gloo", init_method=rendezvous, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
             )
+            # A rank that leaves the group at once must not close its connections while another still makes its own.
+            dist.barrier()
         value = function(*args)
         # By value: a queue of torch's shares tensors with a process that must still be there when they are read.
         results.put((rank, pickle.dumps(value), None))

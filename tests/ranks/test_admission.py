@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ranks.spawn import run_ranks
+from threefold.errors import ThreefoldError
 
 LLAMA = {
     "model_type": "llama",
@@ -20,6 +21,8 @@ LLAMA = {
     "num_key_value_heads": 2,
 }
 TIED = {**LLAMA, "tie_word_embeddings": True}
+# Norms of single heads, of whose gradient a tp rank knows a part.
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 ROUTED = {**MIXTRAL, "output_router_logits": True}
 
@@ -65,21 +68,21 @@ def shift_positions() -> None:
 
 
 def sum_twice() -> None:
-    from threefold.training.step import TrainStep
+    from threefold.training.gradients import Gradients
 
-    once = TrainStep._sum_partial
+    once = Gradients._sum_partial
 
-    def twice(step: TrainStep, gradients: Any) -> None:
+    def twice(step: Gradients, gradients: Any) -> None:
         once(step, gradients)
         once(step, gradients)
 
-    TrainStep._sum_partial = twice  # type: ignore[method-assign]
+    Gradients._sum_partial = twice  # type: ignore[method-assign]
 
 
 def sum_never() -> None:
-    from threefold.training.step import TrainStep
+    from threefold.training.gradients import Gradients
 
-    TrainStep._sum_partial = lambda step, gradients: None  # type: ignore[method-assign]
+    Gradients._sum_partial = lambda step, gradients: None  # type: ignore[method-assign]
 
 
 def reduce_never() -> None:
@@ -90,7 +93,7 @@ def reduce_never() -> None:
 
     last = data_parallel.last_backward
     step.last_backward = contextmanager(  # type: ignore[assignment]
-        lambda model, _: (yield from _enter(last(model, False)))
+        lambda model, _, **settings: (yield from _enter(last(model, False, unsharded=True)))
     )
 
 
@@ -182,8 +185,8 @@ def _admit_twice(folder: str, sizes: dict[str, int], data: dict[str, Any]) -> li
         (drop_the_mask, {"cp": 2}, LLAMA, {}, "causality", "use another architecture"),
         (forget_documents, {"dp": 2}, LLAMA, {"document_mask": True}, "documents", "--data.document_mask false"),
         (shift_positions, {"cp": 2}, LLAMA, {}, "loss", "--mesh.cp 1"),
-        (sum_twice, {"tp": 2}, LLAMA, {}, "gradients", "--mesh.tp 1"),
-        (sum_never, {"tp": 2}, LLAMA, {}, "replicas", "--mesh.tp 1"),
+        (sum_twice, {"tp": 2}, QWEN3, {}, "gradients", "--mesh.tp 1"),
+        (sum_never, {"tp": 2}, QWEN3, {}, "replicas", "--mesh.tp 1"),
         (reduce_never, {"dp": 2}, LLAMA, {}, "gradients", "--mesh.dp 1"),
         (untie_the_head, {"dp": 2}, TIED, {}, "gradients", "--model.admission off"),
         (leak_rows, {"dp": 2}, LLAMA, {}, "composition", "--model.admission off"),
@@ -207,3 +210,30 @@ def test_right_models_are_admitted_once(sizes: dict[str, int], data: dict[str, A
         assert " probes hold: " in first
         assert not first.endswith("; found before")
         assert again.endswith("; found before")
+
+
+def _narrow(model_type: str) -> str:
+    from architectures import config_of
+    from threefold.config.loading import validate
+    from threefold.mesh.mesh import init_mesh
+    from threefold.training.admission.admit import admit
+
+    mesh = init_mesh(device="cpu")
+    config = validate({"model": {"config": {"model_type": model_type}, "dtype": "bfloat16", "admission": "full"}})
+    try:
+        return ": ".join(admit(config, config_of(model_type), mesh).said)
+    except ThreefoldError as error:
+        return str(error)
+    finally:
+        mesh.close()
+
+
+def test_what_cannot_be_computed_in_bfloat16_is_refused_before_it_is_trained() -> None:
+    """transformers itself multiplies bfloat16 by float32 in xlstm."""
+    assert run_ranks(_narrow, 1, "xlstm")[0] == (
+        "'xlstm' cannot be computed in bfloat16, on any mesh: RuntimeError: expected m1 and m2 to have the same dtype, "
+        "but got: float != c10::BFloat16\n"
+        "  expected: an architecture whose step works there, with the model's own forward to compare it with\n"
+        "  fix: --model.dtype float32"
+    )
+    assert run_ranks(_narrow, 1, "llama")[0].startswith("admission: 8 probes hold: ")

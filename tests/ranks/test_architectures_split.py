@@ -25,7 +25,7 @@ def _compared(names: tuple[str, ...], axis: str) -> dict[str, tuple[float, float
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
-    from threefold.training.optimizer import adamw
+    from threefold.training.optimizer import build_optimizer
     from threefold.training.step import TrainStep, mean_loss
     from unit.test_architectures_alone import rows, small, theirs
 
@@ -47,8 +47,8 @@ def _compared(names: tuple[str, ...], axis: str) -> dict[str, tuple[float, float
                         whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
                         gradients[each] = whole.clone()
 
-            step = TrainStep(model, adamw(model.module, config.optimizer), mesh, observe=observe)
-            loss = mean_loss(step([own], lr=0.0), mesh)
+            step = TrainStep(model, build_optimizer(model.module, config.optimizer), grad_clip=0.0, observe=observe)
+            loss = mean_loss(step.run([own], lr=0.0), mesh)
             alone = load.whole(config.model, architecture, seed=config.train.seed, dtype=torch.float32).eval()
             total, expected = theirs(alone, batch)
             targets = int((batch["labels"] != -100).sum())

@@ -33,7 +33,7 @@ def _losses(cp: int, method: str, traced: bool) -> dict[str, tuple[float, float]
 
     from threefold.mesh.mesh import init_mesh
     from threefold.model.build import build
-    from threefold.training.step import evaluate
+    from threefold.training.evaluation import EvalStep
 
     flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = not traced
     mesh = init_mesh(cp=cp, device="cpu")
@@ -49,7 +49,7 @@ def _losses(cp: int, method: str, traced: bool) -> dict[str, tuple[float, float]
             config = validate({"model": asked, "mesh": {"cp_method": method}, "data": {"seq_len": 32}})
             built = build(config, load.read_config(config.model), mesh)
             for kind, rows in (("whole rows", batch), ("documents", batch | documents)):
-                total, count = evaluate(built, [rows], mesh)
+                total, count = EvalStep(built)([rows])
                 found.setdefault(f"{name}, {kind}", []).append(total / count)
     return {name: (in_memory, by_blocks) for name, (in_memory, by_blocks) in found.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import pytest
 from ranks.reference import TINY_LLAMA
 from ranks.runs import command, curve, environment
 from ranks.spawn import run_ranks
+from threefold.data.tokens import ByteTokenizer
 
 MODEL = {**TINY_LLAMA, "vocab_size": 257, "max_position_embeddings": 128}
 SEQ_LEN, ROWS = 64, 4
@@ -77,7 +79,7 @@ def packed_on_mesh(sizes: tuple[int, int, int, int], prefix: str) -> Any:
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
-    from threefold.training.optimizer import adamw
+    from threefold.training.optimizer import build_optimizer
     from threefold.training.step import TrainStep, mean_loss
 
     replicate, shard, cp, tp = sizes
@@ -97,11 +99,11 @@ def packed_on_mesh(sizes: tuple[int, int, int, int], prefix: str) -> Any:
             assert gradient is not None, name
             gradients[name] = (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).clone().numpy()
 
-    optimizer = adamw(model.module, config.optimizer)
-    step = TrainStep(model, optimizer, mesh, observe=capture)
+    optimizer = build_optimizer(model.module, config.optimizer)
+    step = TrainStep(model, optimizer, grad_clip=0.0, observe=capture)
     own = {name: values[mesh.dp_rank :: mesh.dp_size] for name, values in batch.items()}
     pieces = [{name: values[i : i + 1] for name, values in own.items()} for i in range(len(own["labels"]))]
-    return mean_loss(step(pieces, lr=1e-3), mesh), gradients
+    return mean_loss(step.run(pieces, lr=1e-3), mesh), gradients
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +162,17 @@ def test_head_names_the_format_of_each_source_of_a_mixture(folder: Path) -> None
     assert "  format chats: chat (messages), learnt: assistant: " in done.stdout and "format words" not in done.stdout
 
 
+def test_labels_of_texts_are_refused_before_any_rank_starts_and_kept_for_a_mixture(folder: Path) -> None:
+    (folder / "words.txt").write_text("some words " * 200)
+    wrong = ("--data.source", "words.txt", "--data.template_variables", "{a: 1}", "--log.dir", "none")
+    refused = command(folder, "train", "config.yaml", "--mesh.dp", "2", *wrong)
+    assert refused.returncode == 2 and not (folder / "none").exists(), refused.stderr
+    assert refused.stderr.startswith("data.chat_template = chat.jinja, data.template_variables = {a: 1}: words.txt is")
+    evaluated = ("--data.source", "words.txt", "--eval.source", "chat.jsonl", "--train.steps", "1", "--log.dir", "held")
+    accepted = command(folder, "train", "config.yaml", "--mesh.dp", "1", *evaluated)
+    assert accepted.returncode == 0, accepted.stderr
+
+
 def test_stopped_run_resumes_bit_for_bit(folder: Path, run: Path) -> None:
     for steps in ("3", "6"):
         schedule = ("--optimizer.schedule", "constant", "--checkpoint.every", "3")
@@ -185,6 +198,31 @@ def test_contents_are_proved_and_an_edited_target_is_found(folder: Path, run: Pa
     os.utime(targets, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     failed = command(copy, "data", "audit", "run", "--contents")
     assert failed.returncode != 0 and "tokens.targets has changed" in failed.stderr, failed.stdout + failed.stderr
+    assert "block 0 of 1 (bytes 0 to " in failed.stderr and "), read by rows 0, 1, 2, " in failed.stderr
+
+
+def test_targets_that_were_changed_with_their_hashes_are_no_proof(folder: Path, run: Path, tmp_path: Path) -> None:
+    """The store has a fingerprint besides its hashes, and the run's record has digests of the labels."""
+    copy = Path(shutil.copytree(folder, tmp_path / "copy", symlinks=True))
+    (targets,) = copy.glob("cache/threefold/tokens/*/tokens.targets")
+    data = bytearray(targets.read_bytes())
+    data[10] ^= 1
+    targets.write_bytes(data)
+    targets.with_suffix(".blocks").unlink()
+    failed = command(copy, "data", "audit", "run", "--contents")
+    assert failed.returncode != 0 and ".idx and .targets are not what tokens.json" in failed.stderr, failed.stderr
+    # With a fingerprint of its own, too, it is another store than the run's record names.
+    from threefold.audit.proof import prove
+    from threefold.audit.record import read
+    from threefold.data.rows.packing import Packing
+    from threefold.data.store.store import TokenStore
+    from threefold.errors import RunError
+
+    rows = Packing(SEQ_LEN, "best_fit", document_mask=True, cross_targets=False).pack(
+        TokenStore(targets.with_suffix(""))
+    )
+    with pytest.raises(RunError, match=r"the tokens that dp rank . read are not those that the source has now"):
+        prove(read(copy / "run/audit.jsonl"), rows)
 
 
 def test_rows_of_a_run_are_shown_as_they_are_trained(folder: Path, run: Path) -> None:
@@ -204,6 +242,93 @@ def test_rows_of_a_run_are_shown_as_they_are_trained(folder: Path, run: Path) ->
             assert documents[ids] == [row["targets"][place] for place in places]
             seen += 1
     assert seen == 40
+
+
+PROMPTS = ("--eval.sample", "[hi, 'b <|end|>']")
+SAMPLED = ("--eval.source", "chat.jsonl", "--eval.every", "2", *PROMPTS, "--log.sample_tokens")
+
+
+def samples(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+def test_samples_are_written_at_each_evaluation_on_every_mesh(folder: Path) -> None:
+    """Whole weights from a sharded model; steps are those of a run without samples, dropout and all."""
+    base = ("train", "config.yaml", "--train.steps", "4", "--model.lora.r", "2", "--model.lora.dropout", "0.5")
+    quiet = command(folder, *base, "--mesh.dp", "1", "--log.dir", "unsampled")
+    assert quiet.returncode == 0, quiet.stderr
+    for mesh in ("1", "2"):
+        sizes = [f"--mesh.{axis}={mesh}" for axis in ("dp", "dp_shard", "cp", "tp")]
+        done = command(folder, *base, *sizes, *SAMPLED, "5", "--log.dir", f"sampled-{mesh}")
+        assert done.returncode == 0, done.stderr
+        lines = samples(folder / f"sampled-{mesh}")
+        asked = [(step, prompt) for step in (2, 4) for prompt in ("hi", "b <|end|>")]
+        assert [(line["step"], line["prompt"]) for line in lines] == asked
+        assert all(isinstance(line["text"], str) for line in lines) and any(line["text"] for line in lines)
+        assert done.stdout.count("  | hi -> ") == 2 and not (folder / f"sampled-{mesh}/sampling").exists()
+    assert curve(folder / "sampled-1") == curve(folder / "unsampled")
+
+
+def test_samples_in_the_template_are_those_of_the_checkpoint_and_replayed_once(folder: Path) -> None:
+    kept = ("--log.dir", "replayed", "--checkpoint.every", "2")
+    done = command(folder, "train", "config.yaml", "--mesh.dp", "1", *SAMPLED, "5", *kept, "--train.steps", "4")
+    assert done.returncode == 0, done.stderr
+    before = samples(folder / "replayed")
+    from threefold.checkpoint.layout import CheckpointFolder
+    from threefold.export.generation import generate_sample
+
+    checkpoint = CheckpointFolder(folder / "replayed").newest()
+    assert checkpoint is not None and checkpoint.step == 4
+    prompt = [*b"<user>hi", 256, *b"\n<assistant>"]
+    text = generate_sample(checkpoint, ByteTokenizer(), prompt, num_tokens=5)
+    assert text.removeprefix("<user>hi\n<assistant>") == before[-2]["text"]
+    shutil.rmtree(folder / "replayed/checkpoints/step-00000004")
+    assert command(folder, "resume", "replayed").returncode == 0
+    assert samples(folder / "replayed") == [*before, *before[-2:]]
+
+
+TEXTS = ("--data.source", "words.txt", "--eval.source", "words.txt", "--data.chat_template", "null")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (("5", "--eval.source", "null"), "has no effect without eval.source"),
+        (("0",), "has no effect without log.sample_tokens, which is 0"),
+        (("5", "--eval.sample", "['']", *TEXTS), "has no token"),
+        (("5000",), "tokens, and the model supports 2,048 positions"),
+    ],
+)
+def test_samples_that_cannot_be_written_are_refused_before_training(folder: Path, changed: Any, said: str) -> None:
+    (folder / "words.txt").write_text("some words " * 200)
+    arguments = ("train", "config.yaml", "--mesh.dp", "1", *SAMPLED, *changed, "--log.dir", "refused")
+    refused = command(folder, *arguments)
+    assert refused.returncode == 2 and said in refused.stderr, refused.stderr
+    assert not (folder / "refused/metrics.jsonl").exists()
+
+
+def test_run_keeps_its_template_and_names_another_one(folder: Path, run: Path, tmp_path: Path) -> None:
+    assert (run / "chat_template.jinja").read_text() == TEMPLATE
+    (start,) = [line for line in map(json.loads, (run / "journal.jsonl").read_text().splitlines()) if "mesh" in line]
+    assert start["chat_template"] == hashlib.blake2b(TEMPLATE.encode(), digest_size=16).hexdigest()
+    copy = Path(shutil.copytree(folder, tmp_path / "copy", symlinks=True))
+    config = (copy / "run/config.yaml").read_text().replace(str(folder), str(copy))
+    (copy / "run/config.yaml").write_text(config)
+    (copy / "chat.jinja").write_text(TEMPLATE.replace("<{{", "[{{"))
+    refused = command(copy, "resume", "run", "--train.steps", "8")
+    kept = copy / "run/chat_template.jinja"
+    assert refused.returncode == 2, refused.stderr
+    assert refused.stderr.startswith(f"the chat template {copy}/chat.jinja has changed since run/checkpoints/step-")
+    assert f"fix: --data.chat_template {kept}   (or " in refused.stderr
+    exported = command(copy, "export", "run", "--to", "model")
+    assert exported.returncode == 0, exported.stderr
+    assert (copy / "model/chat_template.jinja").read_text() == TEMPLATE
+    resumed = command(copy, "resume", "run", "--train.steps", "8", "--data.chat_template", str(kept))
+    assert resumed.returncode == 0, resumed.stderr
+    kept.write_text(TEMPLATE + " ")
+    for arguments in (("export", "run", "--to", "other"), ("sample", "run", "--chat")):
+        failed = command(copy, *arguments)
+        assert failed.returncode != 0 and "chat_template.jinja is not the chat template that" in failed.stderr
 
 
 def test_chat_answers_each_line_and_export_keeps_the_template(folder: Path, run: Path, tmp_path: Path) -> None:

@@ -148,6 +148,14 @@ def test_no_pickle_is_read_anywhere_in_the_package() -> None:
     source = Path(threefold.__file__).parent
     for path in source.rglob("*.py"):
         text = path.read_text()
+        if path == source / "checkpoint" / "foreign.py":
+            # Other programs' checkpoints: by an unpickler that finds no class, and tensors alone.
+            text = text.replace("import pickle\n", "").replace("torch.load(io.BytesIO(content), map_location=", "")
+            assert text.count("weights_only=True)") == 1
+        if path == source / "explain" / "flight.py":
+            # Dumps of torch's Flight Recorder: by an unpickler that finds no class at all.
+            text = text.replace("import pickle\n", "")
+            assert text.count("pickle.Unpickler") == 1 and "def find_class(" in text and "def persistent_load(" in text
         for word in ("import pickle", "torch.load(", "pickle.load", "weights_only=False", "FileSystemReader"):
             assert word not in text, f"{path} {word}"
 

@@ -34,7 +34,10 @@ QWEN3 |= {"moe_intermediate_size": 16, "num_key_value_heads": 4}
 
 @pytest.mark.parametrize(
     ("model", "meshes"),
-    [(MIXTRAL, [(1, 1, 1, 2), (1, 2, 1, 2), (2, 1, 2, 2)]), (QWEN3, [(1, 1, 1, 4)])],
+    [
+        (MIXTRAL, [(1, 1, 1, 2), (1, 2, 1, 2), (2, 1, 2, 2)]),
+        pytest.param(QWEN3, [(1, 1, 1, 4)], marks=pytest.mark.examples),
+    ],
     ids=["mixtral", "qwen3_moe"],
 )
 def test_whole_experts_follow_one_process(model: dict[str, Any], meshes: list[Sizes]) -> None:

@@ -19,7 +19,7 @@ from ranks.plants import STEP
 from ranks.runs import command, curve, environment, metrics, prepare
 from ranks.spawn import run_ranks
 from threefold.checkpoint.layout import CheckpointFolder
-from threefold.training.loop import _ONE_REQUEST_S
+from threefold.training.stop_request import _ONE_REQUEST_S
 
 pytestmark = pytest.mark.slow
 
@@ -75,17 +75,29 @@ def test_another_rank_names_rank_0_when_that_is_frozen(folder: Path) -> None:
         folder, "train", "config.yaml", *MESH, "--log.dir", "frozen", "--train.steps", "100000", *limits
     ) as going:
         wait_for(lambda: last_step(run) >= 3, f"step 3: {going.output()}")
-        ranks = rank_processes(run)
+        ranks, before = rank_processes(run), len(going.output())
         os.kill(ranks[0], signal.SIGSTOP)
         assert going.wait(60) == 1
-        silent = (
-            r"^no progress for \d+ s: rank 0 of host \S+ \(process \d+\) has given no sign of life for \d+ s, last "
-        )
+        silent = r"^no progress for \d+ s: rank 0 of host \S+ \(process \d+\) has given no sign of life for \d+ s, in "
         assert len(re.findall(silent, going.output(), re.MULTILINE)) == 2  # once for the stall, once for the end
-        waiting = re.findall(r"^  ranks? ([\d, and]+) waits? in", going.output(), re.MULTILINE)
-        assert set(re.findall(r"\d", " ".join(waiting))) == {"1", "2", "3"} and "Traceback" not in going.output()
+        # A slow start is told too, if it takes as long as a stall does here.
+        waiting = re.findall(r"^  ranks? ([\d, andto]+) waits? in", going.output()[before:], re.MULTILINE)
+        assert set(" ".join(waiting).replace("1 to 3", "1 2 3").replace(",", "").split()) - {"and"} == {"1", "2", "3"}
+        assert "Traceback" not in going.output()
         assert "cut off, or rank 0" not in going.output()
         assert not any(alive(process) for process in ranks.values())
+
+
+def test_rank_that_others_wait_for_in_every_step_is_the_slowest_and_told_once(folder: Path) -> None:
+    steps = ("--train.steps", "80", "--log.every", "10", "--checkpoint.every", "0", "--log.sample_tokens", "0")
+    done = planted(folder, "late_in_every_forward", "--log.dir", "late", *steps)
+    assert done.returncode == 0, done.stderr
+    found = [line for step, line in metrics(folder / "late").items() if step > 10]
+    assert {line["slowest_rank"] for line in found} == {2}
+    for line in found:
+        assert 0.4 < line["slowest_share"] * line["step_time_s"] / 0.1 < 1.3, line
+    told = r"^rank 2 has been the slowest since step \d+: a step would take about \d+% less if it were as fast as"
+    assert len(re.findall(told, done.stdout, re.MULTILINE)) == 1, done.stdout
 
 
 # --- kills -------------------------------------------------------------------------------------------------------
@@ -131,6 +143,29 @@ def test_wrong_request_is_not_started_again(folder: Path, whole: Path) -> None:
     refused = command(folder, "train", "config.yaml", *MESH, *again)
     assert refused.returncode == 2
     assert refused.stderr.count("train.seed = 0, not 1") == 1
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+def test_rank_without_memory_says_what_would_fit_and_leaves_a_snapshot(folder: Path) -> None:
+    done = planted(folder, "memory_used_up", "--log.dir", "full", "--train.micro_batch", "4")
+    assert done.returncode == 1
+    path = folder / "full" / "memory" / "rank-0002.pickle"
+    said = re.search(
+        r"^rank 2 has no memory left: CUDA out of memory\. Tried to allocate 22\.00 MiB\n"
+        r"  expected: 0\.0 GiB of weights, gradients and moments to fit in its device, together with activations and "
+        rf"gathered weights; what it holds is in {re.escape(str(path))}, for pytorch\.org/memory_viz\n"
+        r"  fix: --train\.micro_batch 2   \(then --train\.activation_checkpointing selective, --mesh\.dp_shard 2, "
+        r"--optimizer\.moments bfloat16, --mesh\.cpu_offload true\)$",
+        done.stderr,
+        re.MULTILINE,
+    )
+    assert said is not None, done.stderr
+    assert path.read_text() == "what the allocator holds"
+    assert "Traceback" not in done.stderr
+    assert {*metrics(folder / "full")} <= {*range(1, STEP)}  # rank 0 is ended before it writes the last ones
+    assert "a GPU's memory is used up" in command(folder, "explain", "full/logs/rank-0002.log").stdout
 
 
 # --- numbers that are not finite ---------------------------------------------------------------------------------
@@ -235,6 +270,37 @@ def test_run_whose_output_nobody_reads_saves_and_ends_without_a_word(folder: Pat
     process.stderr.close()
     saved = CheckpointFolder(folder / f"head-{ranks}").newest()
     assert saved is not None and saved.step == last_step(folder / f"head-{ranks}")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
+def test_run_saves_and_ends_when_all_its_processes_are_asked_to(folder: Path, number: int, workers: int) -> None:
+    """As a terminal or a scheduler asks: workers, and the servers that they and ranks are forked from, hear it too."""
+    run = folder / f"all-{number}-{workers}"
+    asked = ("--log.dir", run.name, "--train.steps", "100000", "--data.num_workers", str(workers))
+    with started(folder, "train", "config.yaml", *MESH, *asked) as going:
+        wait_for(lambda: last_step(run) >= 3, f"step 3: {going.output()}")
+        going.signal_all(number)
+        assert going.wait(60) == 75, going.output()
+        saved = CheckpointFolder(run).newest()
+        assert saved is not None and saved.step == last_step(run) and saved.damage() is None
+        assert f"stopped by a signal after step {saved.step}; the checkpoint is saved" in going.output()
+        assert "Traceback" not in going.output() and "Warning" not in going.output()
+
+
+def test_server_of_the_ranks_that_is_killed_is_named_and_leaves_no_rank(folder: Path) -> None:
+    run = folder / "no-server"
+    with started(folder, "train", "config.yaml", *MESH, "--log.dir", run.name, "--train.steps", "100000") as going:
+        wait_for(lambda: last_step(run) >= 3, f"step 3: {going.output()}")
+        ranks = rank_processes(run)
+        (server,) = {
+            int(re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{process}/status").read_text())[0])
+            for process in ranks.values()
+        }
+        os.kill(server, signal.SIGKILL)
+        assert going.wait(60) == 1
+        assert going.output().count("the process that the ranks are forked from was ended") == 1
+        assert not any(map(alive, ranks.values()))
 
 
 def test_second_ctrl_c_leaves_at_once(folder: Path) -> None:

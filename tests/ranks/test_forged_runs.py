@@ -20,7 +20,7 @@ from threefold.checkpoint.manifest import changes, read_manifest
 from threefold.checkpoint.seal import Seal, checksum_of
 from threefold.config.loading import load
 from threefold.errors import CheckpointError, DataError, ThreefoldError
-from threefold.export.model_folder import _described
+from threefold.export.model_folder import described
 from threefold.run import choice
 from threefold.run.resume import rate_of
 
@@ -103,7 +103,7 @@ def test_strangers_checkpoint_is_read_or_refused_in_words(resumed: Miniature, tm
                     continue
                 resumed.checkpointer.resume()
                 rate_of(resumed.config, folder)
-                _described(checkpoint, False)
+                described(checkpoint, False)
             except ThreefoldError as error:
                 assert all(problem.fix for problem in error.problems), what
                 refused += 1
@@ -138,7 +138,7 @@ def test_layers_without_tensors_are_refused_at_once(saved: Path, tmp_path: Path)
     manifest["architecture"]["num_hidden_layers"] = 100_000
     sealed_anew(forged, manifest)
     with pytest.raises(CheckpointError, match="has 100,000 layers, but its files hold"):
-        _described(Checkpoint(forged, 2), False)
+        described(Checkpoint(forged, 2), False)
 
 
 def damaged(content: bytes, draw: random.Random) -> bytes:

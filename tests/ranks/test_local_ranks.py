@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ def _start() -> None:
 
 def _entry(name: str, folder: str) -> None:
     rank, restart = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if name in _WHEN_ASKED:
+        signal.signal(signal.SIGTERM, _WHEN_ASKED[name])
     (Path(folder) / f"{restart}-{rank}").write_text(str(os.getpid()))
     sys.exit(globals()[f"_{name}"](rank, int(restart)))
 
@@ -71,20 +73,24 @@ def _tells(rank: int, restart: int) -> int:
 
 
 def _saves_for_long(rank: int, restart: int) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: Path("seen", "asked again").touch())
     if rank == 0:
         time.sleep(1.5)
     return 75
 
 
 def _saves(rank: int, restart: int) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
     return _for_ever(rank, restart)
 
 
 def _deaf(rank: int, restart: int) -> int:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return _for_ever(rank, restart)
+
+
+_WHEN_ASKED: dict[str, Any] = {
+    "saves_for_long": lambda *_: Path("seen", "asked again").touch(),
+    "saves": lambda *_: os._exit(75),
+    "deaf": signal.SIG_IGN,
+}
 
 
 def _together(restart: int, number: int) -> int:
@@ -99,15 +105,37 @@ def _for_ever(rank: int, restart: int) -> int:
     return 0
 
 
-def ended(folder: Path, name: str, *, restarts: int = 0, grace_s: int = 100) -> tuple[int, str, list[str]]:
+def ended(
+    folder: Path, name: str, *, restarts: int = 0, grace_s: int = 100, first: Callable[[], None] | None = None
+) -> tuple[int, str, list[str]]:
     """(exit code, standard error, the ranks that ran: restart-rank)."""
     (folder / "seen").mkdir()
-    done = run(_start, folder, (name, "seen", str(restarts), str(grace_s)), environment(folder), timeout_s=60)
+    given = (name, "seen", str(restarts), str(grace_s))
+    done = run(_start, folder, given, environment(folder), timeout_s=60, first=first)
     return done.returncode, done.stderr, sorted(path.name for path in (folder / "seen").iterdir())
 
 
 def test_ranks_that_are_done(tmp_path: Path) -> None:
     assert ended(tmp_path, "done", restarts=2) == (0, "", ["0-0", "0-1"])
+
+
+def _ends_while_looked_at() -> None:
+    from threefold.mesh.local_ranks import _Ranks
+
+    look = _Ranks._alive
+
+    def slow_look(ranks: _Ranks) -> list[Any]:
+        found = look(ranks)
+        for process in found:
+            process.join()
+        return found
+
+    _Ranks._alive = slow_look  # type: ignore[method-assign]
+
+
+def test_ranks_that_end_while_they_are_looked_at(tmp_path: Path) -> None:
+    """They are found gone after they were found alive: nothing would wake a wait that begins without them."""
+    assert ended(tmp_path, "done", first=_ends_while_looked_at) == (0, "", ["0-0", "0-1"])
 
 
 def test_wrong_request_is_not_started_again(tmp_path: Path) -> None:
@@ -154,7 +182,6 @@ def signalled(folder: Path, name: str, number: int, *, grace_s: int = 100, first
     (folder / "seen").mkdir()
     going = warm.Running(_start, folder, (name, "seen", "2", str(grace_s)), environment(folder), first=first)
     wait_for(lambda: len(list((folder / "seen").iterdir())) == 2, f"two ranks: {going.err()}", within_s=30)
-    time.sleep(0.3)  # for the handlers
     os.kill(going.process, number)
     return going
 

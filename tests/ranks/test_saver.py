@@ -20,12 +20,13 @@ def _fail_on(rank: int, own: int, *, after: int) -> None:
 
     plain, count = saver.write_parts, [0]
 
-    def full(path: Path, parts: Any) -> Any:
+    def full(folder: Path, stem: str, parts: Any) -> Any:
         count[0] += 1
         if own == rank and count[0] > after:
+            path = folder / f"{stem}.safetensors"
             path.write_bytes(b"half of it")
             raise OSError(28, os.strerror(28), str(path))
-        return plain(path, parts)
+        return plain(folder, stem, parts)
 
     saver.write_parts = full
 

@@ -8,7 +8,7 @@ import pytest
 
 from ranks.keeping import LLAMA, Miniature, Sizes, write_corpus
 from ranks.spawn import run_ranks
-from threefold.config.schema import MeshConfig
+from threefold.config.schema import Config
 from threefold.errors import ConfigError
 from threefold.mesh.topology import Topology
 from threefold.model import data_parallel
@@ -42,21 +42,117 @@ def test_settings_of_sharding_give_the_same_bits(
         assert layers == [2, 2, 1, 0]
 
 
-def _said(device: str, sizes: tuple[int, int, int, int], **settings: Any) -> str:
-    found = data_parallel.problems(MeshConfig.model_validate(settings), Topology(*sizes), device=device)
+def _accumulated(sizes: Sizes, folder: str, kind: str) -> Any:
+    """Of two steps of two micro-batches: curve, bytes of gradients between those, reductions, what the head says."""
+    import torch.distributed as dist
+
+    data_parallel._UNIT_BYTES = 1
+    train = {"accumulate": kind, "global_batch": 4 * sizes[0] * sizes[1], "micro_batch": 2}
+    run = Miniature(sizes, folder, model={"config": DEEP}, train=train)
+    counts = {"over shards": 0, "over copies": 0}
+    copies = run.mesh.group("dp_replicate")
+    # torch 2.13 gave it another name.
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    scatter, reduce, enter = getattr(dist, name), dist.all_reduce, run.step._progress.enter
+    held: list[int] = []
+
+    def scattered(*args: Any, **settings: Any) -> Any:
+        counts["over shards"] += 1
+        return scatter(*args, **settings)
+
+    def reduced(*args: Any, **settings: Any) -> Any:
+        counts["over copies"] += copies is not None and settings.get("group") is copies
+        return reduce(*args, **settings)
+
+    def entered(phase: Any, **more: Any) -> None:
+        if phase == "forward":
+            held.append(_held(run.model.module))
+        enter(phase, **more)
+
+    setattr(dist, name, scattered)
+    dist.all_reduce = reduced
+    run.step._progress.enter = entered  # type: ignore[method-assign]
+    curve = [(loss, norm) for loss, norm, _ in run.advance(2)]
+    said = dict(run.model.choices).get(f"accumulation: {kind}")
+    return curve, held[1], counts, said, sum(each.numel() for each in run.model.module.parameters())
+
+
+def _held(model: Any) -> int:
+    """Bytes of gradients on this rank: of shards, whole ones, and shards that wait for the other copies."""
+    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    # torch 2.11 has one group for each.
+    each_of = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
+    groups = [group for found in each_of for group in found if group is not None]
+    parameters = [each for group in groups for each in group.fsdp_params]
+    whole = [each.unsharded_accumulated_grad for each in parameters]
+    whole += [each.unsharded_param.grad for each in parameters if hasattr(each, "_unsharded_param")]
+    waiting = [group._partial_reduce_output for group in groups]
+    shards = [each.sharded_param.grad for each in parameters]
+    parts = [each.to_local() for each in shards if each is not None]
+    # By their memory: some versions of torch hold a gradient under two names.
+    found = {each.data_ptr(): each.nbytes for each in (*whole, *waiting, *parts) if each is not None and each.numel()}
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 1), (2, 2, 1, 1)], ids=str)
+def test_gradients_accumulate_in_shards_at_the_price_that_is_told(
+    sizes: Sizes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("runs")
+    write_corpus(folder)
+    ranks = sizes[0] * sizes[1]
+    given = {kind: (sizes, str(folder / kind), kind) for kind in ("sharded", "unsharded")}
+    found = {kind: run_ranks(_accumulated, ranks, *each)[0] for kind, each in given.items()}
+    units, steps, copies = 5, 2, int(sizes[0] > 1)
+    (curve, held, counts, said, size), (other, other_held, other_counts, other_said, _) = found.values()
+    for (loss, norm), (expected_loss, expected_norm) in zip(curve, other, strict=True):
+        assert abs(loss - expected_loss) <= 1e-5 and abs(norm - expected_norm) <= 1e-5 * expected_norm
+    # Of a matrix with an odd number of rows, one rank has more.
+    assert (held, other_held) == (pytest.approx(4 * size / 2, rel=2e-3), 4 * size)
+    assert counts == {"over shards": 2 * units * steps, "over copies": copies * units * steps}
+    assert other_counts == {"over shards": units * steps, "over copies": copies * units * steps}
+    half, whole = (f"{each / 2**20:,.1f}" for each in (2 * size, 4 * size))
+    assert said == (
+        f"2 micro-batches, {half} MiB of gradients on a rank, 10 reductions a step (unsharded: {whole} MiB and 5)"
+    )
+    assert other_said == (
+        f"2 micro-batches, {whole} MiB of gradients on a rank, 5 reductions a step (sharded: {half} MiB and 10)"
+    )
+
+
+def _said(device: str, sizes: tuple[int, int, int, int], train: Any = None, **settings: Any) -> str:
+    config = Config.model_validate({"mesh": settings, "train": {"global_batch": 8, **(train or {})}})
+    found = data_parallel.problems(config, Topology(*sizes), device=device)
     return str(ConfigError.of(found)) if found else ""
 
 
 def test_settings_without_effect_are_refused() -> None:
     assert _said("cuda", (1, 2, 1, 1), cpu_offload=True, prefetch=2) == ""
+    assert _said("cuda", (1, 1, 1, 1), cpu_offload=True) == ""
+    assert _said("cuda", (1, 1, 1, 1), {"activation_checkpointing": "offload"}) == ""
     assert _said("cpu", (1, 2, 1, 1), cpu_offload=True) == (
         "mesh.cpu_offload = true has no effect on a CPU\n"
         "  expected: an accelerator with memory of its own\n"
         "  fix: leave mesh.cpu_offload out"
     )
+    assert _said("cpu", (1, 2, 1, 1), {"activation_checkpointing": "offload"}) == (
+        "train.activation_checkpointing = offload has no effect on a CPU\n"
+        "  expected: an accelerator with memory of its own\n"
+        "  fix: --train.activation_checkpointing full"
+    )
     assert _said("cuda", (4, 1, 1, 1), prefetch=2) == (
-        "mesh.prefetch = 2, but nothing is sharded (dp_shard is 1: torch's DistributedDataParallel, every rank holds a "
-        "whole model)\n"
+        "mesh.prefetch = 2, but nothing is gathered: mesh.dp_shard and mesh.cp are 1\n"
         "  expected: weights that are shared by several data ranks\n"
         "  fix: --mesh.dp_shard 4   (FSDP2), or leave mesh.prefetch out"
     )
+    assert _said("cpu", (1, 2, 1, 1), {"accumulate": "unsharded", "micro_batch": 2}) == ""
+    for sizes, micro_batch, lacking in (
+        ((4, 1, 1, 1), 1, "mesh.dp_shard and mesh.cp are 1"),
+        ((1, 4, 1, 1), 2, "a step has one micro-batch"),
+        ((1, 4, 1, 1), "auto", "a step has one micro-batch"),
+    ):
+        assert _said("cpu", sizes, {"accumulate": "unsharded", "micro_batch": micro_batch}) == (
+            f"train.accumulate = unsharded has no effect: {lacking}\n"
+            "  expected: gradients that several ranks share, and several micro-batches a step\n"
+            "  fix: leave train.accumulate out"
+        )

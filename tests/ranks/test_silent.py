@@ -108,14 +108,15 @@ def _router_losses(tmp: str, sizes: dict[str, int], micro_batch: int) -> Any:
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
-    from threefold.training.optimizer import adamw
-    from threefold.training.step import TrainStep, mean_aux_loss, mean_loss
+    from threefold.training.numbers import mean_aux_loss, mean_loss
+    from threefold.training.optimizer import build_optimizer
+    from threefold.training.step import TrainStep
 
     mesh = init_mesh(device="cpu", **sizes)
     router = {"model_type": "qwen3_moe", "output_router_logits": True, "router_aux_loss_coef": 0.5, **MOE}
     config = Config.model_validate({"model": {"config": {**SIZES, **router}}})
     model = build(config, load.read_config(config.model), mesh)
-    step = TrainStep(model, adamw(model.module, config.optimizer), mesh)
+    step = TrainStep(model, build_optimizer(model.module, config.optimizer), grad_clip=0.0)
     generator = torch.Generator().manual_seed(1)
     answers = []
     for _ in range(3):
@@ -127,7 +128,7 @@ def _router_losses(tmp: str, sizes: dict[str, int], micro_batch: int) -> Any:
             {name: rows[start : start + micro_batch] for name, rows in own.items()}
             for start in range(0, count, micro_batch)
         ]
-        result = step(pieces, lr=1e-2)
+        result = step.run(pieces, lr=1e-2)
         answers.append((mean_loss(result, mesh), mean_aux_loss(result, mesh), result.grad_norm.item()))
     return answers
 
@@ -257,8 +258,10 @@ def _padded_router_loss(tmp: str, sizes: dict[str, int], kind: str, micro_batch:
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
-    from threefold.training.optimizer import adamw
-    from threefold.training.step import TrainStep, mean_aux_loss, micro_batches
+    from threefold.training.batches import micro_batches
+    from threefold.training.numbers import mean_aux_loss
+    from threefold.training.optimizer import build_optimizer
+    from threefold.training.step import TrainStep
 
     mesh = init_mesh(device="cpu", **sizes)
     config = Config.model_validate(
@@ -273,10 +276,10 @@ def _padded_router_loss(tmp: str, sizes: dict[str, int], kind: str, micro_batch:
                 whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
                 gradients[name] = whole.clone()
 
-    step = TrainStep(model, adamw(model.module, config.optimizer), mesh, observe=observe)
+    step = TrainStep(model, build_optimizer(model.module, config.optimizer), grad_clip=0.0, observe=observe)
     rows, padding = _padded_rows()
     own = {name: values[mesh.dp_rank :: mesh.dp_size] for name, values in {**rows, "padding": padding}.items()}
-    result = step(micro_batches(own, micro_batch), lr=0.0)
+    result = step.run(micro_batches(own, micro_batch), lr=0.0)
     return mean_aux_loss(result, mesh), {name: values.numpy() for name, values in gradients.items()}
 
 

@@ -60,7 +60,7 @@ PLANTED = {
         "from threefold.model.tensor_parallel import layers\n"
         "plain = layers.scatter_sum\n"
         "layers.scatter_sum = lambda x, group: plain(x * (0.5 + torch.distributed.get_rank(group)), group)\n",
-        ("--mesh.tp", "2"),
+        ("--mesh.tp", "2", "--mesh.sequence_parallel", "true"),
         "<- differs",
     ),
     # the same data on both data ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,7 @@ def why_not() -> str | None:
     if missing:
         return f"no {' and no '.join(missing)} here (iproute2, util-linux)"
     # A host needs its links, a hostname and a file over /etc/hosts; containers may forbid any of them.
-    with contextlib.suppress(OSError, subprocess.CalledProcessError), hosts(f"tf{os.getpid()}p", 1) as (probe,):
+    with contextlib.suppress(OSError, subprocess.CalledProcessError), hosts("probe", 1) as (probe,):
         probe.run(["true"])
         return None
     return "this container may not make network namespaces"
@@ -34,11 +35,11 @@ def why_not() -> str | None:
 class Host:
     """One of them."""
 
-    def __init__(self, name: str, number: int) -> None:
-        self.namespace = f"{name}{number}"
+    def __init__(self, name: str, number: int, unique: str) -> None:
+        self.namespace = f"{unique}n{number}"
         self.hostname = f"{name}-{number}"
         self.address = f"{_NETWORK}.{10 + number}"
-        self._link = f"{name}v{number}"
+        self._link = f"{unique}v{number}"
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """The arguments as run on this host; what they start dies with it."""
@@ -73,9 +74,11 @@ class Host:
 
 @contextlib.contextmanager
 def hosts(name: str, count: int) -> Iterator[list[Host]]:
-    """`count` hosts that reach one another and nothing else."""
-    found = [Host(name, number) for number in range(1, count + 1)]
-    bridge = f"{name}br"
+    """`count` hosts that reach one another and nothing else, called NAME-1 and so on."""
+    # Links and namespaces are the machine's: other tests may run beside these, and one that was killed left its own.
+    unique = f"tf{secrets.token_hex(4)}"
+    found = [Host(name, number, unique) for number in range(1, count + 1)]
+    bridge = f"{unique}br"
     try:
         _ip("link", "add", bridge, "type", "bridge")
         _ip("link", "set", bridge, "up")
@@ -108,4 +111,6 @@ def _make(host: Host, bridge: str, all_hosts: Sequence[Host]) -> None:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{' '.join(['ip', *arguments])}: {done.stderr.strip()}")

@@ -101,7 +101,6 @@ class Ours:
             {name: lambda each=each: each for name, each in weights.items()},
             mesh=mesh,
             tp_placements={},
-            fsdp_sharded=False,
             first_value=lambda name, shape: torch.empty(shape),
         )
         self.model.eval()
@@ -246,7 +245,6 @@ def test_a_buffer_that_nothing_writes_is_an_error(mesh: Mesh) -> None:
             {name: lambda each=each: each for name, each in weights.items()},
             mesh=mesh,
             tp_placements={},
-            fsdp_sharded=False,
             first_value=lambda name, shape: torch.empty(shape),
         )
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from threefold.audit import record as audit_record
 from threefold.audit.digest import Int64, Message, Window, agree, fold_samples, predicted_samples
-from threefold.audit.lookup import coverage, coverage_lines, find_sample, find_step, turns
+from threefold.audit.lookup import coverage, coverage_lines, find_sample, find_step, place_after, turns
 from threefold.audit.offences import Evidence, explain
 from threefold.audit.proof import prove, stretches_of
-from threefold.audit.record import Line, SegmentLine, SkipLine, StepsLine, described, place_after, standing
+from threefold.audit.record import Line, SegmentLine, SkipLine, StepsLine, described, standing
 from threefold.data.mixture import Mixture
 from threefold.data.order import Order, Place
 from threefold.data.partition import Steps

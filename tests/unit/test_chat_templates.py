@@ -10,6 +10,7 @@ import datetime
 import json
 import random
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ import pytest
 from tests.oracle_of_targets import Family, Tokens, check, expected, seen
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from threefold.data.conversations.formats import Example, RowError
+from threefold.data.conversations.formats import Example, RowError, columns_of
+from threefold.data.conversations.labeller import ends_turns
+from threefold.data.conversations.preference import labelled_pair
 from threefold.data.conversations.targets import Encoder, NoTargetError
 from threefold.data.conversations.template import ChatTemplate
 from threefold.data.text.source import Labelled
+from threefold.data.tokens import VocabularyTokenizer
 
 FOLDER = Path(__file__).parent.parent / "templates"
 LLAMA3 = "<|start_header_id|>assistant<|end_header_id|>\n\n"
@@ -397,6 +401,12 @@ def _text(draw: random.Random) -> str:
     return draw.choice(TEXTS) if kind < 0.8 else draw.choice(TEXTS) + draw.choice(SPELLED) + draw.choice(TEXTS)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_templates_without_an_end_of_answers_are_known(name: str) -> None:
+    """Those of the table that have no end token; of others, what follows an answer ends it."""
+    assert ends_turns(encoder(name, "assistant", True)) == bool(family(name).ends), family(name).ends
+
+
 def test_every_template_is_of_a_family() -> None:
     assert sorted(path.stem for path in FOLDER.iterdir()) == sorted(FAMILIES) and len(FAMILIES) >= 40
 
@@ -492,6 +502,23 @@ def labelled(template: str | ChatTemplate, messages: Any, train_on: str = "assis
 TWO = (user("a"), assistant("b c"), user("d"), assistant("e"))
 PLAIN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
 ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+
+
+def test_added_tokens_that_are_no_control_tokens_are_tokens_in_texts_too() -> None:
+    """As <think> and <tool_call> of Qwen: what a model writes as one token is learnt as that, wherever it stands."""
+    backend = Tokenizer.from_str(tokens_of("all").whole.to_str())
+    backend.add_tokens([AddedToken("<thinking>", special=False), AddedToken("<call>", special=False)])
+    thinking, call = (backend.token_to_id(each) for each in ("<thinking>", "<call>"))
+    end = backend.token_to_id("<|im_end|>")
+    made = replace(encoder("qwen2", "assistant", True), backend=backend)
+    said = "<thinking>well <|im_end|></thinking><call>"
+    found = made.labelled(Example(({"role": "user", "content": said}, {"role": "assistant", "content": said})))
+    ids, learnt = found.ids.tolist(), found.ids[found.targets].tolist()
+    assert (ids.count(thinking), learnt.count(thinking), ids.count(call), learnt.count(call)) == (2, 1, 2, 1)
+    assert learnt.count(end) == 1 and learnt.index(end) > learnt.index(call), "the one that the template writes"
+    texts = VocabularyTokenizer("t", backend, backend.get_vocab_size(), end, "f", control_text=True)
+    (encoded,) = texts.encode_batch([said])
+    assert encoded.tolist().count(thinking) == encoded.tolist().count(call) == 1 and end not in encoded.tolist()
 
 
 @pytest.mark.parametrize(
@@ -626,3 +653,42 @@ def test_end_of_a_turn_is_the_token_that_ends_answers() -> None:
         for train_on_end in (True, False):
             assert encoder(name, "last", train_on_end).end_of_turn([user("a")]) == wanted
     assert encoder("glm4", "last", True).end_of_turn([user("a")]) == 0
+
+
+OTHER_WAY = "the chat template renders the prompt in another way when the completion follows"
+BEGUN_BY_THINKING = ("deepseek_r1_distill", "minimax_m2", "exaone4")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pair_is_its_two_completions_after_one_prompt(name: str) -> None:
+    """Each document is what its answer alone would be; a prompt that is not the same tokens in both is refused."""
+    made, asked = encoder(name, "completion", True), [user("a"), assistant("b c"), user("d")]
+    columns = columns_of(["prompt", "chosen", "rejected"])
+    for answers in (
+        ("Hello there", "Goodbye"),
+        ("yes", "yes, no"),
+        (" leading", "\n\n"),
+        ("</s> a", "b"),
+        (THOUGHT, "😀"),
+    ):
+        row = dict(
+            zip(("prompt", "chosen", "rejected"), (asked, *([assistant(each)] for each in answers)), strict=True)
+        )
+        try:
+            alone = [made.labelled(Example((*asked, assistant(each)), num_prompt=len(asked))) for each in answers]
+        except RowError as error:
+            assert name in BEGUN_BY_THINKING and error.what == OTHER_WAY
+            with pytest.raises(RowError, match=OTHER_WAY) as caught:
+                labelled_pair(row, columns, made)
+            assert caught.value.expected == "a template that renders it as it was"
+            continue
+        prompts = [each.ids[: each.targets.argmax()].tolist() for each in alone]
+        if prompts[0] != prompts[1]:
+            assert name in ("gemma2", "gemma3")
+            with pytest.raises(RowError, match="the prompt is not the same tokens before both answers"):
+                labelled_pair(row, columns, made)
+            continue
+        pair = labelled_pair(row, columns, made)
+        assert [(each.ids.tolist(), each.targets.tolist()) for each in pair] == [
+            (each.ids.tolist(), each.targets.tolist()) for each in alone
+        ]

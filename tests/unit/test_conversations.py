@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from threefold.data.conversations.formats import Columns, Example, RowError, columns_of, examples_of
+from threefold.data.conversations.formats import Columns, Example, RowError, columns_of, example_of
 from threefold.data.conversations.labeller import chat_template, format_of
 from threefold.data.text.source import Labels, Source
 from threefold.data.tokens import ByteTokenizer
@@ -55,7 +55,7 @@ def test_columns_of_no_format_are_refused() -> None:
 def test_other_names_are_mapped() -> None:
     columns = columns_of(["dialog", "id"], fields={"messages": "dialog", "role": "speaker", "content": "said"})
     row = {"dialog": [{"speaker": "user", "said": "hi"}, {"speaker": "assistant", "said": "hello", "weight": 1}]}
-    (example,) = examples_of(row, columns)
+    example = example_of(row, columns)
     assert example.messages == (USER, {**ASSISTANT, "weight": 1})
     assert str(columns) == "chat (dialog)"
 
@@ -90,27 +90,12 @@ def test_other_names_are_mapped() -> None:
     ],
 )
 def test_row_is_one_example(row: dict[str, Any], expected: Example) -> None:
-    assert examples_of(row, columns_of(list(row))) == [expected]
-
-
-def test_preference_is_two_examples_with_one_prompt() -> None:
-    other = {"role": "assistant", "content": "no"}
-    expected = [Example((USER, ASSISTANT), num_prompt=1), Example((USER, other), num_prompt=1)]
-    for row in (
-        {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [other]},
-        {"chosen": [USER, ASSISTANT], "rejected": [USER, other]},
-        {"prompt": "hi", "chosen": [USER, ASSISTANT], "rejected": [USER, other]},
-        {"prompt": [USER], "chosen": [USER, ASSISTANT], "rejected": [USER, other]},
-    ):
-        assert examples_of(row, columns_of(list(row))) == expected
-    texts = {"prompt": "q", "chosen": "a", "rejected": "b"}
-    assert examples_of(texts, columns_of(list(texts))) == [Example(texts=("q", "a")), Example(texts=("q", "b"))]
+    assert example_of(row, columns_of(list(row))) == expected
 
 
 CHAT = Columns("chat", ("messages",))
 PAIR = Columns("prompt_completion", ("prompt", "completion"))
 ALPACA = Columns("prompt_completion", ("instruction", "output", "input"))
-PREFERENCE = Columns("preference", ("chosen", "rejected", "prompt"))
 
 
 @pytest.mark.parametrize(
@@ -166,29 +151,26 @@ PREFERENCE = Columns("preference", ("chosen", "rejected", "prompt"))
         ({"instruction": "a", "output": None}, ALPACA, "'output' is missing or null"),
         ({"instruction": ["a"], "output": "b"}, ALPACA, "'instruction' is a list, not text"),
         ({"instruction": "a", "input": 5, "output": "b"}, ALPACA, "'input' is a number, not text"),
-        ({"chosen": "a", "rejected": "b"}, PREFERENCE, "'chosen' is text, and there is no prompt"),
-        ({"chosen": [ASSISTANT], "rejected": [ASSISTANT]}, PREFERENCE, "'chosen' is a list, and there is no prompt"),
-        ({"prompt": "q", "chosen": "a"}, PREFERENCE, "'rejected' is missing or null"),
     ],
 )
 def test_malformed_row_is_refused_in_words(row: dict[str, Any], columns: Columns, what: str) -> None:
     with pytest.raises(RowError) as caught:
-        examples_of(row, columns)
+        example_of(row, columns)
     assert caught.value.what.startswith(what) and caught.value.expected
 
 
 def test_column_that_only_a_later_row_has_is_read() -> None:
     columns = columns_of(["messages"])
-    (example,) = examples_of({"messages": [USER, ASSISTANT], "system": "s", "tools": [{"name": "f"}]}, columns)
+    example = example_of({"messages": [USER, ASSISTANT], "system": "s", "tools": [{"name": "f"}]}, columns)
     assert example.messages[0] == {"role": "system", "content": "s"} and example.tools == ({"name": "f"},)
 
 
 def test_system_text_beside_prompt_and_completion_is_kept_or_refused() -> None:
     columns = columns_of(["prompt", "completion", "system"])
-    (example,) = examples_of({"prompt": [USER], "completion": [ASSISTANT], "system": "s"}, columns)
+    example = example_of({"prompt": [USER], "completion": [ASSISTANT], "system": "s"}, columns)
     assert example.messages[0]["role"] == "system" and example.num_prompt == 2
     with pytest.raises(RowError, match="'system' is text, beside text"):
-        examples_of({"prompt": "a", "completion": "b", "system": "s"}, columns)
+        example_of({"prompt": "a", "completion": "b", "system": "s"}, columns)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,23 @@
-"""The documentation is what the code says: generated pages are current, links lead somewhere."""
+"""The documentation is what the code says: generated pages are current, links and tests exist, commands parse."""
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from ruamel.yaml import YAML
+
+from threefold.commands import main
+from threefold.commands.arguments import split
+from threefold.config.schema import Config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -20,8 +30,117 @@ def test_config_page_is_current() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_table_of_errors_is_current() -> None:
+    code = "import generate_errors as page; assert page.page() == page.README.read_text(), 'docs/generate_errors.py'"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "docs", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
     missing = [target for target in targets if not (page.parent / target).exists()]
     assert missing == []
+
+
+def test_every_page_is_reached_from_the_front_page() -> None:
+    reached, waiting = set[Path](), {ROOT / "README.md"}
+    while waiting:
+        reached.add(page := waiting.pop())
+        targets = (page.parent / each for each in re.findall(r"\]\((?!https?:)([^)#]+\.md)", page.read_text()))
+        waiting |= {target.resolve() for target in targets} - reached
+    assert {*PAGES} - reached == set()
+
+
+def test_picture_is_small() -> None:
+    picture = (ROOT / "docs" / "images" / "report.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) < 200_000
+
+
+def test_tests_that_pages_name_are_there() -> None:
+    named = {match for page in PAGES for match in re.findall(r"\b([\w/]+\.py)::(test_\w+)", page.read_text())}
+    assert len(named) >= 20
+    for file, test in named:
+        path = ROOT / "tests" / file.removeprefix("tests/")
+        assert test in {node.name for node in ast.walk(ast.parse(path.read_text())) if hasattr(node, "name")}, file
+
+
+def test_what_others_report_names_threads_and_tests() -> None:
+    page = (ROOT / "docs" / "others.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| others report")]
+    assert 12 <= len(rows) <= 20
+    for row in rows:
+        threads = re.findall(r"\[([\w.-]+/[\w.-]+)#(\d+)\]\(https://github.com/([\w./-]+)\)", row)
+        assert threads, row
+        for repository, number, address in threads:
+            assert address in (f"{repository}/issues/{number}", f"{repository}/pull/{number}")
+        links = re.findall(r"\[`([^`]+)::test_\w+`\]\(\.\./tests/([^)]+)\)", row)
+        assert links and all(shown == target for shown, target in links), row
+
+
+def commands(text: str) -> Iterator[str]:
+    """The commands in the blocks of code of a page, a line each, without what a terminal shows beside them."""
+    blocks = re.findall(r"^```(?:bash|sh|console|text)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks += re.findall(
+        r"(?:^    .*\n|^\n)+", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+    )
+    for block in blocks:
+        for line in re.sub(r"\\\n\s*", "", block).splitlines():
+            line = re.split(r"\s+#\s|\s{2,}\(| 2>&1| \|\s", line.strip().removeprefix("$ "))[0].strip()
+            if not re.search(r"\[-|\.\.\.|^threefold \d", line):
+                yield line
+
+
+COMMANDS = sorted({(str(page.relative_to(ROOT)), line) for page in PAGES for line in commands(page.read_text())})
+OURS = [(page, line) for page, line in COMMANDS if re.match(r"(threefold|torchrun .* -m threefold) [a-z]", line)]
+SCRIPTS = [(page, line) for page, line in COMMANDS if re.match(r"(python|torchrun) .*\.py\b", line)]
+MADE = [(page, line) for page, line in COMMANDS if re.match(r"make [a-z]", line)]
+
+
+@pytest.fixture(scope="module")
+def root() -> Any:
+    app = typer.Typer(callback=lambda: None)
+    kept, main.app = main.app, app
+    main._load(main._COMMANDS)
+    main.app = kept
+    return typer.main.get_command(app)
+
+
+def parsed(command: Any, name: str, words: list[str]) -> tuple[str, list[str]]:
+    """(name of the command, words that it leaves to the config); an error if it would refuse its words."""
+    context = command.make_context(name, list(words))
+    if not hasattr(command, "commands"):
+        return name, context.args
+    name, inner, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+    return parsed(inner, name, rest)
+
+
+@pytest.mark.parametrize(("page", "line"), OURS)
+def test_command_of_a_page_parses(root: Any, page: str, line: str) -> None:
+    name, rest = parsed(root, "threefold", shlex.split(line.partition("threefold ")[2]))
+    if main._COMMANDS.get(name) is None and name not in ("slurm", "sagemaker", "kubernetes", "ray", "skypilot"):
+        assert rest == []
+    values: dict[str, Any] = {}
+    for key, text in split(rest)[1]:
+        *sections, last = key.split(".")
+        inside = values
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[last] = YAML(typ="safe", pure=True).load(text)
+    Config.model_validate(values)
+
+
+def test_pages_show_many_commands() -> None:
+    assert len(OURS) >= 80 and len(SCRIPTS) >= 15 and len(MADE) >= 8
+
+
+@pytest.mark.parametrize(("page", "line"), SCRIPTS)
+def test_script_of_a_page_is_there(page: str, line: str) -> None:
+    script = next(word for word in shlex.split(line) if word.endswith(".py"))
+    text = (ROOT / page).read_text()
+    assert (ROOT / script).exists() or text.count(script) > 1, script
+
+
+@pytest.mark.parametrize(("page", "line"), MADE)
+def test_target_of_a_page_is_there(page: str, line: str) -> None:
+    assert re.search(rf"^{line.split()[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -13,6 +13,7 @@ from ranks.runs import command
 from threefold.doctor import (
     gpu,
     machine,
+    nvidia,
     ranks,
 )
 from threefold.doctor import (
@@ -210,7 +211,7 @@ def test_gpus_that_fit() -> None:
             {"gpus": (), "visible": ""},
             "GPUs",
             "STOP    GPUs: 0 of 2 are visible: CUDA_VISIBLE_DEVICES=\n          expected: at least one\n"
-            "          fix: unset CUDA_VISIBLE_DEVICES",
+            "          fix: unset CUDA_VISIBLE_DEVICES, or --mesh.device cpu",
         ),
         (
             {"gpus": (dataclasses.replace(H100, free=20 * GIB),)},
@@ -260,7 +261,7 @@ def test_answers_of_nvidia_smi_are_read() -> None:
         "GPU2\tSYS\tSYS\t X \tPIX\tSYS\t32-63\t1\nGPU3\tSYS\tSYS\tPIX\t X \tSYS\t32-63\t1\n"
         "NIC0\tPXB\tPXB\tSYS\tSYS\t X \n\nLegend:\n\n  X    = Self\n"
     )
-    links = gpu.read_links(matrix)
+    links = nvidia.read_links(matrix)
     assert links[(0, 1)] == "NV12" and links[(2, 3)] == "PIX" and len(links) == 6
     found = gpu.judge(dataclasses.replace(CUDA, links=links))
     assert texts(found, "links") == [
@@ -312,7 +313,7 @@ def test_ranks_that_differ() -> None:
         "          fix: the same environment or image on every machine",
     ]
     assert texts(found, "clocks of the ranks") == [
-        "WARNING clocks of the ranks: b is 3.5 s ahead of a\n"
+        "WARNING clocks of the ranks: b (rank 2) is 3.5 s ahead of a (rank 0)\n"
         "          expected: within 1 s: logs of several machines are compared\n"
         "          fix: start chrony or systemd-timesyncd on both"
     ]

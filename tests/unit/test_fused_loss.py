@@ -61,15 +61,9 @@ def test_kernel_gives_the_same_sums_and_gradients() -> None:
 
 def test_kernel_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    found = fused_loss.problems("liger", device="cuda", tp=1, label_smoothing=0.0)
+    found = fused_loss.problems(device="cuda", tp=1, label_smoothing=0.0)
     assert str(ConfigError.of(found)) == (
         "train.fused_loss = liger, but liger-kernel is not installed\n"
         "  expected: CUDA, the liger-kernel package, the whole vocabulary on each rank and no smoothed labels\n"
         "  fix: pip install 'threefold[liger]', or --train.fused_loss auto   (the loss by chunks gives the same sums)"
     )
-    assert fused_loss.problems("auto", device="cpu", tp=2, label_smoothing=0.1) == []
-    assert fused_loss.choose("auto", ["head"], device="cuda", tp=1, label_smoothing=0.0) == (
-        False,
-        "liger-kernel is not installed",
-    )
-    assert fused_loss.choose("none", ["head"], device="cuda", tp=1, label_smoothing=0.0) == (False, "as given")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,13 +88,13 @@ def test_group_that_transformers_does_not_see_is_refused(tmp_path: Path) -> None
 
 
 REQUESTS = {
-    "train_sampling_strategy = 'group_by_length'": {"train_sampling_strategy": "group_by_length"},
+    "train_sampling_strategy = 'batch_rebalance'": {"train_sampling_strategy": "batch_rebalance"},
     "accelerator_config has split_batches = True": {"accelerator_config": {"split_batches": True}},
     "accelerator_config has dispatch_batches = True": {"accelerator_config": {"dispatch_batches": True}},
     "dataloader_in_order = False": {"dataloader_in_order": False, "dataloader_num_workers": 1},
 }
 FIXES = {
-    "train_sampling_strategy = 'group_by_length'": 'train_sampling_strategy="random"',
+    "train_sampling_strategy = 'batch_rebalance'": 'train_sampling_strategy="group_by_length"',
     "accelerator_config has split_batches = True": "leave split_batches out of accelerator_config",
     "accelerator_config has dispatch_batches = True": "leave dispatch_batches out of accelerator_config",
     "dataloader_in_order = False": "leave dataloader_in_order out",
@@ -329,12 +330,34 @@ def test_loaders_hand_out_what_collate_made() -> None:
     # Rank 1 has no third sample: the head stands in, and is no row.
     assert given == [[1], [3], [0]]
     assert [one.numbers for one in taken] == [(1,), (3,), ()]
-    assert list(loader.rows) == [1, 1, 0]
+    assert [(batch.rows, batch.rest) for batch in loader.returned] == [(1, None), (1, None), (0, None)]
     assert loader.dataset.stop == 5
     evaluation = EvaluationLoader(
         range(3), batch_size=2, accelerator=accelerator, axis=Axis(0, 1), collate_fn=torch.tensor
     )
     assert [evaluation.gather(batch).tolist() for batch in evaluation] == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+@pytest.mark.parametrize("num_rows", [*range(1, 14), 64])
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_batches_of_all_ranks_have_one_size_and_every_row_once(num_rows: int, batch_size: int, dp_size: int) -> None:
+    accelerator, ranks = Accelerator(cpu=True), []
+    for rank in range(dp_size):
+        marks = {"stand_in": operator.invert, "alone": partial(operator.add, num_rows)}
+        sizes = {"num_replicas": dp_size, "rank": rank, "global_batch": dp_size * batch_size}
+        order = DistributedSampler.for_loop(range(num_rows), seed=1, tail="exact", **marks, **sizes)
+        made = {"batch_size": batch_size, "accelerator": accelerator, "axis": Axis(rank, dp_size)}
+        loader = TrainLoader(range(num_rows), order, collate_fn=torch.tensor, **made)
+        batches = [batch.tolist() for batch in loader]
+        ranks.append(list(zip(batches, loader.returned, strict=True)))
+    read = []
+    for of_ranks in zip(*ranks, strict=True):
+        assert len({(len(batch), got.alone, got.rest is None) for batch, got in of_ranks}) == 1
+        for batch, got in of_ranks:
+            read += batch[: got.rows] + (got.rest.tolist() if got.rest_rows else [])
+            assert got.rows == len(batch) or (len(batch) == 1 and got.alone and not got.rows)
+    assert sorted(read) == list(range(num_rows))
 
 
 def test_loss_of_parts_is_the_mean_of_the_whole() -> None:

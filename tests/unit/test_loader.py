@@ -286,6 +286,21 @@ def test_evaluation_reads_every_row_once_in_equal_batches(num_rows: int, dp_size
     assert counted == Counter(range(num_rows))
 
 
+@given(num_rows=st.integers(1, 40), dp_size=st.integers(1, 6), size=st.integers(1, 5))
+def test_evaluation_batches_that_are_alike_do_not_depend_on_the_dp_ranks(
+    num_rows: int, dp_size: int, size: int
+) -> None:
+    def read(num_ranks: int) -> list[list[list[int]]]:
+        every = CountingRows(num_rows)
+        ranks = [{"rows_per_rank": size, "dp_rank": rank, "dp_size": num_ranks} for rank in range(num_ranks)]
+        return [[indices(batch) for batch in evaluation_batches(every, **each, alike=True)] for each in ranks]
+
+    (alone,), found = read(1), read(dp_size)
+    assert [found[number % dp_size][number // dp_size] for number in range(len(alone))] == alone
+    assert sum(map(len, found)) == len(alone)
+    assert [row for batch in alone for row in batch if row >= 0] == list(range(num_rows))
+
+
 def test_evaluation_of_a_single_row_over_three_ranks_by_hand() -> None:
     found = [list(evaluation_batches(CountingRows(1), rows_per_rank=2, dp_rank=rank, dp_size=3)) for rank in range(3)]
     assert [[indices(batch) for batch in batches] for batches in found] == [[[0, -1]], [[-1, -1]], [[-1, -1]]]

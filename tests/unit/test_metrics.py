@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from threefold.jsonl import MetricsFile, cut_torn_line, read_metrics
-from threefold.training.progress import Stopwatch, flops_per_token, peak_flops, peak_memory_bytes
+from threefold.training.progress import Stopwatch, peak_memory_bytes
 
 LINES = b'{"step": 1}\n{"step": 2}\n'
 
@@ -104,15 +104,6 @@ def test_stopwatch_laps_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     watch = Stopwatch()
     assert [watch.lap(), watch.lap()] == [0.5, 2.5]
-
-
-def test_rates() -> None:
-    """6 FLOPs a parameter and 12 x layers x hidden x length of attention: PaLM, appendix B."""
-    assert flops_per_token(1000, num_layers=2, hidden_size=8, seq_len=16) == 6 * 1000 + 12 * 2 * 8 * 16
-    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_flops("NVIDIA L40S") == 362e12
-    assert peak_flops("NVIDIA L4") == 121e12
-    assert peak_flops("a device nobody named") is None
 
 
 def test_peak_memory_is_in_bytes() -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from threefold.data.rows.concat import IGNORED, PADDING, ConcatRows, Rows
 from threefold.data.rows.packing import Packing
-from threefold.data.rows.padded import PaddedRows, best_fit, cut_documents
+from threefold.data.rows.padded import PaddedRows, best_fit
+from threefold.data.rows.pieces import cut_documents
 from threefold.data.store.store import StoreInfo, TokenStore
 from threefold.data.store.writer import StoreWriter
 from threefold.errors import DataError

@@ -14,12 +14,15 @@ from typer.testing import CliRunner
 
 from threefold.commands.data import app
 from threefold.commands.documents import histogram, marked, packed_row
+from threefold.data.rows.known_rows import block_text
 from threefold.data.rows.packing import Packing
-from threefold.data.store.resolve import open_store
+from threefold.data.store.blocks import TARGETS, Blocks, Change, FileBlocks
+from threefold.data.store.resolve import open_store, rows_format
 from threefold.data.store.store import TokenStore
 from threefold.data.text.source import Labels, Source
 from threefold.data.tokens import ByteTokenizer, byte_backend
 from threefold.errors import ConfigError, DataError
+from threefold.run.sources import refuse_other_rows
 
 TEMPLATE = (
     "{%- for message in messages -%}<|{{ message.role }}|>{{ message.content }}{{ eos_token }}\n{% endfor -%}"
@@ -89,6 +92,31 @@ def test_store_records_what_is_learnt_and_shows_the_same() -> None:
     assert shown("--source", "store", "--tokenizer", "bytes") == shown(*CHATS)
 
 
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
+def test_changed_block_of_targets_is_named_with_the_rows_that_read_its_tokens(packing: str) -> None:
+    data("prepare", *CHATS, "--to", "store")
+    store = TokenStore("store/tokens")
+    rows: Any = Packing(32, packing, document_mask=True).pack(store)
+    size = -(-store.num_tokens // 8)
+    blocks = Blocks(0, 256, {TARGETS: FileBlocks(size, 0, bytes(16 * -(-size // 2)))}, block_bytes=2)
+    before = [rows.rows(np.array([row]))["labels"][0] for row in range(rows.num_rows)]
+    for block in (0, 3, -(-size // 2) - 1):
+        bits = bytearray(Path("store/tokens.targets").read_bytes())
+        bits[2 * block : 2 * block + 2] = bytes(each ^ 255 for each in bits[2 * block : 2 * block + 2])
+        named = block_text(blocks, Change(TARGETS, block, size), rows, first_row=100)
+        kept = Path("store/tokens.targets").read_bytes()
+        Path("store/tokens.targets").write_bytes(bits)
+        after: Any = Packing(32, packing, document_mask=True).pack(TokenStore("store/tokens"))
+        touched = [
+            100 + row
+            for row in range(rows.num_rows)
+            if not np.array_equal(before[row], after.rows(np.array([row]))["labels"][0])
+        ]
+        Path("store/tokens.targets").write_bytes(kept)
+        found = [int(row) for row in re.findall(r"\d+", named.partition("read by row")[2])]
+        assert touched and set(touched) <= set(found) and len(found) <= len(touched) + 1, named
+
+
 def test_options_of_prepare_reach_the_store() -> None:
     write("d.jsonl", [{"dialog": turns("a", "b"), "day": "x"}, {"dialog": turns("a", ""), "day": "x"}])
     Path("dated.jinja").write_text("{{ strftime_now('%Y') }}" + TEMPLATE)
@@ -147,6 +175,53 @@ def test_what_is_learnt_of_texts_is_not_chosen() -> None:
         data("prepare", "--source", name, "--tokenizer", "bytes", "--train-on", "all", "--to", f"{name}-store")
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--chat-template", "t.jinja"), "data.chat_template = t.jinja"),
+        (("--no-train-on-end", "--skip-empty-targets"), "data.train_on_end = false, data.skip_empty_targets = true"),
+        (("--template-variables", "{a: 1}"), "data.template_variables = {a: 1}"),
+        (("--chat-date", "2026-01-31"), 'data.chat_date = "2026-01-31"'),
+        (("--train-on", "assistant"), "data.train_on = assistant"),
+        (("--format", "chat"), "data.format = chat"),
+        (("--fields", "{messages: dialog}"), "data.fields = {messages: dialog}"),
+    ],
+)
+@pytest.mark.parametrize("command", ["show", "prepare"])
+def test_options_for_rows_with_labels_are_refused_for_texts(command: str, options: tuple[str, ...], named: str) -> None:
+    Path("words.txt").write_text("some words")
+    to = ("--to", "store") if command == "prepare" else ()
+    with pytest.raises(DataError) as caught:
+        data(command, "--source", "words.txt", "--tokenizer", "bytes", *options, *to)
+    (problem,) = caught.value.problems
+    assert problem.what == f"{named}: words.txt is text, of which every token is learnt"
+    assert problem.expected == "rows with messages, or with prompt and completion: only they have labels"
+    assert problem.fix.startswith("leave data.") and not Path("store").exists()
+
+
+def test_template_without_an_end_of_answers_is_warned_of_once() -> None:
+    Path("open.jinja").write_text(TEMPLATE.replace("{{ eos_token }}", ""))
+    named = ("--source", "c.jsonl", "--tokenizer", "bytes", "--chat-template", "open.jinja")
+    warning = "warning: the chat template of open.jinja writes no end token after the assistant's turn: none is learnt"
+    for arguments in (
+        ("show", *named),
+        ("prepare", *named, "--to", "store"),
+        ("show", "--source", "store", *named[2:]),
+    ):
+        result = CliRunner().invoke(app, list(arguments))
+        assert result.exit_code == 0 and result.stderr.count(warning) == 1, result.output
+    info = TokenStore(Path("store/tokens")).info
+    assert info is not None and info.labels == "chat (messages), learnt: assistant and no end"
+    open_store(Source("store", labels=Labels(train_on="assistant")), tokenizer=ByteTokenizer(), cache=Path("cache"))
+    for quiet in (CHATS, (*named, "--no-train-on-end")):
+        assert "warning" not in CliRunner().invoke(app, ["show", *quiet]).stderr
+
+
+def test_token_that_begins_a_text_is_refused_for_conversations() -> None:
+    with pytest.raises(DataError, match=r"data\.bos = true: the rows are conversations\n  expected: a chat template"):
+        data("show", *CHATS, "--bos", "true")
+
+
 def test_labels_that_tell_nothing_apart_are_refused() -> None:
     write("whole.jsonl", [{"prompt": "", "completion": "x"}])
     pair = ("--source", "whole.jsonl", "--tokenizer", "bytes")
@@ -161,7 +236,7 @@ def test_labels_that_tell_nothing_apart_are_refused() -> None:
         data("prepare", "--source", "none.jsonl", *NAMED, "--skip-empty-targets", "--to", "other")
 
 
-def test_preferences_are_refused_until_one_answer_is_named() -> None:
+def test_preferences_are_trained_as_the_answer_that_is_named() -> None:
     row = {"prompt": "q", "chosen": "good", "rejected": "bad"}
     write("p.jsonl", [row])
     write("c.jsonl", [{"chosen": turns("q", "good"), "rejected": turns("q", "bad")}])
@@ -169,8 +244,8 @@ def test_preferences_are_refused_until_one_answer_is_named() -> None:
         ("p.jsonl", ("--format", "prompt_completion", "--fields", "{completion: chosen}")),
         ("c.jsonl", ("--format", "chat", "--fields", "{messages: chosen}", "--train-on", "last")),
     ):
-        with pytest.raises(ConfigError, match=r"has preferences, .*: rejected answers would be learnt") as caught:
-            data("show", "--source", name, *NAMED)
+        with pytest.raises(ConfigError, match=r"has pairs of answers .*: rejected answers would be learnt") as caught:
+            refuse_other_rows({"data.source": rows_format(Source(name))}, "next_token")
         assert options[3] in caught.value.problems[0].fix
         (shown_row,) = shown("--source", name, *NAMED, *options)
         learnt = [id for id, target in zip(shown_row["ids"], shown_row["targets"], strict=True) if target]

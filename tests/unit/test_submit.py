@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from threefold.commands import submit
+from threefold.commands import cloud, submit
 from threefold.config.loading import load, validate
 from threefold.config.schema import Config, MeshConfig
 from threefold.config.text import as_document
@@ -24,15 +23,19 @@ from threefold.jobs import (
 )
 from threefold.jobs import (
     kubernetes,
+    ray_train,
     sagemaker,
+    skypilot,
     slurm,
 )
 from threefold.jobs.entry import command, fetch_secrets
 from threefold.jobs.kubernetes import KubernetesOptions
+from threefold.jobs.ray_train import RayOptions
 from threefold.jobs.sagemaker import SageMakerOptions
+from threefold.jobs.skypilot import SkyPilotOptions
 from threefold.jobs.slurm import SlurmOptions
 from threefold.mesh.launchers.managed import managed
-from threefold.run.console import Terminal
+from threefold.run.terminal import Screen, Terminal
 
 
 def config(**sections: Any) -> Config:
@@ -156,8 +159,69 @@ def test_batch_script_on_cpus_asks_for_no_gpus() -> None:
 def test_values_stay_on_their_line() -> None:
     with pytest.raises(ConfigError, match=r"--partition 'a b' is not one word"):
         slurm.script(config(), ranks(), SlurmOptions(partition="a b"))
-    with pytest.raises(ConfigError, match="is not an option of sbatch"):
-        slurm.script(config(), ranks(), SlurmOptions(options=("exclusive",)))
+    wrong = SlurmOptions(options=("exclusive",), srun_options=("--mpi=pmix", "--a\n--b"))
+    found = [problem.what for problem in slurm.problems(config(), wrong)]
+    assert found == [
+        "--option 'exclusive' is not an option of sbatch",
+        "--srun-option '--a\\n--b' is not an option of srun",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("time", "fits"),
+    [
+        *(("3", False), ("4", True), ("03:50", False), ("03:51", True), ("00:03:50", False), ("00:03:51", True)),
+        *(("0-01", True), ("1-00:00", True), ("0-00:03", False), ("2-12:30:00", True), ("UNLIMITED", True)),
+    ],
+)
+def test_time_limit_leaves_time_to_train_before_the_signal(time: str, fits: bool) -> None:
+    found = list(slurm.problems(config(), SlurmOptions(time=time)))  # grace_s 110, a minute to leave, one to be early
+    assert (
+        not found if fits else found[0].what.startswith(f"--time {time}: ranks are told to save 170 s before it ends")
+    )
+    if found:
+        again = found[0].fix.removeprefix("--time ")
+        assert not list(slurm.problems(config(), SlurmOptions(time=again)))
+
+
+def test_times_that_are_none() -> None:
+    for time in ("1h", "1:2:3:4", "-5", "", "soon", "1-2-3"):
+        assert [problem.what for problem in slurm.problems(config(), SlurmOptions(time=time))] == [
+            f"--time {time!r} is no time of Slurm's"
+        ]
+
+
+def test_setup_may_use_variables_that_are_not_set(tmp_path: Path) -> None:
+    setup = tmp_path / "set up.sh"
+    setup.write_text("export PLACE=/opt/x:$NOT_SET_ANYWHERE\n")
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$PLACE" > place.txt\n')
+    (tmp_path / "srun").chmod(0o755)
+    text = slurm.script(config(), ranks(), SlurmOptions(setup=str(setup)))
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["bash", "-s"], input=text, cwd=tmp_path, env=env, text=True, capture_output=True)
+
+    done = run()
+    assert (done.returncode, done.stderr, (tmp_path / "place.txt").read_text()) == (0, "", "/opt/x:\n")
+    assert not list(slurm.missing_setup(SlurmOptions(setup=str(setup))))
+    setup.unlink()
+    assert (run().returncode, run().stderr) == (1, f"--setup {setup} cannot be read here\n")
+    assert list(slurm.missing_setup(SlurmOptions(setup=str(setup))))
+
+
+def test_container_and_srun_options() -> None:
+    def start(**given: Any) -> str:
+        text = slurm.script(config(), ranks(1), SlurmOptions(**given))
+        return next(line for line in text.splitlines() if line.startswith("srun"))
+
+    assert start(srun_options=("--mpi=pmix", "--label")).startswith("srun --wait=120 --mpi=pmix --label python -m")
+    pyxis = start(container="nvcr.io#nvidia/pytorch:26.01-py3")
+    assert "--container-image='nvcr.io#nvidia/pytorch:26.01-py3' --container-mounts=" in pyxis
+    assert pyxis.index("--container-workdir") < pyxis.index("python -m threefold")
+    for image in ("/images/my.sif", "docker://me/image:1"):
+        assert f' {image} python -m threefold train "$run' in start(container=image)
+        assert "apptainer exec --nv --bind" in start(container=image)
 
 
 # --- SageMaker ----------------------------------------------------------------------------------------------------
@@ -239,7 +303,7 @@ def test_several_instances_without_efa_are_warned_of(instance_type: str, num_hos
 
 def test_metric_definitions_read_our_own_lines() -> None:
     buffer = io.StringIO()
-    terminal = Terminal(Console(file=buffer, width=200), num_steps=120, done=0)
+    terminal = Terminal(Screen(file=buffer, width=200), num_steps=120, done=0)
     step = {"step": 7, "loss": 2.5, "grad_norm": 0.4, "lr": 2e-4, "step_time_s": 0.52, "tokens_per_s": 4096.0}
     terminal.log({**step, "mfu": 0.41})
     terminal.log({**step, "step": 8, "loss": float("nan"), "grad_norm": float("inf")})
@@ -283,6 +347,41 @@ def test_secrets_are_in_no_request() -> None:
     options = sagemaker_options(secrets={"HF_TOKEN": "my/secret"}, variables={"A": "b"})
     made = sagemaker.request(ranks(1), options, region=None)
     assert made["Environment"] == {"A": "b", "THREEFOLD_SECRETS": '{"HF_TOKEN": "my/secret"}'}
+
+
+def test_request_has_what_is_asked_of_aws() -> None:
+    plan = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/mine"
+    options = sagemaker_options(
+        retries=3, training_plan=plan, keep_alive_s=600, tags={"team": "research"}, encrypt=True
+    )
+    made = sagemaker.request(ranks(1), options, region=None)
+    assert made["RetryStrategy"] == {"MaximumRetryAttempts": 3}
+    assert made["ResourceConfig"]["TrainingPlanArn"] == plan
+    assert made["ResourceConfig"]["KeepAlivePeriodInSeconds"] == 600
+    assert made["Tags"] == [{"Key": "team", "Value": "research"}]
+    assert made["EnableInterContainerTrafficEncryption"] is True
+    plain = sagemaker.request(ranks(1), sagemaker_options(), region=None)
+    assert not {"RetryStrategy", "Tags", "EnableInterContainerTrafficEncryption"} & plain.keys()
+    asked = config(checkpoint={"every": 1})
+    spot = sagemaker_options(spot=True, keep_alive_s=600, training_plan=plan)
+    found = [problem.what for problem in sagemaker.problems(asked, ranks(1), spot)]
+    assert found == ["--keep-alive with --spot", "--training-plan with --spot"]
+
+
+def test_config_with_a_secret_is_sent_nowhere(tmp_path: Path) -> None:
+    secret = "https://user:word@host/rows.jsonl"
+    (tmp_path / "c.yaml").write_text(
+        f"mesh: {{dp: 2}}\ndata: {{mixture: {{a: {{source: '{secret}', weight: 1.0}}}}}}\n"
+    )
+    with pytest.raises(
+        ConfigError, match=re.escape("the value of data.mixture.a.source looks like a secret")
+    ) as caught:
+        submit.read_config(str(tmp_path / "c.yaml"), [])
+    assert "word" not in said(caught)
+    for free in ("s3://bucket/a@b", "hf_cache/rows.jsonl", "sk-learn/rows", "hf_data"):
+        assert submit.read_config(None, [("data.source", free), ("mesh.dp", "2")]).mesh.dp == 2
+    with pytest.raises(ConfigError, match=r"the value of data\.source looks like a secret"):
+        submit.read_config(None, [("data.source", "hf_" + "a1" * 17)])
 
 
 # --- Kubernetes ---------------------------------------------------------------------------------------------------
@@ -349,11 +448,12 @@ def test_manifests_read_back_and_hold_the_config(kind: str) -> None:
     from ruamel.yaml import YAML
 
     assert list(YAML(typ="safe", pure=True).load_all(as_document(*documents))) == documents
-    config_map, job = documents
-    assert config_map["metadata"]["name"] == "job-config"
+    config_map, *objects = documents
+    assert config_map["immutable"] is True
     read = YAML(typ="safe", pure=True).load(config_map["data"]["config.yaml"])
     assert validate(read) == asked
-    text = json.dumps(job)
+    text = json.dumps(objects)
+    assert f'"configMap": {{"name": "{config_map["metadata"]["name"]}"}}' in text
     assert '"secretKeyRef": {"name": "hf", "key": "token"}' in text
     assert {document["metadata"]["namespace"] for document in documents} == {"team"}
     assert '"nvidia.com/gpu": "4"' in text
@@ -363,7 +463,7 @@ def test_manifests_read_back_and_hold_the_config(kind: str) -> None:
 def test_every_kind_starts_the_same_ranks() -> None:
     asked = config(**ON_VOLUME)
     made = {
-        kind: kubernetes.manifests(asked, ranks(), kubernetes_options(kind=kind))[1]["spec"]
+        kind: kubernetes.manifests(asked, ranks(), kubernetes_options(kind=kind))[-1]["spec"]
         for kind in kubernetes.KINDS
     }
     specs = made["pytorchjob"]["pytorchReplicaSpecs"]
@@ -377,6 +477,112 @@ def test_every_kind_starts_the_same_ranks() -> None:
     assert "--master-addr=job-node-0-0.job" in container["command"]
 
 
+def _unlike(value: Any, schema: dict[str, Any], place: str = "") -> list[str]:
+    """Where a value is not what a custom resource's schema has: unknown or missing fields, other kinds of values."""
+    if schema.get("x-kubernetes-preserve-unknown-fields") or schema.get("x-kubernetes-int-or-string"):
+        return []
+    kinds = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
+    kind = schema["type"]
+    if not isinstance(value, kinds[kind]):
+        return [f"{place}: {value!r} is no {kind}"]
+    if "enum" in schema and value not in schema["enum"]:
+        return [f"{place}: {value!r} is not among {schema['enum']}"]
+    if kind == "array":
+        return [
+            each for entry in value for each in _unlike(entry, schema.get("items", {"type": "object"}), f"{place}[]")
+        ]
+    if kind != "object":
+        return []
+    known, free = schema.get("properties", {}), schema.get("additionalProperties")
+    found = [f"{place}: {name} is missing" for name in schema.get("required", ()) if name not in value]
+    for name, entry in value.items():
+        if place == "" and name in ("apiVersion", "kind", "metadata"):
+            continue
+        if (own := known.get(name, free)) is None:
+            found.append(f"{place}.{name} is not known")
+        else:
+            found += _unlike(entry, own, f"{place}.{name}") if own.get("type") else []
+    return found
+
+
+RICH = {
+    "resources": {"vpc.amazonaws.com/efa": "4"},
+    "node_selectors": {"pool": "gpu"},
+    "tolerations": ("nvidia.com/gpu", "team=ml:NoSchedule"),
+    "pull_secrets": ("registry",),
+    "priority": "high",
+    "queue": "research",
+    "host_network": True,
+    "restarts": 3,
+}
+
+
+@pytest.mark.parametrize("release", ["2.0", "2.1", "2.2", "2.3"])
+def test_train_job_is_what_every_release_of_trainer_knows(release: str) -> None:
+    schemas = json.loads((Path(__file__).parent / "trainer" / f"{release}.json").read_text())
+    options = kubernetes_options(kind="trainjob", **RICH)
+    _, runtime, job = kubernetes.manifests(config(**ON_VOLUME), ranks(), options)
+    assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob")
+    for document in (runtime, job):
+        assert _unlike(document, schemas[document["kind"]]) == []
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    # The check finds what a release does not know.
+    job["spec"]["runtimePatches"] = []
+    runtime["spec"]["template"]["spec"]["failurePolicy"]["maxRestarts"] = "3"
+    assert _unlike(job, schemas["TrainJob"]) == [".spec.runtimePatches is not known"]
+    assert _unlike(runtime, schemas["TrainingRuntime"]) == [
+        ".spec.template.spec.failurePolicy.maxRestarts: '3' is no integer"
+    ]
+
+
+@pytest.mark.parametrize("kind", kubernetes.KINDS)
+def test_what_pods_of_a_cluster_with_gpus_need(kind: str) -> None:
+    job = kubernetes.manifests(config(**ON_VOLUME), ranks(), kubernetes_options(kind=kind, **RICH))[1:]
+    assert job[-1]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
+    text = json.dumps(job)
+    for part in (
+        '"limits": {"nvidia.com/gpu": "4", "vpc.amazonaws.com/efa": "4"}',
+        '"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}',
+        '"imagePullSecrets": [{"name": "registry"}], "priorityClassName": "high", "nodeSelector": {"pool": "gpu"}',
+        '"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}, '
+        '{"key": "team", "operator": "Equal", "value": "ml", "effect": "NoSchedule"}]',
+        '"hostNetwork": true, "dnsPolicy": "ClusterFirstWithHostNet"',
+    ):
+        assert part in text, part
+    assert ('"maxRestarts": 3' in text) or ('"backoffLimit": 3' in text)
+    plain = json.dumps(kubernetes.manifests(config(**ON_VOLUME), ranks(), kubernetes_options(kind=kind)))
+    assert not any(word in plain for word in ("securityContext", "hostNetwork", "tolerations", "kueue", "null"))
+
+
+def test_stops_and_evictions_count_as_no_restarts() -> None:
+    for kind in ("trainjob", "jobset"):
+        text = json.dumps(kubernetes.manifests(config(**ON_VOLUME), ranks(), kubernetes_options(kind=kind)))
+        assert '"action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": ["PodFailurePolicy"]' in text
+        assert '"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]' in text
+        assert '"onExitCodes": {"operator": "In", "values": [75]}' in text
+
+
+@pytest.mark.parametrize("kind", kubernetes.KINDS)
+def test_another_job_has_other_names(kind: str) -> None:
+    def names(steps: int, **given: Any) -> list[str]:
+        asked = config(**ON_VOLUME, train={"steps": steps})
+        documents = kubernetes.manifests(asked, ranks(), kubernetes_options(kind=kind, name=None, **given))
+        return [document["metadata"]["name"] for document in documents]
+
+    assert names(1) == names(1)
+    for other in (names(2), names(1, image="other"), names(1, variables={"A": "b"})):
+        assert not set(names(1)[-1:]) & set(other)
+    # One that has the name of another leaves the other its config.
+    first, second = (
+        kubernetes.manifests(config(**ON_VOLUME, train={"steps": steps}), ranks(), kubernetes_options(kind=kind))
+        for steps in (1, 2)
+    )
+    assert first[-1]["metadata"]["name"] == second[-1]["metadata"]["name"] == "job"
+    assert first[0]["metadata"]["name"] != second[0]["metadata"]["name"]
+    for documents in (first, second):
+        assert all(len(document["metadata"]["name"]) <= 63 for document in documents)
+
+
 def test_pods_that_would_lose_their_work_are_refused() -> None:
     def whats(options: KubernetesOptions, **sections: Any) -> list[str]:
         return [problem.what for problem in kubernetes.problems(config(**sections), ranks(), options)]
@@ -388,6 +594,82 @@ def test_pods_that_would_lose_their_work_are_refused() -> None:
     assert whats(kubernetes_options(kind="job"), **ON_VOLUME) == ["--kind 'job'"]
     secret = kubernetes_options(secrets={"A": "nokey"})
     assert whats(secret, **ON_VOLUME) == ["--secret A=nokey does not name a key of a Secret"]
+    for wrong in ("a:Never", ":NoSchedule", "=x"):
+        assert whats(kubernetes_options(tolerations=(wrong,)), **ON_VOLUME) == [f"--toleration {wrong!r}"]
+    volcano = kubernetes_options(kind="jobset", volcano_queue="q")
+    assert whats(volcano, **ON_VOLUME)[0].startswith("--volcano-queue with --kind jobset")
+    assert whats(kubernetes_options(queue="a", volcano_queue="b"), **ON_VOLUME) == ["--queue and --volcano-queue"]
+    policy = kubernetes.manifests(config(**ON_VOLUME), ranks(), kubernetes_options(volcano_queue="q"))[1]["spec"]
+    assert policy["runPolicy"]["schedulingPolicy"] == {"queue": "q", "minAvailable": 2}
+
+
+# --- SkyPilot and Ray -------------------------------------------------------------------------------------------------
+
+SAFE = {"checkpoint": {"every": 10}, "log": {"dir": "/runs/a"}}
+
+
+def sky_options(**given: Any) -> SkyPilotOptions:
+    return SkyPilotOptions(**{"gpu": "H100", "image": "docker:me/image", "volumes": {"/runs": "v"}, **given})
+
+
+def test_task_of_skypilot_starts_the_ranks_with_the_config(tmp_path: Path) -> None:
+    asked = config(**SAFE, train={"steps": 7})
+    options = sky_options(variables={"A": "on"}, secrets=("HF_TOKEN",), spot=True, retries=3)
+    assert list(skypilot.problems(asked, ranks(), options)) == []
+    made = skypilot.task(asked, ranks(), options)
+    assert made["num_nodes"] == 2 and made["volumes"] == {"/runs": "v"} and made["secrets"] == {"HF_TOKEN": None}
+    recovery = {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]}
+    assert made["resources"] == {
+        **{"accelerators": "H100:4", "image_id": "docker:me/image", "use_spot": True},
+        "job_recovery": recovery,
+    }
+    # What a host runs, with a torchrun of our own.
+    (tmp_path / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > ran.txt\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), "SKYPILOT_NUM_NODES": "2"}
+    env |= {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    subprocess.run(["bash", "-c", made["run"]], cwd=tmp_path, env=env, check=True)
+    ran = (tmp_path / "ran.txt").read_text().split()
+    assert dict(zip(ran[:10:2], ran[1:10:2], strict=True)) == {
+        **{"--nnodes": "2", "--nproc-per-node": "4", "--node-rank": "1", "--master-addr": "10.0.0.1"},
+        "--master-port": "29500",
+    }
+    assert ran[10:] == ["-m", "threefold", "train", f"{tmp_path}/threefold.yaml"]
+    assert load(str(tmp_path / "threefold.yaml"), environ={}).config == asked
+
+
+def test_jobs_of_skypilot_and_ray_that_would_lose_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def whats(num_hosts: int = 1, safe: Any = SAFE, **given: Any) -> list[str]:
+        return [each.what for each in skypilot.problems(config(**safe), ranks(num_hosts), sky_options(**given))]
+
+    assert whats() == []
+    assert whats(volumes={}, buckets={"/runs": "s3://b/r"}) == []
+    assert whats(2, volumes={}, buckets={"/runs": "s3://b/r"}) == ["log.dir = /runs/a is not on a volume"]
+    assert whats(safe={}) == ["checkpoint.every = 0", "log.dir is not set"]
+    assert whats(gpu=None) == ["no --gpu"] and whats(image=None) == ["nothing brings threefold to the hosts"]
+    assert whats(setup="/nowhere.sh") == ["--setup /nowhere.sh is no file here"]
+
+    def of_ray(safe: Any, **given: Any) -> list[str]:
+        return [each.what for each in ray_train.problems(config(**safe), RayOptions(**given))]
+
+    assert of_ray(SAFE, retries=3) == []
+    assert of_ray({}, retries=1) == ["log.dir is not set", "--retries with checkpoint.every = 0"]
+    here = Path(__file__).parent
+    monkeypatch.chdir(here.parent)
+    assert of_ray({**SAFE, "data": {"source": "unit"}}) == [
+        "data.source = unit is here, but a worker has a folder of its own"
+    ]
+    assert of_ray({**SAFE, "data": {"source": str(here)}}) == []
+    assert of_ray({"log": {"dir": "runs/a"}}) == ["log.dir = runs/a is below a worker's own folder"]
+
+
+def test_job_of_ray_asks_for_what_its_ranks_need() -> None:
+    text = ray_train.script(config(**SAFE), ranks(), RayOptions(cpus_per_rank=3, variables={"A": "it's"}, retries=2))
+    compile(text, "job.py", "exec")
+    assert "'num_workers': 8, 'use_gpu': True, 'resources_per_worker': {'CPU': 3, 'GPU': 1}" in text
+    assert "max_failures=2" in text and """{'A': "it's"}""" in text and "timeout_s=600" in text
+    on_cpus = ray_train.script(config(mesh={"dp": 2, "device": "cpu"}, **SAFE), ranks(), RayOptions())
+    assert "'use_gpu': False, 'resources_per_worker': {'CPU': 1}" in on_cpus
 
 
 # --- the command --------------------------------------------------------------------------------------------------
@@ -397,19 +679,23 @@ def test_programs_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(ConfigError, match="sbatch is not installed here"):
         submit.slurm_text(config(), ranks(), SlurmOptions(), dry_run=False)
+    with pytest.raises(ConfigError, match="sky is not installed here"):
+        skypilot.submit({}, sky_options())
+    with pytest.raises(ConfigError, match="ray is not installed here"):
+        ray_train.submit("", RayOptions())
     with pytest.raises(ConfigError, match="kubectl is not installed here"):
         submit.kubernetes_text(config(**ON_VOLUME), ranks(), kubernetes_options(), dry_run=False)
 
 
 def test_dry_run_shows_no_value_of_a_variable() -> None:
     options = sagemaker_options(variables={"HF_HOME": "private-place"})
-    lines = submit.sagemaker_lines(config(), ranks(1), options, region="us-east-1", dry_run=True, source_to=None)
+    lines = cloud.sagemaker_lines(config(), ranks(1), options, region="us-east-1", dry_run=True, source_to=None)
     assert "private-place" not in "\n".join(lines)
 
 
 def test_source_for_the_sdk_is_written(tmp_path: Path) -> None:
     lines = list(
-        submit.sagemaker_lines(
+        cloud.sagemaker_lines(
             config(), ranks(1), sagemaker_options(), region=None, dry_run=True, source_to=tmp_path / "src"
         )
     )
@@ -440,7 +726,8 @@ def test_clusters_that_refuse() -> None:
         submit.kubernetes_text(config(**ON_VOLUME), ranks(), kubernetes_options(), dry_run=False)
     assert str(caught.value) == (
         "kubectl did not accept the job: not today\n"
-        "  expected: a cluster with the operator of this --kind, and the right to create jobs in the namespace\n"
+        "  expected: a cluster with the operator of this --kind, the right to create jobs there, "
+        "and a name that is new\n"
         "  fix: kubectl auth can-i create pytorchjobs; --kind jobset or trainjob if the cluster has another operator"
     )
 
@@ -448,9 +735,7 @@ def test_clusters_that_refuse() -> None:
 def test_sagemaker_without_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(ConfigError) as caught:
-        list(
-            submit.sagemaker_lines(config(), ranks(1), sagemaker_options(), region=None, dry_run=False, source_to=None)
-        )
+        list(cloud.sagemaker_lines(config(), ranks(1), sagemaker_options(), region=None, dry_run=False, source_to=None))
     assert said(caught) == (
         "boto3 is not installed\n  expected: AWS' library, to send the job\n  fix: pip install 'threefold[sagemaker]'"
     )

@@ -87,6 +87,33 @@ def test_tracker_that_cannot_open_is_said_once_and_training_goes_on(
     assert "Traceback" in (folder / "run/logs/rank-0000.log").read_text()
 
 
+@pytest.mark.examples
+def test_mlflow_keeps_a_run_and_its_resume_as_one(folder: Path) -> None:
+    pytest.importorskip("mlflow", reason="pip install mlflow-skinny   (make test-examples does)")
+    train(folder, 3, "[mlflow]", "--log.project", "tests", "--eval.source", "corpus/part-0.txt")
+    train(folder, 5, "[mlflow]", "--log.project", "tests", "--eval.source", "corpus/part-0.txt")
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    number = json.loads((folder / "run/trackers.json").read_text())["mlflow"]
+    (place,) = (folder / "run/mlflow").glob(f"*/{number}")
+    kept = [line.split() for line in (place / "metrics/loss").read_text().splitlines()]
+    assert {int(step): float(value) for _, value, step in kept} == losses and sorted(losses) == [1, 2, 3, 4, 5]
+    assert [line.split()[2] for line in (place / "metrics/eval_loss").read_text().splitlines()] == ["3", "5"]
+    assert (place / "params/train.global_batch").read_text() == "8"
+    assert "dp=1 x cp=1 x tp=1" in (place / "tags/mesh").read_text()
+    assert "status: 3" in (place / "meta.yaml").read_text()  # finished
+    assert "name: tests" in (place.parent / "meta.yaml").read_text()
+
+
+@pytest.mark.examples
+def test_mlflow_without_its_server_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="pip install mlflow-skinny   (make test-examples does)")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    said = train(folder, 2, "[mlflow]")
+    assert said.count("tracker mlflow did not open and is left out: ") == 1
+    assert "done: 2 steps" in said
+
+
 class Failing:
     def __init__(self, at: str) -> None:
         self.at, self.heard = at, 0
@@ -149,7 +176,7 @@ def test_missing_package_is_refused_with_the_command(monkeypatch: pytest.MonkeyP
         (
             {"trackers": ["tensorbord"]},
             "tensorbord in log.trackers is not a supported tracker; near: tensorboard\n"
-            "  expected: one of tensorboard, wandb, trackio; metrics.jsonl is always written\n"
+            "  expected: one of tensorboard, wandb, trackio, mlflow; metrics.jsonl is always written\n"
             "  fix: --log.trackers '[tensorboard]'",
         ),
         (
@@ -165,7 +192,7 @@ def test_missing_package_is_refused_with_the_command(monkeypatch: pytest.MonkeyP
         (
             {"trackers": ["tensorboard"], "project": "mine"},
             "log.project = mine has no effect without a tracker that has projects\n"
-            "  expected: wandb or trackio among log.trackers\n"
+            "  expected: wandb, trackio or mlflow among log.trackers\n"
             "  fix: --log.trackers '[wandb]', or leave log.project out",
         ),
     ],

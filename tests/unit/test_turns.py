@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from threefold.audit.record import SegmentLine, read_lines
-from threefold.commands import data as commands
 from threefold.data import permutation
 from threefold.data.mixture import Mixture, quotas
 from threefold.data.order import Order, Place
@@ -23,6 +22,7 @@ from threefold.data.permutation import Permutation
 from threefold.data.turns import LONGEST_PERIOD, SourceTurns, SplitTurns, TurnTable, turns_of
 from threefold.errors import ConfigError, DataError
 from threefold.mesh.topology import Topology
+from threefold.report import verdict
 from unit.test_mixture_loader import SIZES, loader, read
 
 FOUND = {"web": 1_234_567_891, "code": 12_345, "math": 678}
@@ -245,4 +245,4 @@ def test_audit_says_asked_and_kept_shares(
     (tmp_path / "config.yaml").write_text(json.dumps({"data": {"mixture": sources}}))
     again = SegmentLine.from_record(json.loads(json.dumps(start.to_record())))
     assert again.order.rows(Place(0, 0), 20).tolist() == order.rows(Place(0, 0), 20).tolist()
-    assert list(commands._shares(tmp_path, again)) == ([f"  shares: {said}"] if said else [])
+    assert list(verdict._shares(tmp_path, again)) == ([f"  shares: {said}"] if said else [])

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
+from typing import Any
 
 import pytest
 
+from threefold.run.main_thread import MainThread
+from threefold.run.pulse import Peer, Pulse
 from threefold.run.stall import Report, Seen, Stall, find
-from threefold.training.progress import OwnTime, Phase, Progress, slowest
+from threefold.training.progress import DeviceForward, Lag, OwnTime, Phase, Progress, slowest
 
-WAITING = "  File distributed_c10d.py, line 1, in all_reduce\n    work.wait()"
 WORKING = "  File loader.py, line 1, in read\n    file.read()"
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 
 
-def seen(
-    rank: int, number: int, *, still_s: float = 30.0, silent_s: float = 0.5, stack: str = WAITING, host: str = "a"
-) -> Seen:
+def seen(rank: int, number: int, *, still_s: float = 30.0, silent_s: float = 0.5, host: str = "a", **what: Any) -> Seen:
+    """A rank that waits in a collective, unless it has a stack."""
     step, phase = divmod(number - 1, len(PHASES))
-    return Seen(Report(rank, host, 100 + rank, number, step + 1, PHASES[phase], stack=stack), still_s, silent_s)
+    waits = "" if "stack" in what else "collective"
+    place = {"step": step + 1, "phase": PHASES[phase], "waits": waits, **what}
+    return Seen(Report(rank, host, 100 + rank, number, **place), still_s, silent_s)
 
 
 def found(*ranks: Seen, world_size: int = 4) -> Stall:
@@ -43,7 +49,7 @@ def test_rank_that_is_behind_is_late_and_the_others_wait() -> None:
         "      File loader.py, line 1, in read\n"
         "        file.read()"
     )
-    assert stall.someone_waits
+    assert stall.ends
 
 
 def test_rank_that_is_behind_but_goes_on_is_slow_and_no_stall() -> None:
@@ -61,6 +67,12 @@ def test_where_nothing_tells_all_are_named() -> None:
     assert [each.report.rank for each in stall.late] == [0, 1, 2, 3]
 
 
+def test_of_many_late_ranks_a_few_are_described() -> None:
+    stall = found(*(seen(rank, 17, stack=WORKING) for rank in range(64)), world_size=64)
+    assert stall.headline().endswith("rank 3 of host a (process 103) is in forward of step 4; and ranks 4 to 63")
+    assert stall.text().count("innermost") == 4
+
+
 def test_rank_without_a_sign_of_life_is_named_whatever_it_said_last() -> None:
     stall = found(seen(0, 17), seen(1, 18, silent_s=12.0, host="b"), seen(2, 17), seen(3, 17))
     assert stall.headline() == (
@@ -70,14 +82,65 @@ def test_rank_without_a_sign_of_life_is_named_whatever_it_said_last() -> None:
     assert "innermost" not in stall.text()
 
 
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ("stopped", "its process is stopped (SIGSTOP or a debugger), and goes on with kill -CONT 101"),
+        ("gone", "its process is gone"),
+        ("held", "its process lives, but one call holds Python's lock (the GIL)"),
+        (
+            "uninterruptible",
+            "its process waits uninterruptibly in nfs_wait: a disk, a file system or a driver is stuck",
+        ),
+    ],
+)
+def test_what_its_host_sees_of_a_silent_rank_is_said(state: str, text: str) -> None:
+    stall = found(seen(0, 17), seen(1, 18, silent_s=12.0, state=state, kernel="nfs_wait", stack=WORKING), seen(2, 17))
+    assert stall.headline().endswith(f"has given no sign of life for 12 s, in backward of step 4: {text}")
+    assert ("innermost" in stall.text()) == (state in ("held", "uninterruptible"))
+
+
+def test_thread_that_waits_uninterruptibly_is_said() -> None:
+    stall = found(seen(0, 17), seen(1, 16, stack=WORKING, kernel="nfs_wait"), seen(2, 17), seen(3, 17))
+    assert stall.headline().endswith(
+        "is in data of step 4, waiting uninterruptibly in nfs_wait: a disk, a file system or a driver is stuck"
+    )
+
+
+def test_in_the_same_backward_the_one_that_has_begun_fewer_collectives_is_late() -> None:
+    """Its collectives run in C++, where no stack shows them; who waits in one group lets others wait in another."""
+    tp, dp = ("0,1/tp", "2,3/tp"), ("0,2/dp", "1,3/dp")
+    begun = [{tp[0]: 8, dp[0]: 3}, {tp[0]: 7, dp[1]: 3}, {tp[1]: 8, dp[0]: 4}, {tp[1]: 8, dp[1]: 4}]
+    stall = found(*(seen(rank, 18, begun=counts) for rank, counts in enumerate(begun)))
+    assert [each.report.rank for each in stall.late] == [1]
+
+
+def test_counts_of_other_groups_are_never_compared() -> None:
+    stall = found(*(seen(rank, 18, begun={f"{rank}/tp": 3 + rank}) for rank in range(4)))
+    assert [each.report.rank for each in stall.late] == [0, 1, 2, 3]
+
+
+def test_before_the_first_step_only_a_wait_with_a_limit_ends_the_run() -> None:
+    """A rank may download or prepare for hours while the others wait for it over the store."""
+    setup = {"step": 0, "phase": "loading"}
+    late = seen(0, 4, stack=WORKING, **setup)
+    assert late.report.place() == "in loading, before its first step"
+    assert not found(late, *(seen(rank, 5, waits="store", **setup) for rank in (1, 2, 3))).ends
+    assert found(late, *(seen(rank, 5, waits="collective", **setup) for rank in (1, 2, 3))).ends
+    held = seen(0, 4, silent_s=12.0, state="held", stack=WORKING, **setup)
+    assert not found(held, *(seen(rank, 5, waits="store", **setup) for rank in (1, 2, 3))).ends
+    stopped = seen(0, 4, silent_s=12.0, state="stopped", **setup)
+    assert found(stopped, *(seen(rank, 5, waits="store", **setup) for rank in (1, 2, 3))).ends
+
+
 def test_rank_that_has_never_spoken_is_named() -> None:
     stall = found(seen(0, 17), seen(1, 17))
     assert stall.headline() == "no progress for 30 s: ranks 2 and 3 have not begun"
-    assert stall.someone_waits
+    assert stall.ends
 
 
 def test_all_at_their_own_data_wait_for_nobody() -> None:
-    assert not found(*(seen(rank, 16, stack=WORKING) for rank in range(4))).someone_waits
+    assert not found(*(seen(rank, 16, stack=WORKING) for rank in range(4))).ends
 
 
 def test_same_stall_has_the_same_key_until_a_rank_moves() -> None:
@@ -114,3 +177,111 @@ def test_own_time_counts_data_once() -> None:
     own.read(wall_s=2.0, cpu_s=2.0)
     assert own.data_wait_s == 7.0
     assert own.total_s() - before == pytest.approx(0.0, abs=0.1)
+
+
+def test_time_that_a_rank_is_blocked_is_its_own() -> None:
+    progress = Progress()
+    progress.blocked_s = 3.0
+    own = OwnTime(progress)
+    before = own.total_s()
+    progress.blocked_s += 2.0
+    assert own.total_s() - before == pytest.approx(2.0, abs=0.1)
+
+
+class _Event:
+    """As torch.cuda.Event, on a clock that goes on by one with each event."""
+
+    clock = 0
+
+    def record(self) -> None:
+        _Event.clock += 1000
+        self.at = _Event.clock
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: _Event) -> float:
+        return end.at - self.at
+
+
+def test_device_time_is_that_of_forwards() -> None:
+    progress = Progress()
+    progress.device = DeviceForward(_Event)
+    for phase in ("forward", "backward", "forward", "backward", "reduce", "evaluation", "backward"):
+        progress.enter(phase)
+    assert progress.device.take_s() == 2.0
+    for phase in ("forward", "forward", "backward"):  # one without a backward
+        progress.enter(phase)
+    own = OwnTime(progress)
+    assert progress.device.take_s() == 0.0  # what was before a window does not count
+    progress.enter("forward")
+    progress.enter("backward")
+    own.read(wall_s=2.0, cpu_s=0.0)
+    assert own.total_s() == 3.0
+
+
+def test_rank_that_stays_the_slowest_is_told_once() -> None:
+    lag = Lag()
+    told = [line for step in range(1, 200) if (line := lag.after(step, 3, 0.3)) is not None]
+    assert told == [
+        "rank 3 has been the slowest since step 1: a step would take about 30% less if it were as fast as the others"
+    ]
+    assert not any(lag.after(step, step % 2, 0.3) for step in range(200, 400))
+    assert not any(lag.after(step, 1, 0.01) for step in range(400, 600))
+
+
+def test_each_place_is_mirrored() -> None:
+    progress, told = Progress(), []
+    progress.mirror = told.append
+    progress.enter("data", step=1)
+    progress.enter("forward")
+    assert told == [Phase(1, 1, "data"), Phase(2, 1, "forward")]
+
+
+def test_main_thread_that_waits_for_no_rank_is_blocked() -> None:
+    """It reads a pipe that is written to only when another thread has looked."""
+    thread, (reads, writes), found = MainThread(), os.pipe(), []
+
+    def look() -> None:
+        ends = time.monotonic() + 20.0  # it may not read yet
+        while not any(found) and time.monotonic() < ends:
+            found.append(thread.is_blocked(0.1))
+        os.write(writes, b".")
+
+    looks = threading.Thread(target=look)
+    looks.start()
+    os.read(reads, 1)
+    looks.join()
+    os.close(reads)
+    os.close(writes)
+    assert found[-1]
+
+
+def test_main_thread_that_computes_is_not_blocked() -> None:
+    thread, found, ends = MainThread(), [], time.monotonic() + 0.5
+
+    def look() -> None:
+        while time.monotonic() < ends:
+            found.append(thread.is_blocked(0.05))
+
+    looks = threading.Thread(target=look)
+    looks.start()
+    while looks.is_alive():
+        sum(range(1000))
+    assert found and not any(found)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="a pulse needs Linux")
+def test_pulse_is_read_by_another_of_the_host() -> None:
+    pulse = Pulse()
+    pulse.tell(Phase(17, 4, "forward"))
+    pulse.beat(3)
+    peer = Peer.at(json.loads(json.dumps(pulse.address)))
+    assert peer is not None
+    assert (peer.place, peer.last_beat[1], peer.silenced_by(5.0)) == (Phase(17, 4, "forward"), 3, "")
+    assert peer.silenced_by(0.0) == "held"
+    assert "test_pulse_is_read_by_another_of_the_host" in peer.stack().splitlines()[-1] or "_ask" in peer.stack()
+    assert Peer.at({**pulse.address, "here": "another host"}) is None
+    assert Peer.at({**pulse.address, "file": 99999}) is None
+    another = Peer(pulse.address | {"since": "1"})
+    assert another.silenced_by(5.0) == "gone"  # its number belongs to another process now
+    pulse.close()

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from threefold.audit.digest import Int64, Message, Window, agree, predicted_samples
+from threefold.audit.lookup import place_after
 from threefold.audit.offences import Evidence
-from threefold.audit.record import SegmentLine, SkipLine, StepsLine, place_after, read
+from threefold.audit.record import SegmentLine, SkipLine, StepsLine, read
 from threefold.data.order import Place, StepRange, num_batches
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import KnownRows

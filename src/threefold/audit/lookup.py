@@ -8,6 +8,7 @@ reported as such.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from threefold.audit.digest import Int64
 from threefold.audit.proof import Stretch
-from threefold.audit.record import Segment
+from threefold.audit.record import Segment, SkipLine
 from threefold.data.order import Order, Place
 from threefold.errors import ranks_text, rows_text
 from threefold.mesh.topology import Topology
@@ -37,10 +38,55 @@ def find_step(segments: Sequence[Segment], step: int) -> StepRead | None:
     """What a step read, in the history that stands; None if the record does not have it."""
     for segment in segments:
         if (line := segment.line_of(step)) is not None:
-            order = segment.start.order
-            place = order.begin(order.after(line.place, step - line.first))
-            places = [each for each, *_ in order.stretches(place, 1)]
-            return StepRead(step, places, order.rows(place, 1)[0], segment.start.topology)
+            return _read_at(segment, step, segment.start.order.after(line.place, step - line.first))
+    return None
+
+
+def ordered_step(segments: Sequence[Segment], step: int) -> StepRead | None:
+    """What the order has for a step, audited or not yet; None before the record begins."""
+    found = _placed(segments, step)
+    return None if found is None else _read_at(found[0], step, found[1])
+
+
+def ordered_rows(segments: Sequence[Segment], first: int, most: int) -> Int64 | None:
+    """The rows of up to `most` steps from `first` on, [steps, global batch], as far as they follow one another.
+
+    None before the record begins.
+    """
+    if (found := _placed(segments, first)) is None:
+        return None
+    segment, place = found
+    ends = [line.step for line in segment.lines if isinstance(line, SkipLine) and line.step > first]
+    ends += [segment.last_step + 1] if segment.last_step is not None else []
+    order = segment.start.order
+    return order.rows(order.begin(place), min([most, *(end - first for end in ends)]))
+
+
+def _placed(segments: Sequence[Segment], step: int) -> tuple[Segment, Place] | None:
+    """The start that a step belongs to, and where the step begins."""
+    for segment in segments:
+        start = segment.start
+        if start.first_step <= step and (segment.last_step is None or step <= segment.last_step):
+            at = bisect_right(segment.lines, step, key=lambda line: line.step)
+            if not at:
+                return segment, start.order.after(start.place, step - start.first_step)
+            line = segment.lines[at - 1]
+            left_out = line.batches if isinstance(line, SkipLine) else 0
+            return segment, start.order.after(line.place, step - line.step + left_out)
+    return None
+
+
+def _read_at(segment: Segment, step: int, place: Place) -> StepRead:
+    order = segment.start.order
+    places = [each for each, *_ in order.stretches(place, 1)]
+    return StepRead(step, places, order.rows(order.begin(place), 1)[0], segment.start.topology)
+
+
+def place_after(segments: Sequence[Segment], step: int) -> Place | None:
+    """The place in the order after `step`; None if the history does not have the step."""
+    for segment in segments:
+        if (line := segment.line_of(step)) is not None:
+            return segment.start.order.after(line.place, step - line.first + 1)
     return None
 
 
@@ -91,8 +137,7 @@ def find_sample(stretches: Sequence[Stretch], row: int) -> list[SampleRead]:
 def _positions_of(order: Order, row: int, *, epoch: int, stop: int) -> Iterator[int]:
     """The positions of a row in an epoch: one; with a mixture one in each epoch of its source, up to `stop`."""
     if order.mixture is None:
-        keyed = order.permutation(epoch)
-        yield keyed.inverse(row) if order.shuffle else row
+        yield order.position_of(epoch, row)
         return
     mixture = order.mixture
     ends = np.cumsum(mixture.sizes)

@@ -23,7 +23,7 @@ from threefold.errors import Problem, RunError, rows_text
 from threefold.mesh.topology import Topology
 
 _LOST_LINES = "restore the file if lines were lost; what was not recorded cannot be proved"
-_ORDER_FIELDS = ("data", "num_rows", "seed", "shuffle", "tail", "order_version", "mixture")
+_ORDER_FIELDS = ("data", "num_rows", "seed", "shuffle", "tail", "order_version", "mixture", "grouped")
 
 
 class Stretch(NamedTuple):
@@ -127,7 +127,7 @@ def _places_after(lines: Sequence[Line], step: int) -> list[Place]:
 
 
 def _check_same_order(first: SegmentLine, start: SegmentLine) -> None:
-    for name in _ORDER_FIELDS:
+    for name in (*_ORDER_FIELDS, *(("global_batch",) if first.grouped is not None else ())):
         then, now = getattr(first, name), getattr(start, name)
         if then != now:
             raise RunError(

@@ -12,13 +12,16 @@ only the last pass counts: it is what the weights were trained on. A torn last l
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+from threefold.audit import row_lengths
 from threefold.audit.digest import TOKEN_FIELDS
+from threefold.data.like_length import LengthsOf
 from threefold.data.mixture import Mixture
 from threefold.data.order import Order, Place
 from threefold.data.partition import Tail
@@ -28,7 +31,7 @@ from threefold.mesh.topology import Topology
 
 FILE = "audit.jsonl"
 # What records of version 0.1.0 do not have.
-_ADDED = ("epochs", "tensors", "stores", "checked")
+_ADDED = ("epochs", "tensors", "stores", "checked", "grouped", "lengths")
 # Rows of a step beyond those that there are, and ranks; more are a damaged number.
 _MOST_ROWS, _MOST_RANKS = 1 << 22, 1 << 24
 _RESTORE = "restore the file; without its record nothing about the run can be proved"
@@ -46,7 +49,7 @@ class _Record:
 
     def to_record(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        values = asdict(self)
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "lengths"}
         for name in ("samples", "contents"):
             if name in values:
                 values[name] = [f"{digest:016x}" for digest in values[name]]
@@ -56,7 +59,7 @@ class _Record:
     def from_record(cls: type[_Line], record: Mapping[str, Any]) -> _Line:
         """The inverse of `to_record`; ValueError, TypeError or KeyError for anything else."""
         names = (entry.name for entry in fields(cls) if entry.name in record or entry.name not in _ADDED)
-        values = {name: record[name] for name in names}
+        values = {name: record[name] for name in names if name != "lengths"}
         for name in ("samples", "contents"):
             if name in values:
                 values[name] = tuple(int(digest, 16) for digest in values[name])
@@ -91,6 +94,10 @@ class SegmentLine(_Record):
     """tensors that the digests `contents` are made of."""
     stores: tuple[tuple[str, str, str], ...] = ()
     """(name, digest of its bytes, prefix on the first host) of each source's store; none: not known."""
+    grouped: str | None = None
+    """digest of the rows' lengths, by which they are grouped (`row_lengths`); None: they are not."""
+    lengths: LengthsOf | None = field(default=None, compare=False, repr=False)
+    """the rows' lengths, which are in a file of their own."""
 
     def __post_init__(self) -> None:
         numbers = [self.segment, self.first_step, self.epoch, self.position, self.num_rows, self.every]
@@ -106,6 +113,7 @@ class SegmentLine(_Record):
         _check(set(self.tensors) <= set(TOKEN_FIELDS))
         _check(all(isinstance(text, str) for store in self.stores for text in store))
         _check(all(len(store) == 3 for store in self.stores))
+        _check(self.grouped is None or (re.fullmatch("[0-9a-f]{32}", self.grouped) and self.mixture is None))
 
     @classmethod
     def of(
@@ -138,7 +146,8 @@ class SegmentLine(_Record):
     def order(self) -> Order:
         """The order that the run followed."""
         sizes = (self.num_rows, self.global_batch, self.seed, self.shuffle, self.tail, self.order_version)
-        order = Order(*sizes, epochs=self.epochs)
+        assert self.grouped is None or self.lengths is not None
+        order = Order(*sizes, epochs=self.epochs, lengths=self.lengths)
         if self.mixture is None:
             return order
         rows = {name: size for name, size, _ in self.mixture}
@@ -147,7 +156,7 @@ class SegmentLine(_Record):
 
 
 def described(mixture: Mixture) -> tuple[tuple[str, int, int], ...]:
-    """(name, rows, turns in a period) of each source, from which the same mixture can be rebuilt."""
+    """(name, rows, turns in a period) of each source: the same mixture can be made from them."""
     return tuple(zip(mixture.names, mixture.sizes, mixture.quotas, strict=True))
 
 
@@ -239,7 +248,7 @@ class Segment:
 
 
 def read(path: Path) -> list[Segment]:
-    """The history that stands, oldest first; see `read_lines` for errors."""
+    """The history that stands, oldest first; errors as `read_lines`."""
     return standing(read_lines(path))
 
 
@@ -259,10 +268,12 @@ def read_lines(path: Path) -> list[Line]:
     lines: list[Line] = []
     start: SegmentLine | None = None
     for number, content in enumerate(text.split("\n")[:-1], start=1):
-        lines.append(line := _parse(path, number, content, start))
+        line = _parse(path, number, content, start)
         if isinstance(line, SegmentLine):
-            start = line
+            lengths = line.grouped and row_lengths.stored(path.parent, line.grouped, line.num_rows)
+            start = line = replace(line, lengths=lengths or None)
             check_order_version(start.order_version)
+        lines.append(line)
     if not lines or not isinstance(lines[0], SegmentLine):
         raise RunError(
             f"{path} does not begin with the start of a run",
@@ -275,8 +286,7 @@ def read_lines(path: Path) -> list[Line]:
 def standing(lines: Sequence[Line]) -> list[Segment]:
     """The part of a file's lines that stands, without segments that are superseded completely.
 
-    A start supersedes everything that earlier ones have recorded of its first step and the steps after it. The first
-    line is a segment.
+    A start supersedes what earlier ones have recorded of its first step and the steps after it.
     """
     segments: list[Segment] = []
     for line in lines:
@@ -288,14 +298,6 @@ def standing(lines: Sequence[Line]) -> list[Segment]:
             last = segments[-1]
             segments[-1] = Segment(last.start, (*last.lines, line), last.last_step)
     return segments
-
-
-def place_after(segments: Sequence[Segment], step: int) -> Place | None:
-    """The place in the order after `step`; None if the history does not have the step."""
-    for segment in segments:
-        if (line := segment.line_of(step)) is not None:
-            return segment.start.order.after(line.place, step - line.first + 1)
-    return None
 
 
 def _parse(path: Path, number: int, text: str, start: SegmentLine | None) -> Line:
@@ -323,6 +325,6 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 53
 
 
-def _check(holds: bool) -> None:
+def _check(holds: object) -> None:
     if not holds:
         raise ValueError("a value is out of its range")

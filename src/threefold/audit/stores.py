@@ -14,7 +14,7 @@ from typing import cast
 from threefold.audit.record import Segment, SegmentLine
 from threefold.data.rows.known_rows import PackedRows, block_text, changed
 from threefold.data.rows.packing import Packing
-from threefold.data.store.blocks import IDENTITY, SUFFIX, Blocks, Change, with_suffix
+from threefold.data.store.blocks import IDENTITY, OF_TOKENS, SUFFIX, Blocks, Change, with_suffix
 from threefold.data.store.remembered import Known, known
 from threefold.data.store.store import TokenStore
 from threefold.errors import RunError, ThreefoldError
@@ -90,7 +90,7 @@ def _compare(run: Path, store: TokenStore, found: Known, digest: str, packing: P
 
 
 def _rows(packing: Packing, store: TokenStore, change: Change) -> PackedRows | None:
-    return cast("PackedRows", packing.pack(store)) if change.suffix == ".bin" else None
+    return cast("PackedRows", packing.pack(store)) if change.suffix in OF_TOKENS else None
 
 
 def _first_row(start: SegmentLine, number: int) -> int:

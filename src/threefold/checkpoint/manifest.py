@@ -16,6 +16,7 @@ from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config, every_key
 from threefold.config.text import as_yaml, pasted
 from threefold.errors import CheckpointError, Problem
+from threefold.mesh.topology import Topology
 
 # Fields and types that a manifest must have. A damaged one fails its checksum; this check is for a foreign one.
 _FIELDS = {"step": int, "mesh": list, "data": dict, "seed": int, "architecture": dict, "config": dict}
@@ -93,7 +94,19 @@ def refuse_other(
 
 
 # Keys that change what is trained, and nothing else in a run would show it.
-_CONFIRMED = ("model.dtype", "optimizer.betas", "optimizer.eps", "train.label_smoothing", "train.z_loss")
+_CONFIRMED = (
+    *("model.dtype", "train.label_smoothing", "train.z_loss"),
+    *("optimizer.name", "optimizer.options", "optimizer.moments", "optimizer.betas", "optimizer.eps"),
+    *("train.reduce", "train.objective", "dpo.beta", "dpo.loss", "dpo.label_smoothing"),
+)
+# With train.reduce exact: what the gradient of a micro-batch is made of.
+_OF_BITS = (
+    *("train.micro_batch", "train.loss_chunk_tokens", "train.activation_checkpointing", "model.attention"),
+    *("mesh.cp", "mesh.tp", "mesh.cp_method", "mesh.sequence_parallel"),
+)
+# What changes no weight, of sections that do.
+_WITHOUT_EFFECT = ("data.num_workers", "train.memory_check", "train.deterministic", "train.nonfinite_limit")
+_SECTIONS_OF_BITS = ("model.", "data.", "train.", "optimizer.", "mesh.cp", "mesh.tp", "mesh.sequence_parallel")
 # Where a run lies and resumes is said in its head.
 _NOT_COMPARED = ("checkpoint.resume", "log.dir")
 
@@ -126,8 +139,30 @@ def changes(manifest: Mapping[str, Any], config: Config) -> list[Change]:
     return found
 
 
-def refuse_unconfirmed(found: Sequence[Change], checkpoint: Checkpoint) -> None:
-    """Raises CheckpointError for the changes that must be confirmed."""
+def with_axes(found: Sequence[Change], manifest: Mapping[str, Any], topology: Topology) -> list[Change]:
+    """`changes` with the sizes that cp and tp had and have, in place of what was asked for."""
+    then = Topology(*manifest["mesh"])
+    axes = [Change(f"mesh.{axis}", getattr(then, axis), getattr(topology, axis)) for axis in ("cp", "tp")]
+    others = [change for change in found if change.key not in ("mesh.cp", "mesh.tp")]
+    return [*others, *(change for change in axes if change.before != change.now)]
+
+
+def lost_bits(manifest: Mapping[str, Any], found: Sequence[Change], versions: Mapping[str, str]) -> list[str]:
+    """Why a run with train.reduce exact does not go on bit for bit as if nobody had stopped it; empty if it does.
+
+    Args:
+        found: `with_axes`.
+        versions: what results depend on, now; those of the checkpoint are in its manifest.
+    """
+    lost = [each for each in found if each.key.startswith(_SECTIONS_OF_BITS) and each.key not in _WITHOUT_EFFECT]
+    then = {name: manifest.get("versions", {}).get(name, "unknown") for name in ("torch", "transformers", "cpu")}
+    other = [f"{name} {before} -> {versions[name]}" for name, before in then.items() if before != versions[name]]
+    return [*map(str, lost), *other]
+
+
+def refuse_unconfirmed(found: Sequence[Change], checkpoint: Checkpoint, *, exact: bool = False) -> None:
+    """Raises CheckpointError for the changes that must be confirmed; `exact`: of a run whose bits depend on more."""
+    confirmed = (*_CONFIRMED, *(_OF_BITS if exact else ()))
     problems = [
         Problem(
             f"{change.key} = {as_yaml(change.now)}, but {checkpoint.path} was saved with {as_yaml(change.before)}",
@@ -135,7 +170,7 @@ def refuse_unconfirmed(found: Sequence[Change], checkpoint: Checkpoint) -> None:
             f"--{change.key} {pasted(change.before)}   (or --accept-changes, to train on with the new one)",
         )
         for change in found
-        if change.key in _CONFIRMED
+        if change.key in confirmed
     ]
     if problems:
         raise CheckpointError.of(problems)
@@ -163,12 +198,34 @@ def _other_model(manifest: Mapping[str, Any], now: Mapping[str, Any], checkpoint
 
 
 def refuse_other_base(manifest: Mapping[str, Any], base: str | None, config: Config, checkpoint: Checkpoint) -> None:
-    """Raises CheckpointError if adapters were trained on another base than `base`, the one in use now."""
+    """Raises CheckpointError if a run began with another base than `base`, the one in use now."""
     if manifest.get("base") != base:
+        what = "the adapters" if config.model.lora.r else "the preferences"
         raise CheckpointError(
-            f"the adapters of {checkpoint.path} were trained on other weights than {config.model.name_or_path} has",
+            f"{what} of {checkpoint.path} were trained on other weights than {config.model.name_or_path} has",
             expected="the weights that the run began with, which its checkpoints do not hold",
             fix="restore them, or name the revision: --model.revision COMMIT",
+        )
+
+
+def refuse_other_given(manifest: Mapping[str, Any], given: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError if a program gave the run another loss or optimizer than it has now."""
+    before, now = manifest.get("given") or {}, dict(given)
+    for key, usual in (("loss", "the cross entropy"), ("optimizer", "the optimizer of the config")):
+        then, other = before.get(key), now.get(key)
+        if then != other:
+            what = [f"the {key} {each}" if each else usual for each in (then, other)]
+            fix = f"threefold.train(config, {key}={then.rpartition('.')[2]})" if then else f"leave {key}= out"
+            raise CheckpointError(
+                f"{checkpoint.path} was trained with {what[0]}, and would go on with {what[1]}",
+                expected=f"one {key} for the whole run",
+                fix=f"{fix}   (or accept_changes=True, --accept-changes, to train on with another)",
+            )
+    if before.get("loss_on") != now.get("loss_on"):
+        raise CheckpointError(
+            f"{checkpoint.path} was trained with loss_on = {before.get('loss_on')}, not {now.get('loss_on')}",
+            expected="one loss for the whole run",
+            fix=f"loss_on={before.get('loss_on')!r}",
         )
 
 

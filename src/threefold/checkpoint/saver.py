@@ -64,7 +64,8 @@ class Stage:
     so that the training thread waits for none of them.
 
     Args:
-        parts: as in every later `copy`, in file order; the buffer is as large as all of them together.
+        parts: as in a later `copy`, in file order; the buffer is as large as all of them together. It grows with a
+            state that an optimizer makes in its first step.
     """
 
     def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
@@ -89,6 +90,9 @@ class Stage:
         self._made.join()
         if self._buffer is None:
             raise RuntimeError(f"no memory for a copy of {self._size_bytes:,} bytes")
+        if (needed := sum(part.values.nbytes for part in parts)) > self._size_bytes:
+            self._size_bytes = needed
+            self._make()
         staged, start = [], 0
         for part in parts:
             end = start + part.values.nbytes
@@ -220,7 +224,9 @@ class Saver:
             store.set(f"{key}/written/{mesh.rank}", json.dumps(report))
         if mesh.rank == 0:
             if reason is None:
-                reason = self._collect(f"{key}/written", seals) or _attempt(lambda: _commit(job, seals))
+                reason = self._collect(f"{key}/written", seals) or _attempt(
+                    lambda: job.commit(indexed(job.state, seals))
+                )
             if reason is not None:
                 _attempt(job.abandon)
             store.set(f"{key}/ended", json.dumps({"step": job.step, "reason": reason}) if reason else "")
@@ -242,8 +248,7 @@ class Saver:
     def _write(self, state: Path, parts: Sequence[Part]) -> dict[str, Seal]:
         if self._stage is not None:
             self._stage.wait()
-        file = f"rank-{self.mesh.rank:05d}.safetensors"
-        return {file: write_parts(state / file, parts)}
+        return write_parts(state, f"rank-{self.mesh.rank:05d}", parts)
 
 
 def _attempt(work: Callable[[], object]) -> str | None:
@@ -258,16 +263,21 @@ def _attempt(work: Callable[[], object]) -> str | None:
     return None
 
 
-def _commit(job: Job, seals: Mapping[str, Seal]) -> None:
+def indexed(state: Path, seals: Mapping[str, Seal]) -> dict[str, Seal]:
+    """Writes the index of the files in the folder `state`, given their seals; returns the seals of all.
+
+    Raises:
+        RuntimeError: the boxes in the files do not make up the tensors.
+    """
     entries: dict[str, Entry] = {}
     for file in sorted(seals):
-        for name, dtype, shape, chunk in entries_of(job.state / file):
+        for name, dtype, shape, chunk in entries_of(state / file):
             entries.setdefault(name, Entry(dtype, shape)).chunks.append(chunk)
     for name, entry in entries.items():
         if (problem := entry.problem()) is not None:
             raise RuntimeError(f"{name}: {problem}")
-    index = write_sealed(job.state / index_of_tensors.FILE, Index(entries).to_json().encode())
-    job.commit({**seals, index_of_tensors.FILE: index})
+    index = write_sealed(state / index_of_tensors.FILE, Index(entries).to_json().encode())
+    return {**seals, index_of_tensors.FILE: index}
 
 
 def _failed(failure: str) -> RunError:

@@ -1,8 +1,9 @@
 """The state of a run as flat, named tensors, and the part of each that this rank holds and writes.
 
-`model.` and a name: the weights. `optimizer.exp_avg.` (`exp_avg_sq.`, `step.`) and the same name: AdamW's moments.
-`random.cpu.3`: the random state of rank 3. Names and shapes do not depend on a mesh, so a state saved on one mesh can
-be read on another. Placements determine what each rank holds; every rank knows them all, so no message is needed.
+`model.` and a name: the weights. `optimizer.exp_avg.` (`exp_avg_sq.`, `step.`) and the same name: AdamW's moments, and
+so for any optimizer (`moments`). `ema.` and a name: a moving average of weights. `random.cpu.3`: the random state of
+rank 3. Names and shapes do not depend on a mesh, so a state saved on one mesh can be read on another. Placements
+determine what each rank holds; every rank knows them all, so no message is needed.
 """
 
 from __future__ import annotations
@@ -19,17 +20,16 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from threefold.checkpoint.boxes import Box, Index, boxes_of
 from threefold.checkpoint.layout import Checkpoint
+from threefold.checkpoint.moments import optimizer_state
 from threefold.checkpoint.tensors import TYPE_NAMES, Part, in_file_order, read_box, read_whole
 from threefold.errors import CheckpointError
 from threefold.mesh.mesh import Mesh
 from threefold.model.weight_check import is_adapter
 
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Returns weights and moments as live tensors: copying into them changes the run."""
-    return {**model_state(model), **_optimizer_state(model, optimizer)}
+    return {**model_state(model), **optimizer_state(model, optimizer)}
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -47,18 +47,27 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     return {f"model.{name}": tensor.detach() for name, tensor in tensors}
 
 
-def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    # Before the first step, the moments do not exist yet, so they are created here as AdamW creates them.
-    state: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if not (moments := optimizer.state[parameter]):
-            moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            moments["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            moments["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        state |= {f"optimizer.{moment}.{name}": moments[moment].detach() for moment in _MOMENTS}
-    return state
+def averaged_name(name: str) -> str:
+    """The name in a checkpoint of a weight's moving average."""
+    return f"ema.{name}"
+
+
+def index_of(checkpoint: Checkpoint, *, ema: bool = False) -> Index:
+    """Returns where a checkpoint's tensors lie; with `ema`, the weights are their moving averages.
+
+    Raises:
+        CheckpointError: it has no moving average.
+    """
+    index = Index.read(checkpoint.state)
+    averages = {name: entry for name, entry in index.entries.items() if name.startswith(averaged_name(""))}
+    if ema and not averages:
+        raise CheckpointError(
+            f"{checkpoint.path} has no moving average of the weights",
+            expected="a run with optimizer.ema",
+            fix="leave --ema out",
+        )
+    names = {name: f"model.{name.removeprefix(averaged_name(''))}" for name in averages}
+    return Index({**index.entries, **{names[name]: averages[name] for name in averages}}) if ema else index
 
 
 def random_state(mesh: Mesh) -> dict[str, Tensor]:
@@ -89,6 +98,19 @@ def restore_random_state(folder: Path, index: Index, mesh: Mesh) -> None:
                 expected="the random states that `threefold train` writes",
                 fix="use another checkpoint",
             ) from error
+
+
+def restore_or_draw_random(
+    checkpoint: Checkpoint, saved_on: Sequence[int], index: Index, mesh: Mesh, seed: int
+) -> None:
+    """Restores this rank's random states on the mesh that saved them; on another one they begin with `seed`.
+
+    The saved ones do not apply to another mesh, and those of step 1 must not repeat either.
+    """
+    if tuple(saved_on) == mesh.topology.sizes:
+        restore_random_state(checkpoint.state, index, mesh)
+    else:
+        torch.manual_seed(seed)
 
 
 @dataclass(frozen=True)
@@ -128,8 +150,7 @@ def holdings(state: Mapping[str, Tensor], mesh: Mesh) -> list[Holding]:
         # Layers have the same boxes: compute them once.
         kind = (tensor.shape, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else tensor.shape
         if kind not in known:
-            boxes = [(box, inside.slices) for box, inside in boxes_of(_indices(tensor))]
-            known[kind] = _holders(tensor, mesh), boxes
+            known[kind] = _holders(tensor, mesh), boxes_held(tensor)
         holders, boxes = known[kind]
         written = loads.setdefault(holders, [0] * len(holders))
         turn = written.index(min(written))
@@ -137,6 +158,11 @@ def holdings(state: Mapping[str, Tensor], mesh: Mesh) -> list[Holding]:
         shape, writes = tuple(tensor.shape), holders[turn] == mesh.rank
         found += [Holding(name, shape, box, inside, writes) for box, inside in boxes]
     return found
+
+
+def boxes_held(tensor: Tensor) -> list[tuple[Box, tuple[slice, ...]]]:
+    """The boxes of a tensor that this rank holds, and where each lies in its part of the tensor."""
+    return [(box, inside.slices) for box, inside in boxes_of(_indices(tensor))]
 
 
 def parts(state: Mapping[str, Tensor], held: Sequence[Holding], mesh: Mesh) -> list[Part]:

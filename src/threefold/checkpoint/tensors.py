@@ -1,14 +1,17 @@
 """Tensors in files: safetensors, written from start to end without a second copy and read box by box.
 
 A rank's file of a checkpoint is a safetensors file that any tool for that format can open. Each entry is a box of a
-tensor and named after it; the metadata say which tensor and where in it. No pickle is written or read.
+tensor and has its name; the metadata say where in the tensor it lies, as torch.distributed.checkpoint says it: its
+`HuggingFaceStorageReader` reads the files as they are. No pickle is written or read.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,8 @@ _TYPES: dict[str, torch.dtype] = {
 TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 _ALIGNMENT = 64
 _METADATA = "__metadata__"
+# As torch.distributed.checkpoint says where an entry lies in its tensor.
+_PLACES, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 
 @dataclass(frozen=True)
@@ -40,24 +45,53 @@ class Part:
     box: Box
     values: Tensor
 
-    @property
-    def key(self) -> str:
-        """Name of the entry in the file: the tensor's, followed by the box unless it is the complete tensor."""
-        if self.box.sizes == self.shape:
-            return self.name
-        return f"{self.name}[{','.join(f'{o}:{o + n}' for o, n in zip(self.box.offsets, self.box.sizes, strict=True))}]"
-
 
 def in_file_order(parts: Iterable[Part]) -> list[Part]:
     """Sorts the widest types first, so that every entry is aligned without gaps, which the format forbids."""
     return sorted(parts, key=lambda part: -part.values.element_size())
 
 
-def write_parts(path: Path, parts: Sequence[Part]) -> Seal:
-    """Writes a rank's file and flushes it to disk; parts on a device are copied to the host one at a time."""
-    boxes = {part.key: [part.name, part.box.offsets, part.shape] for part in parts}
-    described = [(part.key, TYPE_NAMES[part.values.dtype], part.box.sizes) for part in parts]
-    return write_tensors(path, described, (part.values.cpu() for part in parts), {"threefold": json.dumps(boxes)})
+def write_parts(folder: Path, stem: str, parts: Sequence[Part]) -> dict[str, Seal]:
+    """Writes a rank's files and flushes them to disk; returns their seals by name.
+
+    Entries have the names of their tensors, so a second box of one tensor is in a second file. Parts on a device are
+    copied to the host one at a time.
+    """
+    files: list[list[Part]] = [[]]
+    met: Counter[str] = Counter()
+    for part in parts:
+        if met[part.name] == len(files):
+            files.append([])
+        files[met[part.name]].append(part)
+        met[part.name] += 1
+    return {name: _write_boxes(folder / name, boxes) for name, boxes in zip(_names(stem), files, strict=False)}
+
+
+def _names(stem: str) -> Iterator[str]:
+    yield f"{stem}.safetensors"
+    yield from (f"{stem}-{number}.safetensors" for number in itertools.count(1))
+
+
+def _write_boxes(path: Path, parts: Sequence[Part]) -> Seal:
+    boxes = [(part.name, TYPE_NAMES[part.values.dtype], part.shape, part.box) for part in parts]
+    return write_boxes(path, boxes, (part.values.cpu() for part in parts))
+
+
+def write_boxes(path: Path, boxes: Sequence[tuple[str, str, tuple[int, ...], Box]], values: Iterable[Tensor]) -> Seal:
+    """Writes one file of a checkpoint; requests each tensor only when it is its turn, and does not keep it.
+
+    Args:
+        boxes: name, type and shape of each tensor, and its box in the file; the widest types first.
+        values: of the boxes in the same order, on the CPU.
+    """
+    metadata = {
+        "format": "pt",
+        "DCP_VERSION": "1.0",
+        _PLACES: json.dumps({name: {_OFFSETS: box.offsets} for name, _, _, box in boxes}),
+        # Boxes alone do not say where a tensor ends, if the last one is missing.
+        "shapes": json.dumps({name: shape for name, _, shape, _ in boxes}),
+    }
+    return write_tensors(path, [(name, dtype, box.sizes) for name, dtype, _, box in boxes], values, metadata)
 
 
 def write_tensors(
@@ -93,10 +127,9 @@ def _header(described: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Map
 def entries_of(path: Path) -> Iterable[tuple[str, str, tuple[int, ...], Chunk]]:
     """Yields (tensor, type, complete shape, chunk) of each box in a file that `write_parts` wrote."""
     metadata, chunks = _contents(path)
-    boxes = json.loads(metadata["threefold"])
-    for key, dtype, start, sizes in chunks:
-        name, offsets, shape = boxes[key]
-        yield name, dtype, tuple(shape), Chunk(path.name, start, Box(tuple(offsets), sizes))
+    places, shapes = json.loads(metadata[_PLACES]), json.loads(metadata["shapes"])
+    for name, dtype, start, sizes in chunks:
+        yield name, dtype, tuple(shapes[name]), Chunk(path.name, start, Box(tuple(places[name][_OFFSETS]), sizes))
 
 
 def index_of_dcp(folder: Path) -> Index:
@@ -111,9 +144,10 @@ def index_of_dcp(folder: Path) -> Index:
     try:
         for path in sorted(folder.glob("*.safetensors")):
             metadata, chunks = _contents(path)
-            boxes = json.loads(metadata["DCP_SHARDING_INFO"])
+            # Files without are those that it joins on request: each tensor lies whole in one of them.
+            boxes = json.loads(metadata[_PLACES]) if _PLACES in metadata else None
             for name, dtype, start, sizes in chunks:
-                box = Box(tuple(boxes[name]["saved_offsets"]), sizes)
+                box = Box(tuple(boxes[name][_OFFSETS]) if boxes is not None else (0,) * len(sizes), sizes)
                 reach = tuple(offset + size for offset, size in zip(box.offsets, box.sizes, strict=True))
                 entry = entries.setdefault(name, Entry(dtype, reach))
                 entry.shape = tuple(map(max, entry.shape, reach))

@@ -7,7 +7,6 @@ source in the run's config.yaml, opened as the run opens it.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,10 +16,11 @@ import typer
 from threefold.commands import show
 from threefold.commands.endings import ending
 from threefold.commands.source import SOURCE_HELP, own_flags, source_of, with_source_options
-from threefold.errors import ConfigError, RunError, ThreefoldError, ranks_text
+from threefold.errors import ConfigError, ranks_text
 
 if TYPE_CHECKING:
-    from threefold.audit.record import Segment, SegmentLine
+    from threefold.audit.record import Segment
+    from threefold.data.rows.concat import Rows
     from threefold.data.store.prepare import PrepareProgress
 
 app = typer.Typer(
@@ -42,6 +42,7 @@ def prepare(
     **given: Any,
 ) -> None:
     """Make a memory-mapped token store (Megatron-LM's .bin and .idx) from a text source, or from conversations."""
+    from threefold.commands.documents import warn_of_no_end
     from threefold.data.conversations.labeller import labeller_for
     from threefold.data.store import prepare as stores
     from threefold.data.store.resolve import files_of, open_text
@@ -58,16 +59,16 @@ def prepare(
         made = stores.prepare(text, own, to=to, skip_bad=given["skip_bad_lines"], num_workers=workers, progress=shown)
     info = made.info
     how = "is there already" if made.reused else "is made"
-    typer.echo(
-        f"{made.prefix}.bin {how}: {info.num_tokens:,} tokens in {info.num_documents:,} documents ({info.tokenizer})"
-    )
+    typer.echo(f"{made.prefix}.bin {how}: {info.num_tokens:,} tokens in {info.counted} ({info.tokenizer})")
     if info.labels is not None:
         typer.echo(f"  {info.learnt}")
+        warn_of_no_end(info.labels, asked.labels.chat_template or encoder.name)
     if info.num_skipped:
         typer.echo(f"  {info.num_skipped:,} lines, rows or files could not be read and were skipped")
     if lists:
         typer.echo(f"the files are {write_list(lists, to)}", err=True)
-    typer.echo(f"use it: threefold train --data.source {to} --data.tokenizer {tokenizer}")
+    objective = "--train.objective dpo " if info.pairs else ""
+    typer.echo(f"use it: threefold train {objective}--data.source {to} --data.tokenizer {tokenizer}")
 
 
 @app.command("order", **ending("data order"))
@@ -132,94 +133,14 @@ def _bar(name: str) -> Iterator[Callable[[PrepareProgress], None]]:
 
 def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
     """The proof of what a run has read, as lines; RunError names the first wrong step."""
-    from threefold.audit import record
-    from threefold.audit.lookup import coverage_lines
-    from threefold.audit.proof import check_logged, check_saved, prove
-    from threefold.checkpoint.layout import CheckpointFolder
-    from threefold.commands.documents import rows_of_run
-    from threefold.data.order import Place
+    from threefold.report.verdict import proof_lines
 
-    lines = record.read_lines(run / record.FILE)
-    segments = record.standing(lines)
-    stretches = prove(segments, rows_of_run(run, segments)[0] if contents else None)
-    checkpoints = [(each.path, each.step, each.manifest()["data"]) for each in CheckpointFolder(run).complete()]
-    check_saved(lines, [(path, step, Place(at["epoch"], at["position"])) for path, step, at in checkpoints])
-    check_logged(segments, _last_logged(run))
-    if not any(stretch.first_step for stretch in stretches):
-        what = f"{run} has no audited step yet"
-        fix = "wait for the first audit (audit.every steps), or run it with audit.every > 0"
-        raise RunError(what, expected="at least one line of kind steps in audit.jsonl", fix=fix)
-    first, last = _first_and_last_step(segments)
-    starts = "1 start" if len(segments) == 1 else f"{len(segments)} starts"
-    yield f"{run}: steps {first:,} to {last:,}, {starts}"
-    for segment in segments:
-        end = segment.last_step or last
-        if end >= segment.start.first_step:
-            yield f"  steps {segment.start.first_step:,} to {end:,} on {segment.start.topology}"
-    yield from coverage_lines(stretches)
-    yield from _shares(run, segments[-1].start)
-    num_read = sum(stretch.stop - stretch.start for stretch in stretches if stretch.first_step)
-    what = "samples and tokens"
-    if not segments[-1].start.data:
-        what = "samples (of a Trainer's dataset, whose contents have no fingerprint)"
-    known = [segment for segment in segments if segment.start.stores]
-    if segments[-1].start.data and not contents:
-        what = "samples and bytes (--contents also compares every token)" if len(known) == len(segments) else "samples"
-        if what == "samples":
-            until = known[0].start.first_step - 1 if known else last
-            yield f"  bytes of steps {first:,} to {until:,}: not known, the record has no hashes (--contents reads all)"
-    yield from _byte_lines(run, known, contents=contents)
-    yield f"proved: {num_read:,} reads, each by exactly one dp rank in exactly one step: {what}"
+    def rows_of(run: Path, segments: Sequence[Segment]) -> Rows:
+        from threefold.commands.documents import rows_of_run
 
+        return rows_of_run(run, segments)[0]
 
-def _byte_lines(run: Path, segments: Sequence[Segment], *, contents: bool) -> Iterator[str]:
-    """What is known of the bytes; with contents, all blocks of the stores, if they are where they were."""
-    from threefold.audit.stores import ALL, SAMPLED, are_here, byte_lines
-    from threefold.config import loading
-    from threefold.data.rows.packing import Packing
-    from threefold.mesh.environment import cache_folder
-
-    if segments and (not contents or are_here(segments[-1].start)):
-        config, sampled = loading.load(str(run / "config.yaml"), environ={}).config, ALL if contents else SAMPLED
-        yield from byte_lines(run, segments, Packing.of(config.data), cache=cache_folder(), sampled=sampled)
-
-
-def _last_logged(run: Path) -> int:
-    """The last step in metrics.jsonl of the run's last start; 0 if there is none."""
-    from threefold.checkpoint.lineage import Journal
-
-    started = max((str(line["time"]) for line in Journal(run).lines() if line["event"] == "start"), default="")
-    last = 0
-    with contextlib.suppress(OSError):
-        for text in (run / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                line = json.loads(text)
-                # Lines of version 0.1.0 have no time: which start they are of cannot be told.
-                last = int(line["step"]) if "loss" in line and line["time"] > started else last
-    return last
-
-
-def _shares(run: Path, start: SegmentLine) -> Iterator[str]:
-    """The shares of a mixture that the run's config asks for, and those that its order keeps."""
-    from threefold.config.text import parse
-    from threefold.data.mixture import Mixture
-
-    mixture = start.order.mixture
-    if mixture is None:
-        return
-    with contextlib.suppress(OSError, ThreefoldError, AttributeError, KeyError, TypeError):
-        sources = parse((run / "config.yaml").read_text(), "config.yaml")["data"]["mixture"]
-        weights = {name: source["weight"] for name, source in sources.items()}
-        asked = Mixture(dict(zip(mixture.names, mixture.sizes, strict=True)), weights, version=mixture.version)
-        mixture = asked if asked.quotas == mixture.quotas else mixture
-    # The first order kept short ratios only, and said nothing.
-    if mixture.version > 1 or not mixture.keeps_exactly:
-        yield f"  shares: {mixture.shares}"
-
-
-def _first_and_last_step(segments: Sequence[Segment]) -> tuple[int, int]:
-    lasts = [line.first + segment.stands(line) - 1 for segment in segments for line in segment.steps]
-    return segments[0].start.first_step, max(lasts)
+    yield from proof_lines(run, rows_of if contents else None)
 
 
 def sample_lines(run: Path, sample: int, *, show: bool = False) -> Iterator[str]:
@@ -248,12 +169,13 @@ def step_lines(run: Path, step: int, *, show: bool = False) -> Iterator[str]:
     """Which rows a step has read, by dp rank."""
     from threefold.audit import record
     from threefold.audit.lookup import find_step
+    from threefold.report.verdict import first_and_last_step
 
     segments = record.read(run / record.FILE)
     read = find_step(segments, step)
     if read is None:
         known = [line for segment in segments for line in segment.steps]
-        first, last = _first_and_last_step(segments) if known else (0, 0)
+        first, last = first_and_last_step(segments) if known else (0, 0)
         what = f"--step {step} is not in the record of {run}"
         expected = f"a step from {first} to {last}" if known else "a run with an audited step"
         fix = f"--step {last}" if known else "wait for the first audit (audit.every steps)"

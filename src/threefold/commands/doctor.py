@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from threefold.errors import EXIT_FAILED, ThreefoldError
+from threefold.errors import EXIT_FAILED, ConfigError, ThreefoldError
 
 if TYPE_CHECKING:
     from threefold.config.loading import Loaded
@@ -19,16 +20,19 @@ if TYPE_CHECKING:
     from threefold.doctor.findings import Finding
     from threefold.mesh.topology import Topology
 
+# Of what --json prints: higher where a field has gone or changed its meaning.
+SCHEMA = 1
 _MESH_KEYS = ("mesh.dp", "mesh.dp_shard", "mesh.cp", "mesh.tp")
 _PRELOAD = ("torch", "torch.distributed.device_mesh", "transformers", "threefold.doctor.links")
 
 
 @dataclass(frozen=True)
 class Options:
-    """How the report is shown, and how long a collective may take, s."""
+    """How the report is shown, how long a collective may take, and how long devices are loaded, s (0: not at all)."""
 
     as_json: bool = False
     limit_s: float = 30.0
+    burn_s: float = 0.0
 
 
 def command(
@@ -38,6 +42,12 @@ def command(
         bool, typer.Option("--force", help="Start more local ranks than this machine has room for.")
     ] = False,
     limit: Annotated[float, typer.Option(min=0.1, help="Longest time of one test between ranks, s.")] = 30.0,
+    burn: Annotated[
+        bool, typer.Option("--burn", help="Also load every device, core and link, and compare what they compute.")
+    ] = False,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="How long --burn takes; default: 1.", show_default=False)
+    ] = None,
 ) -> None:
     """Find what would stop a run: threefold doctor [CONFIG.yaml] [--section.key value ...].
 
@@ -46,7 +56,16 @@ def command(
     """
     from threefold.commands.arguments import load_config
 
-    sys.exit(doctor_command(load_config(context.args), Options(as_json, limit), force=force))
+    burn_s = 60 * (1.0 if minutes is None else minutes) * burn
+    try:
+        if minutes is not None and not burn:
+            raise ConfigError("--minutes without --burn", expected="how long --burn takes", fix="--burn --minutes 10")
+        code = doctor_command(load_config(context.args), Options(as_json, limit, burn_s), force=force)
+    except ThreefoldError as error:
+        if not as_json:
+            raise
+        code = _refused(error, [], {})
+    sys.exit(code)
 
 
 def doctor_command(loaded: Loaded, options: Options, *, force: bool = False) -> int:
@@ -62,7 +81,8 @@ def doctor_command(loaded: Loaded, options: Options, *, force: bool = False) -> 
         return run_rank(loaded.config, topology, options)
     if not any(key in loaded.origins for key in _MESH_KEYS):
         report = look_at_machine(loaded.config, several_machines=False)
-        return _show(report.findings, [], {"machine": report.facts}, options)
+        found = [*report.findings, *_burned_alone(loaded.config, options)]
+        return _show(found, [], {"machine": report.facts}, options)
     from threefold.run.start import topology_here
 
     topology, _ = topology_here(loaded.config, force=force)
@@ -86,23 +106,31 @@ def _rank_entry(config: Config, topology: Topology, options: Options) -> None:
 
 def run_rank(config: Config, topology: Topology, options: Options) -> int:
     """Looks at this machine and, with the other ranks, at the mesh; rank 0 prints for all."""
-    from threefold.doctor.ranks import agree_on_code, look_at_machine, look_at_mesh
+    from threefold.doctor.ranks import MeshReport, agree_on_code, burn_mesh, look_at_machine, look_at_mesh
     from threefold.mesh import environment
 
     info = environment.current()
     report = look_at_machine(config, several_machines=info.world_size > info.local_world_size)
+    report.findings.extend(_memory(config, topology, report.facts["torch"]["gpus"], info.local_world_size))
     from threefold.mesh.mesh import join_mesh
 
     try:
         mesh = join_mesh(topology, info, device=config.mesh.device, timeout_s=options.limit_s)
-    except ThreefoldError:
+    except ThreefoldError as error:
         # The ranks cannot communicate, so each machine reports about itself.
+        if info.local_rank == 0 and options.as_json:
+            return _refused(error, report.findings, {"machine": report.facts})
         if info.local_rank == 0:
             _show(report.findings, [], {"machine": report.facts}, options)
         raise
     if mesh.store is None:
-        return _show(report.findings, ["rank 0: the only one"], {"machine": report.facts}, options)
+        found_alone = [*report.findings, *_burned_alone(config, options)]
+        return _show(found_alone, ["rank 0: the only one"], {"machine": report.facts}, options)
     found = look_at_mesh(mesh, report, info, limit_s=options.limit_s)
+    if options.burn_s and found.stuck is None:
+        burned = burn_mesh(mesh, info, seconds=options.burn_s, limit_s=options.limit_s)
+        findings, facts = [*found.findings, *burned.findings], {**found.facts, **burned.facts}
+        found = MeshReport(findings, found.ranks, facts, burned.stuck)
     code = _show(found.findings, found.ranks, found.facts, options) if mesh.rank == 0 else None
     code = agree_on_code(mesh, code, found.stuck, limit_s=options.limit_s)
     if found.stuck is not None:
@@ -114,13 +142,77 @@ def run_rank(config: Config, topology: Topology, options: Options) -> int:
     return code
 
 
+def _memory(config: Config, topology: Topology, gpus: Sequence[Mapping[str, Any]], ranks_here: int) -> list[Finding]:
+    """What a rank of the config's model is estimated to hold; nothing where that is not known here."""
+    from threefold.commands.advised import values_of
+    from threefold.doctor.findings import ok, warning
+    from threefold.plan.accelerators import Accelerator
+    from threefold.plan.decoder import decoder_of
+    from threefold.plan.peak import peak
+    from threefold.plan.setup import checked
+    from threefold.run.room import room_here
+
+    model = config.model
+    if model.config is None and not (Path(model.name_or_path or "") / "config.json").is_file():
+        return []  # of the Hub's models nothing is fetched here
+    device, free = None, room_here().free_bytes
+    if gpus and config.mesh.device != "cpu":
+        smallest = min(gpus, key=lambda gpu: gpu["free"])
+        device, free = Accelerator(smallest["name"], smallest["memory"], 0, 0, 0, 0), smallest["free"]
+    elif free is not None:
+        free //= max(1, ranks_here)
+    try:
+        decoder = decoder_of(values_of(model.name_or_path or "", model))
+        moment = peak(decoder, checked(config, decoder, topology, device))
+    except ThreefoldError:
+        return []
+    told = f"a rank would hold about {moment.total / 2**30:.2f} GiB in the {moment.name}, as estimated"
+    if free is None or moment.total <= free:
+        return [ok("memory of a step", told + (f"; {free / 2**30:.2f} are free" if free is not None else ""))]
+    expected = f"at most the {free / 2**30:.2f} GiB that are free for a rank"
+    fix = "--train.micro_batch 1, --train.activation_checkpointing full, or another mesh: threefold plan"
+    return [warning("memory of a step", told, expected=expected, fix=fix)]
+
+
+def _burned_alone(config: Config, options: Options) -> list[Finding]:
+    """What the devices and cores of this machine compute, one device after the other, if that is asked for."""
+    if not options.burn_s:
+        return []
+    import socket
+
+    import torch
+
+    from threefold.doctor import burn
+
+    count = torch.cuda.device_count() if config.mesh.device != "cpu" and torch.cuda.is_available() else 0
+    devices = [torch.device("cuda", number) for number in range(count)] or [torch.device("cpu")]
+    share = options.burn_s / len(devices)
+    found = [each for device in devices for each in burn.burn(device, share, part=0, parts=1)]
+    return burn.judge([(socket.gethostname(), each) for each in found])
+
+
+def _refused(error: ThreefoldError, findings: Sequence[Finding], facts: dict[str, Any]) -> int:
+    """Prints as JSON what was found before an error, and the error; returns its exit code."""
+    from threefold.doctor.findings import stop
+
+    faults = [stop("request", each.what, expected=each.expected, fix=each.fix) for each in error.problems]
+    sys.stderr.write(f"{error}\n")
+    _show([*findings, *faults], [], facts, Options(as_json=True))
+    return error.exit_code
+
+
 def _show(findings: Sequence[Finding], ranks: Sequence[str], facts: dict[str, Any], options: Options) -> int:
     """Prints a report; returns its exit code."""
     from threefold.doctor.findings import note, summary, would_stop
 
     code = EXIT_FAILED if would_stop(findings) else 0
     if options.as_json:
-        values = {"findings": [asdict(finding) for finding in findings], "stop": would_stop(findings), **facts}
+        values = {
+            "schema": SCHEMA,
+            "findings": [asdict(finding) for finding in findings],
+            "stop": would_stop(findings),
+            **facts,
+        }
         print(json.dumps(values, indent=2, default=str), flush=True)
         return code
     shown = [*findings, note("ranks", f"{len(ranks)} on the mesh")] if ranks else list(findings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, islice
@@ -15,56 +14,87 @@ import numpy.typing as npt
 import typer
 
 from threefold.commands.source import source_of
+from threefold.data.text.source import SIDES, Labelled, ReadLog, has_pairs, log_error
 from threefold.errors import RunError
+from threefold.why.contents import visible
 
 if TYPE_CHECKING:
     from threefold.audit.record import Segment
     from threefold.data.rows.concat import Rows
-    from threefold.data.text.source import Labelled, Source
+    from threefold.data.store.store import TokenStore
+    from threefold.data.text.source import Source, TextSource
     from threefold.data.tokens import Tokenizer
 
 COUNTED = 1000
 _BAR = 40
-# A text's escape sequences would be the terminal's own.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Shown(NamedTuple):
-    """One row: ids, whether each is learnt, and the document of each inside the row (-1: padding), [tokens] each."""
+    """One row: ids, whether each is learnt, and the document of each inside the row (-1: padding), [tokens] each.
+
+    `pairs`: its documents 2k and 2k + 1 are a pair, the chosen one and the rejected one.
+    """
 
     row: int
     ids: npt.NDArray[Any]
     targets: npt.NDArray[np.bool_]
     documents: npt.NDArray[Any]
+    pairs: bool = False
+
+    @property
+    def sides(self) -> list[str]:
+        """Which side of a pair each document is; [] without pairs."""
+        count = int(self.documents.max(initial=-1)) + 1 if self.pairs else 0
+        return [SIDES[number % 2] for number in range(count)]
 
 
 def rows_of_source(given: dict[str, Any], row: int | None) -> tuple[Iterator[Shown], Tokenizer]:
-    """The documents of a source, or one of them."""
+    """The documents of a source, or one of them; of a source of pairs, the pairs."""
     from threefold.data.tokens import load_tokenizer
 
-    source, tokenizer = source_of(given), load_tokenizer(given["tokenizer"])
-    found = islice(enumerate(documents_of(source, tokenizer)), row or 0, None if row is None else row + 1)
-    return (Shown(each, ids, learnt, np.zeros(len(ids), np.int64)) for each, (ids, learnt) in found), tokenizer
+    tokenizer = load_tokenizer(given["tokenizer"])
+    pairs, documents = documents_of(source_of(given), tokenizer)
+    together = zip(*[documents] * (2 if pairs else 1), strict=True)
+    found = islice(enumerate(together), row or 0, None if row is None else row + 1)
+
+    def shown(number: int, parts: Sequence[Labelled]) -> Shown:
+        ids, targets = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return Shown(number, ids, targets, np.repeat(np.arange(len(parts)), [len(part.ids) for part in parts]), pairs)
+
+    return (shown(*each) for each in found), tokenizer
 
 
-def documents_of(source: Source, tokenizer: Tokenizer) -> Iterator[Labelled]:
-    """The documents of a source, or of a store; all tokens of a text are learnt. Errors as when it is prepared."""
+def documents_of(source: Source, tokenizer: Tokenizer) -> tuple[bool, Iterator[Labelled]]:
+    """Whether documents are pairs, and the documents of a source or store. Errors as when it is prepared."""
     from threefold.data.conversations.labeller import labeller_for
     from threefold.data.store.resolve import open_store, open_text, store_prefix
-    from threefold.data.text.source import Labelled, ReadLog, log_error
-    from threefold.data.tokens import for_texts
     from threefold.mesh.environment import cache_folder
 
     if isinstance(source.name, str) and store_prefix(source.name) is not None:
         store = open_store(source, tokenizer=tokenizer, cache=cache_folder())
-        begin = 0
-        for end in store.document_ends.tolist():
-            learnt = store.learnt(begin, end) if store.has_targets else np.ones(end - begin, np.bool_)
-            yield Labelled(store.read(begin, end).astype(np.int32), learnt)
-            begin = end
-        return
+        warn_of_no_end(
+            store.info.labels if store.info is not None else None, source.labels.chat_template or tokenizer.name
+        )
+        return store.has_pairs, _documents_of_store(store)
+    text = open_text(source, labeller_for(source, tokenizer))
+    warn_of_no_end(text.labels, source.labels.chat_template or tokenizer.name)
+    return has_pairs(text.labels), _documents_of_text(text, source, tokenizer)
+
+
+def _documents_of_store(store: TokenStore) -> Iterator[Labelled]:
+    begin = 0
+    for end in store.document_ends.tolist():
+        learnt = store.learnt(begin, end) if store.has_targets else np.ones(end - begin, np.bool_)
+        yield Labelled(store.read(begin, end).astype(np.int32), learnt)
+        begin = end
+
+
+def _documents_of_text(text: TextSource, source: Source, tokenizer: Tokenizer) -> Iterator[Labelled]:
+    """Of a text all tokens are learnt."""
+    from threefold.data.tokens import for_texts
+
     own = for_texts(tokenizer, bos=source.labels.bos, control_tokens=source.labels.control_tokens)
-    text, log = open_text(source, labeller_for(source, tokenizer)), ReadLog(skip_bad=source.skip_bad_lines)
+    log = ReadLog(skip_bad=source.skip_bad_lines)
     for piece in text.pieces:
         for document in text.read(piece, log):
             if log.num_bad:
@@ -79,11 +109,22 @@ def documents_of(source: Source, tokenizer: Tokenizer) -> Iterator[Labelled]:
         raise log_error(text, log)
 
 
+def warn_of_no_end(labels: str | None, template: str) -> None:
+    """Prints a warning if answers are learnt without their end, as the description of what is learnt says."""
+    from threefold.data.text.source import NO_END, no_end_warning
+
+    if NO_END in (labels or ""):
+        typer.echo(no_end_warning(template), err=True)
+
+
 def run_rows(run: Path, row: int | None) -> tuple[Iterator[Shown], Tokenizer]:
     """The packed rows of a run, or one of them."""
     from threefold.audit import record
+    from threefold.data.rows.known_rows import parts_of
 
     rows, tokenizer = rows_of_run(run, record.read(run / record.FILE))
+    for labels in {part.rows.store.labels for part in parts_of(rows)}:
+        warn_of_no_end(labels, tokenizer.name)
     wanted = range(rows.num_rows) if row is None else range(rows.num_rows)[row : row + 1]
     return (packed_row(rows, each) for each in wanted), tokenizer
 
@@ -99,13 +140,14 @@ def packed_row(rows: Rows, row: int) -> Shown:
     (part, *_) = parts_of(rows)
     crossing = getattr(part.rows, "cross_targets", True)
     targets[1:] = (labels[:-1] == ids[1:]) & (crossing | (documents[:-1] == documents[1:]))
-    return Shown(row, ids, targets, documents)
+    return Shown(row, ids, targets, documents, part.rows.store.has_pairs)
 
 
 def json_lines(rows: Iterator[Shown]) -> Iterator[str]:
-    for row, *columns in rows:
-        values = dict(zip(("ids", "targets", "documents"), (each.tolist() for each in columns), strict=True))
-        yield json.dumps({"row": row, **values})
+    for each in rows:
+        values = {name: getattr(each, name).tolist() for name in ("ids", "targets", "documents")}
+        sides = {"sides": each.sides} if each.pairs else {}
+        yield json.dumps({"row": each.row, **values, **sides})
 
 
 def text_lines(rows: Iterator[Shown], tokenizer: Tokenizer, *, show: int, ids: bool, count: bool) -> Iterator[str]:
@@ -125,7 +167,11 @@ def _row(each: Shown, tokenizer: Tokenizer, counts: tuple[int, int], *, ids: boo
     several = len(np.unique(each.documents[each.documents >= 0])) > 1
     for document in np.unique(each.documents[each.documents >= 0]):
         inside = each.documents == document
-        if several:
+        if each.pairs:
+            learnt = int(np.count_nonzero(each.targets[inside]))
+            side = each.sides[document]
+            yield f"  document {document}, {side}: {np.count_nonzero(inside):,} tokens, {learnt:,} learnt"
+        elif several:
             yield f"  document {document}:"
         shown = marked(each.ids[inside].tolist(), each.targets[inside].tolist(), decoder_of(tokenizer))
         yield from (f"  | {line}" for line in shown.removesuffix("\n").split("\n"))
@@ -143,7 +189,7 @@ def marked(ids: Sequence[int], targets: Sequence[bool], decode: Callable[[Sequen
         whole = decode(ids[:end])
         text = whole[len(shown) :] if whole.startswith(shown) else decode(ids[begin:end])
         shown = whole
-        text = _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+        text = visible(text)  # a text's escape sequences would be the terminal's own
         if learnt and sys.stdout.isatty():
             lines = (typer.style(line, fg=typer.colors.GREEN, bold=True) if line else "" for line in text.split("\n"))
             text = "\n".join(lines)
@@ -183,7 +229,7 @@ def texts_of_rows(run: Path, segments: Sequence[Segment], indices: Sequence[int]
         row = rows.rows(np.array([index], np.int64))
         tokens = row["input_ids"][0][row["document_ids"][0] != PADDING]
         yield f"row {index}:"
-        yield from (f"  | {line}" for line in tokenizer.decode(tokens.tolist()).splitlines())
+        yield from (f"  | {line}" for line in visible(tokenizer.decode(tokens.tolist())).splitlines())
 
 
 def rows_of_run(run: Path, segments: Sequence[Segment]) -> tuple[Rows, Tokenizer]:

@@ -36,7 +36,28 @@ _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "0 the mesh follows the single process; 1 it does not; 2 the request was wrong",
         ("threefold verify --mesh.dp 2 --mesh.tp 2", "threefold verify job.yaml --mesh.cp 4"),
     ),
-    "export": (_OPTIONS, _DONE, ("threefold export runs/a --to my-model", "threefold export runs/a --to a --adapter")),
+    "export": (
+        _OPTIONS,
+        _DONE,
+        (
+            "threefold export runs/a --to my-model",
+            "threefold export runs/a --to a --adapter",
+            "threefold export runs/a --to a-dcp --format dcp --optimizer",
+        ),
+    ),
+    "hash": (
+        _OPTIONS,
+        "0 told, and equal; 1 not equal; 2 the request was wrong",
+        ("threefold hash runs/a", "threefold hash runs/a my-model"),
+    ),
+    "import": (
+        f"CHECKPOINT --to FOLDER {_KEYS}",
+        _DONE,
+        (
+            "threefold import checkpoint/step-1000 --to runs/a job.yaml",
+            "threefold import pytorch_model_fsdp_0 --to my-model --weights --model.name_or_path ./base",
+        ),
+    ),
     "doctor": (
         _KEYS,
         "0 nothing would stop a run; 1 something would; 2 the request was wrong",
@@ -44,8 +65,41 @@ _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "explain": (
         _OPTIONS,
-        "0 explained; 1 no known error found; 2 there is no such log",
-        ("threefold explain train.log", "srun ... 2>&1 | threefold explain"),
+        "0 explained, or no failure; 1 no known error found; 2 there is no such log",
+        ("threefold explain train.log", "threefold explain runs/a --json", "srun ... 2>&1 | threefold explain"),
+    ),
+    "profile": (
+        _OPTIONS,
+        "0 printed; 2 there are no traces",
+        ("threefold profile runs/a", "threefold profile runs/a --json"),
+    ),
+    "why": (
+        _OPTIONS,
+        "0 told; 1 its record is damaged; 2 there is no such run or step",
+        ("threefold why runs/a", "threefold why runs/a --step 120", "threefold why runs/a --json"),
+    ),
+    "plan": (
+        f"MODEL {_MORE_KEYS}",
+        "0 printed; 1 it does not fit on --gpu; 2 the request was wrong",
+        ("threefold plan ./my-model --mesh.dp 8 --mesh.dp_shard 8 --mesh.tp 8 --data.seq_len 8192 --gpu h100-80gb",),
+    ),
+    "flops": (
+        f"MODEL {_MORE_KEYS}",
+        "0 printed; 2 the request was wrong",
+        (
+            "threefold flops ./my-model --data.seq_len 8192 --gpu h100-80gb",
+            "threefold flops ./my-model/config.json --model.lora.r 16 --json",
+        ),
+    ),
+    "report": (
+        _OPTIONS,
+        "0 written; 2 there is no such run, or the file cannot be written",
+        ("threefold report runs/a", "threefold report runs/a runs/b --to compared.html"),
+    ),
+    "view": (
+        "[RUN|FOLDER] [OPTIONS]",
+        "0 ended by Ctrl-C; 2 there is no such folder, the port is taken, or threefold[view] is not installed",
+        ("threefold view", "threefold view runs/a --port 8800"),
     ),
     "data prepare": (_OPTIONS, _DONE, ("threefold data prepare --source texts --tokenizer ./my-model --to store",)),
     "data show": (
@@ -69,6 +123,16 @@ _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         _SENT,
         (_CONFIG.format("sagemaker") + "--role ARN --image IMAGE --output s3://BUCKET/jobs "
          "--instance-type ml.p5.48xlarge --dry-run",),
+    ),
+    "submit skypilot": (
+        _KEYS,
+        _SENT,
+        (_CONFIG.format("skypilot") + "--gpu H100 --setup setup.sh --volume /runs=V --log.dir /runs/a --dry-run",),
+    ),
+    "submit ray": (
+        _KEYS,
+        _SENT,
+        (_CONFIG.format("ray") + "--log.dir /shared/a --dry-run",),
     ),
     "submit kubernetes": (
         _KEYS,

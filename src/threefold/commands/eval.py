@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 def command(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.")],
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Evaluate the moving average of the weights (optimizer.ema).")
+    ] = False,
 ) -> None:
     """Evaluate a run: threefold eval RUN [--eval.source SOURCE] [--section.key value ...].
 
@@ -37,22 +40,23 @@ def command(
     checkpoint, info = find(run), environment.current()
     if info.launcher is not None:
         topology, _ = resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None)
-        sys.exit(_rank(loaded, topology, checkpoint.path, checkpoint.step))
+        sys.exit(_rank(loaded, topology, checkpoint.path, checkpoint.step, ema))
     from threefold.run.start import PRELOAD, topology_here
 
     local_ranks.preload((*PRELOAD, "threefold.run.evaluate"))
     topology, _ = topology_here(loaded.config)
-    arguments = (loaded, topology, checkpoint.path, checkpoint.step)
+    arguments = (loaded, topology, checkpoint.path, checkpoint.step, ema)
     if topology.world_size == 1:
         sys.exit(_rank(*arguments))
     sys.exit(local_ranks.start_ranks(_rank_entry, arguments, num_ranks=topology.world_size))
 
 
-def _rank(loaded: Loaded, topology: Topology, checkpoint: Path, step: int) -> int:
+def _rank(loaded: Loaded, topology: Topology, checkpoint: Path, step: int, ema: bool) -> int:
+    from threefold.checkpoint.layout import Checkpoint
     from threefold.run.evaluate import evaluate_rank
 
-    return evaluate_rank(loaded, topology, checkpoint, step)
+    return evaluate_rank(loaded, topology, Checkpoint(checkpoint, step), ema=ema)
 
 
-def _rank_entry(loaded: Loaded, topology: Topology, checkpoint: Path, step: int) -> None:
-    sys.exit(_rank(loaded, topology, checkpoint, step))
+def _rank_entry(loaded: Loaded, topology: Topology, checkpoint: Path, step: int, ema: bool) -> None:
+    sys.exit(_rank(loaded, topology, checkpoint, step, ema))

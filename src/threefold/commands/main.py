@@ -36,16 +36,28 @@ _COMMANDS = {
     "sample": None,
     "verify": CONTEXT,
     "export": None,
+    "hash": None,
+    "import": CONTEXT,
     "doctor": CONTEXT,
     "explain": None,
     "data": None,
     "submit": None,
+    "flops": CONTEXT,
+    "plan": CONTEXT,
+    "profile": None,
+    "report": None,
+    "why": None,
+    "view": None,
 }
+
+
+# A module cannot have this name.
+_MODULES = {"import": "import_checkpoint"}
 
 
 def _load(names: Iterable[str]) -> None:
     for name in names:
-        module = import_module(f"threefold.commands.{name}")
+        module = import_module(f"threefold.commands.{_MODULES.get(name, name)}")
         if hasattr(module, "app"):
             app.add_typer(module.app, name=name)
         else:

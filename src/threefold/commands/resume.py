@@ -22,6 +22,9 @@ def command(
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Resume with keys that change what is trained.")
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print nothing but errors; the run's logs keep it all.")
+    ] = False,
 ) -> None:
     """Resume a run: threefold resume RUN [--section.key value ...].
 
@@ -34,5 +37,5 @@ def command(
     folder, checkpoint = run_and_checkpoint(run)
     back = ("--checkpoint.resume", str(checkpoint)) if checkpoint is not None else ()
     loaded = load_config([str(folder / "config.yaml"), *back, *context.args])
-    loaded = replace(loaded, accept_changes=accept_changes)
+    loaded = replace(loaded, accept_changes=accept_changes, quiet=quiet)
     sys.exit(train_command(loaded, max_restarts=max_restarts, force=force))

@@ -30,7 +30,7 @@ def command(
     """
     from threefold.checkpoint.layout import damaged, find
     from threefold.commands.arguments import load_config, run_and_checkpoint
-    from threefold.run.rank import quieten_libraries
+    from threefold.run.process import quieten_libraries
     from threefold.run.request import tokenizer_of
 
     quieten_libraries()
@@ -45,7 +45,7 @@ def command(
         return _converse(config, checkpoint, tokenizer, num_tokens=tokens)
     if not (ids := tokenizer.encode_batch([prompt])[0].tolist()):
         raise ConfigError("--prompt has no token", expected="text to continue", fix="--prompt 'Once upon a time'")
-    from threefold.export.model_folder import generate_sample
+    from threefold.export.generation import generate_sample
 
     typer.echo(generate_sample(checkpoint, tokenizer, ids, num_tokens=tokens))
 
@@ -54,13 +54,14 @@ def _converse(config: Config, checkpoint: Checkpoint, tokenizer: Tokenizer, *, n
     """Prints an answer to each line of the input; the conversation grows with them."""
     import torch
 
+    from threefold.checkpoint.run_template import template_of
     from threefold.data.conversations.formats import Message, RowError
     from threefold.data.conversations.labeller import chat_template, encoder_of
-    from threefold.export.model_folder import continued, load_own
+    from threefold.export.generation import continued, load_own
     from threefold.run.sources import sources_of
 
     labels = next(iter(sources_of(config).values())).labels
-    if (template := chat_template(tokenizer, labels)) is None:
+    if (template := chat_template(tokenizer, labels, template_of(checkpoint, config))) is None:
         raise ConfigError(
             f"--chat: the tokenizer {tokenizer.name!r} has no chat template, and the run's config names none",
             expected="data.chat_template, or a tokenizer with one",

@@ -68,6 +68,7 @@ def source_of(given: Mapping[str, Any]) -> Source:
     """
     from threefold.config.loading import validate
     from threefold.config.text import parse
+    from threefold.data.store.resolve import refuse_without_effect
     from threefold.run.sources import sources_of
 
     values = {key: value for key, value in given.items() if value not in (None, False)}
@@ -82,7 +83,9 @@ def source_of(given: Mapping[str, Any]) -> Source:
             raise ConfigError(what, expected="names and values", fix=fix)
     names = values["source"]
     values["source"] = names[0] if len(names) == 1 else names
-    return sources_of(validate({"data": values}))["data.source"]
+    source = sources_of(validate({"data": values}))["data.source"]
+    refuse_without_effect([source])
+    return source
 
 
 @contextlib.contextmanager

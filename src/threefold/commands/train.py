@@ -23,6 +23,9 @@ def command(
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Resume with keys that change what is trained.")
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print nothing but errors; the run's logs keep it all.")
+    ] = False,
     local_rank: Annotated[
         int | None, typer.Option("--local_rank", "--local-rank", hidden=True, help="Added by older launchers.")
     ] = None,
@@ -47,5 +50,5 @@ def command(
         return
     from threefold.run.start import train_command
 
-    loaded = replace(loaded, accept_changes=accept_changes)
+    loaded = replace(loaded, accept_changes=accept_changes, quiet=quiet)
     sys.exit(train_command(loaded, max_restarts=max_restarts, force=force))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +28,9 @@ def command(
     force: Annotated[
         bool, typer.Option("--force", help="Start more local ranks than this machine has room for.")
     ] = False,
+    bits: Annotated[
+        bool, typer.Option("--bits", help="Compare hashes on several numbers of data ranks (train.reduce: exact).")
+    ] = False,
     against: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Compare the metrics of two finished runs instead.")
     ] = None,
@@ -35,10 +38,16 @@ def command(
     """Compare the mesh with one process on your own model: threefold verify [CONFIG.yaml] [--section.key value ...].
 
     Both train a few steps in float32 on the same rows. The report shows losses, gradient norms and the largest relative
-    difference of the gradients; if they differ, also the first layer and the axis of the mesh that are wrong.
+    difference of the gradients; if they differ, also the first layer and the axis of the mesh that are wrong. --bits
+    trains with train.reduce exact on 1, 2 and 4 data ranks and on the mesh, and says whether all weights are equal.
     """
     if against is not None:
+        from threefold.errors import ConfigError
         from threefold.verify.comparison import compare_runs
+
+        if bits:
+            what, expected = "verify --bits with --against", "one of them: metrics of finished runs have no weights"
+            raise ConfigError(what, expected=expected, fix="threefold hash RUN_A RUN_B   (compares their weights)")
 
         lines, holds = compare_runs(*against)
         typer.echo("\n".join(lines))
@@ -46,7 +55,8 @@ def command(
     from threefold.commands.arguments import load_config
     from threefold.verify.comparison import Options
 
-    sys.exit(verify_command(load_config(context.args), Options(steps, layers, random), force=force))
+    verified = bits_command if bits else verify_command
+    sys.exit(verified(load_config(context.args), Options(steps, layers, random), force=force))
 
 
 def verify_command(loaded: Loaded, options: Options, *, force: bool = False) -> int:
@@ -84,27 +94,69 @@ def verify_command(loaded: Loaded, options: Options, *, force: bool = False) -> 
     return EXIT_FAILED
 
 
+def bits_command(loaded: Loaded, options: Options, *, force: bool = False) -> int:
+    """Compares bits on several meshes and returns the exit code: 0 they are equal, 1 they are not.
+
+    Raises:
+        ConfigError: a run that does not promise it, a mesh that is impossible, or ranks of a launcher's.
+    """
+    from threefold.errors import ConfigError
+    from threefold.mesh import environment, local_ranks
+    from threefold.mesh.shares import refuse_impossible
+    from threefold.run.start import PRELOAD, topology_here
+    from threefold.verify.bits import compared, meshes_of, refuse_fast
+
+    if (launcher := environment.current().launcher) is not None:
+        what, expected = f"verify --bits under {launcher}", "one process, which starts the ranks of each mesh"
+        raise ConfigError(what, expected=expected, fix="threefold verify CONFIG --bits")
+    config = loaded.config
+    refuse_fast(config)
+    local_ranks.preload(PRELOAD)
+    topology, _ = topology_here(config, force=force)
+    refuse_impossible(config, topology)
+    meshes, found = meshes_of(config, topology), {}
+    print(f"{options.steps} steps on {len(meshes)} meshes, {config.model.dtype}, train.reduce exact", flush=True)
+    for mesh in meshes:
+        steps = _on_ranks(True, config, options, mesh)
+        if isinstance(steps, int):
+            return steps
+        found[str(mesh)] = steps
+    lines, equal = compared(found)
+    print("\n".join(lines))
+    return 0 if equal else EXIT_FAILED
+
+
 def on_ranks(config: Config, options: Options, topology: Topology) -> Comparison | int:
     """The comparison on local ranks, or the exit code of a failed attempt."""
+    from threefold.verify.comparison import Comparison
+
+    found = _on_ranks(False, config, options, topology)
+    return found if isinstance(found, int) else Comparison(**found)
+
+
+def _on_ranks(bits: bool, config: Config, options: Options, topology: Topology) -> Any:
+    """What rank 0 of local ranks answers, or the exit code of a failed attempt."""
     import json
     import tempfile
 
     from threefold.mesh import local_ranks
-    from threefold.verify.comparison import Comparison
 
     with tempfile.TemporaryDirectory(prefix="threefold-verify-") as folder:
-        answer = Path(folder) / "comparison.json"
+        answer = Path(folder) / "answer.json"
+        arguments = (bits, config, options, topology, str(answer))
         if topology.world_size == 1:
-            from threefold.verify.mesh_side import verify_rank
-
-            code = verify_rank(config, options, topology, str(answer))
+            code = _rank(*arguments)
         else:
-            arguments = (config, options, topology, str(answer))
             code = local_ranks.start_ranks(_rank_entry, arguments, num_ranks=topology.world_size)
-        return Comparison(**json.loads(answer.read_text())) if answer.exists() else code or EXIT_FAILED
+        return json.loads(answer.read_text()) if answer.exists() else code or EXIT_FAILED
 
 
-def _rank_entry(config: Config, options: Options, topology: Topology, answer: str) -> None:
+def _rank(bits: bool, config: Config, options: Options, topology: Topology, answer: str) -> int:
+    from threefold.verify.bits import bits_rank
     from threefold.verify.mesh_side import verify_rank
 
-    sys.exit(verify_rank(config, options, topology, answer))
+    return (bits_rank if bits else verify_rank)(config, options, topology, answer)
+
+
+def _rank_entry(*arguments: Any) -> None:
+    sys.exit(_rank(*arguments))

@@ -15,6 +15,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from threefold.config.optimizer_keys import GroupConfig
+from threefold.config.optimizer_rules import GROUPS_FIX
 from threefold.config.paths import former_keys, run_of
 from threefold.config.rules import MIXTURE_FIX, contradictions
 from threefold.config.schema import Config, MixtureSource, every_key, inner_sections, keys_of, value_at
@@ -30,11 +32,15 @@ class Loaded:
 
     Attributes:
         accept_changes: a resumed run may be trained on with keys that change what is trained.
+        quiet: nothing is printed but errors.
+        given: objects of a program that calls `threefold.train` (`run.given.Given`), or None.
     """
 
     config: Config
     origins: Mapping[str, str] = field(default_factory=dict)
     accept_changes: bool = False
+    quiet: bool = False
+    given: Any = None
 
     def describe(self) -> Iterator[tuple[str, Any, str]]:
         """(section.key, value, origin) of every key, in the order of the schema."""
@@ -140,7 +146,7 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None
         problems = _unknown(values) + [
             _problem_of(entry, origins or {})
             for entry in error.errors()
-            if entry["type"] != "extra_forbidden" or entry["loc"][:2] == ("data", "mixture")
+            if entry["type"] != "extra_forbidden" or entry["loc"][:2] in _WITH_KEYS_BELOW
             if entry["type"] != "too_short" or not entry["input"]  # else its entries were refused already
         ]
         # A value that may have several types is refused once for each type.
@@ -212,6 +218,8 @@ def _names(section: str, keys: Mapping[str, Any]) -> Iterator[str]:
             yield f"{section}.{key}" if key else section
 
 
+# Keys whose values have keys of their own, which are checked with the value.
+_WITH_KEYS_BELOW = (("data", "mixture"), ("optimizer", "groups"))
 _KEYS_BELOW = "keys below the section's name"
 _EXPECTED = {
     "greater_than": "a number greater than {gt}",
@@ -232,8 +240,10 @@ _AXIS_SIZE = "a whole number greater than 0, or auto"
 _EXPECTED_OF_KEY = {
     "optimizer.lr": "a number greater than 0, or auto",
     **dict.fromkeys(("mesh.dp", "mesh.dp_shard", "mesh.cp", "mesh.tp", "train.micro_batch"), _AXIS_SIZE),
+    "train.compile": "true or false, or auto",
     "optimizer.betas": "two numbers, both at least 0 and below 1",
     "data.skip": "[first, last] ranges of steps, counted from 1: [[1000, 1100]]",
+    "log.profile": "[first, last] steps, counted from 1: [10, 12]",
     "log.trackers": "a list of names: [tensorboard, wandb]",
 }
 
@@ -246,6 +256,8 @@ def _problem_of(entry: Any, origins: Mapping[str, str]) -> Problem:
     where = f" ({origins[key]})" if key in origins else ""
     if key == "data.mixture":
         return _mixture_problem(entry, where)
+    if key == "optimizer.groups":
+        return _group_problem(entry, where)
     rest = entry["loc"][len(key.split(".")) :] if entry["type"] != "missing" else ()
     place = "".join(f"[{part}]" for part in rest if isinstance(part, int))
     what = f"{key}{place} = {as_yaml(entry['input'])} is not accepted{where}"
@@ -267,14 +279,31 @@ def _fix(entry: Any, key: str, origin: str) -> str:
 
 
 def _mixture_problem(entry: Any, where: str) -> Problem:
-    """A problem inside data.mixture, the only key with keys below it."""
+    """A problem inside data.mixture."""
     path = ".".join(str(part) for part in entry["loc"] if part not in ("one source", "sources"))
-    keys = ", ".join(MixtureSource.model_fields)
     if entry["type"] == "extra_forbidden":
-        nearest = difflib.get_close_matches(str(entry["loc"][-1]), MixtureSource.model_fields, n=1, cutoff=0.5)
-        fix = f"did you mean {nearest[0]}?" if nearest else MIXTURE_FIX
-        return Problem(f"unknown key {path}{where}", f"one of {keys}", fix)
+        return _unknown_below(entry, path + where, MixtureSource, MIXTURE_FIX)
     if entry["type"] == "missing":
         return Problem(f"there is no {path}{where}", "a source and its weight under each name", MIXTURE_FIX)
     expected = _expected(entry) if len(entry["loc"]) > 3 else "{name: {source: ..., weight: ...}, ...}"
     return Problem(f"{path} = {as_yaml(entry['input'])} is not accepted{where}", expected, MIXTURE_FIX)
+
+
+def _group_problem(entry: Any, where: str) -> Problem:
+    """A problem inside optimizer.groups."""
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in entry["loc"][2:])
+    path = f"optimizer.groups{place}"
+    if entry["type"] == "extra_forbidden":
+        return _unknown_below(entry, path + where, GroupConfig, GROUPS_FIX)
+    if entry["type"] == "missing":
+        return Problem(f"there is no {path}{where}", "a regular expression for the parameters' names", GROUPS_FIX)
+    expected = _expected(entry) if len(entry["loc"]) > 3 else "[{match: REGEX, lr: ..., weight_decay: ...}, ...]"
+    return Problem(f"{path} = {as_yaml(entry['input'])} is not accepted{where}", expected, GROUPS_FIX)
+
+
+def _unknown_below(entry: Any, path: str, kind: type[MixtureSource] | type[GroupConfig], fix: str) -> Problem:
+    known = list(kind.model_fields)
+    nearest = difflib.get_close_matches(str(entry["loc"][-1]), known, n=1, cutoff=0.5)
+    return Problem(
+        f"unknown key {path}", f"one of {', '.join(known)}", f"did you mean {nearest[0]}?" if nearest else fix
+    )

@@ -6,10 +6,14 @@ import glob
 from pathlib import Path
 from typing import Any
 
-from threefold.config.schema import Config, Sources
+from threefold.config.schema import Config
+from threefold.config.section import Sources
 
 # In a run's folder: what the run is, and the config with which it is resumed.
 RUN_FILE, RUN_CONFIG = "run.json", "config.yaml"
+PROFILE_FOLDER = "profile"  # what the ranks traced
+EXPORT_FOLDER = "exports"  # what transformers loads
+TIMELINE_FOLDER = "timeline"  # when each rank was in which phase
 _NAMES = {"stdlib", "bytes"}
 FORMER = {"tail": "drop", "end_target": "keep", "bos": False, "control_tokens": "ids"}
 """Keys of the section `data` that version 0.1.0 did not have, with what it did."""
@@ -18,6 +22,15 @@ FORMER = {"tail": "drop", "end_target": "keep", "bos": False, "control_tokens": 
 def run_of(config: Path) -> Path | None:
     """The folder of the run whose own config this file is; None for any other file."""
     return config.parent if config.name == RUN_CONFIG and config.with_name(RUN_FILE).exists() else None
+
+
+def tokenizer_name(config: Config) -> tuple[str, str]:
+    """Returns the tokenizer's name, and the reason for it."""
+    if config.data.tokenizer is not None:
+        return config.data.tokenizer, "as given"
+    if config.model.name_or_path is not None:
+        return config.model.name_or_path, "the model's own"
+    return "bytes", "the model has random weights and none was given"
 
 
 def former_keys(config: Path) -> dict[str, Any]:

@@ -6,14 +6,18 @@ import difflib
 import itertools
 from collections.abc import Iterator, Sequence
 
-from threefold.config.peak_rate import peak_rate
-from threefold.config.schema import TRACKERS, Config, DataConfig, LogConfig, LoraConfig
+from threefold.config.objective import DpoConfig
+from threefold.config.observation import TRACKERS, LogConfig
+from threefold.config.optimizer_rules import of_optimizer
+from threefold.config.schema import Config, DataConfig, LoraConfig
 from threefold.config.text import as_yaml, pasted
 from threefold.errors import Problem
 
 MIXTURE_FIX = (
     "--data.mixture '{code: {source: FOLDER, weight: 0.7}, prose: {source: hf:ID, weight: 0.3}}'   (any names)"
 )
+# Steps in a trace, and in a timeline.
+MOST_TRACED, MOST_TIMED = 20, 1000
 
 
 def contradictions(config: Config) -> Iterator[Problem]:
@@ -34,26 +38,103 @@ def contradictions(config: Config) -> Iterator[Problem]:
     if config.train.steps is not None and config.train.epochs is not None:
         what = f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs} are both set"
         yield Problem(what, "one measure of how long to train", "leave one of them out")
-    if config.eval.source is None and config.eval.every:
+    if config.eval.source is None and config.eval.every and not config.eval.tasks:
         what = f"eval.every = {config.eval.every} has no effect without eval.source"
         yield Problem(what, "held-out data to evaluate on", "--eval.source FILE_OR_FOLDER, or leave eval.every out")
+    if config.eval.sample and (config.eval.source is None or not config.log.sample_tokens):
+        lacking = "eval.source" if config.eval.source is None else "log.sample_tokens, which is 0"
+        fix = "--eval.source FILE_OR_FOLDER" if config.eval.source is None else "--log.sample_tokens 64"
+        what = f"eval.sample = {as_yaml(list(config.eval.sample))} has no effect without {lacking}"
+        yield Problem(what, "an evaluation, after which tokens are generated", f"{fix}, or leave eval.sample out")
     lora = [name for name, value in config.model.lora if value != LoraConfig.model_fields[name].default]
     if lora and not config.model.lora.r:
         what = f"model.lora.{lora[0]} has no effect without model.lora.r"
         fix = f"--model.lora.r 16, or leave model.lora.{lora[0]} out"
         yield Problem(what, "the rank of the adapters to train", fix)
+    yield from _of_float8(config)
+    yield from _of_objective(config)
+    yield from _of_lengths(config.data)
     yield from _of_skip(config.data.skip)
+    kept = f"at most {MOST_TRACED} steps: a trace holds every kernel, and takes long to write and to open"
+    yield from _of_range(config, "profile", config.log.profile, MOST_TRACED, kept)
+    kept = f"at most {MOST_TIMED:,} steps: a viewer holds every phase of every rank"
+    yield from _of_range(config, "timeline", config.log.timeline, MOST_TIMED, kept)
+    yield from _of_rows(config)
     yield from _of_trackers(config.log)
-    for number, beta in enumerate(config.optimizer.betas):
-        if not 0 <= beta < 1:
-            what = f"optimizer.betas[{number}] = {beta} is not a decay"
-            yield Problem(what, "0 <= beta < 1", "--optimizer.betas '[0.9, 0.95]'")
-    lr, why = peak_rate(config)
-    if config.optimizer.min_lr > lr:
-        automatic = f" (auto: {why})" if config.optimizer.lr == "auto" else ""
-        what = f"optimizer.min_lr = {config.optimizer.min_lr} is above optimizer.lr = {lr}{automatic}"
-        fix = f"--optimizer.min_lr 0   (or raise optimizer.lr above {config.optimizer.min_lr})"
-        yield Problem(what, "a schedule that falls from lr to min_lr", fix)
+    yield from _of_exports(config)
+    yield from of_optimizer(config)
+
+
+def _of_float8(config: Config) -> Iterator[Problem]:
+    if config.train.float8 == "none":
+        return
+    asked, without = f"train.float8 = {config.train.float8}", "leave train.float8 out"
+    if config.model.dtype == "float32":
+        expected = "model.dtype bfloat16, whose largest products are then made of 8 bits"
+        yield Problem(f"{asked} with model.dtype = float32", expected, f"--model.dtype bfloat16, or {without}")
+    if config.train.compile is False:
+        expected = "compiled layers: casts in kernels of their own take longer than the products save"
+        yield Problem(f"{asked} with train.compile = false", expected, f"--train.compile auto, or {without}")
+    if config.model.lora.r:
+        expected = "weights that are trained: of frozen ones it would compute gradients that nobody reads"
+        yield Problem(f"{asked} with model.lora.r = {config.model.lora.r}", expected, without)
+    if config.data.group_by_length:
+        expected = "rows of one length, a multiple of 16"
+        fix = f"leave data.group_by_length out, or {without}"
+        yield Problem(f"{asked} with data.group_by_length = true", expected, fix)
+
+
+def _of_objective(config: Config) -> Iterator[Problem]:
+    """What does not go with train.objective, whichever it is."""
+    given = [name for name, value in config.dpo if value != DpoConfig.model_fields[name].default]
+    if config.train.objective != "dpo":
+        for name in given[:1]:
+            what = f"dpo.{name} has no effect with train.objective = {config.train.objective}"
+            yield Problem(what, "train.objective dpo", f"--train.objective dpo, or leave dpo.{name} out")
+        return
+    if config.data.format not in ("auto", "preference"):
+        what = f"train.objective = dpo with data.format = {config.data.format}"
+        yield Problem(what, "rows with a chosen and a rejected answer", "--data.format preference")
+    if config.dpo.label_smoothing and config.dpo.loss != "sigmoid":
+        what = f"dpo.label_smoothing = {config.dpo.label_smoothing} has no effect with dpo.loss = {config.dpo.loss}"
+        yield Problem(what, "dpo.loss sigmoid", "--dpo.loss sigmoid, or leave dpo.label_smoothing out")
+    for name, unset in (("label_smoothing", 0.0), ("z_loss", 0.0), ("fused_loss", "auto")):
+        if (value := getattr(config.train, name)) not in (unset, "none"):
+            expected = "train.objective next_token: the loss of pairs is computed from log-probabilities"
+            fix = f"leave train.{name} out"
+            if name == "label_smoothing":
+                fix += ", or for swapped answers --dpo.label_smoothing 0.1"
+            yield Problem(f"train.{name} = {value} has no effect with train.objective = dpo", expected, fix)
+
+
+def _of_lengths(data: DataConfig) -> Iterator[Problem]:
+    if not data.group_by_length:
+        return
+    if data.packing != "none":
+        what = f"data.group_by_length = true has no effect with data.packing = {data.packing or 'best_fit or concat'}"
+        expected = "data.packing none: the rows of the others are full, and of one length"
+        yield Problem(what, expected, "--data.packing none, or leave data.group_by_length out")
+    if data.mixture is not None:
+        what = "data.group_by_length = true with data.mixture"
+        expected = "one source: batches of like length would not have the mixture's shares"
+        yield Problem(what, expected, "leave data.group_by_length out")
+    if not data.shuffle:
+        what = "data.group_by_length = true with data.shuffle = false"
+        expected = "rows that may be reordered: without the shuffle they keep their order"
+        yield Problem(what, expected, "--data.shuffle true, or leave data.group_by_length out")
+
+
+def _of_exports(config: Config) -> Iterator[Problem]:
+    exports, every = config.checkpoint.export_every, config.checkpoint.every
+    if exports and (not every or exports % every):
+        what = f"checkpoint.export_every = {exports}, but a checkpoint is saved "
+        what += f"every {every} steps" if every else "at the end only"
+        fix = (
+            f"--checkpoint.every {exports}"
+            if not every
+            else f"--checkpoint.export_every {-(-exports // every) * every}"
+        )
+        yield Problem(what, "a multiple of checkpoint.every", fix)
 
 
 def _of_skip(skip: Sequence[tuple[int, int]]) -> Iterator[Problem]:
@@ -69,6 +150,33 @@ def _of_skip(skip: Sequence[tuple[int, int]]) -> Iterator[Problem]:
         yield Problem(what, expected, f"--data.skip '{ascending}'")
 
 
+def _of_range(config: Config, key: str, steps: tuple[int, int] | None, most: int, why: str) -> Iterator[Problem]:
+    """Steps of which a run keeps more, at most so many."""
+    if steps is None:
+        return
+    first, last = steps
+    what, fix = f"log.{key} = [{first}, {last}]", f"--log.{key} '[{first}, {first + 2}]'"
+    if last < first:
+        yield Problem(f"{what} ends before it begins", "[first, last], both steps included", fix)
+    elif last - first >= most:
+        yield Problem(f"{what} are {last - first + 1} steps", why, fix)
+    if config.train.steps is not None and first > config.train.steps:
+        expected = f"steps of the run, which ends with step {config.train.steps}"
+        yield Problem(f"{what} has no effect", expected, f"--log.{key} '[3, 5]', or leave log.{key} out")
+
+
+def _of_rows(config: Config) -> Iterator[Problem]:
+    if config.audit.rows is not True:
+        return
+    if not config.audit.every:
+        expected = "an audit: its record says which rows a step has read"
+        yield Problem("audit.rows = true with audit.every = 0", expected, "--audit.every 10, or leave audit.rows out")
+    if config.train.fused_loss == "liger":
+        expected = "train.fused_loss auto or none: Liger's kernel tells the sum over all rows alone"
+        fix = "--train.fused_loss auto, or leave audit.rows out"
+        yield Problem("audit.rows = true with train.fused_loss = liger", expected, fix)
+
+
 def _of_trackers(log: LogConfig) -> Iterator[Problem]:
     for name in dict.fromkeys(log.trackers):
         if name not in TRACKERS:
@@ -81,9 +189,11 @@ def _of_trackers(log: LogConfig) -> Iterator[Problem]:
         elif log.trackers.count(name) > 1:
             once = pasted([*dict.fromkeys(log.trackers)])
             yield Problem(f"log.trackers names {name} twice", "each tracker once", f"--log.trackers {once}")
-    if log.project != LogConfig().project and not {"wandb", "trackio"} & {*log.trackers}:
+    if log.project != LogConfig().project and not {"wandb", "trackio", "mlflow"} & {*log.trackers}:
         what = f"log.project = {as_yaml(log.project)} has no effect without a tracker that has projects"
-        yield Problem(what, "wandb or trackio among log.trackers", "--log.trackers '[wandb]', or leave log.project out")
+        yield Problem(
+            what, "wandb, trackio or mlflow among log.trackers", "--log.trackers '[wandb]', or leave log.project out"
+        )
 
 
 def _of_mixture(config: Config) -> Iterator[Problem]:

@@ -10,37 +10,24 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, Field
 
-PositiveInt = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-AxisSize = PositiveInt | Literal["auto"] | None
-# Told apart before they are checked, so that an error speaks of the one that was meant.
-Sources = Annotated[
-    Annotated[str, Tag("one source")] | Annotated[tuple[str, ...], Field(strict=False, min_length=1), Tag("sources")],
-    Discriminator(lambda given: "sources" if isinstance(given, list | tuple) else "one source"),
-]
-StepRange = Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)]
-
-
-# The trackers that log.trackers may name.
-TRACKERS = ("tensorboard", "wandb", "trackio")
+from threefold.config.objective import DpoConfig
+from threefold.config.observation import AuditConfig, LogConfig
+from threefold.config.optimizer_keys import OptimizerConfig
+from threefold.config.section import (
+    AxisSize,
+    Count,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Sources,
+    StepRange,
+)
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        ser_json_inf_nan="constants",  # in model.config
-        protected_namespaces=(),
-    )
-
-
-class LoraConfig(_Section):
+class LoraConfig(Section):
     """Low-rank adapters (LoRA), trained instead of the model's weights."""
 
     r: Count = Field(0, description="rank of the adapters; above 0, only they are trained; 0: all weights are trained")
@@ -54,12 +41,14 @@ class LoraConfig(_Section):
     rslora: bool = Field(False, description="scale by alpha / sqrt(r) instead")
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """The model to train. With neither `name_or_path` nor `config`: a Llama of about one million parameters."""
 
     name_or_path: str | None = Field(None, description="Hub id or local folder of a causal language model")
     config: dict[str, Any] | None = Field(None, description="mapping with `model_type`: random weights from train.seed")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="compute type; weights are kept in float32")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="compute type, the same arithmetic on every mesh; weights are kept in float32"
+    )
     revision: str | None = Field(None, description="branch, tag or commit on the Hub")
     trust_remote_code: bool = Field(False, description="allow code from the model's repository to run")
     init_missing: list[str] = Field(
@@ -75,7 +64,7 @@ class ModelConfig(_Section):
     lora: LoraConfig = LoraConfig()
 
 
-class MixtureSource(_Section):
+class MixtureSource(Section):
     """One source of a mixture; keys that it omits come from the data section."""
 
     source: Sources = Field(description="as data.source")
@@ -86,7 +75,7 @@ class MixtureSource(_Section):
     text_field: str | None = Field(None, description="field that holds the text")
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """What to read, and in which order."""
 
     source: Sources = Field(
@@ -133,9 +122,15 @@ class DataConfig(_Section):
     end_target: Literal["mask", "keep"] = Field(
         "mask", description="the label that would cross into another document: masked with document_mask, or kept"
     )
-    truncate: bool = Field(False, description="best_fit, none: drop what does not fit in a row instead of splitting it")
+    truncate: bool = Field(
+        False,
+        description="best_fit, none: drop what does not fit in a row, not split it; of a pair, keep half a row each",
+    )
     lookahead: PositiveInt | None = Field(
-        None, description="best_fit: number of documents to choose among at a time; default 8192"
+        None, description="best_fit: number of documents, or pairs, to choose among at a time; default 8192"
+    )
+    group_by_length: bool = Field(
+        False, description="none: batches of rows of like length, cut to their longest row; within 50 batches"
     )
     skip_bad_lines: bool = Field(False, description="count unreadable input instead of refusing it")
     shuffle: bool = Field(True, description="keyed shuffle of the rows, new in every epoch")
@@ -151,7 +146,7 @@ class DataConfig(_Section):
     )
 
 
-class MeshConfig(_Section):
+class MeshConfig(Section):
     """How ranks are laid out: world size = dp x cp x tp."""
 
     dp: AxisSize = Field(
@@ -163,7 +158,9 @@ class MeshConfig(_Section):
     ep: PositiveInt = Field(
         1, description="tp ranks that divide the experts, each with complete ones; 1: each has a part of all"
     )
-    sequence_parallel: bool | Literal["auto"] = Field("auto", description="tp ranks share the sequence between layers")
+    sequence_parallel: bool | Literal["auto", "async"] = Field(
+        "auto", description="tp ranks share the sequence between layers; async: and send beside products, on NVLink"
+    )
     cp_method: Literal["auto", "gather", "ulysses"] = Field(
         "auto", description="how cp ranks exchange data in attention"
     )
@@ -175,13 +172,25 @@ class MeshConfig(_Section):
     timeout_s: PositiveFloat = Field(600.0, description="longest wait in a collective, s")
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """How long to train, and how much at a time."""
 
     steps: PositiveInt | None = Field(None, description="optimizer steps; default: 120, or what train.epochs gives")
     epochs: PositiveInt | None = Field(None, description="passes over the rows, instead of train.steps")
+    objective: Literal["next_token", "dpo"] = Field(
+        "next_token",
+        description="what is minimised: cross entropy, or dpo of pairs of answers (data.format preference)",
+    )
     global_batch: PositiveInt = Field(16, description="rows per optimizer step over all dp ranks")
-    micro_batch: PositiveInt | Literal["auto"] = Field("auto", description="rows per dp rank in one forward")
+    micro_batch: PositiveInt | Literal["auto"] = Field(
+        "auto", description="rows per dp rank in one forward; auto: all of a step, or as many as are estimated to fit"
+    )
+    accumulate: Literal["sharded", "unsharded"] = Field(
+        "sharded",
+        description="gradients between micro-batches: shards, reduced after each one; or whole, reduced once a step",
+    )
+    reduce: Literal["fast", "exact"] = Field("fast", description="exact: same bits on any mesh.dp ([page](bits.md))")
+    memory_check: bool = Field(True, description="refuse a run that is estimated not to fit, before it loads anything")
     seed: Count = Field(0, description="seed of the random weights and of dropout")
     grad_clip: NonNegativeFloat = Field(1.0, description="largest gradient norm; 0 turns clipping off")
     label_smoothing: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
@@ -189,14 +198,20 @@ class TrainConfig(_Section):
     )
     z_loss: NonNegativeFloat = Field(0.0, description="weight of the squared log of the softmax sum; 0: none")
     loss_chunk_tokens: Count | Literal["auto"] = Field(
-        "auto", description="tokens whose logits exist at one time; auto: 256 MiB of logits; 0: all"
+        "auto", description="tokens whose logits exist at one time; auto: 256 MiB of logits, 1 GiB on CUDA; 0: all"
     )
     fused_loss: Literal["auto", "liger", "none"] = Field(
-        "auto", description="head and loss in one kernel; auto: Liger's on CUDA if it is installed and usable"
+        "auto", description="head and loss; auto, none: by chunks, the same on every mesh; liger: in Liger's kernel"
     )
-    compile: bool = Field(False, description="compile each layer")
-    activation_checkpointing: Literal["none", "full", "selective"] = Field(
-        "none", description="recompute layers in backward; selective: all but products and attention"
+    compile: bool | Literal["auto"] = Field("auto", description="compile each layer; auto: on CUDA")
+    float8: Literal["none", "tensorwise", "rowwise"] = Field(
+        "none",
+        description="products of large layers in 8 bits (torchao), with a scale for each tensor or row; CUDA only",
+    )
+    activation_checkpointing: Literal["none", "full", "selective", "offload"] = Field(
+        "none",
+        description="recompute layers in backward; selective: all but products and attention; offload: full, with what "
+        "layers are given kept in the host's memory",
     )
     deterministic: bool = Field(
         False, description="use only algorithms that give the same bits every time; otherwise an error"
@@ -210,26 +225,15 @@ class TrainConfig(_Section):
     )
 
 
-class OptimizerConfig(_Section):
-    """AdamW, and the learning rate as a function of the step."""
-
-    lr: PositiveFloat | Literal["auto"] = Field(
-        "auto", description="peak learning rate; auto: 2e-3 for random weights, 2e-5 for pretrained ones, 2e-4 for LoRA"
-    )
-    betas: Annotated[tuple[float, float], Field(strict=False)] = Field((0.9, 0.95), description="Adam's two decays")
-    eps: PositiveFloat = Field(1e-8, description="added to the root of the second moment")
-    weight_decay: NonNegativeFloat = Field(0.1, description="decoupled, on matrices only")
-    warmup_steps: Count = Field(10, description="steps of linear warm-up")
-    schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="shape after the warm-up")
-    min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the last step of a falling schedule")
-
-
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """What to keep, and where to resume."""
 
     every: Count = Field(0, description="steps between checkpoints; 0: at the end only")
     keep: PositiveInt = Field(2, description="number of newest complete checkpoints to keep, besides the best")
     keep_every: Count = Field(0, description="also keep the checkpoint of every n-th step; 0: none")
+    export_every: Count = Field(
+        0, description="also write every n-th step's as transformers loads it, verified, to RUN/exports; 0: none"
+    )
     mode: Literal["async", "sync"] = Field(
         "async", description="async: write while the next steps run; sync: wait for the disk"
     )
@@ -240,40 +244,28 @@ class CheckpointConfig(_Section):
     grace_s: PositiveInt = Field(110, description="time for ranks to finish and save after a stop signal, s")
 
 
-class EvalConfig(_Section):
+class EvalConfig(Section):
     """Loss and perplexity on held-out rows, each counted once."""
 
     source: Sources | None = Field(None, description="as data.source; null: no evaluation")
     split: str = Field("validation", description="split of a Hub dataset")
     every: Count = Field(0, description="steps between evaluations; 0: at the end only")
-
-
-class LogConfig(_Section):
-    """What to log, and where."""
-
-    dir: str | None = Field(None, description="the run's folder; default runs/<time>")
-    every: PositiveInt = Field(10, description="steps between metrics lines; first and last are always logged")
-    trackers: Annotated[tuple[str, ...], Field(strict=False)] = Field(
-        (), description="trackers that get the metrics besides metrics.jsonl: tensorboard, wandb, trackio"
+    sample: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="prompts; what the model writes after each evaluation goes to samples.jsonl"
     )
-    project: str = Field("threefold", description="project name at wandb and trackio")
-    stall_s: PositiveFloat = Field(120.0, description="time without progress after which the late rank is named, s")
-    sample_tokens: Count = Field(64, description="tokens to generate and show at the end; 0: none")
+    tasks: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="tasks of lm-evaluation-harness, by name or by a .yaml: [hellaswag, my-task.yaml]"
+    )
 
 
-class AuditConfig(_Section):
-    """Proof of what was read: every rank's digests, compared during the run and kept in audit.jsonl."""
-
-    every: Count = Field(10, description="steps between audits; each save and the end of the run audit too; 0: none")
-
-
-class Config(_Section):
+class Config(Section):
     """Everything that a run is asked to do."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()
     train: TrainConfig = TrainConfig()
+    dpo: DpoConfig = DpoConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()

@@ -6,7 +6,8 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,6 +15,9 @@ from pydantic import BaseModel
 from threefold.errors import ConfigError
 
 _SAME_IN_YAML_1_1 = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)\Z)[A-Za-z/].*", re.IGNORECASE | re.DOTALL)
+
+# An alias of an alias of an alias: a short text can stand for more than a memory holds.
+_MOST_ENTRIES = 1_000_000
 
 
 def as_yaml(value: Any) -> str:
@@ -58,7 +62,7 @@ def read_yaml(text: str) -> Any:
     """The value of YAML text, mappings and lists as plain ones; ruamel's own errors if it is not YAML."""
     from ruamel.yaml import YAML
 
-    return _plain(YAML(typ="safe", pure=True).load(text))
+    return _plain(YAML(typ="safe", pure=True).load(text), count())
 
 
 def dump(config: BaseModel, *, nulls: bool = True) -> str:
@@ -100,11 +104,13 @@ def as_document(*documents: Mapping[str, Any]) -> str:
     return "---\n".join(texts)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, numbers: Iterator[int]) -> Any:
+    if next(numbers) > _MOST_ENTRIES:
+        raise ValueError(f"its aliases (*name) stand for more than {_MOST_ENTRIES:,} entries")
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
+        return {str(key): _plain(entry, numbers) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_plain(entry) for entry in value]
+        return [_plain(entry, numbers) for entry in value]
     return value
 
 

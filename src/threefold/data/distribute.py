@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from threefold.data.axis import data_axis
-from threefold.data.order import Pass
+from threefold.data.epoch_pass import Pass
 from threefold.data.partition import Tail
 from threefold.data.rows.concat import IGNORED
 from threefold.data.sampler import DistributedSampler, OrderName
@@ -187,22 +187,37 @@ def _replica_of(loader: Any) -> tuple[int, int] | None:
     """(number of replicas, this one) of a loader; None if it does not show them."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     for holder in (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
-        size, rank = getattr(holder, "num_replicas", None), getattr(holder, "rank", None)
-        if isinstance(size, int) and isinstance(rank, int):
-            return size, rank
+        # torch's distributed samplers, and the batch sampler of accelerate's loaders
+        for names in (("num_replicas", "rank"), ("num_processes", "process_index")):
+            size, rank = (getattr(holder, name, None) for name in names)
+            if isinstance(size, int) and isinstance(rank, int):
+                return size, rank
     # A stream of the `datasets` library that split_dataset_by_node has split.
     split = getattr(getattr(loader, "dataset", None), "_distributed", None)
     return (split.world_size, split.rank) if split is not None else None
 
 
-def draw_of(sampler: Any, num_rows: int) -> dict[str, Any]:
-    """The arguments of our sampler that are equivalent to torch's sampler."""
+def is_known(sampler: Any, num_rows: int) -> bool:
+    """Whether `draw_of` knows how a sampler draws."""
+    return _known_draw(sampler, num_rows) is not None
+
+
+def _known_draw(sampler: Any, num_rows: int) -> dict[str, Any] | None:
+    # accelerate's SeedableRandomSampler draws as RandomSampler does, from a seed of its own.
+    shuffles = type(sampler) is RandomSampler or type(sampler).__name__ == "SeedableRandomSampler"
     if type(sampler) is SequentialSampler:
         return {"shuffle": False}
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == num_rows:
+    if shuffles and not sampler.replacement and sampler.num_samples == num_rows:
         return {"shuffle": True}
     if type(sampler) is WeightedRandomSampler and sampler.replacement:
         return {"weights": sampler.weights.tolist(), "num_samples": sampler.num_samples}
+    return None
+
+
+def draw_of(sampler: Any, num_rows: int) -> dict[str, Any]:
+    """The arguments of our sampler that are equivalent to torch's sampler."""
+    if (known := _known_draw(sampler, num_rows)) is not None:
+        return known
     name = type(sampler).__name__
     if hasattr(sampler, "num_replicas"):
         raise ConfigError(

@@ -21,7 +21,7 @@ from threefold.data.order import Cursor, Order, Place, StepRange, num_batches, s
 from threefold.data.partition import check_global_batch
 from threefold.data.rows.concat import IGNORED, PADDING, Rows
 from threefold.errors import DataError
-from threefold.mesh.local_ranks import die_with_creator
+from threefold.mesh.local_ranks import serve_one_rank, start_server
 
 Batch = dict[str, Tensor]
 
@@ -92,6 +92,8 @@ class TokenLoader:
         self._planned: dict[int, StepRange] = {}
         self.left_out: list[StepRange] = []
         """Ranges of steps whose batches were left out so far."""
+        self.longest: int | None = None
+        """Tokens of the longest row of the global batch handed out last; None if rows are not read by their length."""
         self.rows_read = 0
         """Rows of the steps so far, over all dp ranks; those of `data.skip` were in no step."""
 
@@ -106,6 +108,8 @@ class TokenLoader:
         return self._begin_of(self._step, self._place)
 
     def __iter__(self) -> Iterator[Batch]:
+        if self._num_workers:
+            start_server(["__main__"])
         loader = DataLoader(
             self._dataset,
             batch_size=None,
@@ -115,13 +119,14 @@ class TokenLoader:
             # A fork of a process with live communication threads can hang; the server has none.
             multiprocessing_context=multiprocessing.get_context("forkserver") if self._num_workers else None,
             # torch's workers look at their parent only, which is that server.
-            worker_init_fn=die_with_creator,
+            worker_init_fn=serve_one_rank,
             # torch draws a seed here; drawn from the global generator, it would put a resumed run one number ahead.
             generator=torch.Generator(),
         )
         for batch in loader:
             place = self.place
             self.rows_read += self.order.num_read(place)
+            self.longest = self.order.longest(place)
             self._place = self.order.after(place, 1)
             if (step_range := self._planned.get(self._step)) is not None:
                 self.left_out.append(step_range)
@@ -154,6 +159,7 @@ class TokenLoader:
             "seed": order.seed,
             "shuffle": order.shuffle,
             **({"tail": order.tail} if order.tail != "drop" else {}),
+            **order.grouping,
             **mixture,
         }
 
@@ -207,9 +213,18 @@ class TokenLoader:
 
 
 def evaluation_batches(
-    rows: Rows, *, rows_per_rank: int, dp_rank: int, dp_size: int, document_mask: bool = False
+    rows: Rows, *, rows_per_rank: int, dp_rank: int, dp_size: int, document_mask: bool = False, alike: bool = False
 ) -> Iterator[Batch]:
-    """Every row once over all dp ranks, in order; each rank yields the same number of equally large batches."""
+    """Every row once over all dp ranks, in order; each rank yields the same number of equally large batches.
+
+    Args:
+        alike: the same batches on any number of dp ranks, which take turns; some ranks then have one more.
+    """
+    if alike:
+        order = Order(rows.num_rows, rows_per_rank, seed=0, shuffle=False, tail="exact")
+        batches = _StepDataset(rows, order, 0, 1, document_mask)
+        begins = range(dp_rank * rows_per_rank, rows.num_rows, dp_size * rows_per_rank)
+        return (batches[Place(0, position)] for position in begins)
     order = Order(rows.num_rows, rows_per_rank * dp_size, seed=0, shuffle=False, tail="exact")
     batches = _StepDataset(rows, order, dp_rank, dp_size, document_mask)
     return (batches[Place(0, position)] for position in range(0, rows.num_rows, order.global_batch))

@@ -7,7 +7,7 @@ size, data or algorithm) is refused by name instead of being read from a place t
 
 The loader asks for the rows of its dp rank, which `partition` computes (`Order.rows_of_rank`). The audit asks for the
 rows of entire steps (`Order.rows`) and divides them itself, so that a wrong loader cannot agree with it. A sampler
-iterates over an epoch in a `Pass`, which counts the samples that the loop received.
+iterates over an epoch in a pass (`epoch_pass`), which counts the samples that the loop received.
 
 `data.skip` leaves batches out, for example after a loss spike. A range [first, last] stands for the batches that the
 steps first to last would have read. They are left out together when the run reaches step `first`, which then reads the
@@ -26,9 +26,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from threefold.data.like_length import WINDOW, LengthsOf, Windows
 from threefold.data.mixture import Mixture
 from threefold.data.partition import Steps, Tail, check_global_batch
-from threefold.data.permutation import MAX_ROWS, ORDER_VERSION, IntArray, Permutation, check_order_version
+from threefold.data.permutation import MAX_ROWS, ORDER_VERSION, IntArray, Permutation, check_order_version, seed_of
 from threefold.errors import ConfigError, DataError, Problem
 
 Plain = int | float | str | bool | None
@@ -38,6 +39,7 @@ _REMEDY = {
     "seed": "pass the seed that the run began with (--data.seed {saved}), or start a new run",
     "shuffle": "pass the shuffle that the run began with (--data.shuffle {yaml}), or start a new run",
     "tail": "pass the tail that the run began with (--data.tail {saved}), or start a new run",
+    "group_by_length": "pass the group_by_length and global_batch that the run began with, or start a new run",
     "order": "pass order={saved!r}, or start a new run",
     "num_samples": "pass num_samples={saved}, or start a new run",
 }
@@ -72,9 +74,12 @@ class Order:
     mixture: Mixture | None = None
     epochs: int | None = None
     """where the order ends; with `carry` the last step before it is short. None: nowhere."""
+    lengths: LengthsOf | None = None
+    """of rows, which are read in batches of like length (`like_length`); None: as they come. Not with a mixture."""
 
     def __post_init__(self) -> None:
         assert self.mixture is None or (self.mixture.version == self.version and self.tail != "carry")
+        assert self.mixture is None or self.lengths is None
 
     def of_version(self, version: int) -> Order:
         """The same order as another version of the algorithms has it."""
@@ -165,7 +170,28 @@ class Order:
         """Row indices at some positions of an epoch, each in [0, epoch_size)."""
         if self.mixture is not None:
             return self.mixture.rows_at(positions, shuffle=self.shuffle)
-        return self.permutation(epoch).at(positions) if self.shuffle else positions.copy()
+        if self.lengths is not None:
+            positions = _windows(self, epoch).places(positions)
+        return self._rows_in(epoch, positions)
+
+    def _rows_in(self, epoch: int, places: IntArray) -> IntArray:
+        """Row indices at places of an epoch's own order, before batches of like length are made."""
+        return self.permutation(epoch).at(places) if self.shuffle else places.copy()
+
+    def position_of(self, epoch: int, row: int) -> int:
+        """Where in an epoch a row is read; without a mixture."""
+        place = self.permutation(epoch).inverse(row) if self.shuffle else row
+        return place if self.lengths is None else _windows(self, epoch).position(place)
+
+    def longest(self, place: Place) -> int | None:
+        """Tokens of the longest row of the step at `place`; None if lengths play no part."""
+        rows = self.rows(place, 1)[0]
+        return int(self.lengths(rows[rows >= 0]).max(initial=1)) if self.lengths is not None else None
+
+    @property
+    def grouping(self) -> dict[str, str]:
+        """What a fingerprint of the order says of rows of like length; nothing if they are read as they come."""
+        return {"group_by_length": f"{WINDOW} batches of {self.global_batch} rows"} if self.lengths is not None else {}
 
     def permutation(self, epoch: int) -> Permutation:
         """The shuffle of one epoch; without a mixture."""
@@ -174,6 +200,16 @@ class Order:
 
 # Cached, because a small one is a table.
 _permutation = lru_cache(maxsize=4)(Permutation)
+
+
+@lru_cache(maxsize=2)  # a step may span two epochs
+def _windows(order: Order, epoch: int) -> Windows:
+    assert order.lengths is not None
+    lengths, head = order.lengths, -epoch * order.num_rows % order.global_batch if order.tail == "carry" else 0
+    seed = seed_of("batches of like length", order.seed, epoch)
+    return Windows(
+        order.num_rows, order.global_batch, head, seed, lambda places: lengths(order._rows_in(epoch, places))
+    )
 
 
 def _is_count(value: Any) -> bool:
@@ -236,38 +272,6 @@ class Cursor:
         ]
         if problems:
             raise DataError.of(problems)
-
-
-class Pass:
-    """One iteration over an epoch: where it begins, this rank's positions, and how many the loop received.
-
-    Without a loop that counts its rows, indices handed out are counted, without a step of Python for each index.
-    """
-
-    def __init__(self, epoch: int, begin: int, positions: range, *, seed: int, by_loop: bool = False) -> None:
-        self.epoch, self.begin, self.positions, self.seed = epoch, begin, positions, seed
-        self._by_loop = by_loop
-        self._counted = 0
-        self._block: Iterator[int] = iter(())
-
-    @property
-    def had(self) -> int:
-        """Positions whose samples the loop received, or whose indices were handed out."""
-        # A list's iterator knows how many items are left.
-        ahead = 0 if self._by_loop else self._block.__length_hint__()  # type: ignore[attr-defined]
-        return self._counted - ahead
-
-    def count(self, rows: int) -> None:
-        """The loop received `rows` more."""
-        self._counted += rows
-
-    def hand_out(self, indices: list[int]) -> Iterator[int]:
-        """An iterator over the next block of indices."""
-        if self._by_loop:
-            return iter(indices)
-        self._counted += len(indices)
-        self._block = iter(indices)
-        return self._block
 
 
 def skips_ahead(skip: Sequence[StepRange], *, first_step: int, left_out: Sequence[StepRange]) -> dict[int, StepRange]:

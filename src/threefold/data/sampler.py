@@ -25,7 +25,8 @@ from torch.utils.data import Sampler
 
 from threefold.data.axis import place_on_axis
 from threefold.data.draws import WeightedDraws
-from threefold.data.order import Cursor, Pass, Plain
+from threefold.data.epoch_pass import Pass
+from threefold.data.order import Cursor, Plain
 from threefold.data.partition import Tail, share, tail_of_sampler
 from threefold.data.permutation import ORDER_VERSION, IntArray, Permutation
 from threefold.errors import ConfigError
@@ -88,6 +89,7 @@ class DistributedSampler(Sampler[int]):
         self._set_draws(weights, num_samples)
         self._by_loop = False
         self._stand_in: Callable[[int], int] | None = None
+        self._alone: Callable[[int], int] | None = None
         self._set_multiple(self.num_replicas)
         if order == "torch" and shuffle and self._num_rows > _MOST_INT32:
             warnings.warn(
@@ -109,6 +111,7 @@ class DistributedSampler(Sampler[int]):
         *,
         global_batch: int | None = None,
         stand_in: Callable[[int], int] | None = None,
+        alone: Callable[[int], int] | None = None,
         **settings: Any,
     ) -> Self:
         """A sampler for one loader, whose state is that of the loop.
@@ -119,10 +122,11 @@ class DistributedSampler(Sampler[int]):
         Args:
             global_batch: with the tail `drop`, an incomplete one is left out; default: a round, a sample per dp rank.
             stand_in: replaces the index of the head at that last position.
+            alone: replaces the index of a sample in that last round, which other ranks have none for.
             settings: those of the constructor.
         """
         sampler = cls(dataset, **settings)
-        sampler._by_loop, sampler._stand_in = True, stand_in
+        sampler._by_loop, sampler._stand_in, sampler._alone = True, stand_in, alone
         sampler._set_multiple(global_batch or sampler.num_replicas)
         return sampler
 
@@ -135,6 +139,13 @@ class DistributedSampler(Sampler[int]):
     def seed(self, seed: int) -> None:
         if seed != self._seed:
             self._seed, self._begin, self._pass = operator.index(seed), 0, None
+
+    @property
+    def draw(self) -> dict[str, Any]:
+        """The arguments that say how samples are drawn."""
+        if self._draws is None:
+            return {"shuffle": self.shuffle}
+        return {"weights": self._draws.weights, "num_samples": self.epoch_size}
 
     @property
     def weighted(self) -> bool:
@@ -268,6 +279,7 @@ class DistributedSampler(Sampler[int]):
         """The share of an epoch in blocks of Python ints; after the last, the epoch of a bare sampler advances."""
         positions, done, size = now.positions, 0, _FIRST_BLOCK
         indices_at = self._indices_at(now.epoch, now.seed) if positions else None
+        some_rank_lacks_one = self.tail == "exact" and (self.epoch_size - now.begin) % self.num_replicas != 0
         if not self._by_loop:
             self.begin_reading(now)
         while indices_at is not None and done < len(positions):
@@ -275,8 +287,9 @@ class DistributedSampler(Sampler[int]):
             wanted = np.arange(block.start, block.stop, block.step, dtype=np.int64)
             past_end = block[-1] >= self.epoch_size
             indices = indices_at(wanted % self.epoch_size if past_end else wanted).tolist()  # padded: the head again
-            if past_end and self._stand_in is not None and self.tail == "exact":
-                indices[-1] = self._stand_in(indices[-1])
+            mark = self._stand_in if past_end else self._alone
+            if some_rank_lacks_one and mark is not None and done + len(block) == len(positions):
+                indices[-1] = mark(indices[-1])
             yield now.hand_out(indices)
             done, size = done + len(block), min(4 * size, _LARGEST_BLOCK)
         if not self._by_loop:

@@ -1,17 +1,17 @@
 """torch, CUDA and the GPUs: the build compared with driver and device, memory, links.
 
-`look` queries torch and nvidia-smi; `judge` only computes with the answers and needs no torch.
+`look` queries torch, and nvidia-smi by `nvidia`; `judge` only computes with the answers and needs no torch.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from threefold.doctor import nvidia
 from threefold.doctor.findings import Finding, judged, note, ok, stop, warning
 from threefold.errors import size_text
 
@@ -19,7 +19,6 @@ Version = tuple[int, ...]
 _LEAST_TORCH: Version = (2, 11)
 _START = "pytorch.org/get-started"
 _FREE_SHARE = 0.9
-_ANSWER_WITHIN_S = 20
 _LINKS = {"PIX": "one PCIe switch", "PXB": "PCIe switches", "PHB": "PCIe and the CPU", "NODE": "PCIe, one CPU"}
 
 
@@ -44,6 +43,9 @@ class Torch:
         driver, driver_cuda: the NVIDIA driver, and the newest CUDA that it supports.
         installed_gpus: as nvidia-smi counts them; None without nvidia-smi.
         links: (GPU, GPU) -> kind, as nvidia-smi calls it.
+        silent: nvidia-smi is there, and could not tell (`nvidia` says why).
+        trouble: what CUDA said when it could not be used.
+        rocm: the version of ROCm that it was built with.
     """
 
     version: str | None
@@ -59,18 +61,21 @@ class Torch:
     driver_cuda: Version | None = None
     installed_gpus: int | None = None
     links: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    silent: bool = False
+    trouble: str = ""
+    rocm: str | None = None
 
 
-def look(environ: Mapping[str, str]) -> Torch:
-    """Queries torch and nvidia-smi."""
-    summary, listed, matrix = (_nvidia_smi(*arguments) for arguments in ((), ("-L",), ("topo", "-m")))
-    driver, driver_cuda = read_summary(summary)
+def look(environ: Mapping[str, str], tools: nvidia.Nvidia) -> Torch:
+    """Queries torch; `tools`: what NVIDIA's said."""
+    driver, driver_cuda = read_summary(tools.smi.text)
     hardware: dict[str, Any] = {
         "visible": environ.get("CUDA_VISIBLE_DEVICES"),
         "driver": driver,
         "driver_cuda": driver_cuda,
-        "installed_gpus": listed.count("GPU ") if listed else None,
-        "links": read_links(matrix),
+        "installed_gpus": tools.installed,
+        "links": tools.links,
+        "silent": tools.smi.late or bool(tools.smi.code),
     }
     try:
         import torch
@@ -78,6 +83,9 @@ def look(environ: Mapping[str, str]) -> Torch:
         return Torch(None, str(error), **hardware)
     cudnn, cuda = torch.backends.cudnn.version(), torch.version.cuda
     has_nccl = cuda is not None and torch.distributed.is_nccl_available()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        gpus = tuple(_gpus())
     return Torch(
         str(torch.__version__),
         cuda=_version(cuda) if cuda else None,
@@ -85,7 +93,9 @@ def look(environ: Mapping[str, str]) -> Torch:
         nccl=tuple(torch.cuda.nccl.version()) if has_nccl else None,
         architectures=tuple(torch.cuda.get_arch_list()) if torch.cuda.is_available() else (),
         gloo=torch.distributed.is_available() and torch.distributed.is_gloo_available(),
-        gpus=tuple(_gpus()),
+        gpus=gpus,
+        trouble=" ".join(str(each.message) for each in said if "CUDA" in str(each.message)),
+        rocm=torch.version.hip,
         **hardware,
     )
 
@@ -112,21 +122,14 @@ def read_summary(text: str) -> tuple[str | None, Version | None]:
     return (driver[1] if driver else None), (_version(cuda[1]) if cuda else None)
 
 
-def read_links(text: str) -> dict[tuple[int, int], str]:
-    """(GPU, GPU) -> kind of link, from `nvidia-smi topo -m`; each pair once."""
-    rows = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
-    header = next((row for row in rows if row[:1] == ["GPU0"] and "X" not in row), [])
-    num_gpus = sum(re.fullmatch(r"GPU\d+", name) is not None for name in header)
-    found = {}
-    for row in rows:
-        if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row:
-            first = int(row[0][3:])
-            found.update({(first, second): row[1 + second] for second in range(first + 1, num_gpus)})
-    return found
-
-
 def _builds(seen: Torch) -> Iterator[Finding]:
-    if seen.cuda is None and seen.installed_gpus:
+    if seen.rocm is not None:
+        what, fix = (
+            f"torch {seen.version} is a build for ROCm {seen.rocm}",
+            "--mesh.device cpu, or a machine with NVIDIA GPUs",
+        )
+        yield warning("ROCm", what, expected="NVIDIA GPUs or CPUs: ROCm has not been tried", fix=fix)
+    elif seen.cuda is None and seen.installed_gpus:
         what = f"this machine has {seen.installed_gpus} GPUs, but torch {seen.version} is a build for CPUs"
         fix = f"pip install torch from the index for your CUDA: {_START}; or --mesh.device cpu"
         yield stop("CUDA", what, expected="a build of torch for CUDA", fix=fix)
@@ -145,6 +148,8 @@ def _builds(seen: Torch) -> Iterator[Finding]:
 def _driver(seen: Torch) -> Iterator[Finding]:
     if seen.cuda is None:
         return
+    if seen.silent:
+        return
     if seen.driver is None:
         what = "no NVIDIA driver was found (nvidia-smi)"
         expected = f"a driver for CUDA {_dotted(seen.cuda)}, which torch was built with"
@@ -159,11 +164,38 @@ def _driver(seen: Torch) -> Iterator[Finding]:
         yield stop("driver", what, expected=f"a driver for CUDA {seen.cuda[0]}", fix=fix)
     else:
         yield ok("driver", f"{seen.driver}{newest}")
-    if seen.installed_gpus and len(seen.gpus) < seen.installed_gpus:
-        hides = f"CUDA_VISIBLE_DEVICES={seen.visible}" if seen.visible is not None else "torch"
-        what = f"{len(seen.gpus)} of {seen.installed_gpus} are visible: {hides}"
-        none = stop("GPUs", what, expected="at least one", fix="unset CUDA_VISIBLE_DEVICES")
-        yield note("GPUs", what) if seen.gpus else none
+    yield from _visible(seen)
+
+
+def _visible(seen: Torch) -> Iterator[Finding]:
+    """Whether torch has all GPUs that it is to have."""
+    installed, count = seen.installed_gpus, len(seen.gpus)
+    chosen = (
+        None if seen.visible is None else [name for name in seen.visible.split(",") if name.strip() not in ("", "-1")]
+    )
+    if "802" in seen.trouble and not count:
+        what, expected = "CUDA waits for the fabric of the NVSwitches (error 802)", "a fabric that is ready"
+        fix = "sudo systemctl restart nvidia-fabricmanager, of the very version of the driver"
+        yield stop("fabric", what, expected=expected, fix=fix)
+    elif seen.trouble and not count and chosen != []:
+        fix = "nvidia-smi, and sudo dmesg | grep -i nvrm; CUDA's libraries must be no newer than the driver"
+        yield stop("GPUs", seen.trouble[:300], expected="CUDA that can be used", fix=fix)
+    elif installed and count < (installed if chosen is None else len(chosen)):
+        hides = (
+            "though CUDA_VISIBLE_DEVICES is not set" if chosen is None else f"of CUDA_VISIBLE_DEVICES={seen.visible}"
+        )
+        fix = (
+            "nvidia-smi -L and sudo dmesg | grep -i nvrm show which is missing; reboot, or take the host out of the job"
+        )
+        if chosen is not None:
+            fix = "numbers from 0, or names, of GPUs that nvidia-smi -L lists"
+        expected = f"{installed if chosen is None else len(chosen)}"
+        yield stop("GPUs", f"torch has {count} GPUs, {hides}", expected=expected, fix=fix)
+    elif installed and not count:
+        what = f"0 of {installed} are visible: CUDA_VISIBLE_DEVICES={seen.visible}"
+        yield stop("GPUs", what, expected="at least one", fix="unset CUDA_VISIBLE_DEVICES, or --mesh.device cpu")
+    elif installed and count < installed:
+        yield note("GPUs", f"{count} of {installed} are visible: CUDA_VISIBLE_DEVICES={seen.visible}")
 
 
 def _gpu(number: int, gpu: Gpu, architectures: Sequence[str]) -> Finding:
@@ -202,18 +234,6 @@ def _gpus() -> list[Gpu]:
         free, total = torch.cuda.mem_get_info(number)
         found.append(Gpu(properties.name, total, free, (properties.major, properties.minor)))
     return found
-
-
-def _nvidia_smi(*arguments: str) -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
-    try:
-        command = [program, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_ANSWER_WITHIN_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def _version(text: str) -> Version:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from threefold.doctor.findings import Finding, judged, note, stop
+from threefold.doctor.findings import Finding, judged, note, stop, warning
 from threefold.doctor.machine import text_of
 
 _CLASS = Path("/sys/class/net")
@@ -69,11 +69,22 @@ def judge(network: Network, *, several_machines: bool) -> list[Finding]:
         note("interfaces", "; ".join(map(str, usable)) or "none with an IPv4 address"),
         _gloo(network, usable, several_machines=several_machines),
         _nccl(network, usable),
-        *(note("InfiniBand", ports) for ports in network.infiniband or ["none"]),
+        *_infiniband(network.infiniband),
     ]
     if network.variables:
         found.append(note("variables", ", ".join(f"{name}={value}" for name, value in network.variables.items())))
     return found
+
+
+def _infiniband(ports: Sequence[str]) -> list[Finding]:
+    """A finding for each port; one that is down beside others that are up is a cable or a switch."""
+    up = any("ACTIVE" in port and port.endswith("InfiniBand") for port in ports)
+    found = []
+    for port in ports:
+        fits = not (up and "DOWN" in port and port.endswith("InfiniBand"))
+        expected, fix = "all ports up: NCCL shares its work among them", "ibstat; look at its cable and its switch"
+        found.append(note("InfiniBand", port) if fits else warning("InfiniBand", port, expected=expected, fix=fix))
+    return found or [note("InfiniBand", "none")]
 
 
 def gloo_interface(network: Network) -> tuple[Interface | None, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from threefold.config.schema import Config
-from threefold.doctor import gpu, machine, network, packages
+from threefold.doctor import gpu, machine, network, nvidia, packages, rdma
 from threefold.doctor.findings import Finding, judged, note, ok, stop, warning
 from threefold.errors import EXIT_FAILED, ranks_text
 from threefold.mesh import environment
@@ -31,6 +32,7 @@ _KEY = "threefold/doctor"
 _MOST_SKEW_S = 1.0
 _MOST_SHOWN = 16
 # Ranks with different versions of these do not compute or send the same.
+_UNUSED_ON_CPUS = ("NCCL", "CUDA", "cuDNN", "driver", "GPU", "fabric")
 _MUST_AGREE = ("torch", "transformers", "threefold", "NCCL")
 
 
@@ -78,9 +80,18 @@ def look_at_machine(config: Config, *, several_machines: bool) -> MachineReport:
     host = machine.look(environ, folders=folders)
     nets = network.look(environ)
     installed = packages.look()
-    seen = gpu.look(environ)
+    tools = nvidia.look()
+    seen = gpu.look(environ, tools)
+    cards = rdma.look(environ)
     findings = machine.judge(host) + network.judge(nets, several_machines=several_machines)
     findings += packages.judge(installed, gpus=bool(seen.gpus)) + gpu.judge(seen)
+    of_gpus = nvidia.judge(tools) + rdma.judge(cards, gpus=bool(seen.gpus))
+    findings += of_gpus
+    if config.mesh.device == "cpu":
+        findings = [_unused(each) if each in of_gpus else each for each in findings]
+        findings = [_unused(each) if each.check.startswith(_UNUSED_ON_CPUS) else each for each in findings]
+    elif not seen.gpus:
+        findings = [_unused(each) if each.check == "NCCL" else each for each in findings]
     versions = {name: installed[name].version for name in (*packages.SHOWN, "threefold") if name in installed}
     versions["Python"] = host.python
     if seen.nccl is not None:
@@ -88,8 +99,13 @@ def look_at_machine(config: Config, *, several_machines: bool) -> MachineReport:
     if seen.driver is not None:
         versions["driver"] = seen.driver
     pairs = [[*pair, kind] for pair, kind in seen.links.items()]
-    facts = {**asdict(host), "network": asdict(nets), "torch": {**asdict(seen), "links": pairs}}
-    return MachineReport(findings, facts, versions)
+    facts = {**asdict(host), "network": asdict(nets), "torch": {**asdict(seen), "links": pairs}, "rdma": asdict(cards)}
+    return MachineReport(findings, facts | {"gpus": [asdict(each) for each in tools.gpus]}, versions)
+
+
+def _unused(finding: Finding) -> Finding:
+    """What is found of something that the run does not use: it does not stop it."""
+    return replace(finding, level="warning") if finding.level == "stop" else finding
 
 
 def look_at_mesh(mesh: Mesh, report: MachineReport, info: LaunchInfo, *, limit_s: float) -> MeshReport:
@@ -111,6 +127,34 @@ def look_at_mesh(mesh: Mesh, report: MachineReport, info: LaunchInfo, *, limit_s
         "measured": {rank: each["measured"] for rank, each in heard.items()},
     }
     return MeshReport(findings, rank_map(reports, mesh.topology), facts, stuck)
+
+
+def burn_mesh(mesh: Mesh, info: LaunchInfo, *, seconds: float, limit_s: float) -> MeshReport:
+    """Loads every rank's device, its part of its host's cores, and the links; every rank calls it."""
+    from threefold.doctor import burn, links
+
+    host = info.host or socket.gethostname()
+    own = burn.burn(mesh.device, 0.8 * seconds, part=info.local_rank, parts=info.local_world_size)
+    loaded, stuck = None, None
+    if mesh.world_size > 1 and not any(each.failed for each in own):
+        try:
+            loaded = links.load(mesh, seconds=0.2 * seconds, limit_s=limit_s)
+        except links.StuckError as error:
+            stuck = error.finding(limit_s)
+    late = asdict(stuck) if stuck else None
+    part = {"host": host, "burned": [asdict(each) for each in own], "loaded": loaded, "stuck": late}
+    texts = _exchange(mesh, "burn", json.dumps(part), 2 * limit_s)
+    if mesh.rank != 0:
+        return MeshReport(stuck=stuck)
+    heard = {rank: json.loads(text) for rank, text in texts.items()}
+    found = [(each["host"], burn.Burned(**values)) for each in heard.values() for values in each["burned"]]
+    rounds = [(rank, *each["loaded"]) for rank, each in heard.items() if each["loaded"]]
+    hung = {each["stuck"]["what"]: Finding(**each["stuck"]) for each in heard.values() if each["stuck"]}
+    findings = [*hung.values(), *burn.judge(found, rounds)]
+    if missing := sorted(set(range(mesh.world_size)) - set(heard)):
+        what, fix = f"no result came from {ranks_text(missing)}", "look at the output of that rank and of its host"
+        findings.append(stop("burn", what, expected="a result from every rank", fix=fix))
+    return MeshReport(findings, facts={"burned": {rank: each["burned"] for rank, each in heard.items()}}, stuck=stuck)
 
 
 def agree_on_code(mesh: Mesh, code: int | None, stuck: Finding | None, *, limit_s: float) -> int:
@@ -240,7 +284,8 @@ def judge(reports: Sequence[RankReport], topology: Topology) -> list[Finding]:
     found = found or [ok("versions of the ranks", "the same on all")]
     first, last = (choose(reports, key=lambda report: report.clock) for choose in (min, max))
     skew_s = last.clock - first.clock
-    close, far = f"within {max(skew_s, 0.001):.3f} s", f"{last.host} is {skew_s:.1f} s ahead of {first.host}"
+    close = f"within {max(skew_s, 0.001):.3f} s"
+    far = f"{last.host} (rank {last.rank}) is {skew_s:.1f} s ahead of {first.host} (rank {first.rank})"
     fits, fix = skew_s <= _MOST_SKEW_S, "start chrony or systemd-timesyncd on both"
     expected, what = f"within {_MOST_SKEW_S:g} s: logs of several machines are compared", close if fits else far
     found.append(judged("clocks of the ranks", what, fits, otherwise="warning", expected=expected, fix=fix))

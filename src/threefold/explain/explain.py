@@ -1,37 +1,83 @@
-"""`threefold explain`: the log of any torch.distributed program -> what happened, the line that matters, what to do.
+"""`threefold explain`: what a job left behind -> what happened, on which rank or host, which line shows it, what to do.
 
 If a log shows several errors, the one nearest to the beginning of the failure explains it: a cause before a symptom, a
-symptom before a consequence (`Tier`). An error that has no page but ended a rank's traceback is the program's own; it
-comes before symptoms, because the other ranks' lost connections and timeouts follow from it. No torch.
+symptom before a consequence (`Tier`); of two causes the earlier one. An error that has no page but ended a rank's
+traceback is the program's own; it comes before symptoms, because the other ranks' lost connections and timeouts follow
+from it.
+A job that finished has not failed, and trouble that was made good is none (`course.py`). No torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 
-from threefold.explain.known import PAGES, KnownError, Tier, known_errors
-from threefold.explain.log import Line, Log, Raised
+from threefold.explain.bearing import ended, is_talk, only_mild, said_to_hang
+from threefold.explain.course import Course
+from threefold.explain.known import PAGES, KnownError, Sign, Tier, known_errors
+from threefold.explain.log import Line, Log
+from threefold.explain.programs import is_of_launcher, is_other, is_training
+from threefold.explain.tracebacks import Raised, ignored_lines, is_error, raised
 
-_SHOWN = 300
-# A full disk or a lost connection has the same words in every program; only logs of training programs are explained.
-_FIELD = re.compile(
-    r"torch|c10d|\bgloo|NCCL|\[rank\d|transformers|huggingface|accelerate|deepspeed|threefold|flash_attn|CUDA|cuda:\d"
-    r"|vllm|tensor parallel|mp_size|world[_ ]size"
+_RETRY = re.compile(r"\[W\S* .*socket\.cpp")
+_WARNING = re.compile(
+    r"^(?!.*NCCL WARN).*(?:Warning\b|\bWARN(?:ING)?\b|\d\d:\d\d:\d\d\.\d+: [WI] |^[WI] \w+/|^[WI]\d{4} )"
 )
-_WARNING = re.compile(r"\[?W\d{3,4} |WARNING|\S*Warning:")
 _THREE_PARTS = re.compile(r"^.+\n  expected: (?P<expected>.+)\n  fix: (?P<fix>.+)$", re.MULTILINE)
+_TELLING = ("rror", "atal", "ailed", "xception", "WARN", "illed", "bort", "anic", "timed out", "refused", "denied")
+# What the ranks of a job that has finished say of one another, or of the launcher that ends them.
+_CLOSING = frozenset({"own-stop", "peer-gone", "stopped", "store-lost"})
+# Launchers start any program: after lines of one that does not train, they say nothing of training.
+_LAUNCHERS = frozenset({"mpi-daemon", "mpi-pmi", "mpi-slots", "slurm-refused", "slurm-prolog", "unschedulable", "ucx"})
+_DERIVED = frozenset({"nan-loss", "silent-hang"})  # told by the whole log, not by the words of a line
+_ERROR_WORD = re.compile(r"\W*(?:fatal |FATAL )?(?:error|Error|ERROR)\b", re.ASCII)
+_MOST_MESSAGES = 1000
+_CONTINUED = 2  # lines that may continue the message of an error
+_NEXT = re.compile(
+    r"[EWI]\d{4} |\[|Traceback|During|The above|\d{4}-|\w+:[\w.]+:|(?:ERROR|WARNING|INFO)"
+    r"|\S*(?:Error|Exception):|[=*-]{4}|$"
+)
+
+
+class Status(StrEnum):
+    """What a log shows."""
+
+    FAILURE = "failure"
+    FINISHED = "finished"
+    SURVIVED = "survived"
+    UNKNOWN = "unknown"
+
+
+class Confidence(StrEnum):
+    """How far an explanation holds."""
+
+    SURE = "sure"
+    LIKELY = "likely"
+    SYMPTOM = "only a symptom"
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A known error in a log: the lines that show it, in order, and whether the first ended a traceback."""
+    """A known error in a log: the lines that show it, in order, and whether the first ended a traceback.
+
+    Attributes:
+        weak: no line proves it: each follows from several causes, or is a warning that an error came after.
+        generic: the first line has only words that other programs write too.
+    """
 
     known: KnownError
     lines: Sequence[Line]
     raised: Raised | None = None
+    weak: bool = False
+    generic: bool = False
+
+    @property
+    def tier(self) -> Tier:
+        """The page's; what is not proved is at most a symptom."""
+        return max(self.known.tier, Tier.SYMPTOM) if self.weak else self.known.tier
 
 
 @dataclass(frozen=True)
@@ -47,85 +93,233 @@ class Explanation:
 
     known: KnownError
     line: Line
+    confidence: Confidence
     frame: str | None = None
     facts: Sequence[str] = ()
     others: Sequence[Hit] = ()
 
-    def text(self) -> str:
-        """The explanation as text."""
-        lines = [f"{self.known.title}  [{self.known.name}]", f"  {self.line.where()}: {_shortened(self.line.text)}"]
-        if self.frame:
-            lines.append(f"  at {self.frame}")
-        lines += [f"  {fact}" for fact in self.facts]
-        lines += ["", f"cause: {self.known.cause}", "what to do:"]
-        lines += [f"  {number}. {step}" for number, step in enumerate(self.known.steps, 1)]
-        if self.others:
-            lines += ["", "also in this log:"]
-            lines += [f"  {hit.lines[0].where()}: {hit.known.title}  [{hit.known.name}]" for hit in self.others]
-        return "\n".join([*lines, "", f"more: {PAGES / self.known.name}.md"])
+
+@dataclass(frozen=True)
+class Finding:
+    """What a log shows: an explanation if something failed; else the lines that say why not, or that say most."""
+
+    status: Status
+    explanation: Explanation | None = None
+    telling: Sequence[Line] = ()
+    notes: Sequence[str] = ()
 
 
 def explain(text: str, *, pages: Path = PAGES) -> Explanation | None:
-    """What happened according to the log; None if it has no known error or is from another kind of program."""
-    log = Log.of(text)
-    if not _FIELD.search(log.text):
-        return None
-    raised, known = log.raised(), known_errors(pages)
-    hits = sorted(_hits(log, raised, known.values()), key=_precedence)
-    if not raised and all(_WARNING.match(line.text) for hit in hits for line in hit.lines):
-        hits = []  # torch warns of attempts that succeed later
-    if hits and hits[0].known.tier is Tier.CAUSE:
+    """What happened according to one log; None if nothing failed, or nothing that is known."""
+    return examine(Log.of(text), pages=pages).explanation
+
+
+def examine(log: Log, *, pages: Path = PAGES) -> Finding:
+    """What the logs of a job show."""
+    course, errors, known = Course(log), raised(log), known_errors(pages)
+    hits = sorted(_hits(log, errors, known.values()), key=lambda hit: _precedence(log, hit))
+    if hits and hits[0].tier is Tier.CONSEQUENCE and not is_training(log) and _own_words(log, hits):
+        hits = []  # what ended it is that program's own
+    hits += _derived(log, course, known, hits, errors)
+    left, own = _not_made_good(course, hits, errors)
+    if not errors and all(hit.tier > Tier.WIDE and all(map(_is_retry, hit.lines)) for hit in left):
+        left = []  # torch warns of attempts to connect that succeed later
+    claims = [hit.lines for hit in left if hit.known.name not in _DERIVED]
+    if claims and not own and only_mild(claims) and not ended(log):
+        left = []
+    if explanation := _explanation(log, left, own, known):
+        return Finding(Status.FAILURE, explanation)
+    if course.finished and (hits or not errors or course.made_good(errors[-1].line.index)):
+        return Finding(Status.FINISHED, telling=[log.line(course.finished[-1])])
+    if hits and not left and course.progress:
+        return Finding(Status.SURVIVED, telling=[hit.lines[0] for hit in hits[:3]])
+    return Finding(Status.UNKNOWN, telling=_telling(log, errors))
+
+
+def _explanation(
+    log: Log, hits: Sequence[Hit], errors: Sequence[Raised], known: dict[str, KnownError]
+) -> Explanation | None:
+    if hits and hits[0].tier <= Tier.WIDE:
         return _explained(log, hits)
-    if (ours := _THREE_PARTS.search(log.text)) is not None:
+    text = log.sources[0].text if len(log.sources) == 1 else "\n".join(source.text for source in log.sources)
+    if "  expected: " in text and (ours := _THREE_PARTS.search(text)) is not None:
+        what = ours[0].split("\n", 1)[0]
+        line = next((line for line in log.containing("  fix: ") if line.index >= 2), None)
+        line = log.line(line.index - 2) if line is not None else Line(1, what)
         facts = [f"expected: {ours['expected']}", f"fix: {ours['fix']}"]
-        return Explanation(known["threefold"], log.line_at(ours.start()), None, facts, hits)
-    if (own := _own_error(text, raised, hits)) is not None:
-        facts = [f"it ended rank {own.line.rank}"] if own.line.rank is not None else []
-        return Explanation(known["own-error"], own.line, own.frame, facts, hits)
+        return Explanation(known["threefold"], line, Confidence.SURE, None, facts, hits)
+    if (mine := _own_error(log, errors, hits)) is not None:
+        facts = [f"it ended rank {mine.line.rank}"] if mine.line.rank is not None else []
+        # What a library raised, or its native code within the program's frame, may have its cause elsewhere.
+        own = (mine.own or not mine.file) and mine.is_of_python
+        confidence = Confidence.LIKELY if own else Confidence.SYMPTOM
+        return Explanation(known["own-error"], mine.line, confidence, mine.frame, facts, hits)
     return _explained(log, hits) if hits else None
 
 
 def _explained(log: Log, hits: Sequence[Hit]) -> Explanation:
     first, *others = hits
     frame = first.raised.frame if first.raised is not None else None
-    return Explanation(first.known, first.lines[0], frame, first.known.facts(log, first.lines), others)
+    facts = first.known.facts(log, first.lines)
+    return Explanation(first.known, first.lines[0], _confidence(first, others), frame, facts, others)
 
 
-def last_error(text: str) -> Line | None:
-    """The line that ended the last traceback; for a log that cannot be explained."""
-    raised = Log.of(text).raised()
-    return raised[-1].line if raised else None
+def _confidence(first: Hit, others: Sequence[Hit]) -> Confidence:
+    if first.tier > Tier.WIDE:
+        return Confidence.SYMPTOM
+    if first.tier is Tier.WIDE:
+        return Confidence.LIKELY
+    rivals = [hit for hit in others if hit.tier is Tier.CAUSE and hit.lines[0].index != first.lines[0].index]
+    return Confidence.LIKELY if rivals or (first.generic and first.raised is None) else Confidence.SURE
 
 
-def _hits(log: Log, raised: Sequence[Raised], errors: Iterable[KnownError]) -> list[Hit]:
-    ended = {error.line.number: error for error in raised}
-    found = []
-    for known in errors:
-        offsets = sorted({match.start() for sign in known.signs for match in sign.finditer(log.text)})
-        lines = {line.number: line for line in map(log.line_at, offsets)}
+def _hits(log: Log, errors: Sequence[Raised], known: Iterable[KnownError]) -> Iterator[Hit]:
+    ended = {error.line.index: error for error in errors}
+    training, following = is_training(log), _messages(log, errors)
+    other, last = is_other(log), max(following, default=-1)
+    ignored = ignored_lines(log)
+    for one in known:
+        shown: dict[int, list[Sign]] = {}
+        for sign in one.signs if training or not other else ():
+            if sign.generic and (other or not training):
+                continue
+            for index in _places(log, sign, following):
+                if index not in ignored:
+                    shown.setdefault(index, []).append(sign)
         # A line that ended a traceback says more than an earlier warning.
-        ordered = sorted(lines.values(), key=lambda line: (line.number not in ended, line.number))
+        ordered = sorted(map(log.line, shown), key=lambda line: (line.index not in ended, line.index))
+        if ordered and not training and one.name in _LAUNCHERS and _follows_a_program(log, ordered[0]):
+            continue
         if ordered:
-            found.append(Hit(known, ordered, ended.get(ordered[0].number)))
+            first = ordered[0]
+            weak = all(sign.weak for signs in shown.values() for sign in signs) or (
+                first.index not in ended and all(_is_overtaken_warning(line, last) for line in ordered)
+            )
+            generic = all(sign.generic for sign in shown[first.index])
+            yield Hit(one, ordered, ended.get(first.index), weak, generic)
+
+
+def _follows_a_program(log: Log, line: Line) -> bool:
+    """Whether the launcher's line stands after what the program wrote that it had started."""
+    return not all(map(is_of_launcher, log.raw[max(log.source_begin(line.index), line.index - 5) : line.index]))
+
+
+def _is_overtaken_warning(line: Line, last: int) -> bool:
+    """Whether the line is a warning, and an error (at `last`) came after it: that program went on past the warning."""
+    return last > line.index and _WARNING.search(line.text) is not None
+
+
+def _places(log: Log, sign: Sign, following: dict[int, str]) -> Iterator[int]:
+    for _, places in log.shapes_containing(sign.anchor):
+        for index in places:
+            if (
+                index not in following
+                and sign.pattern.search(log.raw[index][-4000:])
+                and not is_talk(log.raw[index], sign.anchor)
+            ):
+                yield index
+    for index, message in following.items():
+        if sign.anchor in message and sign.pattern.search(message):
+            yield index
+
+
+def _messages(log: Log, errors: Sequence[Raised]) -> dict[int, str]:
+    """The whole message of each error: the next lines, if it goes on there, and the file that raised it."""
+    found = {}
+    files = {error.line.index: error.file for error in errors}
+    named = [log.line(places[0]) for _, places in log.shapes_containing("Error: ")][:_MOST_MESSAGES]
+    for first in [*(error.line for error in errors), *(line for line in named if is_error(line))]:
+        parts = [first.text]
+        for index in range(first.index + 1, min(first.index + 1 + _CONTINUED, len(log.raw))):
+            line = log.line(index)
+            if line.rank != first.rank or _NEXT.match(line.text):
+                break
+            parts.append(line.text.strip())
+        found[first.index] = " ".join(parts)[:2000] + (f" < {files[first.index]}" if files.get(first.index) else "")
     return found
 
 
-def _precedence(hit: Hit) -> tuple[int, bool, int]:
-    return (hit.known.tier, hit.raised is None, hit.lines[0].number)
+def _precedence(log: Log, hit: Hit) -> tuple[int, bool, str, bool, int, bool, int]:
+    time = log.time(hit.lines[0].index) if len(log.sources) > 1 else None
+    text = hit.lines[0].text
+    told = max((len(sign.anchor) for sign in hit.known.signs if sign.pattern.search(text)), default=0)
+    return (
+        hit.tier,
+        hit.raised is None,
+        time or "",
+        hit.generic and hit.tier is Tier.SYMPTOM,
+        hit.lines[0].index,
+        hit.generic,
+        -told,
+    )
 
 
-def _own_error(text: str, raised: Sequence[Raised], hits: Sequence[Hit]) -> Raised | None:
-    """The first error of a rank that no page describes, in the log of a program of several ranks."""
-    known = {line.number for hit in hits for line in hit.lines}
-    own = [error for error in raised if error.line.number not in known and not error.reports_another]
-    several = hits or any(error.line.rank is not None for error in raised) or "torch.distributed" in text
-    if not own or not several:
+def _derived(
+    log: Log, course: Course, known: dict[str, KnownError], hits: Sequence[Hit], errors: Sequence[Raised]
+) -> list[Hit]:
+    """Errors that no single line shows: numbers that are not finite, and a job that somebody says hangs."""
+    found = []
+    if not hits and "nan-loss" in known and (lines := course.not_finite()):
+        found.append(Hit(known["nan-loss"], lines))
+    if not hits and "silent-hang" in known and not course.finished and not errors and (last := said_to_hang(log)):
+        found.append(Hit(known["silent-hang"], [last]))
+    return found
+
+
+def _not_made_good(course: Course, hits: Sequence[Hit], errors: Sequence[Raised]) -> tuple[list[Hit], list[Raised]]:
+    """The hits and errors after which the job did not go on; all of them if only consequences would be left."""
+    left = []
+    for hit in hits:
+        if hit.known.name in _CLOSING and all(course.over(line.index) for line in hit.lines):
+            continue
+        lines = (
+            hit.lines
+            if hit.known.name == "nan-loss"
+            else [line for line in hit.lines if not course.made_good(line.index)]
+        )
+        if lines:
+            kept = hit.raised if hit.raised is not None and hit.raised.line in lines else None
+            left.append(replace(hit, lines=lines, raised=kept))
+    own = [error for error in errors if not course.made_good(error.line.index)]
+    ended = course.finished and any(course.finished[-1] > line.index for hit in hits for line in hit.lines)
+    if left and not own and not ended and all(hit.tier is Tier.CONSEQUENCE for hit in left):
+        return list(hits), list(errors)
+    return left, own
+
+
+def _own_error(log: Log, errors: Sequence[Raised], hits: Sequence[Hit]) -> Raised | None:
+    """The first error that no page describes: of a rank, or that a training program of one process raised itself."""
+    known = {line.index for hit in hits for line in hit.lines}
+    own = [error for error in errors if error.line.index not in known and not error.reports_another]
+    several = hits or any(error.line.rank is not None for error in errors) or log.has("torch.distributed")
+    if not several:
+        own = [error for error in own if error.own] if is_training(log) and not is_other(log) else []
+    if not own:
         return None
-    _, found, failure = text.partition("Root Cause (first observed failure)")
-    rank = re.search(r"\brank +: (\d+)", failure) if found else None
+    rank = re.search(r"\brank +: (\d+)", log.firsts.partition("Root Cause (first observed failure)")[2])
     named = [error for error in own if rank is not None and error.line.rank == int(rank[1])]
     return (named or own)[0]
 
 
-def _shortened(text: str) -> str:
-    return text.strip()[:_SHOWN] + (" ..." if len(text.strip()) > _SHOWN else "")
+def _own_words(log: Log, hits: Sequence[Hit]) -> bool:
+    """Whether a line that is no known error names an error."""
+    known = {line.index for hit in hits for line in hit.lines}
+    return any(_ERROR_WORD.match(line) and places[0] not in known for line, places in log.shapes_containing("rror"))
+
+
+def _is_retry(line: Line) -> bool:
+    return _RETRY.search(line.text) is not None
+
+
+def _telling(log: Log, errors: Sequence[Raised]) -> list[Line]:
+    """The three lines of an unknown log that say most: ends of tracebacks, lines of trouble, the last ones."""
+    chosen = {error.line.index: error.line for error in errors[-3:]}
+    if len(chosen) < 3:
+        trouble = {places[0] for words in _TELLING for _, places in log.shapes_containing(words)}
+        for index in sorted(trouble)[:2] + sorted(trouble)[-3:]:
+            if len(chosen) < 3:
+                chosen.setdefault(index, log.line(index))
+    for index in range(len(log.raw) - 1, max(-1, len(log.raw) - 50), -1):
+        if len(chosen) < 3 and sum(map(str.isalpha, log.raw[index])) > 2:
+            chosen.setdefault(index, log.line(index))
+    return [chosen[index] for index in sorted(chosen)]

@@ -17,6 +17,8 @@ _Value = TypeVar("_Value", int, str)
 _SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _WORK = re.compile(r"(?:\[Rank (\d+)\].*?)?SeqNum=(\d+), OpType=(\w+)")
+# PG ID 3 ..., PG GUID 3(...), or older: PG 3.
+_PROCESS_GROUP = re.compile(r"\bPG (?:ID (\d+)|(\d+))")
 _TIMEOUT_MS = re.compile(r"Timeout\(ms\)=(\d+)")
 _LAST_WORK = re.compile(r"last enqueued (?:NCCL )?work: (-?\d+), last completed (?:NCCL )?work: (-?\d+)")
 
@@ -48,24 +50,38 @@ def gpu_memory(log: Log, lines: Sequence[Line]) -> list[str]:
 
 
 def nccl_timeout(log: Log, lines: Sequence[Line]) -> list[str]:
-    """Which ranks the others waited for: those in other operations, those behind, those that reported nothing."""
+    """Which ranks the others waited for: those in other operations, those behind, those that reported nothing.
+
+    Only ranks of one process group are compared: operations of different groups have nothing to do with one another.
+    """
     limit = _TIMEOUT_MS.search(lines[0].text)
     found = [f"the limit was {int(limit[1]) / 1000:g} s"] if limit else []
-    return found + _where_ranks_stood(*_operations(log))
+    groups = _operations(log)
+    first, enqueued = groups.get(_group(lines[0].text)) or next(iter(groups.values()), ({}, {}))
+    return found + _where_ranks_stood(first, enqueued)
 
 
-def _operations(log: Log) -> tuple[dict[int, tuple[int, str]], dict[int, int]]:
-    """(each rank's first operation that timed out: its number and kind, each rank's last enqueued operation)."""
-    first: dict[int, tuple[int, str]] = {}
-    enqueued: dict[int, int] = {}
-    for line in log.lines():
-        rank = line.rank
-        if (work := _WORK.search(line.text)) and (named := work[1] or rank) is not None:
+def _group(text: str) -> str:
+    """The process group that a line of NCCL's watchdog names; the default group if none."""
+    found = _PROCESS_GROUP.search(text)
+    return (found[1] or found[2]).lstrip("0") if found else ""
+
+
+def _operations(log: Log) -> dict[str, tuple[dict[int, tuple[int, str]], dict[int, int]]]:
+    """Process group -> (each rank's first operation that timed out: number and kind, each rank's last enqueued one)."""
+    groups: dict[str, tuple[dict[int, tuple[int, str]], dict[int, int]]] = {}
+    seen: dict[int, Line] = {line.index: line for part in ("SeqNum=", "last enqueued") for line in log.containing(part)}
+    for _, line in sorted(seen.items()):
+        work, last, rank = _WORK.search(line.text), _LAST_WORK.search(line.text), line.rank
+        if not work and not last:
+            continue
+        first, enqueued = groups.setdefault(_group(line.text), ({}, {}))
+        if work and (named := rank if rank is not None else work[1]) is not None:
             place = (int(work[2]), work[3])
             first[int(named)] = min(first.get(int(named), place), place)
-        if (last := _LAST_WORK.search(line.text)) and rank is not None:
+        if last and rank is not None:
             enqueued[rank] = int(last[1])
-    return first, enqueued
+    return groups
 
 
 def _where_ranks_stood(first: dict[int, tuple[int, str]], enqueued: dict[int, int]) -> list[str]:
@@ -77,7 +93,9 @@ def _where_ranks_stood(first: dict[int, tuple[int, str]], enqueued: dict[int, in
     if len(by_number) > 1:
         (behind, late), (ahead, _) = by_number[0], by_number[-1]
         return [f"{ranks_text(late)} lagged behind the others (operation {behind} of {ahead}): look there"]
-    if silent := sorted(set(range(max([*first, *enqueued], default=0) + 1)) - {*first, *enqueued}):
+    read = {*first, *enqueued}
+    silent = sorted(set(range(max(read, default=0) + 1)) - read)
+    if silent and len(read) >= len(silent):  # one rank's log says nothing of the others
         return [f"{ranks_text(silent)} did not report this timeout: look there first"]
     by_last = _grouped(enqueued)
     if len(by_last) > 1:
@@ -108,7 +126,8 @@ def lost_peer(log: Log, lines: Sequence[Line]) -> list[str]:
     """Whether the rank that is gone has failed at all: the launcher would have reported it."""
     found = ranks(log, lines)
     losers = {line.rank for line in lines if line.rank is not None}
-    failed = {int(rank) for rank in re.findall(r"^\s+rank +: (\d+)", log.text, re.MULTILINE)}
+    reported = (re.match(r"\s*rank +: (\d+)", line.text) for line in log.containing("rank "))
+    failed = {int(rank[1]) for rank in reported if rank}
     if failed and failed == losers:
         found.append("no other rank has failed: the missing one finished before the others (uneven batches?)")
     return found
@@ -116,13 +135,19 @@ def lost_peer(log: Log, lines: Sequence[Line]) -> list[str]:
 
 def first_failure(log: Log, lines: Sequence[Line]) -> list[str]:
     """The rank that failed first according to the launcher, and its exit code."""
-    _, found, text = log.text.partition("Root Cause (first observed failure)")
+    text = "\n".join(line.text for line in _root_cause(log))
     rank, code = re.search(r"\brank +: (\d+)", text), re.search(r"exitcode +: (-?\d+)", text)
-    if not found or rank is None or code is None:
+    if rank is None or code is None:
         return ranks(log, lines)
     host = re.search(r"\bhost +: (\S+)", text)
     where = f" on {host[1]}" if host else ""
     return [f"rank {rank[1]}{where} failed first, with exit code {code[1]}{_signal(int(code[1]))}"]
+
+
+def _root_cause(log: Log) -> list[Line]:
+    """The block in which torchrun names the first failure."""
+    begin = next(log.containing("Root Cause (first observed failure)"), None)
+    return [log.line(index) for index in range(begin.index, min(begin.index + 10, len(log.raw)))] if begin else []
 
 
 def devices(log: Log, lines: Sequence[Line]) -> list[str]:
@@ -140,7 +165,7 @@ def ranks(log: Log, lines: Sequence[Line]) -> list[str]:
 
 def repository(log: Log, lines: Sequence[Line]) -> list[str]:
     """The repository on the Hub."""
-    for line in log.lines():
+    for line in [*lines, *log.containing("http"), *log.containing("repo"), *log.containing("model")]:
         if found := re.search(
             r"https?://[\w.:-]+/(?:api/)?(?:models/|datasets/)?([\w.-]+/[\w.-]+)/(?:resolve|tree|revision)", line.text
         ):

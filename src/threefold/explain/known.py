@@ -3,10 +3,15 @@ r"""Each known error is one Markdown page in `pages/`: the lines that show it, i
 An error needs only a page: the command reads the pages and prints from them. The file name is the error's name.
 
     ---
-    tier: cause                                  (or symptom, or consequence: see `Tier`)
+    tier: cause                                  (or wide, symptom, consequence: see `Tier`)
     facts: gpu_memory                            (optional: a function of `facts.py`)
+    check: nvidia-smi                            (the one command that would settle whether it is this)
     signs: |                                     (regular expressions, each found in one line of a log)
       CUDA out of memory
+    generic: |                                   (the same, of lines that other programs write too: they count in
+      No space left on device                     the log of a training job only)
+    weak: |                                      (the same, of lines that follow from several causes: alone they are
+      DataLoader worker .* exited unexpectedly     told as a symptom)
     ---
 
     # what happened, in one line
@@ -17,6 +22,8 @@ An error needs only a page: the command reads the pages and prints from them. Th
 
     1. what to do, the most likely first
     2. ...
+
+Each sign has a literal part of four characters or more (`anchor`): the log is searched for that first.
 """
 
 from __future__ import annotations
@@ -25,6 +32,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 
 from threefold.explain import facts
@@ -32,17 +40,36 @@ from threefold.explain.log import Line, Log
 
 PAGES = Path(__file__).with_name("pages")
 _PAGE = re.compile(
-    r"---\ntier: (?P<tier>\w+)\n(?:facts: (?P<facts>\w+)\n)?(?:signs: \|\n(?P<signs>(?:  .+\n)+))?---\n\n"
+    r"---\ntier: (?P<tier>\w+)\n(?:facts: (?P<facts>\w+)\n)?check: (?P<check>.+)\n"
+    r"(?:signs: \|\n(?P<signs>(?:  .+\n)+))?(?:generic: \|\n(?P<generic>(?:  .+\n)+))?"
+    r"(?:weak: \|\n(?P<weak>(?:  .+\n)+))?---\n\n"
     r"# (?P<title>.+)\n\n    (?P<example>.+)\n\n(?P<cause>.+)\n\n(?P<steps>(?:\d+\. .+\n)+)"
 )
+# Parts of a regular expression that are no literal text: groups, classes, escapes, repeated characters.
+_NO_LITERAL = re.compile(
+    r"\((?:[^()\\]|\\.|\((?:[^()\\]|\\.)*\))*\)[?*+]?|\[(?:[^\]\\]|\\.)*\][?*+]?(?:\{[\d,]*\})?|\\[A-Za-z][?*+]?(?:\{[\d,]*\})?|.[?*+]|.\{[\d,]*\}|[.^$|]"
+)
+SHORTEST_ANCHOR = 4
 
 
 class Tier(IntEnum):
     """How near to the beginning of a failure an error occurs: if a log has several, the nearest explains it."""
 
     CAUSE = 0
-    SYMPTOM = 1
-    CONSEQUENCE = 2
+    WIDE = 1  # a cause, told in words that wrap others: "failed to import X because of ..."
+    SYMPTOM = 2
+    CONSEQUENCE = 3
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What shows an error in a line: `anchor` is a literal part of it; `generic`: other programs write this too;
+    `weak`: it follows from several causes."""
+
+    pattern: re.Pattern[str]
+    anchor: str
+    generic: bool
+    weak: bool
 
 
 @dataclass(frozen=True)
@@ -50,6 +77,7 @@ class KnownError:
     """One error, as its page describes it.
 
     Attributes:
+        check: the command that would settle whether it is this.
         signs: empty if another rule finds the error: the program's own error, or a message from threefold.
         facts: returns sentences about the lines that show the error: sizes, ranks, ports.
     """
@@ -57,11 +85,32 @@ class KnownError:
     name: str
     title: str
     tier: Tier
-    signs: Sequence[re.Pattern[str]]
+    check: str
+    signs: Sequence[Sign]
     example: str
     cause: str
     steps: Sequence[str]
     facts: Callable[[Log, Sequence[Line]], list[str]]
+
+
+def anchor(sign: str) -> str:
+    """The longest literal part of a sign without digits at its ends, which a line must contain to have the sign."""
+    if _has_alternatives(sign):
+        return ""
+    masked = _NO_LITERAL.sub("\0", re.sub(r"\\([^A-Za-z0-9])", lambda found: chr(0xE000 + ord(found[1])), sign))
+    plain = re.sub("[\ue000-\uefff]", lambda found: chr(ord(found[0]) - 0xE000), masked)
+    return max(re.split(r"\0|\d+", plain), key=len)
+
+
+def _has_alternatives(sign: str) -> bool:
+    depth = 0
+    for place, character in enumerate(sign):
+        if place and sign[place - 1] == "\\":
+            continue
+        depth += (character in "([") - (character in ")]")
+        if character == "|" and depth == 0:
+            return True
+    return False
 
 
 def read_page(path: Path) -> KnownError:
@@ -69,11 +118,19 @@ def read_page(path: Path) -> KnownError:
     page = _PAGE.fullmatch(path.read_text(encoding="utf-8"))
     if page is None:
         raise ValueError(f"{path} is not written as threefold/explain/known.py describes a page")
+    signs = [
+        Sign(re.compile(text[2:]), anchor(text[2:]), kind == "generic", kind == "weak")
+        for kind in ("signs", "generic", "weak")
+        for text in (page[kind] or "").splitlines()
+    ]
+    if short := [sign.pattern.pattern for sign in signs if len(sign.anchor) < SHORTEST_ANCHOR]:
+        raise ValueError(f"{path}: no literal part of {SHORTEST_ANCHOR} characters in {short[0]}")
     return KnownError(
         path.stem,
         page["title"],
         Tier[page["tier"].upper()],
-        tuple(re.compile(line[2:], re.MULTILINE) for line in (page["signs"] or "").splitlines()),
+        page["check"],
+        tuple(signs),
         page["example"],
         page["cause"],
         tuple(line.partition(". ")[2] for line in page["steps"].splitlines()),
@@ -81,6 +138,7 @@ def read_page(path: Path) -> KnownError:
     )
 
 
+@cache
 def known_errors(folder: Path = PAGES) -> dict[str, KnownError]:
     """The errors of all pages in a folder, by name."""
     return {path.stem: read_page(path) for path in sorted(folder.glob("*.md"))}

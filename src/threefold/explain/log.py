@@ -1,127 +1,224 @@
-"""A log of several ranks, line by line: which rank wrote it, and which lines are the errors of tracebacks.
+"""Logs of several ranks, line by line: where each line is from, and which rank on which host wrote it. No torch.
 
-Launchers and torch each have their own way to put the rank before a line; a log of one process has no ranks. No torch.
+Launchers and torch each have their own way to put a rank before a line; a log of one process has no ranks, and then
+none is told. A long log says the same again and again: `shapes` are its different lines, digits aside, each with the
+places where it stands. Whatever is looked for is looked for in these, so 100 MB take seconds.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-# torch's own handler and its C++ log, torchrun --tee, srun --label, Open MPI --tag-output, Megatron.
+# torch's own handler and its C++ log, torchrun --tee, srun --label, Open MPI, Megatron, kubectl --prefix, Ray.
 _PREFIX = re.compile(
-    r"^(?:\[rank(\d+)\]:? ?|\[\w*?(\d+)\]:|(\d+): |\[\d+,(\d+)\]<std(?:out|err)>: ?|\[Rank (\d+)\] ?|\(.*? pid=\d+\) ?)"
+    r"^(?:\[rank(?P<torch>\d+)\]:? ?|\[[a-z]*?(?P<role>\d+)(?:\|\d+)?\]:|\s{0,3}(?P<task>\d{1,5}): "
+    r"|\[\d+,(?P<mpi>\d+)\]<std(?:out|err)>: ?|\[Rank (?P<megatron>\d+)\] ?"
+    r"|\[pod/(?P<pod>[\w.-]+)[^\]]*\] ?|\(\w+ pid=\d+(?:, ip=(?P<ip>[\w.:]+))?\) ?)"
 )
 # The prefix of a container's runtime or a logger.
 _STAMP = re.compile(r"^\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}\S*\s(?:std(?:out|err) [FP] )?")
+_TIME = re.compile(r"(20\d\d-\d\d-\d\d)[T _](\d\d:\d\d:\d\d)")
 _INSIDE = re.compile(r"\b[Rr]ank[ :=]*(\d+)\b")
-_ERROR = re.compile(
-    r"^(?P<kind>(?:[\w<>]+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Missing|Failed\w*|Warning|Elapsed)\w*)(?::|$)"
-)
-_TRACEBACK = "Traceback (most recent call last)"
-_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
-_INSTALLED = ("site-packages", "dist-packages", "<frozen", "/lib/python3", "runpy.py", "<string>", "/bin/")
-# Errors that only report another one.
-_REPORTING = (
-    "ChildFailedError",
-    "ProcessRaisedException",
-    "ProcessExitedException",
-    "CalledProcessError",
-    "SystemExit",
-)
+# `rank` within a process group that is not the default one counts differently.
+_SMALL_GROUP = re.compile(r"\bPG (?:ID |GUID )*0*[1-9]")
+_TASK = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<task>\d+)")
+_NCCL_HOST = re.compile(r"^(?:\[[^\]]*\] )?(?P<host>[A-Za-z][\w.-]*):\d+:\d+ \[\d+\] ")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_WITHOUT_DIGITS = dict.fromkeys(map(ord, "0123456789"))
+_LONGEST = 4000
+_MOST_PLACES = 4096
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file or stream: its text, and the rank or host that its name tells."""
+
+    name: str
+    text: str
+    rank: int | None = None
+    host: str | None = None
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line without its rank's prefix; `number` counts from 1."""
+    """One line without its prefix; `number` counts from 1 in its file, `index` from 0 in all of them."""
 
     number: int
     text: str
     rank: int | None = None
+    host: str | None = None
+    file: str = ""
+    index: int = 0
 
     def where(self) -> str:
-        return f"line {self.number}" + (f", rank {self.rank}" if self.rank is not None else "")
+        """Line, rank and host, as far as they are known."""
+        named = [self.file] if self.file else []
+        if self.rank is not None:
+            place = [f"line {self.number}", f"rank {self.rank}"]
+        else:
+            place = [f"line {self.number}", *([f"on {self.host}"] if self.host else [])]
+        return " ".join([*named, ", ".join(place)])
 
 
-@dataclass(frozen=True)
-class Raised:
-    """The error that ended a traceback, and the innermost frame that belongs to no installed package."""
-
-    line: Line
-    kind: str
-    frame: str | None = None
-
-    @property
-    def reports_another(self) -> bool:
-        return self.kind.rpartition(".")[2] in _REPORTING
-
-
-@dataclass(frozen=True)
 class Log:
-    """A log as text, with the line of any offset."""
+    """The lines of all sources, in order."""
 
-    text: str
-    _ends: list[int] = field(default_factory=list, repr=False)
+    def __init__(self, sources: Iterable[Source]) -> None:
+        self.sources = list(sources)
+        self.raw: list[str] = []
+        self._begins: list[int] = []
+        self._numbers: dict[int, list[int]] = {}
+        for place, source in enumerate(self.sources):
+            text = source.text if "\x1b" not in source.text else _COLOURS.sub("", source.text)
+            lines = text.replace("\r\n", "\n").split("\n")
+            unwrapped = _unwrapped(lines)
+            if unwrapped is not None:
+                lines, self._numbers[place] = unwrapped
+            self._begins.append(len(self.raw))
+            self.raw += lines
 
     @classmethod
     def of(cls, text: str) -> Log:
-        text = re.sub(r"\x1b\[[0-9;]*m", "", text.replace("\r\n", "\n"))
-        return cls(text, list(accumulate(len(line) + 1 for line in text.split("\n"))))
+        """A single log."""
+        return cls([Source("", text)])
 
-    def line_at(self, offset: int) -> Line:
-        """The line that holds the character at `offset`."""
-        number = bisect_right(self._ends, offset)
-        begin = self._ends[number - 1] if number else 0
-        return _parsed(number + 1, self.text[begin : self._ends[number] - 1])
+    @cached_property
+    def shapes(self) -> dict[str, list[int]]:
+        """The different lines, without their digits -> indices of the lines that have that shape, the first 4,096."""
+        found: dict[str, list[int]] = {}
+        for index, line in enumerate(self.raw):
+            shape = (line if len(line) < _LONGEST else line[-_LONGEST:]).translate(_WITHOUT_DIGITS)
+            places = found.get(shape)
+            if places is None:
+                found[shape] = [index]
+            elif len(places) < _MOST_PLACES:
+                places.append(index)
+        return found
+
+    @cached_property
+    def firsts(self) -> str:
+        """The first line of every shape, joined: the text in which signs are looked for."""
+        return "\n".join(_shortened(self.raw[places[0]]) for places in self.shapes.values())
+
+    @cached_property
+    def _words(self) -> str:
+        """Every word of the log once: a part whose words are not among them need not be looked for."""
+        return "\n".join({word for shape in self.shapes for word in shape.split()})
+
+    def has(self, part: str) -> bool:
+        """Whether a line contains `part`, which has no digits."""
+        return all(word in self._words for word in part.split()) and part in self.firsts
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        ends, end = [], 0
+        for places in self.shapes.values():
+            end += len(_shortened(self.raw[places[0]])) + 1
+            ends.append(end)
+        return ends
+
+    @cached_property
+    def _places(self) -> list[list[int]]:
+        return list(self.shapes.values())
+
+    def containing(self, part: str) -> Iterator[Line]:
+        """Every line that has `part` in it, which has no digits, in order of first appearance of its shape."""
+        for _, places in self.shapes_containing(part):
+            yield from (self.line(index) for index in places)
+
+    def shapes_containing(self, part: str) -> Iterator[tuple[str, list[int]]]:
+        """(its first line, the places of all) of every shape whose first line contains `part`."""
+        at = self.firsts.find(part) if self.has(part) else -1
+        while at >= 0:
+            place = bisect_right(self._ends, at)
+            yield self.raw[self._places[place][0]], self._places[place]
+            at = self.firsts.find(part, self._ends[place])
+
+    def line(self, index: int) -> Line:
+        """The line at `index`, without its prefix."""
+        place = bisect_right(self._begins, index) - 1
+        source, number = self.sources[place], index - self._begins[place] + 1
+        if place in self._numbers:
+            number = self._numbers[place][number - 1]
+        return _parsed(self.raw[index], number, index, source, named=len(self.sources) > 1)
 
     def lines(self) -> Iterator[Line]:
         """Every line, in order."""
-        for number, text in enumerate(self.text.split("\n"), 1):
-            yield _parsed(number, text)
+        return map(self.line, range(len(self.raw)))
 
-    def raised(self) -> list[Raised]:
-        """The errors of all tracebacks, in order; of chained errors only the last one."""
-        found: list[Raised] = []
-        # Ranks write at the same time, so each may have an open traceback.
-        frames: dict[int | None, str | None] = {}
-        chained: set[int | None] = set()
-        for line in self.lines():
-            if _TRACEBACK in line.text:  # may follow a progress bar on the same line
-                frames[line.rank] = None
-                continue
-            if line.text.startswith(_CHAINED):
-                chained.add(line.rank)
-            if line.rank not in frames:
-                continue
-            if frame := _FRAME.match(line.text):
-                if not any(place in frame["file"] for place in _INSTALLED):
-                    frames[line.rank] = f"{frame['file']}:{frame['line']} in {frame['function']}"
-            elif error := _ERROR.match(line.text):
-                if line.rank in chained:
-                    chained.discard(line.rank)
-                    before = [raised for raised in found if raised.line.rank == line.rank]
-                    if before:
-                        found.remove(before[-1])
-                found.append(Raised(line, error["kind"], frames.pop(line.rank)))
-        return found
+    def time(self, index: int) -> str | None:
+        """When the line was written, in seconds as text that sorts, if it or one of the 30 before it says."""
+        for before in range(index, max(-1, index - 30), -1):
+            if found := _TIME.search(self.raw[before][:80]):
+                return f"{found[1]} {found[2]}"
+        return None
+
+    def source_begin(self, index: int) -> int:
+        """Index of the first line of the source that holds the line at `index`."""
+        return self._begins[bisect_right(self._begins, index) - 1]
+
+    def source_end(self, index: int) -> int:
+        """Index after the last line of the source that holds the line at `index`."""
+        place = bisect_right(self._begins, index)
+        return self._begins[place] if place < len(self._begins) else len(self.raw)
 
 
-def _parsed(number: int, text: str) -> Line:
-    rank: int | None = None
-    text = text.rstrip("\r").rpartition("\r")[2]  # the rest of a progress bar's line
+def _shortened(line: str) -> str:
+    return line if len(line) < _LONGEST else line[-_LONGEST:]
+
+
+def _parsed(text: str, number: int, index: int, source: Source, *, named: bool) -> Line:
+    rank, host, role = source.rank, source.host, None
+    text = _shortened(text.rstrip("\r")).rpartition("\r")[2]  # the rest of a progress bar's line
     text = _STAMP.sub("", text)
-    # There may be two: a launcher's and torch's.
-    for _ in range(2):
+    # There may be several: a container's, a launcher's and torch's.
+    for _ in range(3):
         prefix = _PREFIX.match(text)
         if prefix is None:
             break
-        named = next((group for group in prefix.groups() if group is not None), None)
-        rank = int(named) if named is not None else rank
+        told = prefix.groupdict()
+        role = told["role"] or role
+        number_of_rank = told["torch"] or told["task"] or told["mpi"] or told["megatron"]
+        rank = int(number_of_rank) if number_of_rank is not None else rank
+        host = told["pod"] or told["ip"] or host
         text = text[prefix.end() :]
-    if rank is None and (inside := _INSIDE.search(text)) is not None and "[" in text[: inside.start()]:
+    if rank is None and role is not None:
+        rank = int(role)
+    if task := _TASK.search(text):
+        rank, host = int(task["task"]), task["host"]
+    elif nccl := _NCCL_HOST.match(text):
+        host = nccl["host"]
+    if (
+        rank is None
+        and (inside := _INSIDE.search(text))
+        and "[" in text[: inside.start()]
+        and not _SMALL_GROUP.search(text)
+    ):
         rank = int(inside[1])
-    return Line(number, text.rstrip(), rank)
+    return Line(number, text.rstrip(), rank, host, source.name if named else "", index)
+
+
+def _unwrapped(lines: Sequence[str]) -> tuple[list[str], list[int]] | None:
+    """(lines, their first numbers) of a log that a terminal has cut at its width; None if it was not cut."""
+    if len(lines) > 20_000:
+        return None
+    width = max(map(len, lines), default=0)
+    full = Counter(map(len, lines))[width]
+    if not 70 <= width <= 400 or full < 2 or any(line[-1:] in "-=*#_ │╮╯]}" for line in lines if len(line) == width):
+        return None
+    joined: list[str] = []
+    numbers: list[int] = []
+    cut = False
+    for number, line in enumerate(lines, 1):
+        if cut and line:
+            joined[-1] += line
+        else:
+            joined.append(line)
+            numbers.append(number)
+        cut = len(line) == width
+    return joined, numbers

@@ -1,4 +1,4 @@
-"""Exports a checkpoint as a Hugging Face folder that reloads to equal logits, and generates a sample: one process.
+"""Exports a checkpoint as a Hugging Face folder that reloads to equal logits: one process.
 
 A checkpoint may be untrusted, so none of its code is run. Its config names a model class that transformers has. Code
 from elsewhere is loaded only if the caller allows it, whatever the run that saved the checkpoint allowed.
@@ -20,18 +20,18 @@ import torch
 import transformers
 from filelock import FileLock, Timeout
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from threefold.bars import Bars
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import Checkpoint, damaged, find
 from threefold.checkpoint.manifest import read_architecture, read_manifest, refuse_layers_without_tensors
 from threefold.config.loading import validate
 from threefold.config.schema import Config
-from threefold.data.conversations.labeller import template_file
-from threefold.data.tokens import Tokenizer, byte_backend
 from threefold.errors import CheckpointError, ConfigError, RunError
+from threefold.export.tokenizer_files import save_tokenizer
 from threefold.export.weights import load_with_peft, model_with_adapters, write_adapter, write_weights
 from threefold.model import lora
 from threefold.model.load import build_without_storage
@@ -63,6 +63,8 @@ def export(
     verify: bool | None = None,
     trust_remote_code: bool = False,
     adapter: bool = False,
+    with_tokenizer: bool = True,
+    ema: bool = False,
 ) -> Exported:
     """Writes the checkpoint of a run (or a checkpoint itself) to a new folder, and removes the folder on failure.
 
@@ -70,7 +72,9 @@ def export(
 
     Args:
         adapter: write only the adapters, in peft's form.
+        with_tokenizer: write the run's tokenizer too.
         verify: reload and compare logits; None: only if the model fits into the free memory.
+        ema: write the moving average of the weights (optimizer.ema).
 
     Raises:
         CheckpointError: there is no complete checkpoint, or it is damaged. ConfigError: the folder is not empty.
@@ -81,16 +85,17 @@ def export(
     checkpoint = find(run)
     if (reason := checkpoint.damage()) is not None:
         raise damaged(checkpoint, reason)
-    config, architecture = _described(checkpoint, trust_remote_code)
+    config, architecture = described(checkpoint, trust_remote_code)
     if adapter and not config.model.lora.r:
         raise ConfigError(
             f"{run} has no adapters",
             expected="a run with model.lora.r above 0",
             fix="omit --adapter to write the complete model",
         )
+    index = run_state.index_of(checkpoint, ema=ema)
     made = not to.exists()
     to.mkdir(parents=True, exist_ok=True)
-    work = _Export(checkpoint, to, config, architecture, max_shard_bytes, verify)
+    work = _Export(checkpoint, index, to, config, architecture, max_shard_bytes, verify, with_tokenizer)
     with _marked(to):
         try:
             return work.adapter() if adapter else work.merged() if config.model.lora.r else work.weights()
@@ -139,14 +144,16 @@ class _Export:
     """One export: of all weights, of the adapters alone, or of the adapters merged into their base."""
 
     checkpoint: Checkpoint
+    index: Index
     to: Path
     config: Config
     architecture: PretrainedConfig
     max_shard_bytes: int
     verify: bool | None
+    with_tokenizer: bool
 
     def weights(self) -> Exported:
-        state, index = self.checkpoint.state, Index.read(self.checkpoint.state)
+        state, index = self.checkpoint.state, self.index
         trusted = self.config.model.trust_remote_code
         model = build_without_storage(self.architecture, attention="eager", trust_remote_code=trusted)
         tensors = run_state.model_state(model)
@@ -159,31 +166,34 @@ class _Export:
             max_shard_bytes=self.max_shard_bytes,
             convert=lambda layer: revert_weight_conversion(model, layer),
         )
-        _save_descriptions(model, self.config, self.architecture, self.to)
+        _save_descriptions(self.checkpoint, model, self.config, self.architecture, self.to, self.with_tokenizer)
         num_bytes = sum(index.entries[name].num_bytes for name in tensors)
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if self.verify is None and num_bytes * 1.5 > free:
             verified = "not reloaded: the model does not fit into the free memory"
         else:
-            verified = self._reloaded(lambda: load_whole(self.checkpoint, trust_remote_code=trusted)[0])
+            with Bars().show("reloading, to compare logits"):
+                verified = self._reloaded(
+                    lambda: load_whole(self.checkpoint, trust_remote_code=trusted, index=index)[0]
+                )
         return self._exported(model.parameters(), files, verified)
 
     def adapter(self) -> Exported:
-        model = model_with_adapters(self.checkpoint, self.config, self.architecture)
+        model = model_with_adapters(self.checkpoint, self.config, self.architecture, self.index)
         files, verified = write_adapter(model, self.config, self.to), _NOT_RELOADED
-        _save_tokenizer(self.config, self.to)
+        save_tokenizer(self.checkpoint, self.config, self.to)
         if self.verify is not False:
             _compare(model, load_with_peft(self.config, self.architecture, self.to), self.to, trained="the run")
             verified = "reloaded by peft: equal logits"
         return self._exported((p for p in model.parameters() if p.requires_grad), files, verified)
 
     def merged(self) -> Exported:
-        model = model_with_adapters(self.checkpoint, self.config, self.architecture)
+        model = model_with_adapters(self.checkpoint, self.config, self.architecture, self.index)
         lora.merge(model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # transformers' own warning, about an internal name
             model.save_pretrained(self.to, max_shard_size=self.max_shard_bytes)
-        _save_descriptions(model, self.config, self.architecture, self.to)
+        _save_descriptions(self.checkpoint, model, self.config, self.architecture, self.to, self.with_tokenizer)
         files = sorted(path.name for path in self.to.glob("*.safetensors"))
         return self._exported(model.parameters(), files, self._reloaded(lambda: model))
 
@@ -201,7 +211,9 @@ class _Export:
         return "reloaded: equal logits"
 
 
-def _save_descriptions(model: Any, config: Config, architecture: PretrainedConfig, to: Path) -> None:
+def _save_descriptions(
+    checkpoint: Checkpoint, model: Any, config: Config, architecture: Any, to: Path, with_tokenizer: bool
+) -> None:
     """Writes the model's config and code, its generation config and the run's tokenizer to the folder `to`."""
     # Of a few models' text part alone (Emu3's) transformers finds no class; the whole config names it.
     part = (
@@ -219,24 +231,8 @@ def _save_descriptions(model: Any, config: Config, architecture: PretrainedConfi
             with contextlib.suppress(OSError):  # the model has none, or no longer exists
                 generation = GenerationConfig.from_pretrained(name, revision=config.model.revision)
         generation.save_pretrained(to)
-    _save_tokenizer(config, to)
-
-
-def _save_tokenizer(config: Config, to: Path) -> None:
-    name = config.data.tokenizer or config.model.name_or_path or "bytes"
-    revision = config.model.revision if name == config.model.name_or_path else None
-    tokenizer = _byte_tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name, revision=revision)
-    if config.data.chat_template is not None:
-        tokenizer.chat_template = template_file(config.data.chat_template)
-    tokenizer.save_pretrained(to)
-
-
-def _byte_tokenizer() -> Any:
-    """Returns the tokenizer `bytes` in transformers' form: the same ids, with 256 as the end token."""
-    from transformers import PreTrainedTokenizerFast
-
-    backend = byte_backend()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", clean_up_tokenization_spaces=False)
+    if with_tokenizer:
+        save_tokenizer(checkpoint, config, to)
 
 
 @torch.no_grad()
@@ -253,19 +249,22 @@ def _compare(model: Any, reloaded: Any, to: Path, *, trained: str) -> None:
         )
 
 
-def load_whole(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> tuple[Any, Config]:
-    """Returns the checkpoint's complete model on the CPU, and the config it was trained with."""
-    config, architecture = _described(checkpoint, trust_remote_code)
+def load_whole(
+    checkpoint: Checkpoint, *, trust_remote_code: bool = False, index: Index | None = None
+) -> tuple[Any, Config]:
+    """Returns the checkpoint's complete model on the CPU, and its training's config; `index`: of its weights."""
+    index = index or run_state.index_of(checkpoint)
+    config, architecture = described(checkpoint, trust_remote_code)
     if config.model.lora.r:
-        return model_with_adapters(checkpoint, config, architecture).eval(), config
+        return model_with_adapters(checkpoint, config, architecture, index).eval(), config
     model: Any = AutoModelForCausalLM.from_config(
         architecture, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
     )
-    run_state.read_weights(model, checkpoint.state, Index.read(checkpoint.state))
+    run_state.read_weights(model, checkpoint.state, index)
     return model.eval(), config
 
 
-def _described(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[Config, PretrainedConfig]:
+def described(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[Config, PretrainedConfig]:
     """Returns the run's config and the model's, as in the manifest; whether code is trusted is the caller's to say."""
     manifest = read_manifest(checkpoint)
     values = manifest["config"]
@@ -294,33 +293,3 @@ def _without_code(values: Any) -> Any:
     if not isinstance(values, dict):
         return values
     return {key: _without_code(value) for key, value in values.items() if key.lstrip("_") not in _CODE}
-
-
-def generate_sample(checkpoint: Checkpoint, tokenizer: Tokenizer, prompt: list[int], *, num_tokens: int) -> str:
-    """Returns the prompt and its continuation by the model of this process' own run, sampled with a fixed seed."""
-    model = load_own(checkpoint)
-    torch.manual_seed(0)
-    found = continued(model, prompt, num_tokens=num_tokens, end_id=tokenizer.end_id)
-    return tokenizer.decode([*prompt, *found])
-
-
-def load_own(checkpoint: Checkpoint) -> Any:
-    """Returns the complete model of this user's own run, whose code is trusted if the run trusted it."""
-    trusted = bool(checkpoint.manifest()["config"]["model"]["trust_remote_code"])
-    return load_whole(checkpoint, trust_remote_code=trusted)[0]
-
-
-@torch.no_grad()
-def continued(model: Any, prompt: list[int], *, num_tokens: int, end_id: int) -> list[int]:
-    """Returns the ids that a model writes after a prompt, up to the end token, sampled."""
-    ids = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=num_tokens,
-        do_sample=True,
-        temperature=0.8,
-        use_cache=True,
-        pad_token_id=end_id,
-        eos_token_id=end_id,
-    )
-    return [int(id) for id in ids[0, len(prompt) :]]

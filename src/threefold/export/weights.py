@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from threefold.bars import Bars
 from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import Checkpoint
 from threefold.checkpoint.manifest import read_manifest, refuse_other_base
@@ -57,15 +58,19 @@ def write_weights(
             shards.append({name: tensor.nbytes for name, tensor in pending.items()})
             pending.clear()
 
-    for name, tensor in _tensors(state, index, names, convert):
-        if pending and sum(held.nbytes for held in pending.values()) + tensor.nbytes > max_shard_bytes:
-            flush()
-        pending[name] = tensor
-    flush()
+    with Bars().show("writing weights", sum(index.entries[f"model.{name}"].num_bytes for name in names)) as bar:
+        for name, tensor in converted(state, index, names, convert):
+            if pending and sum(held.nbytes for held in pending.values()) + tensor.nbytes > max_shard_bytes:
+                flush()
+            pending[name] = tensor
+            bar.advance(tensor.nbytes)
+        flush()
     return _name_files(to, shards)
 
 
-def _tensors(state: Path, index: Index, names: list[str], convert: Convert) -> Iterator[tuple[str, Tensor]]:
+def converted(state: Path, index: Index, names: list[str], convert: Convert) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint as the Hub has them, a layer at a time."""
+
     def layer(name: str) -> str:
         return found[1] if (found := _LAYER.match(name)) else name
 
@@ -88,7 +93,7 @@ def _name_files(to: Path, shards: list[dict[str, int]]) -> list[str]:
     return files
 
 
-def model_with_adapters(checkpoint: Checkpoint, config: Config, architecture: PretrainedConfig) -> Any:
+def model_with_adapters(checkpoint: Checkpoint, config: Config, architecture: PretrainedConfig, index: Index) -> Any:
     """Returns the complete model that the run began with, in float32, with the checkpoint's adapters inserted.
 
     Raises:
@@ -97,17 +102,22 @@ def model_with_adapters(checkpoint: Checkpoint, config: Config, architecture: Pr
     refuse_other_base(read_manifest(checkpoint), load.fingerprint(config.model), config, checkpoint)
     model = load.whole(config.model, architecture, seed=config.train.seed, dtype=torch.float32)
     lora.insert_whole(model, config.model.lora, seed=config.train.seed)
-    read_weights(model, checkpoint.state, Index.read(checkpoint.state))
+    read_weights(model, checkpoint.state, index)
     return model
 
 
-def write_adapter(model: Any, config: Config, to: Path) -> list[str]:
-    """Writes the adapters to the folder in the form that peft loads; returns the weight files."""
-    weights = {
+def peft_weights(model: Any) -> dict[str, Tensor]:
+    """A model's adapters under the names that peft has for them."""
+    return {
         "base_model.model." + name.replace(f".{lora.ADAPTER}.", "."): parameter.detach().contiguous()
         for name, parameter in model.named_parameters()
         if is_adapter(name)
     }
+
+
+def write_adapter(model: Any, config: Config, to: Path) -> list[str]:
+    """Writes the adapters to the folder in the form that peft loads; returns the weight files."""
+    weights = peft_weights(model)
     described = lora.peft_config(config.model.lora, model)
     described.base_model_name_or_path = config.model.name_or_path
     described.revision = config.model.revision

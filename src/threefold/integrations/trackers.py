@@ -1,4 +1,4 @@
-"""Trackers besides the metrics file and the screen: TensorBoard, Weights & Biases, trackio.
+"""Trackers besides the metrics file and the screen: TensorBoard, Weights & Biases, trackio, MLflow.
 
 They get the same metrics as the metrics file, on rank 0, after the config, the mesh and the versions. If a tracker
 fails, this is reported once, and training continues without it. A tracker that is not installed is refused before
@@ -11,6 +11,7 @@ import importlib.util
 import json
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -27,6 +28,13 @@ log = logging.getLogger("threefold")
 _IDS = "trackers.json"
 # A login prompt, or an upload without a network, must not block the other ranks.
 _LOGIN_TIMEOUT_S, _FINISH_TIMEOUT_S = 10, 300
+_MLFLOW = {
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+}
+# What MLflow takes at once, and how much of a value.
+_MOST_PARAMS, _LONGEST_PARAM = 100, 6000
 
 
 @dataclass(frozen=True)
@@ -187,6 +195,45 @@ class Trackio:
             trackio.finish()
 
 
+class MLflow:
+    """A run of MLflow: at MLFLOW_TRACKING_URI, else in files below `mlflow` in the run's folder; resumed by its id."""
+
+    def __init__(self, run: RunDescription) -> None:
+        # Read by mlflow alone: it calls its files out of fashion, and would try a dead server for many minutes.
+        for name, value in _MLFLOW.items():
+            os.environ.setdefault(name, value)
+        import mlflow
+        from mlflow.entities import Metric, RunTag
+
+        known = mlflow.tracking.is_tracking_uri_set()
+        self._client: Any = mlflow.MlflowClient(None if known else (run.folder / "mlflow").resolve().as_uri())
+        self._metric: Any = Metric
+        self._id = run.id_of("mlflow", lambda: self._created(run))
+        self._client.update_run(self._id, status="RUNNING")
+        # What a resume may have changed; MLflow keeps parameters as they were first.
+        self._client.log_batch(self._id, tags=[RunTag(name, str(value)) for name, value in run.facts.items()])
+
+    def _created(self, run: RunDescription) -> str:
+        from mlflow.entities import Param
+
+        known = self._client.get_experiment_by_name(run.project)
+        place = known.experiment_id if known is not None else self._client.create_experiment(run.project)
+        number = self._client.create_run(place, run_name=run.name).info.run_id
+        values = {f"{section}.{key}": each for section, keys in run.config.items() for key, each in keys.items()}
+        params = [Param(name, str(value)[:_LONGEST_PARAM]) for name, value in values.items()]
+        for first in range(0, len(params), _MOST_PARAMS):
+            self._client.log_batch(number, params=params[first : first + _MOST_PARAMS])
+        return number
+
+    def log(self, metrics: Metrics) -> None:
+        now = int(time.time() * 1000)
+        found = [self._metric(name, value, now, metrics["step"]) for name, value in _numbers(metrics).items()]
+        self._client.log_batch(self._id, metrics=found)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
 def _numbers(metrics: Metrics) -> dict[str, float]:
     values = ((name, value) for name, value in metrics.items() if name != "step" and not isinstance(value, bool))
     return {name: value for name, value in values if isinstance(value, int | float)}
@@ -196,4 +243,5 @@ _OPENERS: dict[str, Callable[[RunDescription], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "trackio": Trackio,
+    "mlflow": MLflow,
 }

@@ -9,10 +9,13 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from threefold.config.schema import MeshConfig
+from threefold.config.schema import Config, MeshConfig
 from threefold.errors import ConfigError, Problem, RunError
 from threefold.mesh.topology import Topology, resolve
 
@@ -23,6 +26,11 @@ _SECRET_NAME = re.compile(
 # Forms that services give to their keys, and an address with a password in it.
 _SECRET_VALUE = re.compile(
     r"\s*(hf_|sk-|gh[pousr]_|github_pat_|glpat-|AKIA|ASIA|xox[abprs]-|AIza)|.*://[^/\s]*:[^/\s]*@", re.S
+)
+# As a whole value of a config, in which names and paths may begin like a key: hf_cache/rows.jsonl.
+_SECRET_IN_CONFIG = re.compile(
+    r"(hf_|sk-|gh[pousr]_|github_pat_|glpat-|AKIA|ASIA|xox[abprs]-|AIza)[A-Za-z0-9_-]{16,}|.*://[^/\s]*:[^/\s]*@.*",
+    re.S,
 )
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -93,6 +101,25 @@ def variables(given: Sequence[str] | None, environ: Mapping[str, str], *, secret
     return found
 
 
+def secrets_in(config: Config) -> list[Problem]:
+    """The values of a config that look like secrets: every job's description has the config as it is."""
+
+    def look(value: Any, key: str) -> Iterator[str]:
+        if isinstance(value, Mapping):
+            for name, entry in value.items():
+                yield from look(entry, f"{key}.{name}" if key else str(name))
+        elif isinstance(value, list | tuple):
+            for number, entry in enumerate(value):
+                yield from look(entry, f"{key}[{number}]")
+        elif isinstance(value, str) and _SECRET_IN_CONFIG.fullmatch(value.strip()):
+            yield key
+
+    expected = "no secret in a config, which the job's description holds: libraries read secrets from variables"
+    fix = "leave it out of the config, and set HF_TOKEN, AWS_PROFILE or the like on the cluster"
+    found = look(config.model_dump(mode="json"), "")
+    return [Problem(f"the value of {key} looks like a secret", expected, fix) for key in found]
+
+
 def named_pairs(given: Sequence[str] | None, option: str, what: str, *, example: str) -> dict[str, str]:
     """{NAME: rest} of options written as NAME=REST; ConfigError if one has another form."""
     found = {}
@@ -104,11 +131,19 @@ def named_pairs(given: Sequence[str] | None, option: str, what: str, *, example:
     return found
 
 
-def handed_to(program: str, *arguments: str, text: str, missing: tuple[str, str], refused: tuple[str, str]) -> str:
-    """Returns the output of a cluster's own program, which gets the job as its input.
+def handed_to(
+    program: str,
+    *arguments: str,
+    text: str,
+    missing: tuple[str, str],
+    refused: tuple[str, str],
+    file: str | None = None,
+) -> str:
+    """Returns the output of a cluster's own program, which gets the job as its input, or in a file of its folder.
 
     Args:
         missing, refused: what is expected and how to fix it, if the program is not installed or refuses the job.
+        file: the name of that file.
 
     Raises:
         ConfigError: the program is not installed. RunError: it refuses.
@@ -116,7 +151,11 @@ def handed_to(program: str, *arguments: str, text: str, missing: tuple[str, str]
     path = shutil.which(program)
     if path is None:
         raise ConfigError(f"{program} is not installed here", expected=missing[0], fix=missing[1])
-    done = subprocess.run([path, *arguments], input=text, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory() as folder:
+        if file is not None:
+            Path(folder, file).write_text(text)
+        where = {"cwd": folder, "stdin": subprocess.DEVNULL} if file is not None else {"input": text}
+        done = subprocess.run([path, *arguments], **where, capture_output=True, text=True, check=False)
     if done.returncode:
         what = f"{program} did not accept the job: {done.stderr.strip()}"
         raise RunError(what, expected=refused[0], fix=refused[1])

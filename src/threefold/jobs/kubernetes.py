@@ -2,18 +2,22 @@
 
 torchrun runs in every pod and starts its ranks. A pod that ends with an error, or after a stop that saved, is restarted
 and resumes from a volume that all pods share. Secrets are named; their values stay in the cluster's own Secret objects.
+A TrainJob brings a runtime of its own: what a TrainJob may change of another's differs in every release of Trainer.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
 
 from threefold.config.schema import Config
 from threefold.config.text import as_document, dump
-from threefold.errors import Problem
+from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, Problem
 from threefold.jobs.job import Ranks, checked_name, handed_to
 
 KINDS = ("pytorchjob", "trainjob", "jobset")
@@ -22,14 +26,19 @@ _TRAIN = ("-m", "threefold", "train", f"{_CONFIG_FOLDER}/config.yaml")
 _PORT = 29500
 _LEAVE_S = 30
 _GPU = "nvidia.com/gpu"
+_TRAINER = "trainer.kubeflow.org"
+# Resources whose drivers register memory, which a process may lock only with this capability.
+_RDMA = re.compile(r"efa|rdma|hca|roce|infiniband|/ib", re.IGNORECASE)
+_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 
 @dataclass(frozen=True)
 class KubernetesOptions:
     """Settings of a Kubernetes job that are not in a config; `threefold submit kubernetes --help` describes them."""
 
-    name: str
     image: str
+    # Of the job's content if None, so that another job gets another one.
+    name: str | None = None
     kind: str = "pytorchjob"
     namespace: str | None = None
     gpus_per_node: int | None = None
@@ -41,7 +50,16 @@ class KubernetesOptions:
     secrets: Mapping[str, str] = field(default_factory=dict)
     service_account: str | None = None
     restarts: int = 10
-    runtime: str = "torch-distributed"
+    resources: Mapping[str, str] = field(default_factory=dict)
+    node_selectors: Mapping[str, str] = field(default_factory=dict)
+    # KEY[=VALUE][:EFFECT]
+    tolerations: tuple[str, ...] = ()
+    pull_secrets: tuple[str, ...] = ()
+    priority: str | None = None
+    # A LocalQueue of Kueue's, and a Queue of Volcano's.
+    queue: str | None = None
+    volcano_queue: str | None = None
+    host_network: bool = False
 
 
 def problems(config: Config, ranks: Ranks, options: KubernetesOptions) -> Iterator[Problem]:
@@ -52,6 +70,18 @@ def problems(config: Config, ranks: Ranks, options: KubernetesOptions) -> Iterat
         if len(secret.split("/")) != 2 or not all(secret.split("/")):
             what = f"--secret {name}={secret} does not name a key of a Secret"
             yield Problem(what, "NAME=SECRET/KEY", f"--secret {name}=my-secret/{name}")
+    for toleration in options.tolerations:
+        effect = toleration.rpartition(":")[2] if ":" in toleration else None
+        if toleration.startswith(("=", ":")) or effect not in (None, *_EFFECTS):
+            expected = f"KEY, KEY=VALUE, each with :EFFECT or without ({', '.join(_EFFECTS)})"
+            yield Problem(f"--toleration {toleration!r}", expected, "--toleration nvidia.com/gpu:NoSchedule")
+    if options.volcano_queue is not None and options.kind != "pytorchjob":
+        what = f"--volcano-queue with --kind {options.kind}, whose operator makes no group of pods for Volcano"
+        yield Problem(
+            what, "a PyTorchJob, whose operator does, or a queue of Kueue's", "--kind pytorchjob   (or --queue)"
+        )
+    if options.queue is not None and options.volcano_queue is not None:
+        yield Problem("--queue and --volcano-queue", "one of them: each decides when the pods begin", "leave one out")
     run = PurePosixPath(config.log.dir) if config.log.dir is not None else None
     if run is None or not any(run.is_relative_to(folder) for folder in options.volumes.values()):
         where = "is not set" if run is None else f"= {run} is not on a volume"
@@ -62,29 +92,62 @@ def problems(config: Config, ranks: Ranks, options: KubernetesOptions) -> Iterat
 
 
 def manifests(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[dict[str, Any]]:
-    """Returns the ConfigMap and the job."""
-    checked_name(options.name, longest=50, lower=True)
+    """The ConfigMap, for a TrainJob its runtime, and the job.
+
+    Names hold a digest of what they name: a job that is submitted later never changes the config of one that runs.
+    """
+    if options.name is None:
+        drawn = replace(options, name="threefold")
+        options = replace(options, name=f"threefold-{_digest(_documents(config, ranks, drawn))}")
+    assert options.name is not None
+    checked_name(options.name, longest=41, lower=True)
+    return _documents(config, ranks, options)
+
+
+def _documents(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[dict[str, Any]]:
     builders = {"pytorchjob": _pytorch_job, "trainjob": _train_job, "jobset": _job_set}
-    config_map = _resource(options, "v1", "ConfigMap", name=f"{options.name}-config")
-    config_map["data"] = {"config.yaml": dump(config, nulls=False)}
-    return [config_map, builders[options.kind](config, ranks, options)]
+    data = _config_data(config)
+    config_map = {**_resource(options, "v1", "ConfigMap", name=_config_name(config, options)), "data": data}
+    return [{**config_map, "immutable": True}, *builders[options.kind](config, ranks, options)]
+
+
+def _config_data(config: Config) -> dict[str, str]:
+    return {"config.yaml": dump(config, nulls=False)}
+
+
+def _config_name(config: Config, options: KubernetesOptions) -> str:
+    return f"{options.name}-config-{_digest(_config_data(config))}"
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def submit(documents: list[dict[str, Any]]) -> str:
-    """Applies the manifests with kubectl and returns its output; raises as `handed_to`."""
-    elsewhere = "threefold submit kubernetes ... --dry-run > job.yaml, and apply that elsewhere"
+    """Creates the objects with kubectl and returns its output; raises as `handed_to`."""
+    elsewhere = "threefold submit kubernetes ... --dry-run > job.yaml, and there: kubectl create -f job.yaml"
     fix = "kubectl auth can-i create pytorchjobs; --kind jobset or trainjob if the cluster has another operator"
-    return handed_to(
-        *("kubectl", "apply", "-f", "-"),
-        text=as_document(*documents),
-        missing=("kubectl, which knows the cluster and who you are", f"install kubectl, or: {elsewhere}"),
-        refused=("a cluster with the operator of this --kind, and the right to create jobs in the namespace", fix),
+    return "\n".join(
+        handed_to(
+            # What is there under a digest is the same; a job that is there is another one.
+            *("kubectl", "create" if number == len(documents) else "apply", "-f", "-"),
+            text=as_document(document),
+            missing=("kubectl, which knows the cluster and who you are", f"install kubectl, or: {elsewhere}"),
+            refused=(
+                "a cluster with the operator of this --kind, the right to create jobs there, and a name that is new",
+                fix,
+            ),
+        )
+        for number, document in enumerate(documents, start=1)
     )
 
 
 def _resource(options: KubernetesOptions, version: str, kind: str, *, name: str | None = None) -> dict[str, Any]:
     namespace = {"namespace": options.namespace} if options.namespace is not None else {}
-    metadata = {"name": name or options.name, **namespace, "labels": {"app.kubernetes.io/name": "threefold"}}
+    labels = {"app.kubernetes.io/name": "threefold"}
+    if options.queue is not None and kind in ("PyTorchJob", "JobSet", "TrainJob"):
+        labels["kueue.x-k8s.io/queue-name"] = options.queue
+    metadata = {"name": name or options.name, **namespace, "labels": labels}
     return {"apiVersion": version, "kind": kind, "metadata": metadata}
 
 
@@ -104,14 +167,14 @@ def _resources(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict
     gpus = options.gpus_per_node
     if gpus is None:
         gpus = 0 if config.mesh.device == "cpu" else ranks.per_host
-    limits: dict[str, Any] = {_GPU: str(gpus)} if gpus else {}
+    limits: dict[str, Any] = {**({_GPU: str(gpus)} if gpus else {}), **options.resources}
     requests = {key: value for key, value in (("cpu", options.cpu), ("memory", options.memory)) if value is not None}
     return {key: value for key, value in (("limits", limits), ("requests", requests)) if value}
 
 
 def _pod(config: Config, options: KubernetesOptions, container: dict[str, Any]) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = [
-        {"name": "config", "configMap": {"name": f"{options.name}-config"}},
+        {"name": "config", "configMap": {"name": _config_name(config, options)}},
         # The default of 64 MiB is too small for loader processes and NCCL.
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}},
     ]
@@ -122,12 +185,36 @@ def _pod(config: Config, options: KubernetesOptions, container: dict[str, Any]) 
     for number, (claim, folder) in enumerate(options.volumes.items()):
         volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"volume-{number}", "mountPath": folder})
+    if any(map(_RDMA.search, options.resources)):
+        container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
+    pod: dict[str, Any] = {
+        "serviceAccountName": options.service_account,
+        "imagePullSecrets": [{"name": name} for name in options.pull_secrets],
+        "priorityClassName": options.priority,
+        "nodeSelector": dict(options.node_selectors),
+        "tolerations": [_toleration(each) for each in options.tolerations],
+    }
+    if options.host_network:
+        pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     return {
-        **({"serviceAccountName": options.service_account} if options.service_account is not None else {}),
+        **{key: value for key, value in pod.items() if value},
         "terminationGracePeriodSeconds": config.checkpoint.grace_s + _LEAVE_S,
         "containers": [{**container, "volumeMounts": mounts}],
         "volumes": volumes,
     }
+
+
+def _toleration(text: str) -> dict[str, str]:
+    """KEY[=VALUE][:EFFECT] as Kubernetes has it."""
+    rest, colon, effect = text.rpartition(":")
+    key, equals, value = (rest if colon else effect).partition("=")
+    found = {"key": key, "operator": "Equal" if equals else "Exists"}
+    return found | ({"value": value} if equals else {}) | ({"effect": effect} if colon else {})
+
+
+def _container(config: Config, ranks: Ranks, options: KubernetesOptions, *, name: str) -> dict[str, Any]:
+    environment, resources = _environment(config, options), _resources(config, ranks, options)
+    return {"name": name, "image": options.image, "env": environment, "resources": resources}
 
 
 def _torchrun_pod(
@@ -135,70 +222,85 @@ def _torchrun_pod(
 ) -> dict[str, Any]:
     """A pod that starts its ranks itself; `place` says which of several pods it is."""
     sizes = [f"--nnodes={ranks.num_hosts}", f"--nproc-per-node={ranks.per_host}"]
-    values = {
-        "name": container,
-        "image": options.image,
-        "command": ["torchrun", *sizes, *(place if ranks.num_hosts > 1 else []), *_TRAIN],
-        "env": _environment(config, options),
-        "resources": _resources(config, ranks, options),
-    }
-    return _pod(config, options, values)
+    command = ["torchrun", *sizes, *(place if ranks.num_hosts > 1 else []), *_TRAIN]
+    return _pod(config, options, {**_container(config, ranks, options, name=container), "command": command})
 
 
-def _pytorch_job(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict[str, Any]:
+def _pytorch_job(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[dict[str, Any]]:
     # The operator sets these in every pod; there, RANK is the pod's number.
     place = ["--node-rank=$(RANK)", "--master-addr=$(MASTER_ADDR)", "--master-port=$(MASTER_PORT)"]
     pod = _torchrun_pod(config, ranks, options, container="pytorch", place=place)
     replicas = {"Master": 1, **({"Worker": ranks.num_hosts - 1} if ranks.num_hosts > 1 else {})}
-    return {
-        **_resource(options, "kubeflow.org/v1", "PyTorchJob"),
-        "spec": {
-            "nprocPerNode": str(ranks.per_host),
-            "runPolicy": {"backoffLimit": options.restarts},
-            "pytorchReplicaSpecs": {
-                kind: {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
-                for kind, count in replicas.items()
+    policy: dict[str, Any] = {"backoffLimit": options.restarts}
+    if options.volcano_queue is not None:
+        policy["schedulingPolicy"] = {"queue": options.volcano_queue, "minAvailable": ranks.num_hosts}
+    return [
+        {
+            **_resource(options, "kubeflow.org/v1", "PyTorchJob"),
+            "spec": {
+                "nprocPerNode": str(ranks.per_host),
+                "runPolicy": policy,
+                "pytorchReplicaSpecs": {
+                    kind: {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+                    for kind, count in replicas.items()
+                },
+            },
+        }
+    ]
+
+
+def _train_job(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[dict[str, Any]]:
+    """A runtime of the job's own, and the job; Trainer gives torchrun its rank and rendezvous by PET_ variables."""
+    pod = _pod(config, options, _container(config, ranks, options, name="node"))
+    spec = _jobs(pod, options)
+    # By this label Trainer knows the job whose container gets the command.
+    spec["replicatedJobs"][0]["template"]["metadata"] = {"labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}}
+    runtime = _resource(options, f"{_TRAINER}/v1alpha1", "TrainingRuntime")
+    runtime["metadata"]["labels"][f"{_TRAINER}/framework"] = "torch"
+    runtime["metadata"]["name"] = name = f"{options.name}-runtime-{_digest(spec)}"
+    return [
+        {**runtime, "spec": {"mlPolicy": {"numNodes": ranks.num_hosts, "torch": {}}, "template": {"spec": spec}}},
+        {
+            **_resource(options, f"{_TRAINER}/v1alpha1", "TrainJob"),
+            "spec": {
+                "runtimeRef": {"apiGroup": _TRAINER, "kind": "TrainingRuntime", "name": name},
+                "trainer": {
+                    "command": ["torchrun", *_TRAIN],
+                    "numNodes": ranks.num_hosts,
+                    "numProcPerNode": ranks.per_host,
+                },
             },
         },
+    ]
+
+
+def _jobs(pod: dict[str, Any], options: KubernetesOptions, **sizes: Any) -> dict[str, Any]:
+    """What a JobSet runs: pods that are made again together when one of them ends without having finished.
+
+    An eviction, and a stop that saved, do not count as restarts.
+    """
+    apart = [
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [EXIT_STOPPED_WITH_CHECKPOINT]}},
+    ]
+    job = {**sizes, "backoffLimit": 0, "podFailurePolicy": {"rules": apart}}
+    free = {
+        "name": "stopped",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    template = {"spec": {**job, "template": {"spec": {"restartPolicy": "Never", **pod}}}}
+    return {
+        "failurePolicy": {"maxRestarts": options.restarts, "rules": [free]},
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": template}],
     }
 
 
-def _train_job(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict[str, Any]:
-    """Kubeflow's runtime gives torchrun its rank and rendezvous through PET_ variables."""
-    patch = {"name": "node", "template": {"spec": {"template": {"spec": _pod(config, options, {"name": "node"})}}}}
-    return {
-        **_resource(options, "trainer.kubeflow.org/v1alpha1", "TrainJob"),
-        "spec": {
-            "runtimeRef": {"name": options.runtime},
-            "trainer": {
-                "image": options.image,
-                "command": ["torchrun", *_TRAIN],
-                "numNodes": ranks.num_hosts,
-                "numProcPerNode": ranks.per_host,
-                "env": _environment(config, options),
-                "resourcesPerNode": _resources(config, ranks, options),
-            },
-            "runtimePatches": [
-                {"manager": "threefold", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [patch]}}}}
-            ],
-        },
-    }
-
-
-def _job_set(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict[str, Any]:
+def _job_set(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[dict[str, Any]]:
     master = f"{options.name}-node-0-0.{options.name}"
     place = ["--node-rank=$(JOB_COMPLETION_INDEX)", f"--master-addr={master}", f"--master-port={_PORT}"]
-    pod = {"restartPolicy": "Never", **_torchrun_pod(config, ranks, options, container="node", place=place)}
+    pod = _torchrun_pod(config, ranks, options, container="node", place=place)
     count = ranks.num_hosts
-    job = {"parallelism": count, "completions": count, "completionMode": "Indexed", "backoffLimit": 0}
-    return {
-        **_resource(options, "jobset.x-k8s.io/v1alpha2", "JobSet"),
-        "spec": {
-            # A pod that ends takes its peers with it: all are recreated together.
-            "failurePolicy": {"maxRestarts": options.restarts},
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "replicatedJobs": [
-                {"name": "node", "replicas": 1, "template": {"spec": {**job, "template": {"spec": pod}}}}
-            ],
-        },
-    }
+    spec = _jobs(pod, options, parallelism=count, completions=count, completionMode="Indexed")
+    return [{**_resource(options, "jobset.x-k8s.io/v1alpha2", "JobSet"), "spec": spec}]

@@ -64,6 +64,12 @@ class SageMakerOptions:
     volume_gb: int = 100
     subnets: tuple[str, ...] = ()
     security_groups: tuple[str, ...] = ()
+    retries: int | None = None
+    training_plan: str | None = None
+    # A warm pool.
+    keep_alive_s: int | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    encrypt: bool = False
 
 
 def problems(config: Config, ranks: Ranks, options: SageMakerOptions) -> Iterator[Problem]:
@@ -82,6 +88,12 @@ def problems(config: Config, ranks: Ranks, options: SageMakerOptions) -> Iterato
         yield Problem(what, "the total time, including the wait for instances", fix)
     if not options.spot and options.max_wait_s is not None:
         yield Problem("--max-wait without --spot", "a time to wait for spot instances", "--spot")
+    if options.spot and options.keep_alive_s is not None:
+        yield Problem(
+            "--keep-alive with --spot", "instances on demand, which may stay for the next job", "leave one out"
+        )
+    if options.spot and options.training_plan is not None:
+        yield Problem("--training-plan with --spot", "the plan's own instances", "leave one out")
     if config.log.dir is not None and ranks.num_hosts == 1 and not config.log.dir.startswith("/opt/ml/"):
         what = f"log.dir = {config.log.dir} is lost with the instance"
         fix = "leave log.dir out of the config"
@@ -175,6 +187,16 @@ def request(ranks: Ranks, options: SageMakerOptions, *, region: str | None) -> d
     }
     if environment:
         made["Environment"] = environment
+    if options.retries is not None:
+        made["RetryStrategy"] = {"MaximumRetryAttempts": options.retries}
+    if options.training_plan is not None:
+        made["ResourceConfig"]["TrainingPlanArn"] = options.training_plan
+    if options.keep_alive_s is not None:
+        made["ResourceConfig"]["KeepAlivePeriodInSeconds"] = options.keep_alive_s
+    if options.tags:
+        made["Tags"] = [{"Key": key, "Value": value} for key, value in options.tags.items()]
+    if options.encrypt:
+        made["EnableInterContainerTrafficEncryption"] = True
     if options.channels:
         made["InputDataConfig"] = [
             {"ChannelName": name, "DataSource": {"S3DataSource": {**channel, "S3Uri": path}}, "InputMode": "File"}

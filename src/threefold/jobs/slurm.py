@@ -2,23 +2,34 @@
 
 srun starts one rank per task; `mesh.launchers` finds rank, world size and master in srun's own variables. Before the
 time limit, Slurm sends SIGUSR1 to the ranks, which save and exit with code 75. The script then puts the job back into
-the queue, and the next start resumes in the same folder. The script contains the config, so editing the file later
-changes nothing.
+the queue, and the next start resumes in the same folder. After a crash it submits itself once more, as a job that
+leaves out the node whose rank ended first: Slurm lets only a new job do so. The script contains the config, so editing
+the file later changes nothing.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from threefold.config.schema import Config
 from threefold.config.text import dump
-from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError
+from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError, Problem
 from threefold.jobs.job import Ranks, checked_name, handed_to
 
 # srun's limit for the other ranks after the first has ended: a dead rank must not leave the others waiting.
 _WAIT_S = 120
 _SAVE_AND_LEAVE_S = 60
+# Slurm may send a signal up to a minute earlier than it was asked to.
+_SIGNAL_EARLY_S = 60
+_NO_LIMIT = {"infinite", "unlimited", "-1", "0"}
+# Exit codes of ranks that another start would not mend: done, and a config that is refused.
+_FINAL = "0 2"
+# What apptainer opens by itself; any other name of an image is pyxis'.
+_APPTAINER = re.compile(r".*\.sif|(docker|oras|library|docker-archive)://.*")
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,59 @@ class SlurmOptions:
     requeue: bool = True
     setup: str | None = None
     options: tuple[str, ...] = ()
+    srun_options: tuple[str, ...] = ()
+    container: str | None = None
+    retries: int = 0
     python: str = "python"
+
+
+def problems(config: Config, options: SlurmOptions) -> Iterator[Problem]:
+    """Yields what would make the job fail, or requeue itself for ever."""
+    for option, given in (("--option", options.options), ("--srun-option", options.srun_options)):
+        for each in given:
+            if not each.startswith("--") or "\n" in each:
+                program = "sbatch" if option == "--option" else "srun"
+                yield Problem(
+                    f"{option} {each!r} is not an option of {program}", "one long option", f"{option}=--exclusive"
+                )
+    if options.time is not None and options.time.lower() not in _NO_LIMIT:
+        limit, ahead = _seconds(options.time), _ahead_s(config, options)
+        if limit is None:
+            expected = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
+            yield Problem(f"--time {options.time!r} is no time of Slurm's", expected, "--time 12:00:00")
+        elif limit <= (least := ahead + _SIGNAL_EARLY_S):
+            minutes = -(-2 * least // 60)
+            what = f"--time {options.time}: ranks are told to save {ahead} s before it ends, as soon as they have begun"
+            expected = (
+                f"more than {least} s (--signal-ahead {ahead}, which Slurm may send a minute early), and time to train"
+            )
+            yield Problem(what, expected, f"--time {minutes // 60:02}:{minutes % 60:02}:00")
+
+
+def missing_setup(options: SlurmOptions) -> Iterator[Problem]:
+    """Yields that --setup names no file on this host."""
+    if options.setup is not None and not Path(options.setup).is_file():
+        what, expected = f"--setup {options.setup} is no file here", "a shell file that the job sources first"
+        yield Problem(what, expected, "--setup FILE, or leave it out   (--dry-run prints the script for another host)")
+
+
+def _ahead_s(config: Config, options: SlurmOptions) -> int:
+    return options.signal_ahead_s or config.checkpoint.grace_s + _SAVE_AND_LEAVE_S
+
+
+def _seconds(text: str) -> int | None:
+    """A time limit in Slurm's forms; None if it is none."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if found is None:
+        return None
+    days, *parts = found.groups()
+    first, second, third = (int(part) if part is not None else None for part in parts)
+    assert first is not None
+    if days is not None:
+        return ((int(days) * 24 + first) * 60 + (second or 0)) * 60 + (third or 0)
+    if second is None:
+        return first * 60
+    return first * 60 + second if third is None else (first * 60 + second) * 60 + third
 
 
 # srun hands it to every rank; each start of the job has its own.
@@ -48,21 +111,20 @@ _TOKEN = ("export THREEFOLD_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n'
 def script(config: Config, ranks: Ranks, options: SlurmOptions) -> str:
     """The batch script; ConfigError if a name is not accepted, or an option would not stay on its line."""
     name = checked_name(options.name, longest=64)
-    for option in options.options:
-        if not option.startswith("--") or "\n" in option:
-            what = f"--option {option!r} is not an option of sbatch"
-            raise ConfigError(what, expected="one long option", fix="--option=--exclusive")
     folder = shlex.quote(config.log.dir) if config.log.dir is not None else f'"runs/{name}-$SLURM_JOB_ID"'
+    if options.retries and config.log.dir is None:
+        folder = f'"${{THREEFOLD_RUN:-runs/{name}-$SLURM_JOB_ID}}"'
     text = dump(config, nulls=False)
     end = "END_OF_CONFIG"
     while end in text:
         end += "_"
-    # Since Slurm 22.05, srun does not inherit --cpus-per-task from the batch job.
-    cpus = f" --cpus-per-task={options.cpus_per_task}" if options.cpus_per_task is not None else ""
-    lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in _directives(config, ranks, options)), "", "set -u"]
+    lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in _directives(config, ranks, options)), ""]
     if options.setup is not None:
-        lines.append(f"source {shlex.quote(options.setup)}")
+        setup, missing = shlex.quote(options.setup), shlex.quote(f"--setup {options.setup} cannot be read here")
+        # Before `set -u`: files of modules and environments use variables that are not set.
+        lines += [f"[ -r {setup} ] || {{ echo {missing} >&2; exit 1; }}", f"source {setup}"]
     lines += [
+        "set -u",
         f"run={folder}",
         'mkdir -p "$run"',
         f"cat > \"$run/submitted.yaml\" <<'{end}'",
@@ -70,8 +132,7 @@ def script(config: Config, ranks: Ranks, options: SlurmOptions) -> str:
         end,
         "",
         *(_TOKEN if ranks.num_hosts > 1 else ()),
-        f"srun --wait={_WAIT_S}{cpus} {shlex.quote(options.python)} -m threefold train "
-        '"$run/submitted.yaml" --log.dir "$run"',
+        _start(options),
         "code=$?",
     ]
     if options.requeue:
@@ -81,7 +142,49 @@ def script(config: Config, ranks: Ranks, options: SlurmOptions) -> str:
             '    scontrol requeue "$SLURM_JOB_ID" && exit 0',
             "fi",
         ]
+    if options.retries:
+        lines += _again(options.retries)
     return "\n".join([*lines, 'exit "$code"', ""])
+
+
+def _start(options: SlurmOptions) -> str:
+    """The command that starts the ranks."""
+    words = ["srun", f"--wait={_WAIT_S}"]
+    if options.cpus_per_task is not None:
+        # Since Slurm 22.05, srun does not inherit --cpus-per-task from the batch job.
+        words.append(f"--cpus-per-task={options.cpus_per_task}")
+    words += [shlex.quote(option) for option in options.srun_options]
+    if options.container is not None:
+        image = shlex.quote(options.container)
+        folders = '"$PWD:$PWD,$(realpath "$run"):$(realpath "$run")"'
+        if _APPTAINER.fullmatch(options.container):
+            words += ["apptainer", "exec", "--nv", "--bind", folders, "--pwd", '"$PWD"', image]
+        else:
+            words += [f"--container-image={image}", f"--container-mounts={folders}", '--container-workdir="$PWD"']
+    train = [shlex.quote(options.python), "-m", "threefold", "train", '"$run/submitted.yaml"', "--log.dir", '"$run"']
+    kept = [f'2> >(tee "$run/{_SAID}" >&2)'] if options.retries else []
+    return " ".join([*words, *train, *kept])
+
+
+# What srun says of ranks that end: `srun: error: NODE: task 3: Exited with exit code 1`.
+_SAID = "srun.err"
+
+
+def _again(retries: int) -> list[str]:
+    """Lines that submit the job once more after a crash, without the node whose rank srun says has ended first."""
+    first = f'grep -m 1 "^srun: error: .*: task" "$run/{_SAID}"'
+    return [
+        f'if [ "${{THREEFOLD_RETRY:=0}}" -lt {retries} ] && ! grep -qw -- "$code" <<< "{_FINAL}"; then',
+        "    sleep 1  # what srun said is on its way to the file",
+        f"    bad=$({first} | sed -n 's/^srun: error: \\([^][, :]*\\): task .*/\\1/p')",
+        "    out=$(scontrol show job \"$SLURM_JOB_ID\" | sed -n 's/.*ExcNodeList=\\([^ ]*\\).*/\\1/p' | grep -v null)",
+        '    without="$out${out:+${bad:+,}}$bad"',
+        '    export THREEFOLD_RETRY=$((THREEFOLD_RETRY + 1)) THREEFOLD_RUN="$run"',
+        "    unset SLURM_RESTART_COUNT",
+        '    cp "$0" "$run/job.sh" && sbatch --export=ALL ${without:+--exclude="$without"} "$run/job.sh" &&',
+        f'        echo "retry $THREEFOLD_RETRY of {retries}${{bad:+, without $bad}}"',
+        "fi",
+    ]
 
 
 def submit(text: str) -> str:
@@ -100,12 +203,11 @@ def _directives(config: Config, ranks: Ranks, options: SlurmOptions) -> list[str
     gpus = options.gpus_per_node
     if gpus is None and config.mesh.device != "cpu":
         gpus = ranks.per_host
-    ahead = options.signal_ahead_s or config.checkpoint.grace_s + _SAVE_AND_LEAVE_S
     lines = [
         f"--job-name={options.name}",
         f"--nodes={ranks.num_hosts}",
         f"--ntasks-per-node={ranks.per_host}",
-        f"--signal=USR1@{ahead}",
+        f"--signal=USR1@{_ahead_s(config, options)}",
         "--requeue" if options.requeue else "--no-requeue",
         "--open-mode=append",
         f"--output={options.name}-%j.out",

@@ -165,6 +165,24 @@ def make_products_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+def record_collectives() -> None:
+    """Lets torch keep what it knows of the last collectives (Flight Recorder), which a stall is explained with."""
+    # From torch 2.12 on that is so in any case; under the older name, a user may have asked for another number.
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+
+
+def keep_compiled() -> None:
+    """Lets compiled kernels be kept between runs, where TORCHINDUCTOR_CACHE_DIR says or below `cache_folder`.
+
+    Not in a run's folder: torch runs what it finds there, and a folder may come from somebody else.
+    """
+    folder = cache_folder() / "compiled"
+    with contextlib.suppress(OSError):  # then torch has a folder of its own
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
 def cache_folder() -> Path:
     """Where prepared data is kept between runs: $XDG_CACHE_HOME/threefold, or ~/.cache/threefold."""
     base = os.environ.get("XDG_CACHE_HOME")

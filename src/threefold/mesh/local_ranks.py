@@ -30,10 +30,14 @@ from threefold.mesh.environment import LOOPBACK, stay_on_loopback
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 # A restart would not change these: a wrong request, and a requested stop.
 _FINAL = (EXIT_WRONG_REQUEST, EXIT_STOPPED_WITH_CHECKPOINT)
+# What the server imports first.
+_SERVER = "threefold.mesh.rank_server"
 # Ranks whose peer has failed find their connections closed, or the same error. They may say so, then they are asked to
 # end, and killed if they do not.
 _ALONE_S = 1.0
 _END_WITHIN_S = 30.0
+# multiprocessing's exit code of processes whose server has ended: they themselves may go on.
+_SERVER_GONE = 255
 _LEAVES_AFTER_S = 2.0
 
 
@@ -45,10 +49,29 @@ def preload(modules: Sequence[str]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A rank that ends makes the others' connections fail; torch's C++ log would cover the reason with theirs.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    multiprocessing.set_forkserver_preload(list(modules))
-    from multiprocessing import forkserver
+    start_server(modules)
 
-    forkserver.ensure_running()
+
+def start_server(modules: Sequence[str]) -> None:
+    """Starts the server that this process' children are forked from, if there is none, and what tracks semaphores.
+
+    Both outlive what asks a group of processes to stop, which is for ranks; the children take it as others do.
+    """
+    from multiprocessing import forkserver, resource_tracker
+
+    multiprocessing.set_forkserver_preload([_SERVER, *modules])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        for ensure_running in (resource_tracker.ensure_running, forkserver.ensure_running):
+            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # inherited; the first one lifts it
+            ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def let_children_take_signals() -> None:
+    """For such a server."""
+    os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS))
 
 
 def start_ranks(
@@ -139,6 +162,9 @@ class _Ranks:
         for process in self._all:
             if process.pid is not None:
                 process.join(_END_WITHIN_S)
+                if process.exitcode == _SERVER_GONE:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL)
 
     def run(self, signals: _Signals, grace_s: float) -> tuple[int, bool]:
         """Starts the ranks and waits for their end; returns the exit code, and whether another start could help."""
@@ -148,8 +174,8 @@ class _Ranks:
         stopped: int | None = None
         failed: BaseProcess | None = None
         ask_at = until = float("inf")
-        while self._alive() and time.monotonic() < until:
-            self._wait(signals, min(ask_at, until))
+        while (alive := self._alive()) and time.monotonic() < until:
+            _wait(alive, signals, min(ask_at, until))
             for number in signals.arrived():
                 if stopped is None:
                     stopped, until = number, time.monotonic() + grace_s
@@ -174,7 +200,8 @@ class _Ranks:
         final = next((code for code in codes if code in _FINAL), None)
         if final is not None:
             return final, False
-        return failed.exitcode if failed.exitcode is not None and failed.exitcode > 0 else EXIT_FAILED, True
+        code = failed.exitcode
+        return code if code is not None and 0 < code != _SERVER_GONE else EXIT_FAILED, True
 
     def _alive(self) -> list[BaseProcess]:
         return [process for process in self._all if process.pid is not None and process.exitcode is None]
@@ -182,15 +209,17 @@ class _Ranks:
     def _first_failed(self) -> BaseProcess | None:
         return next((process for process in self._all if process.exitcode), None)
 
-    def _wait(self, signals: _Signals, until: float) -> None:
-        patience = None if until == float("inf") else max(0.0, until - time.monotonic())
-        connection.wait([signals.reader, *(process.sentinel for process in self._alive())], patience)
-
     def _send(self, number: int) -> None:
         for process in self._alive():
             assert process.pid is not None
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
+
+
+def _wait(processes: Sequence[BaseProcess], signals: _Signals, until: float) -> None:
+    """Returns when a signal has arrived or any of `processes` has ended, be it before this call, or at `until`."""
+    patience = None if until == float("inf") else max(0.0, until - time.monotonic())
+    connection.wait([signals.reader, *(process.sentinel for process in processes)], patience)
 
 
 @contextlib.contextmanager
@@ -223,11 +252,13 @@ def _loopback_store() -> tuple[Any, int]:
 
 
 def _report_killed(failed: BaseProcess) -> None:
-    """Names a rank that a signal has ended: it could not report that itself."""
-    if failed.exitcode is not None and failed.exitcode < 0:
+    """Names a rank that a signal has ended, or their server: it could not report that itself."""
+    if failed.exitcode is not None and (failed.exitcode < 0 or failed.exitcode == _SERVER_GONE):
         number = -failed.exitcode
         names = {int(each): each.name for each in signal.Signals}
         what = f"{failed.name} (process {failed.pid}) was ended by {names.get(number, f'signal {number}')}"
+        if failed.exitcode == _SERVER_GONE:
+            what = "the process that the ranks are forked from was ended"
         expected = "every rank to stay until the run is over"
         fix = "after SIGKILL look for `Out of memory` in the kernel's log (dmesg)"
         print(f"{Problem(what, expected, fix)}\n", end="", file=sys.stderr, flush=True)
@@ -261,7 +292,14 @@ def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int,
     leave.start()
 
 
-def die_with_creator(worker: int = 0) -> None:
+def serve_one_rank(worker: int) -> None:
+    """For a loader's worker: it ends with its rank, and what asks a group of processes to stop is for ranks."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    die_with_creator()
+
+
+def die_with_creator() -> None:
     """Kills this process as soon as the one that created it has ended, for ranks and for a loader's workers.
 
     Its parent is the server that it was forked from, which lives as long as any process that it has forked.

@@ -9,7 +9,7 @@ that hold distinct target tokens). Code that needs a group asks the mesh for it 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from threefold.config.schema import MeshConfig
+from threefold.errors import ConfigError
 from threefold.mesh import environment
 from threefold.mesh.exchange import Exchange
 from threefold.mesh.rendezvous import join_group
@@ -32,6 +33,8 @@ from threefold.mesh.topology import AXES, Topology, resolve
 # Counts the ranks that failed; the first one reports why.
 FAILURES = "threefold/failures"
 _PARAMETER_AXES = ("dp_replicate", "fsdp", "tp")
+# torch's backend without a network, for the group of a single process.
+_ALONE = "fake"
 _GROUPS = {"dp": ("dp_replicate", "dp_shard"), "cp": ("cp",), "loss": ("dp_replicate", "dp_shard", "cp")}
 
 # A sampler built inside the user's own loop finds the mesh here, as torch's sampler finds the default process group.
@@ -46,7 +49,7 @@ class Mesh:
         topology: sizes of the axes.
         rank: global rank.
         device: the device this rank computes on.
-        device_mesh: torch's DeviceMesh of (dp_replicate, fsdp, tp), or None in a single process.
+        parameter_mesh: torch's DeviceMesh of (dp_replicate, fsdp, tp), or None in a single process.
         local_world_size: ranks on this machine.
         host_leader: the lowest rank on this machine.
         num_hosts: machines, if that is known.
@@ -57,12 +60,13 @@ class Mesh:
     topology: Topology
     rank: int
     device: torch.device
-    device_mesh: DeviceMesh | None = None
+    parameter_mesh: DeviceMesh | None = None
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     local_world_size: int = 1
     host_leader: int = 0
     num_hosts: int = 1
     store: dist.Store | None = None
+    _before_close: list[Callable[[], object]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def world_size(self) -> int:
@@ -91,11 +95,29 @@ class Mesh:
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         """Process group of `size(name)` ranks; None if it has one member (nothing to send)."""
-        if self.device_mesh is None or self.size(name) == 1:
+        if self.parameter_mesh is None or self.size(name) == 1:
             return None
         if name == "world":
             return dist.group.WORLD
-        return self.device_mesh.get_group(name) if name in _PARAMETER_AXES else self.groups[name]
+        return self.parameter_mesh.get_group(name) if name in _PARAMETER_AXES else self.groups[name]
+
+    def device_mesh(self, name: str) -> DeviceMesh | None:
+        """torch's DeviceMesh of this rank and the others along `dp`, `cp`, `tp` or `loss` (dp x cp), for collectives.
+
+        One dimension of that name; every rank may ask for another one. None where that is one rank (nothing to send).
+
+        Raises:
+            ConfigError: no axis has that name.
+        """
+        if name not in (*_GROUPS, *_PARAMETER_AXES):
+            raise ConfigError(
+                f"mesh.device_mesh({name!r}): no such axis",
+                expected="an axis of the mesh: dp, cp, tp, or loss for dp x cp",
+                fix="mesh.device_mesh('dp')",
+            )
+        if (group := self.group(name)) is None:
+            return None
+        return DeviceMesh.from_group(group, self.device.type, mesh_dim_names=(name,))
 
     def gather(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The values of every rank, [n] int64 -> [world, n] int64, on the CPU: no rank waits for its device."""
@@ -129,17 +151,36 @@ class Mesh:
         """As `decide`, of what `make` returns on every rank; raises on all what it raises on one, of any host."""
         return self._exchange.conclusion_of_work(name, make, conclude)
 
+    @cached_property
+    def sharding_mesh(self) -> DeviceMesh:
+        """The DeviceMesh of the parameters, which FSDP2 needs for a mesh of one too: its group sends nothing."""
+        if self.parameter_mesh is not None:
+            return self.parameter_mesh
+        if not dist.is_initialized():
+            dist.init_process_group(_ALONE, store=dist.HashStore(), rank=0, world_size=1)
+        # One of several ranks may compute alone, to find out why all of them cannot: no other rank is waited for.
+        rank = dist.get_rank()
+        group = dist.new_group([rank], backend=_ALONE, use_local_synchronization=True)
+        alone = torch.full((1, 1, 1), rank)
+        return DeviceMesh.from_group([group] * 3, self.device.type, mesh=alone, mesh_dim_names=_PARAMETER_AXES)
+
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        if self.device_mesh is not None:
+        if self.parameter_mesh is not None:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
+    def before_close(self, end: Callable[[], object]) -> None:
+        """Lets `close` call `end` first, in which what still runs in the background is waited for."""
+        self._before_close.append(end)
+
     def close(self) -> None:
-        """Destroys the process groups; the mesh is unusable afterwards."""
+        """Waits for saves in the background and destroys the process groups; the mesh is unusable afterwards."""
         global _active
         if _active is self:
             _active = None
-        if self.device_mesh is not None and dist.is_initialized():
+        for end in self._before_close:
+            end()
+        if dist.is_initialized() and (self.parameter_mesh is not None or dist.get_backend() == _ALONE):
             dist.destroy_process_group()
 
 
@@ -183,11 +224,13 @@ def join_mesh(
     device: str,
     timeout_s: float,
     facts: Mapping[str, str] | None = None,
+    met: Callable[[dist.Store, Sequence[str]], None] | None = None,
 ) -> Mesh:
     """Joins the ranks that the launcher describes and lays the mesh over them.
 
     Args:
         timeout_s: longest wait for the other ranks, and in any collective later.
+        met: called when all ranks have met and before they connect, with a store of theirs and the host of each.
         facts: what must be the same on every rank, in addition to mesh and versions; compared before anything is sent.
 
     Raises:
@@ -195,7 +238,7 @@ def join_mesh(
     """
     global _active
     own_device = pick_device(device, 0 if info.own_device else info.local_rank)
-    if topology.world_size == 1 and not dist.is_initialized():
+    if topology.world_size == 1 and (not dist.is_initialized() or dist.get_backend() == _ALONE):
         _active = Mesh(topology, 0, own_device)
         return _active
     if own_device.type == "cuda":
@@ -204,7 +247,7 @@ def join_mesh(
     if not dist.is_initialized():
         versions = {"torch": torch.__version__, "transformers": version("transformers")}
         own = {**versions, "the mesh": str(topology), "the device": own_device.type, **(facts or {})}
-        hosts = join_group(info, own_device, timeout_s, own, environment.token())
+        hosts = join_group(info, own_device, timeout_s, own, environment.token(), met)
     sizes = (topology.dp_replicate, topology.dp_shard * topology.cp, topology.tp)
     device_mesh = init_device_mesh(own_device.type, sizes, mesh_dim_names=_PARAMETER_AXES)
     groups = {name: _group_of(topology, axes) for name, axes in _GROUPS.items()}

@@ -47,12 +47,18 @@ _ANSWERS_WITHIN_S = 2.0
 
 
 def join_group(
-    info: LaunchInfo, device: torch.device, timeout_s: float, facts: Mapping[str, str], token: bytes | None = None
+    info: LaunchInfo,
+    device: torch.device,
+    timeout_s: float,
+    facts: Mapping[str, str],
+    token: bytes | None = None,
+    met: Callable[[dist.Store, Sequence[str]], None] | None = None,
 ) -> tuple[str, ...]:
     """Makes the default process group of all ranks; returns the host of each.
 
     Args:
         token: what every rank must know to use rank 0's store (`door`).
+        met: called before the ranks connect, with their store and hosts.
 
     Raises:
         RendezvousError: the ranks did not come together, or cannot connect to one another.
@@ -61,6 +67,8 @@ def join_group(
     store, hosts, local = rendezvous(info, timeout_s=timeout_s, facts=facts, token=token)
     if local:
         stay_on_loopback(asked=True)
+    if met is not None:
+        met(store, hosts)
     left = max(1.0, timeout_s - (time.monotonic() - begun))
     failures: list[str] = []
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from threefold.config.schema import EMBEDDED_DEFAULT, Config, ModelConfig
 from threefold.errors import ConfigError, Problem
+from threefold.mesh.exact import exact_problems
 from threefold.mesh.topology import Topology
 
 
@@ -45,7 +46,11 @@ def batch_problems(config: Config, topology: Topology) -> list[Problem]:
         divisor = max(each for each in range(1, rows + 1) if rows % each == 0 and each <= size)
         what = f"train.micro_batch = {size} does not divide the {rows} rows of a dp rank"
         problems.append(Problem(what, "micro-batches of equal size", f"--train.micro_batch {divisor}   (or auto)"))
-    seq_len, unit, split = config.data.seq_len, 2 * cp if cp > 1 else 1, config.mesh.sequence_parallel is True
+    seq_len, unit, split = (
+        config.data.seq_len,
+        2 * cp if cp > 1 else 1,
+        config.mesh.sequence_parallel in (True, "async"),
+    )
     if split and seq_len % (cp * tp):
         unit = math.lcm(cp * tp, unit)
         what = f"data.seq_len = {seq_len} cannot be shared by {cp} cp x {tp} tp ranks"
@@ -56,7 +61,13 @@ def batch_problems(config: Config, topology: Topology) -> list[Problem]:
         what = f"data.seq_len = {seq_len} cannot be split over {cp} cp ranks"
         expected = f"a multiple of 2 x mesh.cp ({unit}): each rank takes a chunk of the head and one of the tail"
         problems.append(Problem(what, expected, f"--data.seq_len {-(-seq_len // unit) * unit}"))
-    return problems
+    return problems + exact_problems(config, topology)
+
+
+def shared_length(tokens: int, topology: Topology) -> int:
+    """The least length of a row from `tokens` on that cp ranks can share, and tp ranks between the layers."""
+    unit = math.lcm(topology.cp * topology.tp, 2 * topology.cp if topology.cp > 1 else 1)
+    return -(-tokens // unit) * unit
 
 
 def check_global_batch(global_batch: int, *, dp_size: int) -> None:

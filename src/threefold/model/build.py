@@ -1,68 +1,68 @@
 """From a config to a model that is ready to step, in the one correct order.
 
-load (without storage) -> tensor parallel -> context parallel -> activation checkpointing -> compile -> data parallel ->
-read the weights. The optimizer is built afterwards, on the parameters as they are then.
+load (without storage) -> tensor parallel -> float8 -> activation checkpointing -> compile -> data parallel -> read the
+weights. The optimizer is built afterwards, on the parameters as they are then.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PretrainedConfig, PreTrainedModel
 
-from threefold.config.peak_rate import RANDOM, automatic_rate
+from threefold.config.peak_rate import automatic_rate
 from threefold.config.schema import Config
 from threefold.mesh.mesh import Mesh
-from threefold.model import data_parallel, fused_loss, head, load, lora, storage
-from threefold.model.collectives import gather_parts
-from threefold.model.context_parallel import flex
+from threefold.model import compiled, data_parallel, exact_limits, float8, head, load, lora, precision, storage
+from threefold.model.context_parallel import flex, kernels
 from threefold.model.context_parallel.split import ContextParallel, choose_method
+from threefold.model.host_activations import HostActivations
+from threefold.model.model import Model
 from threefold.model.tensor_parallel.plan import TensorParallelism, split_over_tp
-from threefold.model.weight_check import Weights, stored_in_files
+from threefold.model.weight_check import Stored, Weights, stored_in_files
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Choices = Sequence[tuple[str, str]]
 
 
-@dataclass(frozen=True)
-class ParallelModel:
-    """A model on the mesh.
-
-    Attributes:
-        forward: what to call (the model, or the wrapper of data parallelism around it).
-        module: the model itself, whose names a checkpoint uses.
-        context: the cp axis: splits batches, owns masks.
-        tensor: what was split over tp.
-        autocast: type that operations are cast to in forward, or None (float32, or FSDP2 casts the weights).
-        choices: (what was chosen, why), to be printed.
-        automatic_rate: the peak learning rate that suits its weights, random or pretrained ones.
-    """
-
-    forward: nn.Module
-    module: PreTrainedModel
-    context: ContextParallel
-    tensor: TensorParallelism
-    autocast: torch.dtype | None
-    choices: tuple[tuple[str, str], ...] = ()
-    automatic_rate: float = RANDOM
-
-
-def build(
-    config: Config, architecture: PretrainedConfig, mesh: Mesh, *, weights: Weights | None = None
-) -> ParallelModel:
+def build(config: Config, architecture: PretrainedConfig, mesh: Mesh, *, weights: Weights | None = None) -> Model:
     """The model on the mesh, filled with its weights; every rank calls it, after the architecture's check.
 
     Args:
         weights: in place of those that `config.model` names.
     """
-    dtype = DTYPES[config.model.dtype]
+    found, stored = arranged(config, architecture, mesh)
+    model, seed = found.module, config.train.seed
+    given = nullcontext(weights) if weights is not None else None
+    with given or load.weights_of(config.model, architecture, stored, seed=seed, mesh=mesh) as read:
+        storage.fill(
+            model,
+            read,
+            mesh=mesh,
+            tp_placements=found.tensor.placements,
+            first_value=partial(lora.initial, seed=seed),
+            offloaded=config.mesh.cpu_offload,
+        )
+    model.train()
+    if _sharing(config, mesh)[0] != "ddp":
+        return found
+    return dataclasses.replace(found, forward=data_parallel.replicate(model, mesh))
+
+
+def _sharing(config: Config, mesh: Mesh) -> tuple[str, str]:
+    cast = precision.DTYPES[config.model.dtype] != torch.float32
+    exact = config.train.reduce == "exact"
+    return data_parallel.choose(mesh.topology, cast=cast, offloaded=config.mesh.cpu_offload, exact=exact)
+
+
+def arranged(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[Model, Stored]:
+    """The model on the mesh, still without storage, and what its files must hold."""
+    dtype = precision.DTYPES[config.model.dtype]
     context, attention_choices = _context(config, architecture, mesh)
     model: Any = load.build_without_storage(
         architecture, attention=context.name, trust_remote_code=config.model.trust_remote_code
@@ -71,36 +71,43 @@ def build(
         attention_choices = [("attention: the model's own", own_attention)]
     model.config.use_cache = False
     stored = stored_in_files(model)
+    kept = _narrow(model, config, architecture) if dtype != torch.float32 else frozenset()
     tensor, split_choices = _split(model, config, mesh)
+    if config.train.float8 != "none":
+        split_choices = [*split_choices, float8.convert(model, config.train.float8)]
     if config.train.activation_checkpointing != "none":
-        _checkpoint_layers(model, config.train.activation_checkpointing)
-    if config.train.compile:
-        for layer in load.layers_of(model):
-            layer.compile()
+        _checkpoint_layers(model, config.train.activation_checkpointing, mesh)
+    compiles, compiles_why = compiled.compiles(config.train.compile, device=mesh.device.type, ep=config.mesh.ep)
+    if compiles:
+        recomputed = config.train.activation_checkpointing
+        around = recomputed == "offload" or (recomputed == "full" and mesh.size("tp") > 1)
+        compiled.compile_layers(model, recomputed_around=around)
+        split_choices = [*split_choices, ("compiled layers", compiles_why)]
     loss_choices = _install_head(model, config, tensor, mesh)
-    kind, why = data_parallel.choose(mesh.topology)
+    offload = config.mesh.cpu_offload
+    sharing = [data_parallel.accumulation(model, config, mesh), data_parallel.gathering(model, mesh, config)]
+    (kind, why), exact = _sharing(config, mesh), None
     if kind == "fsdp":
-        data_parallel.shard(
-            model, mesh, dtype=dtype, cpu_offload=config.mesh.cpu_offload, prefetch=config.mesh.prefetch
+        whole, asked = precision.parameters_named(model, kept), config.train.reduce == "exact"
+        ahead = config.mesh.prefetch
+        exact = data_parallel.shard(
+            model, mesh, dtype=dtype, cpu_offload=offload, prefetch=ahead, kept=whole, exact=asked
         )
-    seed = config.train.seed
-    given = nullcontext(weights) if weights is not None else None
-    with given or load.weights_of(config.model, architecture, stored, seed=seed, mesh=mesh) as found:
-        storage.fill(
-            model,
-            found,
-            mesh=mesh,
-            tp_placements=tensor.placements,
-            fsdp_sharded=kind == "fsdp",
-            first_value=partial(lora.initial, seed=seed),
-            offloaded=config.mesh.cpu_offload,
-        )
-    model.train()
-    forward = data_parallel.replicate(model, mesh) if kind == "ddp" else model
-    choices = ((f"data parallelism: {kind}", why), *attention_choices, *split_choices, *loss_choices)
-    autocast = None if kind == "fsdp" or dtype == torch.float32 else dtype
+    sharing += [exact_limits.said(config, mesh.topology)] if exact is not None else []
+    said = (f"data parallelism: {kind}", why), *(each for each in sharing if each is not None)
+    choices = (*said, *attention_choices, *split_choices, *loss_choices)
     rate, _ = automatic_rate(config.model)
-    return ParallelModel(forward, model, context, tensor, autocast, choices, rate)
+    found = Model(model, model, mesh, tensor, context, None, choices, rate, config, architecture, exact=exact)
+    return found, stored
+
+
+def _narrow(model: PreTrainedModel, config: Config, architecture: PretrainedConfig) -> frozenset[str]:
+    """Prepares a model on the meta device for bfloat16; returns the names of what stays float32."""
+    kept = precision.kept_in_float32(model)
+    trusted = config.model.trust_remote_code
+    like = load.outline(architecture, trust_remote_code=trusted, dtype=torch.bfloat16)
+    precision.narrow_buffers(model, like, kept)
+    return kept
 
 
 # What `selective` keeps: results that are expensive to compute and small to keep, of matrix products and of attention.
@@ -108,6 +115,7 @@ _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -116,12 +124,17 @@ _KEPT = {
 }
 
 
-def _checkpoint_layers(model: PreTrainedModel, kind: str) -> None:
-    """Lets backward compute each layer again: all of it (`full`), or the cheap part (`selective`)."""
+def _checkpoint_layers(model: PreTrainedModel, kind: str, mesh: Mesh) -> None:
+    """Lets backward compute each layer again: all of it (`full`, `offload`), or the cheap part (`selective`)."""
     settings: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    if kind == "offload":
+        own = HostActivations(mesh.device).checkpoint
+        for module in model.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = own
 
 
 def _policy(context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
@@ -136,7 +149,13 @@ def _context(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tupl
     choices = [(f"context parallelism: {method}", method_why)] if mesh.size("cp") > 1 else []
     if kernel == "flex" or config.model.attention != "auto":
         choices.append((f"attention: {kernel}", kernel_why))
-    return ContextParallel(mesh, method=method, kernel=kernel), choices
+    causal = ""
+    if mesh.device.type == "cuda" and (head_dim := kernels.head_size(architecture)) is not None:
+        halved = mesh.size("cp") > 1 and method == "gather"
+        capability = torch.cuda.get_device_capability(mesh.device)
+        causal, why = kernels.choose(capability, dtype=config.model.dtype, head_dim=head_dim, halved=halved)
+        choices.append((f"attention without a mask: {causal}", why))
+    return ContextParallel(mesh, method=method, kernel=kernel, causal=causal), choices
 
 
 def _split(model: PreTrainedModel, config: Config, mesh: Mesh) -> tuple[TensorParallelism, Choices]:
@@ -154,17 +173,12 @@ def _split(model: PreTrainedModel, config: Config, mesh: Mesh) -> tuple[TensorPa
 
 
 def _install_head(model: PreTrainedModel, config: Config, tensor: TensorParallelism, mesh: Mesh) -> Choices:
-    sharers = tensor.sequence_group
-    whole = {"whole": lambda hidden: gather_parts(hidden, sharers)} if sharers is not None else {}
     kind, why = head.kind_of(model)
-    fused, fused_why = False, ""
-    if config.train.fused_loss == "liger" or (config.train.fused_loss == "auto" and mesh.device.type == "cuda"):
-        asked, smoothing = config.train.fused_loss, config.train.label_smoothing
-        fused, fused_why = fused_loss.choose(
-            asked, kind, device=mesh.device.type, tp=mesh.size("tp"), label_smoothing=smoothing
-        )
-    head.install(model, chunk=config.train.loss_chunk_tokens, fused=fused, **whole)
-    choices = [("loss: Liger's kernel", fused_why)] if fused else []
+    fused = config.train.fused_loss == "liger"
+    splitters = mesh.group("tp") if tensor.vocabulary_start is not None else None
+    chunk, sharers = config.train.loss_chunk_tokens, tensor.sequence_group
+    head.install(model, chunk=chunk, fused=fused, sharers=sharers, splitters=splitters)
+    choices = [("loss: Liger's kernel", "as given")] if fused and kind is not None else []
     if kind is None:
         choices.append(("loss: all logits of a micro-batch at once", why))
     return choices

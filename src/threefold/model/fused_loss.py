@@ -1,8 +1,9 @@
-"""Head and cross entropy in one kernel: Liger's (arXiv:2410.10989), on CUDA, if the package is installed.
+"""Head and cross entropy in one kernel: Liger's (arXiv:2410.10989), on CUDA, where it is asked for by name.
 
-The kernel takes hidden states, the head's weight and the labels, works through the tokens by chunks, and keeps neither
-logits nor their gradient. It cannot smooth labels and report the cross entropy alone, nor work on a part of the
-vocabulary: then `head` computes the loss by chunks, which gives the same sums.
+Like `head_gradient` it takes hidden states, the head's weight and the labels, works through the tokens by chunks, makes
+the gradient in the forward and keeps no logits; a chunk's softmax and gradient are one kernel instead of several
+operations. It cannot smooth labels and report the cross entropy alone, nor work on a part of the vocabulary, so it is
+no run's default: the loss would be rounded in another way on other meshes.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from transformers import PreTrainedModel
 from threefold.errors import Problem
 
 
-def problems(asked: str, *, device: str, tp: int, label_smoothing: float) -> list[Problem]:
-    """Why the kernel cannot be used although it was asked for by name; empty if it can."""
-    possible, why = choose(asked, "any", device=device, tp=tp, label_smoothing=label_smoothing)
-    if asked != "liger" or possible:
+def problems(*, device: str, tp: int, label_smoothing: float) -> list[Problem]:
+    """Why the kernel cannot be used although it was asked for; empty if it can."""
+    if not (why := _obstacle(device, tp, label_smoothing)):
         return []
     install = "pip install 'threefold[liger]', or " if "installed" in why else ""
     expected = "CUDA, the liger-kernel package, the whole vocabulary on each rank and no smoothed labels"
@@ -28,28 +28,16 @@ def problems(asked: str, *, device: str, tp: int, label_smoothing: float) -> lis
     return [Problem(f"train.fused_loss = liger, but {why}", expected, fix)]
 
 
-def choose(asked: str, head: str | None, *, device: str, tp: int, label_smoothing: float) -> tuple[bool, str]:
-    """Whether the kernel is used, and why.
-
-    Args:
-        asked: `auto`, `liger` or `none`.
-        head: how the model makes its logits (`head.kind_of`).
-    """
-    if asked == "none":
-        return False, "as given"
-    if head is None:
-        return False, "the model's head is of an unknown kind"
+def _obstacle(device: str, tp: int, label_smoothing: float) -> str:
     if importlib.util.find_spec("liger_kernel") is None or importlib.util.find_spec("triton") is None:
-        return False, "liger-kernel is not installed"
+        return "liger-kernel is not installed"
     import triton
 
     if device != "cuda" and not triton.knobs.runtime.interpret:
-        return False, "its kernels run on CUDA only"
+        return "its kernels run on CUDA only"
     if tp > 1:
-        return False, f"each of {tp} tp ranks has a part of the vocabulary"
-    if label_smoothing:
-        return False, "it does not report the cross entropy alone if labels are smoothed"
-    return True, "liger-kernel is installed"
+        return f"each of {tp} tp ranks has a part of the vocabulary"
+    return "it does not report the cross entropy alone if labels are smoothed" if label_smoothing else ""
 
 
 def fused_sums(model: PreTrainedModel, hidden: Tensor, labels: Tensor, loss: Any, kind: str) -> tuple[Tensor, Tensor]:

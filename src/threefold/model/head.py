@@ -1,27 +1,33 @@
 """From hidden states to the loss, without ever holding all logits.
 
 A causal language model's own forward returns logits [batch, sequence, vocabulary]. Here it is replaced by one that
-takes the labels too and returns sums: the head is applied to a chunk of tokens at a time, and a chunk's logits are
-computed again in backward. What a model does to its logits after the head (a cap, a scale) is done to each chunk; a
-model whose class is not in the table below keeps its own forward.
+takes the labels too and returns sums, or the log-probability of each label: the head is applied to a chunk of tokens at
+a time. Of sums the gradient is made in the forward (`head_gradient`); of log-probabilities, whose gradient is known in
+backward only, a chunk's logits are computed again there. What a model does to its logits after the head (a cap, a
+scale) is done to each chunk; a model whose class is not in the table below keeps its own forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from threefold.model.collectives import gather_parts, join, sum_gradient
 from threefold.model.fused_loss import fused_sums
+from threefold.model.head_gradient import Bend, Loss, is_product, sums_of
 
-# (logits [tokens, part of the vocabulary], labels [tokens]) -> (objective, cross entropy), both sums.
-Loss: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-_CHUNK_BYTES = 256 * 1024**2
+# Of a chunk's logits in float32. Each chunk reads and writes the whole gradient of the head's weight, which takes as
+# long as the products of a chunk of 256 MiB on a GPU.
+_CHUNK_BYTES = {"cuda": 1024**3}
+_CHUNK_BYTES_ELSEWHERE = 256 * 1024**2
 # transformers' classes whose logits are the head's product and nothing else; `Llama` is LlamaForCausalLM.
 _PLAIN = """
     Afmoe Apertus Arcee AriaText AXK1 AXK2 BailingHybrid Bamba Bart BigBirdPegasus BitNet Blenderbot BlenderbotSmall
@@ -53,10 +59,21 @@ HEADS = {
 
 
 class Sums(NamedTuple):
-    """What a forward with labels returns: sums over this rank's target tokens, and each router's logits (or none)."""
+    """What a forward with labels returns: sums over this rank's target tokens, and each router's logits (or none).
+
+    `of_rows`: the cross entropy of each row's part here, [rows]; None where the kernel tells the sum alone.
+    """
 
     objective: Tensor
     cross_entropy: Tensor
+    router_logits: tuple[Tensor, ...]
+    of_rows: Tensor | None = None
+
+
+class Outputs(NamedTuple):
+    """What else a forward returns: logits, hidden states or log-probabilities, and each router's logits."""
+
+    values: Tensor
     router_logits: tuple[Tensor, ...]
 
 
@@ -93,76 +110,134 @@ def first_position(model: nn.Module) -> int:
     return 0
 
 
-def chunk_tokens(asked: int | str, *, tokens: int, vocabulary: int) -> int:
-    """Tokens whose logits are computed at a time: as asked, or with `auto` as many as 256 MiB of float32 hold."""
+def chunk_tokens(asked: int | str, *, tokens: int, vocabulary: int, device: str = "cpu") -> int:
+    """Tokens whose logits are computed at a time: as asked, or with `auto` as many as 256 MiB of float32 hold.
+
+    On CUDA 1 GiB.
+    """
     if isinstance(asked, int):
         return asked or tokens
-    return min(tokens, max(1, _CHUNK_BYTES // (4 * vocabulary)))
+    return min(tokens, max(1, _CHUNK_BYTES.get(device, _CHUNK_BYTES_ELSEWHERE) // (4 * vocabulary)))
 
 
 def install(
     model: PreTrainedModel,
     *,
     chunk: int | str,
-    whole: Callable[[Tensor], Tensor] = lambda hidden: hidden,
+    sharers: dist.ProcessGroup | None = None,
+    splitters: dist.ProcessGroup | None = None,
     fused: bool = False,
 ) -> None:
-    """Replaces the model's forward by one that returns `Sums`; before any wrapper is put around the model.
+    """Replaces the model's forward by one that returns `Sums`, or `Outputs`; before any wrapper is put around it.
 
     Args:
         chunk: tokens at a time, `auto`, or 0 for all at once.
-        whole: gathers the hidden states of the entire sequence if tp ranks share it.
-        fused: head and loss in one kernel (`fused_loss.choose`).
+        sharers: the tp ranks that share the sequence of the hidden states, if they do.
+        splitters: the tp ranks that hold parts of the vocabulary, if they do.
+        fused: head and loss in one kernel (`fused_loss`).
     """
     kind, _ = kind_of(model)
     own_forward, inner, first = model.forward, below_head(model), first_position(model)
+    end = _End(model, kind, chunk, sharers, splitters, fused)
 
-    def forward(*, labels: Tensor, token_loss: Loss, output_router_logits: bool = False, **inputs: Any) -> Sums:
+    def forward(
+        *,
+        labels: Tensor | None = None,
+        token_loss: Loss | None = None,
+        outputs: str = "",
+        output_router_logits: bool = False,
+        **inputs: Any,
+    ) -> Sums | Outputs:
         if output_router_logits:
             inputs["output_router_logits"] = True
         if first:
             inputs["position_ids"] = inputs["position_ids"] + first
-        outputs = own_forward(**inputs) if kind is None or inner is None else inner(**inputs)
-        if kind is None:
-            sums = token_loss(outputs.logits.flatten(0, 1), labels.flatten())
-        elif fused:
-            hidden = whole(outputs.last_hidden_state).flatten(0, 1)
-            sums = fused_sums(model, hidden, labels.flatten(), token_loss, kind)
-        else:
-            sums = _by_chunks(model, whole(outputs.last_hidden_state), labels, token_loss, chunk, kind)
-        return Sums(*sums, tuple(getattr(outputs, "router_logits", None) or ()))
+        by_itself = inner is None or (kind is None and outputs != "hidden_states")
+        found = own_forward(**inputs) if by_itself else inner(**inputs)  # type: ignore[misc]
+        routers = tuple(getattr(found, "router_logits", None) or ())
+        if labels is None or token_loss is None:
+            return Outputs(end.values(found, outputs), routers)
+        if outputs == "log_probabilities":
+            parts = end.by_chunks(found, labels.flatten(), token_loss)
+            return Outputs(-torch.cat([each for each, _ in parts]).view_as(labels), routers)
+        objective, cross_entropy, each = end.sums(found, labels.flatten(), token_loss)
+        return Sums(objective, cross_entropy, routers, None if each is None else each.view(labels.shape).sum(1))
 
     model.forward = forward  # type: ignore[method-assign]
 
 
-def _by_chunks(
-    model: PreTrainedModel, hidden: Tensor, labels: Tensor, token_loss: Loss, asked: int | str, kind: str
-) -> tuple[Tensor, Tensor]:
-    flat, targets = hidden.flatten(0, 1), labels.flatten()
+@dataclass(frozen=True)
+class _End:
+    """From what the model below the head gives to what is asked for; `found` is its output, or with logits if `kind`
+    is None."""
 
-    def one(states: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        return token_loss(logits_of(model, states, kind), own)
+    model: PreTrainedModel
+    kind: str | None
+    chunk: int | str
+    sharers: dist.ProcessGroup | None
+    splitters: dist.ProcessGroup | None
+    fused: bool
 
-    head: Any = model.get_output_embeddings()
-    size = chunk_tokens(asked, tokens=len(flat), vocabulary=head.weight.shape[0])
-    if size >= len(flat):
-        return one(flat, targets)
-    objective = cross_entropy = torch.zeros((), device=flat.device)
-    again = partial(checkpoint, one, use_reentrant=False, preserve_rng_state=False)
-    for pair in zip(flat.split(size), targets.split(size), strict=True):
-        sums = again(*pair) if torch.is_grad_enabled() else one(*pair)
-        objective, cross_entropy = objective + sums[0], cross_entropy + sums[1]
-    return objective, cross_entropy
+    def values(self, found: Any, of: str) -> Tensor:
+        """Hidden states or logits."""
+        if of == "hidden_states":
+            hidden: Tensor = found.last_hidden_state
+            return hidden if self.sharers is None else join(hidden, self.sharers, dim=1)
+        return found.logits if self.kind is None else logits_of(self.model, self._whole(found), self.kind)
+
+    def sums(self, found: Any, labels: Tensor, token_loss: Loss) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(what is minimised, the cross entropy alone) over labels [tokens], and that of each token, if it is told."""
+        head: Any = self.model.get_output_embeddings()
+        if self.kind is None or not (self.fused or is_product(head)):
+            parts = self.by_chunks(found, labels, token_loss)
+            objectives, entropies = zip(*((each.sum(), entropy.detach()) for each, entropy in parts), strict=True)
+            each = torch.cat(entropies)
+            return sum(objectives[1:], objectives[0]), each.sum(), each
+        hidden = self._whole(found).flatten(0, 1)
+        if self.fused:
+            return *fused_sums(self.model, hidden, labels, token_loss, self.kind), None
+        if self.splitters is not None and self.sharers is None:
+            # Each rank knows what its part of the vocabulary contributes.
+            hidden = sum_gradient(hidden, self.splitters)
+        bend, size = _bend(self.model, self.kind), self._size(hidden)
+        return sums_of(hidden, head, labels, token_loss, bend=bend, size=size)
+
+    def by_chunks(self, found: Any, labels: Tensor, token_loss: Loss) -> Iterator[tuple[Tensor, Tensor]]:
+        """What `token_loss` gives for each token of each chunk; backward computes its logits again."""
+        if self.kind is None:
+            yield token_loss.of_each(found.logits.flatten(0, 1), labels)
+            return
+        hidden = self._whole(found).flatten(0, 1)
+        kind, size = self.kind, self._size(hidden)
+
+        def one(states: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+            return token_loss.of_each(logits_of(self.model, states, kind), own)
+
+        again = partial(checkpoint, one, use_reentrant=False, preserve_rng_state=False)
+        for pair in zip(hidden.split(size), labels.split(size), strict=True):
+            yield again(*pair) if torch.is_grad_enabled() and size < len(hidden) else one(*pair)
+
+    def _whole(self, found: Any) -> Tensor:
+        hidden: Tensor = found.last_hidden_state
+        return hidden if self.sharers is None else gather_parts(hidden, self.sharers)
+
+    def _size(self, hidden: Tensor) -> int:
+        head: Any = self.model.get_output_embeddings()
+        # Of the largest part of the vocabulary: the same on all ranks.
+        vocabulary = -(-head.weight.shape[0] // (self.splitters.size() if self.splitters is not None else 1))
+        return chunk_tokens(self.chunk, tokens=len(hidden), vocabulary=vocabulary, device=hidden.device.type)
 
 
 def logits_of(model: PreTrainedModel, hidden: Tensor, kind: str) -> Tensor:
+    """The model's logits of hidden states [.., hidden], or this rank's part of them."""
     head: Any = model.get_output_embeddings()
+    return _bend(model, kind).logits(head(hidden))
+
+
+def _bend(model: PreTrainedModel, kind: str) -> Bend:
     config: Any = model.config
-    logits: Tensor = head(hidden)
     if kind == "divided":
-        return logits / config.logits_scaling
+        return Bend(1 / config.logits_scaling)
     if kind == "multiplied":
-        return logits * model.logit_scale
-    if kind == "capped" and config.final_logit_softcapping is not None:
-        return torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
-    return logits
+        return Bend(float(model.logit_scale))  # type: ignore[arg-type]
+    return Bend(cap=config.final_logit_softcapping if kind == "capped" else None)

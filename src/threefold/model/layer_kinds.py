@@ -18,6 +18,9 @@ DEPTH = {
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"),
     *("num_decoder_layers", "num_encoder_layers", "num_blocks", "num_layers_per_stack"),
 }
+# What configs and models call their experts, and those of them that a token meets.
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
 _MAX_LAYERS = 6
 _PERIOD_LAYERS = 4
 _EACH_LAYER = re.compile(

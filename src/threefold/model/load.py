@@ -27,7 +27,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from threefold.config.schema import EMBEDDED_DEFAULT, ModelConfig
 from threefold.errors import ConfigError
@@ -106,7 +106,9 @@ def unknown_keys(model_type: str, keys: Iterable[str]) -> list[str]:
     return [key for key in unknown if key not in words]
 
 
-def build_without_storage(config: PretrainedConfig, *, attention: str, trust_remote_code: bool = False) -> Any:
+def build_without_storage(
+    config: PretrainedConfig, *, attention: str, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32
+) -> Any:
     """The model's modules with parameters on the meta device.
 
     Args:
@@ -114,21 +116,22 @@ def build_without_storage(config: PretrainedConfig, *, attention: str, trust_rem
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=trust_remote_code
+            config, attn_implementation="eager", dtype=dtype, trust_remote_code=trust_remote_code
         )
     if attention != "eager":
         backend.use(model, attention)
     return model
 
 
-def outline(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Any:
+def outline(config: PretrainedConfig, *, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     """The model without storage, with eager attention, to look at.
 
     Raises:
         ConfigError: its class cannot be built from this config.
     """
     try:
-        return build_without_storage(copy.deepcopy(config), attention="eager", trust_remote_code=trust_remote_code)
+        settings: dict[str, Any] = {"attention": "eager", "trust_remote_code": trust_remote_code, "dtype": dtype}
+        return build_without_storage(copy.deepcopy(config), **settings)
     except Exception as error:  # whatever a model's code may raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(
@@ -272,15 +275,10 @@ def fingerprint(asked: ModelConfig) -> str:
     return f"xxh3:{seen.hexdigest()}"
 
 
-def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's repeated blocks, in order."""
-    blocks = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in blocks]
-
-
-def sizes(model: PreTrainedModel) -> tuple[int, int]:
-    """(number of layers, hidden size), from the config or, where it names them otherwise (blt), from the modules."""
-    text: Any = model.config.get_text_config()
-    layers = getattr(text, "num_hidden_layers", None) or len(layers_of(model))
-    embedding: Any = model.get_input_embeddings()
-    return layers, getattr(text, "hidden_size", None) or embedding.weight.shape[-1]
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The model's repeated blocks, in order; of a module that names none, what its longest list of one class holds."""
+    if blocks := set(getattr(model, "_no_split_modules", None) or ()):
+        return [module for module in model.modules() if type(module).__name__ in blocks]
+    lists = [[*each.children()] for each in model.modules() if isinstance(each, nn.ModuleList)]
+    alike = [each for each in lists if len({type(module) for module in each}) == 1]
+    return max(alike, key=len, default=[])

@@ -49,7 +49,7 @@ def problems(asked: LoraConfig, build: Callable[[], PreTrainedModel], *, name: s
     listed = f"[{', '.join(targets)}]" if isinstance(targets, tuple) else targets or "null"
     fix = "--model.lora.target_modules all-linear"
     try:
-        _insert(model, asked)
+        insert(model, asked)
     except ValueError as error:
         reason = str(error).strip().splitlines()[0]
         what = f"model.lora.target_modules = {listed} is refused by peft for {name!r}: {reason}"
@@ -70,19 +70,19 @@ def inject(model: PreTrainedModel, asked: LoraConfig, tensor: TensorParallelism,
     Returns what is split, under the names that the parameters have now.
     """
     with _as_whole(model):
-        _insert(model, asked)
+        insert(model, asked)
     renamed = {original(name): name for name, _ in model.named_parameters()}
     placements = {renamed[name]: placement for name, placement in tensor.placements.items()}
     partial = [renamed[name] for name in tensor.partial_gradients]
-    shared, group = tensor.shared_input, mesh.group("tp")
+    shared = tensor.shared_input
     for name, module in _adapted(model):
         if (style := tensor.projections.get(name)) is None:
             continue
-        assert mesh.device_mesh is not None and group is not None
+        assert mesh.parameter_mesh is not None and shared is not None
         columns = style == "colwise"
         (split, placement), whole = (("lora_B", Shard(0)), "lora_A") if columns else (("lora_A", Shard(1)), "lora_B")
         layer = getattr(module, split)[ADAPTER]
-        weight = distribute_tensor(layer.weight.detach(), mesh.device_mesh["tp"], [placement], src_data_rank=None)
+        weight = distribute_tensor(layer.weight.detach(), mesh.parameter_mesh["tp"], [placement], src_data_rank=None)
         layer.weight = nn.Parameter(weight)
         placements[f"{name}.{split}.{ADAPTER}.weight"] = placement
         partial.append(f"{name}.{whole}.{ADAPTER}.weight")
@@ -90,7 +90,7 @@ def inject(model: PreTrainedModel, asked: LoraConfig, tensor: TensorParallelism,
             module.forward = _column_forward(module, shared)
         else:
             product = functools.partial(_product, module)
-            module.forward = row_forward(module.base_layer, shared, group, adapter=product)
+            module.forward = row_forward(module.base_layer, shared, adapter=product)
     return dataclasses.replace(tensor, placements=placements, partial_gradients=tuple(partial))
 
 
@@ -106,26 +106,51 @@ def _as_whole(model: nn.Module) -> Iterator[None]:
         layer.weight = weight.requires_grad_(False)
 
 
-def _column_forward(module: Any, shared: SharedInput | None) -> Callable[[Tensor], Tensor]:
+def _column_forward(module: Any, shared: SharedInput) -> Callable[[Tensor], Tensor]:
     """x [.., in] on every rank -> this rank's part [.., out / tp], its adapter's part added."""
 
     def forward(x: Tensor) -> Tensor:
         y: Tensor = module.base_layer(x)
-        own = x if shared is None else shared.take(x)
-        return y + _product(module, own)
+        return y + _product(module, shared.take(x))
 
     return forward
 
 
 def _product(module: Any, x: Tensor) -> Tensor:
+    if module.disable_adapters:
+        return x.new_zeros(())
     narrow = F.linear(module.lora_dropout[ADAPTER](x), local_part(module.lora_A[ADAPTER].weight))
     product: Tensor = F.linear(narrow, local_part(module.lora_B[ADAPTER].weight)) * module.scaling[ADAPTER]
     return product
 
 
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes without its adapters, as it began."""
+    adapted = [module for _, module in _adapted(model)]
+    try:
+        for module in adapted:
+            # Not by peft's `enable_adapters`, which also changes what requires a gradient.
+            module._disable_adapters = True
+        yield
+    finally:
+        for module in adapted:
+            module._disable_adapters = False
+
+
+def insert(model: PreTrainedModel, asked: LoraConfig) -> None:
+    """Adds adapters to the projections of a whole model; the others are frozen. On the meta device: no values."""
+    from peft import inject_adapter_in_model
+
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inject_adapter_in_model(peft_config(asked, model), model, adapter_name=ADAPTER, low_cpu_mem_usage=on_meta)
+
+
 def insert_whole(model: PreTrainedModel, asked: LoraConfig, *, seed: int) -> None:
     """Adds adapters with their first values to the projections of a whole model that has its weights."""
-    _insert(model, asked)
+    insert(model, asked)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if is_adapter(name):
@@ -188,15 +213,6 @@ def initial(name: str, shape: torch.Size, *, seed: int) -> Tensor:
 def _linear_layers(model: PreTrainedModel) -> list[str]:
     head = model.get_output_embeddings()
     return [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
-
-
-def _insert(model: PreTrainedModel, asked: LoraConfig) -> None:
-    from peft import inject_adapter_in_model
-
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        inject_adapter_in_model(peft_config(asked, model), model, adapter_name=ADAPTER, low_cpu_mem_usage=on_meta)
 
 
 def _adapted(model: nn.Module) -> list[tuple[str, Any]]:

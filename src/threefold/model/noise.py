@@ -1,18 +1,22 @@
-"""Which tp ranks draw the same dropout, and which their own.
+"""Which ranks draw the same dropout, and which their own.
 
 Ranks that hold the same activations must drop the same of them. Ranks that hold other tokens (they share the sequence)
-or other heads must not, or the noise of one would repeat on the next.
+or other heads must not, or the noise of one would repeat on the next. In a run a micro-batch has noise of its own,
+wherever it is computed, and however often.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from threefold.mesh.mesh import Mesh
+
+_Piece = TypeVar("_Piece")
 
 
 def places(mesh: Mesh, sequence_group: dist.ProcessGroup | None) -> tuple[int, ...]:
@@ -21,8 +25,32 @@ def places(mesh: Mesh, sequence_group: dist.ProcessGroup | None) -> tuple[int, .
     Args:
         sequence_group: the tp ranks that share the sequence between the split parts, if they do.
     """
+    return mesh.dp_rank, *places_in_row(mesh, sequence_group)
+
+
+def places_in_row(mesh: Mesh, sequence_group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """As `places`, without the rows: for random numbers that belong to rows and not to ranks."""
     tokens = (mesh.tp_rank,) if sequence_group is not None else ()
-    return mesh.dp_rank, mesh.cp_rank, *tokens
+    return mesh.cp_rank, *tokens
+
+
+class Keyed(list[_Piece]):
+    """Micro-batches that seed this rank's random numbers when they are taken in turn: all that torch's generators draw.
+
+    So they have the same noise each time, and it does not depend on what was drawn before.
+    """
+
+    def __init__(self, pieces: Iterable[_Piece], seeds: Sequence[int], device: torch.device) -> None:
+        """Args: `seeds`: one for each piece, below 2**63."""
+        super().__init__(pieces)
+        self._seeds, self._device = seeds, device
+
+    def __iter__(self) -> Iterator[_Piece]:
+        for piece, seed in zip(super().__iter__(), self._seeds, strict=True):
+            torch.default_generator.manual_seed(seed)
+            if self._device.type == "cuda":
+                torch.cuda.manual_seed(seed)
+            yield piece
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from threefold.mesh.mesh import Mesh
 from threefold.model import weight_check
 from threefold.model.collectives import local_part
+from threefold.model.data_parallel import is_sharded
 from threefold.model.weight_check import Weights, is_adapter, original, stored_tensors
 
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
@@ -28,7 +29,6 @@ def fill(
     *,
     mesh: Mesh,
     tp_placements: Mapping[str, Placement],
-    fsdp_sharded: bool,
     first_value: Callable[[str, torch.Size], Tensor],
     offloaded: bool = False,
 ) -> None:
@@ -40,18 +40,11 @@ def fill(
     Args:
         first_value: (name, shape) -> first values of an adapter's whole weight, which no file has.
     """
-    model.to_empty(device="cpu" if offloaded else mesh.device)
-    for buffer_owner in model.modules() if offloaded else ():
-        for name, buffer in buffer_owner.named_buffers(recurse=False):
-            buffer_owner._buffers[name] = torch.empty_like(buffer, device=mesh.device)
-    # `to_empty` gave each module parameters of its own: tie again those that were tied.
-    for name, source in model.all_tied_weights_keys.items():
-        owner, _, own = name.rpartition(".")
-        model.get_submodule(owner)._parameters[own] = model.get_parameter(source)
+    reserve(model, mesh, offloaded=offloaded)
     tied = dict(model.all_tied_weights_keys)
     not_finite, written = [], set()
     fsdp_rank = mesh.topology.coordinates(mesh.rank)[1] * mesh.topology.cp + mesh.cp_rank
-    fsdp_size = mesh.size("fsdp") if fsdp_sharded else 1
+    fsdp_size = mesh.size("fsdp")
     with torch.no_grad():
         for name, target in stored_tensors(model):
             stored = original(name)
@@ -59,7 +52,7 @@ def fill(
                 stored = tied[stored]  # of two names of one tensor, the file has the other
             whole = first_value(name, target.shape) if is_adapter(name) else weights[stored]()
             part = _cut(whole, tp_placements.get(name), mesh=mesh)
-            if fsdp_size > 1 and isinstance(target, nn.Parameter):
+            if fsdp_size > 1 and is_sharded(target):
                 pieces = part.chunk(fsdp_size, dim=0)
                 part = pieces[fsdp_rank] if fsdp_rank < len(pieces) else part[:0]
             if part.is_floating_point() and part.numel() and not all(map(torch.isfinite, part.aminmax())):
@@ -78,6 +71,22 @@ def fill(
         _initialise_around(model, name)
     if left := _unwritten(model, written):
         raise RuntimeError(f"{type(model).__name__} has tensors that were never written: {', '.join(left)}")
+
+
+def reserve(model: PreTrainedModel, mesh: Mesh, *, offloaded: bool) -> None:
+    """Storage on the device, or in the host's memory for what FSDP2 fetches from there."""
+    model.to_empty(device="cpu" if offloaded else mesh.device)
+    for owner in model.modules() if offloaded else ():
+        for name, buffer in owner.named_buffers(recurse=False):
+            owner._buffers[name] = torch.empty_like(buffer, device=mesh.device)
+        for name, each in owner.named_parameters(recurse=False):
+            if not is_sharded(each):
+                kept = torch.empty_like(each, device=mesh.device)
+                owner._parameters[name] = nn.Parameter(kept, requires_grad=each.requires_grad)
+    # `to_empty` gave each module parameters of its own: tie again those that were tied.
+    for name, source in model.all_tied_weights_keys.items():
+        path, _, own = name.rpartition(".")
+        model.get_submodule(path)._parameters[own] = model.get_parameter(source)
 
 
 def _mark_unwritten(model: nn.Module, written: set[int]) -> None:
@@ -116,6 +125,6 @@ def _initialise_around(model: PreTrainedModel, name: str) -> None:
 def _cut(whole: Tensor, placement: Placement | None, *, mesh: Mesh) -> Tensor:
     if placement is None:
         return whole
-    assert mesh.device_mesh is not None
+    assert mesh.parameter_mesh is not None
     with torch.device("cpu"):
-        return distribute_tensor(whole, mesh.device_mesh["tp"], [placement], src_data_rank=None).to_local()
+        return distribute_tensor(whole, mesh.parameter_mesh["tp"], [placement], src_data_rank=None).to_local()

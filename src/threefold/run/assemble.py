@@ -10,33 +10,42 @@ from dataclasses import dataclass
 
 import torch
 
-from threefold.audit import compare, record
+from threefold.audit import compare, record, row_lengths
 from threefold.audit.compare import Audit
 from threefold.audit.digest import TOKEN_FIELDS
 from threefold.audit.offences import explain
 from threefold.audit.record import SegmentLine
 from threefold.config.peak_rate import with_rate
 from threefold.config.schema import Config
+from threefold.data.conversations.labeller import template_source
+from threefold.data.like_length import LengthsOf
 from threefold.data.loader import Batch, TokenLoader, evaluation_batches
 from threefold.data.mixture import Mixture
 from threefold.data.order import Order, last_step
 from threefold.data.permutation import ORDER_VERSION, seed_of
 from threefold.data.rows.concat import Rows
-from threefold.data.rows.known_rows import KnownRows
+from threefold.data.rows.known_rows import KnownRows, parts_of
 from threefold.data.rows.packing import MixedRows, Packing, open_rows, reopen_rows, store_at
+from threefold.data.rows.padded import PaddedRows
 from threefold.data.tokens import Tokenizer
 from threefold.integrations import trackers
 from threefold.jsonl import MetricsFile, Tracker
 from threefold.mesh.environment import cache_folder
 from threefold.mesh.mesh import Mesh
 from threefold.model import noise
-from threefold.model.build import ParallelModel, build
+from threefold.model.build import build
+from threefold.model.compiled import Recompiled, compiles
+from threefold.model.model import Model
 from threefold.run.folder import RunFolder
+from threefold.run.given import Given
+from threefold.run.pairs import Pairs, pairs_of
 from threefold.run.request import Asked
-from threefold.run.resume import Checkpointer, rate_of, versions, with_former
+from threefold.run.resume import Checkpointer, rate_of, with_former
 from threefold.run.same_bytes import of_one_copy, record_of, refuse_other_bytes
 from threefold.run.sources import opened, sources_of
-from threefold.training.optimizer import adamw
+from threefold.training.ema import Ema
+from threefold.training.optimizer import build_optimizer, own_optimizer
+from threefold.training.saving import versions
 
 DEFAULT_STEPS = 120
 
@@ -49,6 +58,9 @@ class Built(Asked):
         held_out: rows of the evaluation, or None.
         num_steps: the last step's number.
         rate_why: the reason for the config's learning rate.
+        given: objects of the program that trains.
+        pairs: the losses of a run on pairs of answers, else None.
+        recompiled: counts how often layers are compiled again; None if they are not compiled.
     """
 
     mesh: Mesh
@@ -56,11 +68,15 @@ class Built(Asked):
     rows: Rows
     held_out: Rows | None
     loader: TokenLoader
-    model: ParallelModel
+    model: Model
     optimizer: torch.optim.Optimizer
+    ema: Ema | None
     checkpointer: Checkpointer
     num_steps: int
     rate_why: str
+    given: Given
+    pairs: Pairs | None
+    recompiled: Recompiled | None
 
     @property
     def done(self) -> int:
@@ -79,8 +95,19 @@ class Built(Asked):
         return self.config.train.global_batch // self.mesh.dp_size if asked == "auto" else asked
 
 
-def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
+def build_run(
+    asked: Asked,
+    mesh: Mesh,
+    folder: RunFolder,
+    given: Given,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+    enter: Callable[[str], None] = lambda phase: None,
+) -> Built:
     """Opens the data, builds model and optimizer, and resumes if the folder has a checkpoint; all ranks call it.
+
+    Args:
+        say, enter: print a line on what takes long, and are told what begins.
 
     Raises:
         DataError: the data cannot be read, or is not what the run began with.
@@ -91,19 +118,28 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
     config = with_former(with_rate(asked.config, rate), folder)
     vocab_size = getattr(architecture.get_text_config(), "vocab_size", None)
     rows = rows_of(config, tokenizer, mesh, vocab_size=vocab_size)
-    held_out = None
-    if config.eval.source:
-        held_out = rows_of(config, tokenizer, mesh, vocab_size=vocab_size, held_out=True)
+    held_out = rows_of(config, tokenizer, mesh, vocab_size=vocab_size, held_out=True) if config.eval.source else None
     refuse_other_bytes(rows, folder, mesh)
     loader = loader_of(config, rows, mesh)
+    enter("loading")
     model = build(config, asked.architecture, mesh)
-    optimizer = adamw(model.module, config.optimizer)
+    pairs = pairs_of(config, model, rows, held_out, resumed=folder.resumed_run, say=say)
+    if given.optimizer is not None:
+        optimizer = own_optimizer(given.optimizer, model.module, model, mesh.topology)
+        rate, rate_why = optimizer.param_groups[0]["lr"], "that of the optimizer as it was made"
+        config = with_rate(config, rate)
+    else:
+        optimizer = optimizer_of(config, model, mesh)
+    ema = average_of(config, model)
     torch.manual_seed(seed_of("a run", config.train.seed, *noise.places(mesh, model.tensor.sequence_group)))
-    checkpointer = Checkpointer(config, folder, mesh, model, optimizer, loader, architecture)
+    template = mesh.share("chat template", lambda: template_in_use(config, rows, tokenizer))
+    checkpointer = Checkpointer(
+        config, folder, mesh, model, optimizer, loader, architecture, template, given.described, ema
+    )
+    enter("resuming")
     checkpointer.resume()
-    settled = dataclasses.replace(asked, config=config)
     return Built(
-        **vars(settled),
+        **vars(dataclasses.replace(asked, config=config)),
         mesh=mesh,
         folder=folder,
         rows=rows,
@@ -111,10 +147,31 @@ def build_run(asked: Asked, mesh: Mesh, folder: RunFolder) -> Built:
         loader=loader,
         model=model,
         optimizer=optimizer,
+        ema=ema,
         checkpointer=checkpointer,
         num_steps=num_steps_of(config, folder, loader),
         rate_why=rate_why,
+        given=given,
+        pairs=pairs,
+        recompiled=_recompiled(config, mesh, say),
     )
+
+
+def optimizer_of(config: Config, model: Model, mesh: Mesh) -> torch.optim.Optimizer:
+    """The optimizer that a run asks for."""
+    dtype, exact = getattr(torch, config.model.dtype), config.train.reduce == "exact"
+    return build_optimizer(model.module, config.optimizer, mesh, dtype=dtype, exact=exact)
+
+
+def average_of(config: Config, model: Model) -> Ema | None:
+    """The average of the weights that a run asks for, or None."""
+    decay, exact = config.optimizer.ema, config.train.reduce == "exact"
+    return Ema(model.module, decay, exact=exact) if decay is not None else None
+
+
+def _recompiled(config: Config, mesh: Mesh, say: Callable[[str], None]) -> Recompiled | None:
+    compiled, _ = compiles(config.train.compile, device=mesh.device.type, ep=config.mesh.ep)
+    return Recompiled(say) if compiled else None
 
 
 def trackers_of(run: Built, *, say: Callable[[str], None]) -> list[Tracker]:
@@ -162,6 +219,13 @@ def rows_of(
     return of_one_copy(open_on_every_host, list(sources), mesh)
 
 
+def template_in_use(config: Config, rows: Rows, tokenizer: Tokenizer) -> str | None:
+    """The text of the chat template that rows with labels are rendered with; None if all are texts."""
+    if not any(part.rows.store.has_targets for part in parts_of(rows)):
+        return None
+    return template_source(tokenizer, next(iter(sources_of(config).values())).labels)
+
+
 def num_steps_of(config: Config, folder: RunFolder, loader: TokenLoader) -> int:
     """The last step's number; with train.epochs from the rows that are left after the steps done."""
     if config.train.epochs is None:
@@ -186,7 +250,14 @@ def order_of(config: Config, rows: Rows, *, version: int = ORDER_VERSION) -> Ord
         version=version,
         mixture=mixture,
         epochs=config.train.epochs,
+        lengths=lengths_of(rows) if config.data.group_by_length else None,
     )
+
+
+def lengths_of(rows: Rows) -> LengthsOf:
+    """The lengths of rows that hold one document each."""
+    assert isinstance(rows, PaddedRows)
+    return rows.lengths
 
 
 def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
@@ -210,8 +281,9 @@ def open_audit(run: Built) -> Audit:
     """
     config, mesh, loader = run.config, run.mesh, run.loader
     resume = f"threefold resume {shlex.quote(str(run.folder.path))}"
+    order = order_of(config, loader.rows, version=loader.order.version)
     start = SegmentLine.of(
-        order_of(config, loader.rows, version=loader.order.version),
+        order,
         loader.cursor().place,
         first_step=run.done + 1,
         topology=mesh.topology,
@@ -221,6 +293,9 @@ def open_audit(run: Built) -> Audit:
     )
     tensors = TOKEN_FIELDS if config.data.document_mask else TOKEN_FIELDS[:-1]
     start = dataclasses.replace(start, tensors=tensors, stores=record_of(loader.rows))
+    if (lengths := order.lengths) is not None:
+        grouped = mesh.share("lengths", lambda: row_lengths.keep(run.folder.path, lengths, order.num_rows))
+        start = dataclasses.replace(start, grouped=grouped, lengths=lengths)
     path = run.folder.path / record.FILE
     go_on = config.checkpoint.on_error == "continue"
     file = MetricsFile(path, continue_on_error=go_on) if mesh.rank == 0 else None
@@ -249,4 +324,5 @@ def held_out_of(run: Built) -> Callable[[], Iterable[Batch]] | None:
         dp_rank=run.mesh.dp_rank,
         dp_size=run.mesh.dp_size,
         document_mask=bool(run.config.data.document_mask),
+        alike=run.config.train.reduce == "exact",
     )

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
-import os
 import shlex
-import signal
-import sys
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PretrainedConfig
 
 from threefold import __version__
@@ -23,46 +17,27 @@ from threefold.config.text import as_yaml
 from threefold.data.order import last_step
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import parts_of
+from threefold.data.text.source import NO_END, no_end_warning
 from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT
-from threefold.export.model_folder import generate_sample
-from threefold.jsonl import Metrics
+from threefold.export.generation import generate_sample
 from threefold.mesh import environment
 from threefold.model.layer_kinds import common_number
 from threefold.run.assemble import DEFAULT_STEPS, Built
+from threefold.run.given import name_of
+from threefold.run.pairs import FOLDER as REFERENCE
+from threefold.run.terminal import SAMPLE, Screen
+from threefold.training import optimizer as optimizers
 from threefold.training.loop import Outcome
-from threefold.training.optimizer import learning_rate
+from threefold.training.schedule import learning_rate
 
 log = logging.getLogger("threefold")
 
 _FIRST_ROW = np.zeros(1, dtype=np.int64)
-_SAMPLE = "  | "
 _LARGEST_SAMPLED = 500_000_000
 
 
-class Screen(Console):
-    """The terminal; what is printed is also logged.
-
-    Once nobody reads it any more (`| head`), the run stops as at a signal, and nothing is printed.
-    """
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        text = " ".join(map(str, objects))
-        if not (self.quiet or text.startswith(_SAMPLE)):  # a model's text could look like an error's
-            log.info("%s", text)
-        super().print(*objects, **options)
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-        if not callable(signal.getsignal(signal.SIGTERM)):  # training has not begun
-            raise SystemExit(128 + signal.SIGPIPE)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]) -> None:
-    """Prints the head of a run; `why` is the reason for its mesh, `admission` what the probes found."""
+def introduce(console: Screen, run: Built, why: str, found: Sequence[tuple[str, str]]) -> None:
+    """Prints the head of a run; `why` is the reason for its mesh, `found` what probes and estimates say of it."""
     config, mesh = run.config, run.mesh
     name = config.model.name_or_path or f"random weights from seed {config.train.seed}"
     ranks = f"{mesh.world_size} ranks" if mesh.world_size > 1 else "1 process"
@@ -80,8 +55,12 @@ def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]
         f"  data   {named} ({run.tokenizer.name}): {run.rows.report}; {seq_len} tokens a row",
     ]
     lines += learnt_of(run.rows)
+    lines += [f"  {no_end_warning(config.data.chat_template or run.tokenizer.name)}"] if without_end(run.rows) else []
     if run.loader.order.mixture is not None:
         lines.append(f"  shares {run.loader.order.mixture.shares}")
+    if run.pairs is not None:
+        how = "without the adapters" if config.model.lora.r else f"as kept in {run.folder.path / REFERENCE}"
+        lines.append(f"  dpo    {config.dpo.loss}, beta {config.dpo.beta:g}; reference: the model at its start, {how}")
     if run.done < run.num_steps:
         lines.append(f"  steps  {run.done + 1} to {run.num_steps}, {config.train.global_batch} rows each")
         lines += epochs_ahead(run)
@@ -91,12 +70,16 @@ def introduce(console: Console, run: Built, why: str, admission: tuple[str, str]
     if config.data.allow_other_tokenizer:
         own = "which is not compared with the model's own"
         lines.append(f"  tokenizer: {run.tokenizer.name}, {own}: data.allow_other_tokenizer")
-    lines += [f"  {choice}: {reason}" for choice, reason in (admission, *run.model.choices)]
+    chosen = (*found, *run.model.choices, *optimizers.said(run.optimizer, config.optimizer))
+    lines += [f"  {choice}: {reason}" for choice, reason in chosen]
+    lines += [f"  loss: {name_of(run.given.loss)}, of {run.given.loss_on}: as given"] if run.given.loss else []
     if config.data.skip:
         skips = ", ".join(f"[{first}, {last}]" for first, last in config.data.skip)
         lines.append(f"  data.skip: the batches of the steps {skips} are left out")
     if run.folder.resume is not None:
-        lines.append(f"  resumed from {run.folder.resume.path}")
+        lost = run.checkpointer.lost_bits
+        bits = "" if lost is None else f", with other bits: {'; '.join(lost)}" if lost else ", bit for bit"
+        lines.append(f"  resumed from {run.folder.resume.path}{bits}")
         lines += [f"  changed: {change}" for change in run.checkpointer.changed]
         lines += _schedule_changed(run)
     if (info := environment.current()).restart:
@@ -112,6 +95,11 @@ def learnt_of(rows: Rows) -> list[str]:
     lines = [f"  format {named.format(name)}{info.learnt}" for name, info in parts if info is not None and info.labels]
     begun = [(name, info.bos_id) for name, info in parts if info is not None and info.bos_id is not None]
     return lines + [f"  bos    {named.format(name)}token {id} begins each document: data.bos" for name, id in begun]
+
+
+def without_end(rows: Rows) -> bool:
+    """Whether answers of a source are learnt without anything that ends them, although their end is to be learnt."""
+    return any(NO_END in (part.rows.store.labels or "") for part in parts_of(rows))
 
 
 def epochs_ahead(run: Built) -> list[str]:
@@ -164,7 +152,8 @@ def shape_text(architecture: PretrainedConfig) -> str:
 def _schedule_changed(run: Built) -> list[str]:
     """What another number of steps does to the rate of a run that is resumed."""
     before, optimizer = _steps_before(run), run.config.optimizer
-    if before == run.num_steps or optimizer.schedule == "constant" or run.done >= run.num_steps:
+    endless = optimizer.schedule in ("constant", "inverse_sqrt")
+    if before == run.num_steps or endless or run.done >= run.num_steps:
         return []
     last = learning_rate(run.done, num_steps=before, config=optimizer)
     now = learning_rate(run.done + 1, num_steps=run.num_steps, config=optimizer)
@@ -184,48 +173,10 @@ def _steps_before(run: Built) -> int:
     return last_step(order, run.loader.cursor().place, done=run.done, skip=ahead)
 
 
-class Terminal:
-    """A tracker that prints each logged step, with a live bar below if the output is a terminal."""
-
-    def __init__(self, console: Console, *, num_steps: int, done: int) -> None:
-        self._console = console
-        self._num_steps = num_steps
-        self._bar = Progress(
-            *(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("training", total=num_steps, completed=done)
-        self._bar.start()
-
-    def log(self, metrics: Metrics) -> None:
-        """Prints one logged step or evaluation."""
-        if "eval_loss" in metrics:
-            loss = metrics["eval_loss"]
-            line = (
-                f"evaluation after step {metrics['step']}: loss {loss:.4f} "
-                f"(perplexity {math.exp(min(loss, 700.0)):.2f}) over {metrics['eval_tokens']:,} tokens"
-            )
-        elif "skipped" in metrics:
-            line = f"{metrics['skipped']}: no update"
-        else:
-            mfu = f"  mfu {metrics['mfu']:.1%}" if "mfu" in metrics else ""
-            line = (
-                f"step {metrics['step']:>{len(str(self._num_steps))}}/{self._num_steps}  loss {metrics['loss']:.4f}  "
-                f"grad norm {metrics['grad_norm']:.3f}  lr {metrics['lr']:.2e}  {metrics['step_time_s']:.2f} s/step  "
-                f"{metrics['tokens_per_s']:,.0f} tokens/s{mfu}"
-            )
-            self._bar.update(self._task, completed=metrics["step"])
-        self._console.print(line)
-
-    def close(self) -> None:
-        self._bar.stop()
-
-
-def conclude(console: Console, run: Built, outcome: Outcome) -> int:
+def conclude(console: Screen, run: Built, outcome: Outcome) -> int:
     """Prints how the run ended, with a sample of the model's text, and returns the exit code."""
     path, saved = run.folder.path, run.checkpointer.saver.saved_step
+    by_signal = outcome.stopped and outcome.by == "signal"
     event = "stop" if outcome.stopped else "done"
     if run.mesh.rank == 0:
         run.folder.journal.note(event, step=outcome.step, saved=saved, start=run.checkpointer.folder.start)
@@ -235,22 +186,23 @@ def conclude(console: Console, run: Built, outcome: Outcome) -> int:
         console.print(f"not saved: the state after step {outcome.step}; {kept}, in {path}")
         console.print(f"train the steps since again: threefold resume {shlex.quote(str(path))}")
         return EXIT_FAILED
-    if outcome.stopped:
+    if by_signal:
         console.print(f"stopped by a signal after step {outcome.step}; the checkpoint is saved in {path}")
         console.print(f"resume: threefold resume {shlex.quote(str(path))}")
         return EXIT_STOPPED_WITH_CHECKPOINT
-    if console.quiet:
+    if run.mesh.rank != 0:
         return 0
-    if run.config.log.sample_tokens:
+    if run.config.log.sample_tokens and not console.quiet:
         _show_sample(console, run)
     loss = f"loss {outcome.loss:.4f}" if outcome.loss is not None else ""
     console.print(epochs_read(run))
-    console.print(f"done: {outcome.step} steps, {loss}, in {path}")
+    done = "stopped by a hook" if outcome.stopped else "done"
+    console.print(f"{done}: {outcome.step} steps, {loss}, in {path}")
     console.print(f"export: threefold export {shlex.quote(str(path))} --to DIR")
     return 0
 
 
-def _show_sample(console: Console, run: Built) -> None:
+def _show_sample(console: Screen, run: Built) -> None:
     if run.num_parameters > _LARGEST_SAMPLED:
         console.print(f"no sample: {run.num_parameters:,} parameters are too many for one process after training")
         return
@@ -259,4 +211,4 @@ def _show_sample(console: Console, run: Built) -> None:
     prompt = run.rows.rows(_FIRST_ROW)["input_ids"][0][: max(1, min(48, run.config.data.seq_len // 2))]
     text = generate_sample(checkpoint, run.tokenizer, prompt.tolist(), num_tokens=run.config.log.sample_tokens)
     console.print("a sample (the prompt, then what the model wrote):")
-    console.print("\n".join(f"{_SAMPLE}{line}" for line in text.splitlines()))
+    console.print("\n".join(f"{SAMPLE}{line}" for line in text.splitlines()))

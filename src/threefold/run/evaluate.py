@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from pathlib import Path
 
+from threefold.bars import Bars
 from threefold.checkpoint import state as run_state
-from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import Checkpoint, damaged
 from threefold.checkpoint.manifest import read_manifest, refuse_other
 from threefold.checkpoint.tensors import read_whole
 from threefold.config.loading import Loaded
 from threefold.data.loader import evaluation_batches
+from threefold.data.rows.concat import Rows
 from threefold.errors import ThreefoldError
+from threefold.jsonl import Metrics
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
-from threefold.model.build import ParallelModel, build
+from threefold.model import float8
+from threefold.model.build import build
 from threefold.run import assemble
-from threefold.run.rank import facts_of, quieten_libraries, report_failure
+from threefold.run.failure import report_failure
+from threefold.run.pairs import evaluation_of, pairs_of
+from threefold.run.process import compute_alike, facts_of, quieten_libraries
 from threefold.run.request import Asked, asked_of
+from threefold.run.terminal import evaluated
 from threefold.training.admission.admit import admit
-from threefold.training.step import evaluate
+from threefold.training.evaluation import EvalStep
+from threefold.training.loop import eval_metrics
 
 
-def evaluate_rank(loaded: Loaded, topology: Topology, checkpoint: Path, step: int) -> int:
-    """Evaluates as one rank of `topology`, and returns its exit code; rank 0 prints the loss."""
+def evaluate_rank(loaded: Loaded, topology: Topology, checkpoint: Checkpoint, *, ema: bool = False) -> int:
+    """Evaluates as one rank of `topology`, and returns its exit code; rank 0 prints the loss.
+
+    Args:
+        ema: evaluate the moving average of the weights.
+    """
     quieten_libraries()
-    config, info = loaded.config, environment.current()
+    config, info = float8.without(loaded.config), environment.current()
     mesh: Mesh | None = None
     try:
         asked = config.mesh
         mesh = join_mesh(topology, info, device=asked.device, timeout_s=asked.timeout_s, facts=facts_of(config))
-        loss, tokens = _loss_of(asked_of(config, mesh), mesh, Checkpoint(checkpoint, step))
+        found = _evaluated(asked_of(config, mesh), mesh, checkpoint, ema=ema)
         if mesh.rank == 0:
-            perplexity = math.exp(min(loss, 700.0))
-            print(f"{checkpoint}: loss {loss:.6f} (perplexity {perplexity:.3f}) over {tokens:,} tokens", flush=True)
+            print(f"{checkpoint.path}{': moving average' if ema else ''}: {evaluated(found, digits=6)}", flush=True)
         mesh.barrier()
         mesh.close()
         return 0
@@ -49,36 +57,43 @@ def evaluate_rank(loaded: Loaded, topology: Topology, checkpoint: Path, step: in
         return code
 
 
-def _loss_of(asked: Asked, mesh: Mesh, checkpoint: Checkpoint) -> tuple[float, int]:
+def _evaluated(asked: Asked, mesh: Mesh, checkpoint: Checkpoint, *, ema: bool) -> Metrics:
     config = asked.config
+    compute_alike(config)
     if (reason := run_state.damage_found(checkpoint, mesh)) is not None:
         raise damaged(checkpoint, reason)
     refuse_other(read_manifest(checkpoint), config, asked.architecture, checkpoint)
     admit(config, asked.architecture, mesh)
     vocabulary = asked.architecture.get_text_config().vocab_size
     rows = assemble.rows_of(config, asked.tokenizer, mesh, held_out=True, vocab_size=vocabulary)
-    model = _trained(asked, mesh, checkpoint)
+    evaluate = _evaluation(asked, mesh, checkpoint, rows, ema=ema)
     size = config.train.micro_batch
+    each = max(1, config.train.global_batch // mesh.dp_size) if size == "auto" else size
     batches = evaluation_batches(
         rows,
-        rows_per_rank=max(1, config.train.global_batch // mesh.dp_size) if size == "auto" else size,
+        rows_per_rank=each,
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
         document_mask=bool(config.data.document_mask),
+        alike=config.train.reduce == "exact",
     )
-    total, tokens = evaluate(model, batches, mesh)
-    return total / max(1, tokens), tokens
+    total = -(-rows.num_rows // (each * mesh.dp_size))
+    return eval_metrics(evaluate, Bars(quiet=mesh.rank != 0).track(batches, "evaluation", total))
 
 
-def _trained(asked: Asked, mesh: Mesh, checkpoint: Checkpoint) -> ParallelModel:
-    """The model with the checkpoint's weights; adapters lie on the weights that the run began with."""
-    index = Index.read(checkpoint.state)
-    if asked.config.model.lora.r:
+def _evaluation(asked: Asked, mesh: Mesh, checkpoint: Checkpoint, rows: Rows, *, ema: bool) -> EvalStep:
+    """The evaluation of the checkpoint's weights.
+
+    Adapters lie on the weights that the run began with, and pairs of answers are compared with these.
+    """
+    index = run_state.index_of(checkpoint, ema=ema)
+    if asked.config.model.lora.r or asked.config.train.objective == "dpo":
         model = build(asked.config, asked.architecture, mesh)
+        pairs = pairs_of(asked.config, model, rows, None, resumed=checkpoint.path.parents[1], say=print)
         state = run_state.model_state(model.module)
         run_state.fit(state, index)
         run_state.read_into(state, checkpoint.state, index, mesh)
-        return model
+        return EvalStep(model) if pairs is None else evaluation_of(model, pairs.loss)
     named = {name.removeprefix("model."): entry for name, entry in index.entries.items() if name.startswith("model.")}
     weights = {name: partial(read_whole, checkpoint.state, entry) for name, entry in named.items()}
-    return build(asked.config, asked.architecture, mesh, weights=weights)
+    return EvalStep(build(asked.config, asked.architecture, mesh, weights=weights))

@@ -65,6 +65,11 @@ class RunFolder:
         return self.resume.step if self.resume is not None else 0
 
     @property
+    def resumed_run(self) -> Path | None:
+        """The folder of the run that this one resumes, its own or another's."""
+        return self.resume.path.parents[1] if self.resume is not None else None
+
+    @property
     def checkpoints(self) -> CheckpointFolder:
         return CheckpointFolder(self.path)
 
@@ -127,10 +132,7 @@ class RunFolder:
         # A path to resume from was asked for once: the run that is there now is resumed.
         resume = {} if config.checkpoint.resume == "never" else {"resume": "auto"}
         kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=resume)})
-        kept = with_absolute_paths(kept)
-        temporary = self.path / ".config.yaml"
-        write_sealed(temporary, config_text.dump(kept).encode())
-        os.replace(temporary, self.path / "config.yaml")
+        keep_config(self.path, kept)
         for folder in (self.path, self.path.resolve().parent):
             sync(folder)
         start, asked = self.journal.starts + 1, config.checkpoint.resume
@@ -140,6 +142,13 @@ class RunFolder:
         if aside:
             self.journal.append("rewind", start=start, step=step, aside=[path.name for path in aside])
         return {"run": identity.id, "start": start, "aside": [str(path) for path in aside]}
+
+
+def keep_config(path: Path, config: Config) -> None:
+    """Writes a run's config.yaml, with absolute paths."""
+    temporary = path / ".config.yaml"
+    write_sealed(temporary, config_text.dump(with_absolute_paths(config)).encode())
+    os.replace(temporary, path / "config.yaml")
 
 
 def open_run(config: Config, lock: RunLock | None = None) -> RunFolder:

@@ -10,41 +10,51 @@ import contextlib
 import dataclasses
 import logging
 import sys
-import traceback
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
-import transformers
-import xxhash
 
-from threefold import __version__
 from threefold.audit.compare import Audit
+from threefold.checkpoint import run_template
 from threefold.config.loading import Loaded
-from threefold.config.schema import Config
-from threefold.errors import EXIT_FAILED, Problem, ThreefoldError
-from threefold.jsonl import MetricsFile, Tracker
+from threefold.errors import ThreefoldError
+from threefold.jsonl import Tracker
 from threefold.mesh import environment
-from threefold.mesh.exchange import OtherRankError
 from threefold.mesh.mesh import FAILURES, Mesh, join_mesh
-from threefold.mesh.rendezvous_errors import NoDeviceError, RendezvousError
 from threefold.mesh.topology import Topology
-from threefold.model import load
-from threefold.run import assemble
+from threefold.plan.accelerators import peak_flops
+from threefold.plan.flops import flops_of
+from threefold.run import assemble, memory
 from threefold.run.assemble import Built
-from threefold.run.console import Screen, Terminal, conclude, introduce
+from threefold.run.besides import Besides, besides_of
+from threefold.run.console import conclude, introduce
+from threefold.run.failure import report_failure
+from threefold.run.fits import Fitted, fitted
 from threefold.run.folder import RunFolder, log_to_file, open_run, require_shared
+from threefold.run.given import Given
+from threefold.run.hooks import Hooks
 from threefold.run.lock import RunLock
+from threefold.run.observed import kept_rows_of, shown_evaluation, timeline_of, trackers_on
+from threefold.run.process import compute_alike, facts_of, quieten_libraries
 from threefold.run.request import Asked, asked_of
-from threefold.run.resume import undamaged, versions
+from threefold.run.resume import undamaged
 from threefold.run.same_bytes import keep_lists
 from threefold.run.sources import file_lines
+from threefold.run.stall import CLOSING
+from threefold.run.terminal import Screen
 from threefold.run.watchdog import Watchdog
 from threefold.training.admission.admit import admit
-from threefold.training.loop import Outcome, Run, StopRequest, train_loop
+from threefold.training.evaluation import EvalStep
+from threefold.training.forward import token_loss_of, warm_up_buckets
+from threefold.training.loop import Outcome, Run, train_loop
 from threefold.training.nonfinite import Finite, Policy
-from threefold.training.progress import Progress, flops_per_token, peak_flops
-from threefold.training.step import TrainStep, token_loss_of, warm_up_buckets
+from threefold.training.profiled import Profiled
+from threefold.training.progress import DeviceForward, Progress
+from threefold.training.saving import versions
+from threefold.training.step import TrainStep
+from threefold.training.stop_request import StopRequest
+from threefold.training.timeline import merge
 
 log = logging.getLogger("threefold")
 
@@ -52,111 +62,83 @@ log = logging.getLogger("threefold")
 _REPORT_BEFORE = 0.9
 # A running save may finish before a failed run ends.
 _LINGER_S = 60.0
-# How gloo and NCCL report that a peer's process is gone; the traceback only shows where this rank waited for it.
-_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 
 
 def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
     """Trains as one rank of `topology` and returns its exit code; failures are printed once for all ranks."""
-    quieten_libraries()
     config, info = loaded.config, environment.current()
-    mesh: Mesh | None = None
-    try:
-        asked = config.mesh
-        mesh = join_mesh(topology, info, device=asked.device, timeout_s=asked.timeout_s, facts=facts_of(config))
-        with RunLock() as lock:
-            return _train(loaded, mesh, why, lock)
-    except (SystemExit, KeyboardInterrupt):
-        if mesh is not None and mesh.store is not None:
-            with contextlib.suppress(Exception):
-                mesh.store.add(FAILURES, 1)  # the other ranks need not report that this one has left
-        raise
-    except BaseException as error:
-        code = report_failure(error, mesh, info.rank)
-        if isinstance(error, ThreefoldError) and mesh is not None:
-            mesh.close()
-        return code
-    finally:
-        sys.stdout.flush()
+    quieten_libraries(shown=info.rank == 0 and not loaded.quiet)
+    asked, mesh = config.mesh, None
+    timeout_s = config.train.timeout_s or _REPORT_BEFORE * asked.timeout_s
+    environment.record_collectives()
+    with Watchdog(info.rank, stall_s=config.log.stall_s, timeout_s=timeout_s) as watch:
+        try:
+            facts = facts_of(config)
+            mesh = join_mesh(
+                topology, info, device=asked.device, timeout_s=asked.timeout_s, facts=facts, met=watch.begin
+            )
+            watch.mesh = mesh
+            with RunLock() as lock:
+                code = _train(loaded, mesh, why, lock, watch)
+            watch.leave()
+            return code
+        except (SystemExit, KeyboardInterrupt):
+            if mesh is not None and mesh.store is not None:
+                with contextlib.suppress(Exception):
+                    mesh.store.add(FAILURES, 1)  # the other ranks need not report that this one has left
+            raise
+        except BaseException as error:
+            code = report_failure(error, mesh, info.rank, watch)
+            if isinstance(error, ThreefoldError) and mesh is not None:
+                mesh.close()
+            return code
+        finally:
+            sys.stdout.flush()
 
 
-def report_failure(error: BaseException, mesh: Mesh | None, rank: int) -> int:
-    """Prints a failed rank's reason if it is the first of the run, logs it in any case, and returns the exit code."""
-    expected = isinstance(error, ThreefoldError)
-    text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
-    log.error("%s", text)
-    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_GONE):
-        text = str(_peer_gone(str(error).strip().splitlines()[0]))
-    if _is_first_failure(error, mesh, rank):
-        environment.tell_failure(text)
-        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write, which other ranks cannot split
-    return error.exit_code if isinstance(error, ThreefoldError) else EXIT_FAILED
-
-
-def _is_first_failure(error: BaseException, mesh: Mesh | None, rank: int) -> bool:
-    if isinstance(error, RendezvousError | NoDeviceError):
-        return error.first
-    if mesh is None or mesh.store is None:
-        return rank == 0
-    try:
-        if isinstance(error, OtherRankError):
-            mesh.store.wait([FAILURES], timedelta(seconds=_LINGER_S))  # that rank's own report
-            return False
-        return mesh.store.add(FAILURES, 1) == 1
-    except Exception:  # the store is gone: rank 0 hosted it and failed before
-        return False
-
-
-def _peer_gone(reason: str) -> Problem:
-    return Problem(
-        f"rank {environment.current().rank} lost its connection to another rank: {reason}",
-        "every rank to stay until the run is over",
-        "if no rank has reported an error, one was killed: look for `Out of memory` in the kernel's log (dmesg) of its "
-        "host; the same command resumes from the newest checkpoint, and --max-restarts N does so automatically",
-    )
-
-
-def facts_of(config: Config) -> dict[str, str]:
-    """Returns what must be the same on every rank besides the mesh: the version, and a digest per config section."""
-    sections = {name: getattr(config, name).model_dump_json().encode() for name in type(config).model_fields}
-    digests = {f"the config's section {name!r}": xxhash.xxh3_64_hexdigest(text) for name, text in sections.items()}
-    return {"threefold": __version__, **digests}
-
-
-def quieten_libraries() -> None:
-    """Sends the libraries' warnings to the rank's log file."""
-    # On the terminal, eight ranks would print each warning eight times.
-    logging.captureWarnings(True)
-    log.addHandler(logging.NullHandler())  # until the run's folder is known
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
-def _train(loaded: Loaded, mesh: Mesh, why: str, lock: RunLock) -> int:
-    config = loaded.config
-    if config.train.deterministic:
-        environment.make_products_deterministic()
-        torch.use_deterministic_algorithms(True)
-    console = Screen(quiet=mesh.rank != 0, soft_wrap=True, markup=False, highlight=False)
+def _train(loaded: Loaded, mesh: Mesh, why: str, lock: RunLock, watch: Watchdog) -> int:
+    config, enter = loaded.config, watch.progress.enter
+    enter("the request")
+    compute_alike(config)
+    first = mesh.rank == 0
+    console = Screen(quiet=loaded.quiet or not first, logs=first, as_json=config.log.json)
     asked = asked_of(config, mesh)
+    plain = loaded.given is None or (loaded.given.loss is None and loaded.given.optimizer is None)
+    fitting = fitted(asked, mesh) if plain else Fitted(asked)
+    asked = fitting.asked
     config = asked.config
-    admission = admit(config, asked.architecture, mesh)
+    enter("admission")
+    with console.bars.show("admission: the architecture on this mesh"):
+        admission = admit(config, asked.architecture, mesh)
+    enter("opening the run")
     folder = dataclasses.replace(_open_folder(asked, mesh, lock), accepts_changes=loaded.accept_changes)
-    run = assemble.build_run(asked, mesh, folder)
-    introduce(console, run, why, admission.said)
-    if run.done >= run.num_steps:
-        more = "--train.steps" if config.train.epochs is None else "--train.epochs"
-        console.print(f"nothing to do: step {run.done} of {run.num_steps} is done. To train more: {more} N")
-        mesh.close()
-        return 0
-    # Until the end, so that no signal can interrupt what is being saved.
-    with StopRequest(mesh) as stop:
-        audit = _accept(console, run, lock)
-        outcome = _watched(run, audit, _trackers(console, run), stop)
-        mesh.barrier()
-        mesh.close()
-        return conclude(console, run, outcome)
+    with memory.explained(asked, mesh, folder.path):
+        watch.folder = folder.path
+        enter("data preparation")
+        run = assemble.build_run(asked, mesh, folder, loaded.given or Given(), say=console.print, enter=enter)
+        enter("the start")
+        besides = besides_of(run, say=console.print)
+        introduce(console, run, why, (admission.said, *fitting.said))
+        if run.done >= run.num_steps:
+            more = "--train.steps" if config.train.epochs is None else "--train.epochs"
+            console.print(f"nothing to do: step {run.done} of {run.num_steps} is done. To train more: {more} N")
+            enter(CLOSING)
+            mesh.close()
+            return 0
+        # Until the end, so that no signal can interrupt what is being saved.
+        with StopRequest(mesh) as stop:
+            audit = _accept(console, run, lock)
+            hooks = Hooks(run.given.callbacks if mesh.rank == 0 else (), run.folder.path, stop.ask)
+            outcome = _followed(run, audit, console, stop, besides, hooks, watch)
+            hooks.ended(outcome.step, outcome.by if outcome.stopped else "done")
+            mesh.barrier()
+            mesh.close()
+            if config.log.timeline is not None and mesh.rank == 0:
+                found = merge(folder.path)
+                console.print(
+                    f"timeline: {found}, for https://ui.perfetto.dev" if found else "no step was in log.timeline"
+                )
+            return conclude(console, run, outcome)
 
 
 def _open_folder(asked: Asked, mesh: Mesh, lock: RunLock) -> RunFolder:
@@ -176,6 +158,10 @@ def _accept(console: Screen, run: Built, lock: RunLock) -> Audit:
 
     def accept() -> dict[str, Any]:
         keep_lists(run.rows, run.folder.path)
+        if run.pairs is not None:
+            run.pairs.keep(run.folder.path)
+        if run.checkpointer.template is not None:
+            run_template.keep(run.checkpointer.template, run.folder.path)
         return run.folder.accept(config, facts=_facts_of_start(run))
 
     accepted = mesh.share("accept", accept)
@@ -191,31 +177,50 @@ def _accept(console: Screen, run: Built, lock: RunLock) -> Audit:
 def _facts_of_start(run: Built) -> dict[str, object]:
     """What the journal keeps of a start."""
     from_checkpoint = str(run.folder.resume.path.resolve()) if run.folder.resume is not None else None
-    facts = {"from": from_checkpoint, "mesh": str(run.mesh.topology), "restart": environment.current().restart}
+    info, template = environment.current(), run.checkpointer.template
+    exact = {"reduce": "exact"} if run.config.train.reduce == "exact" else {}
+    if (lost := run.checkpointer.lost_bits) is not None:
+        exact["bits"] = "; ".join(lost) or "same"
+    facts = {"from": from_checkpoint, "mesh": str(run.mesh.topology), "restart": info.restart, "host": info.host}
     changed = {change.key: [change.before, change.now] for change in run.checkpointer.changed}
-    return {**facts, "host": environment.current().host, "changed": changed, **versions()}
+    kept = {run_template.KEY: run_template.digest_of(template)} if template is not None else {}
+    return {**facts, "changed": changed, **exact, **kept, **versions()}
 
 
-def _trackers(console: Screen, run: Built) -> list[Tracker]:
-    if run.mesh.rank != 0:
-        return []
-    go_on = run.config.checkpoint.on_error == "continue"
-    terminal = Terminal(console, num_steps=run.num_steps, done=run.done)
-    return [
-        MetricsFile(run.folder.metrics, continue_on_error=go_on, timed=True),
-        terminal,
-        *assemble.trackers_of(run, say=console.print),
-    ]
-
-
-def _watched(run: Built, audit: Audit, trackers: list[Tracker], stop: StopRequest) -> Outcome:
-    """Trains to the end or to a stop signal, watched, audited and tracked; returns when everything is saved."""
+def _followed(
+    run: Built,
+    audit: Audit,
+    console: Screen,
+    stop: StopRequest,
+    besides: Besides,
+    hooks: Hooks,
+    watch: Watchdog,
+) -> Outcome:
+    """Trains to the end or to a stop signal, audited and tracked; returns when everything is saved."""
+    trackers = trackers_on(console, run, hooks)
+    if (profile := run.config.log.profile) is not None:
+        watch.follow(Profiled(run.folder.path, run.mesh.rank, profile))
+    if run.mesh.device.type == "cuda" and run.mesh.world_size > 1:
+        watch.progress.device = DeviceForward(partial(torch.cuda.Event, enable_timing=True))
+    watch.progress.timeline = timeline_of(run)
     checkpointer = run.checkpointer
-    warm_up_buckets(run.model, run.mesh, rows=run.micro_batch, seq_len=run.config.data.seq_len)
+    if (
+        run.pairs is None and run.given.loss is None
+    ):  # the gradients of a loss of one's own are averaged outside of those buckets
+        watch.progress.enter("the warm-up")
+        warm_up_buckets(run.model, run.mesh, rows=run.micro_batch, seq_len=run.config.data.seq_len)
     checkpointer.start()
+    rows = kept_rows_of(run, audit)
     try:
-        outcome = train_loop(_loop_of(run, audit, trackers, stop), first_step=run.done + 1)
-        checkpointer.saver.wait()
+        loop = _loop_of(run, audit, trackers, stop, besides, watch.progress)
+        shown = shown_evaluation(console, run)
+        loop = dataclasses.replace(loop, kept_rows=rows, eval_batches=shown)
+        outcome = train_loop(dataclasses.replace(loop, after_step=lambda: _saved(run, hooks)), first_step=run.done + 1)
+        loop.progress.close()
+        loop.progress.enter(CLOSING)
+        with console.bars.show("saving"):
+            checkpointer.saver.wait()
+        _saved(run, hooks)
     except ThreefoldError:
         checkpointer.saver.join(_LINGER_S)
         raise
@@ -223,26 +228,52 @@ def _watched(run: Built, audit: Audit, trackers: list[Tracker], stop: StopReques
         for tracker in trackers:
             tracker.close()
         audit.close()
+        if rows is not None:
+            rows.close()
+        if watch.progress.timeline is not None:
+            watch.progress.timeline.close(device=False)
     return outcome
 
 
-def _loop_of(run: Built, audit: Audit, trackers: list[Tracker], stop: StopRequest) -> Run:
+def _saved(run: Built, hooks: Hooks) -> None:
+    done = run.checkpointer.saved
+    if done is not None and done.step == run.checkpointer.saver.saved_step:
+        hooks.saved(done)
+
+
+def _loss_of(run: Built) -> dict[str, Any]:
+    """What the step minimises, as its arguments."""
+    if run.pairs is not None:
+        return {"loss": run.pairs.loss, "loss_on": "log_probabilities"}
+    if run.given.loss is not None:
+        return {"loss": run.given.loss, "loss_on": run.given.loss_on}
+    smoothing, z_loss = run.config.train.label_smoothing, run.config.train.z_loss
+    return {"token_loss": token_loss_of(run.model, run.mesh, label_smoothing=smoothing, z_loss=z_loss)}
+
+
+def _evaluation_of(run: Built) -> EvalStep | None:
+    if run.pairs is not None:
+        return run.pairs.evaluation
+    return EvalStep(run.model, loss=run.given.loss, loss_on=run.given.loss_on) if run.given.loss is not None else None
+
+
+def _loop_of(
+    run: Built,
+    audit: Audit,
+    trackers: list[Tracker],
+    stop: StopRequest,
+    besides: Besides,
+    progress: Progress,
+) -> Run:
     config, train, mesh = run.config, run.config.train, run.mesh
-    progress = Progress()
+    for each in besides:
+        if each is not None:
+            each.progress = progress
     step = TrainStep(
-        run.model,
-        run.optimizer,
-        mesh,
-        grad_clip=train.grad_clip,
-        token_loss=token_loss_of(run.model, mesh, label_smoothing=train.label_smoothing, z_loss=train.z_loss),
-        progress=progress,
-    )
-    num_layers, hidden_size = load.sizes(run.model.module)
-    flops = flops_per_token(
-        run.num_parameters, num_layers=num_layers, hidden_size=hidden_size, seq_len=config.data.seq_len
+        run.model, run.optimizer, **_loss_of(run), grad_clip=train.grad_clip, ema=run.ema, progress=progress
     )
     policy = Policy(skip=train.nonfinite == "skip", limit=train.nonfinite_limit, run=str(run.folder.path))
-    timeout_s = train.timeout_s or _REPORT_BEFORE * config.mesh.timeout_s
+    peak = peak_flops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
     return Run(
         config,
         mesh,
@@ -251,15 +282,18 @@ def _loop_of(run: Built, audit: Audit, trackers: list[Tracker], stop: StopReques
         run.loader,
         run.num_steps,
         run.micro_batch,
-        run.checkpointer.save,
+        besides.exports.save,
         run.checkpointer.saver.check,
-        eval_batches=assemble.held_out_of(run),
+        evaluate=_evaluation_of(run),
+        sample=besides.sample,
+        tasks=besides.tasks,
         trackers=trackers,
-        flops_per_token=flops,
-        peak_flops=peak_flops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None,
+        flops=flops_of(run.model.module) if peak is not None else None,
+        peak_flops=peak,
+        estimated_bytes=run.estimated_bytes if mesh.device.type == "cuda" else None,
         audit=audit,
         finite=Finite(mesh, policy),
+        recompiled=run.recompiled,
         progress=progress,
-        watch=Watchdog(mesh, progress, stall_s=config.log.stall_s, timeout_s=timeout_s),
         stop=stop,
     )

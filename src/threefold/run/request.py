@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from transformers import PretrainedConfig
 
 from threefold.checkpoint.manifest import architecture_problems
+from threefold.config.paths import tokenizer_name
 from threefold.config.schema import Config
 from threefold.data.tokens import MODEL_KEY, Tokenizer, difference, load_tokenizer
 from threefold.errors import ConfigError, DataError, Problem
@@ -16,22 +17,15 @@ from threefold.integrations import trackers
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.shares import batch_problems
 from threefold.mesh.topology import Topology
-from threefold.model import data_parallel, fused_loss, load, lora
+from threefold.model import data_parallel, exact_limits, float8, fused_loss, load, lora
 from threefold.model.context_parallel import flex, limits
 from threefold.model.context_parallel.split import split_problems
 from threefold.model.head import first_position
 from threefold.model.tensor_parallel.plan import expert_problems, plan_problems
-from threefold.run.sources import with_packing
+from threefold.run import eval_tasks
+from threefold.run.sources import refuse_labels_without_effect, with_packing
 from threefold.training.loss import router_problems
-
-
-def tokenizer_name(config: Config) -> tuple[str, str]:
-    """Returns the tokenizer's name, and the reason for it."""
-    if config.data.tokenizer is not None:
-        return config.data.tokenizer, "as given"
-    if config.model.name_or_path is not None:
-        return config.model.name_or_path, "the model's own"
-    return "bytes", "the model has random weights and none was given"
+from threefold.training.optimizer import optimizer_problems
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
@@ -68,11 +62,16 @@ def tokenizer_problems(config: Config, tokenizer: Tokenizer) -> list[Problem]:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that was checked and can be met."""
+    """A request that was checked and can be met.
+
+    Attributes:
+        estimated_bytes: what a rank is estimated to hold at its peak; None: not estimated.
+    """
 
     config: Config
     tokenizer: Tokenizer
     architecture: PretrainedConfig
+    estimated_bytes: int | None = field(default=None, kw_only=True)
 
 
 def asked_of(config: Config, mesh: Mesh) -> Asked:
@@ -82,6 +81,7 @@ def asked_of(config: Config, mesh: Mesh) -> Asked:
         ConfigError: all that is wrong with the model, the batch and the mesh, at once.
     """
     tokenizer, architecture = model_of(config)
+    mesh.once_per_host("labels", partial(refuse_labels_without_effect, config))
     config = with_packing(config, mesh)
     check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
     return Asked(config, tokenizer, architecture)
@@ -104,6 +104,21 @@ def check(
     Raises:
         ConfigError: all that is wrong, at once.
     """
+    problems = setup_problems(config, architecture, topology, device=device)
+    problems += (foreign := tokenizer_problems(config, tokenizer))
+    known = getattr(architecture.get_text_config(), "vocab_size", None)
+    if not foreign and known is not None and known < tokenizer.vocab_size:
+        what = f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, the model only {known}"
+        fix = f"--model.config '{{..., vocab_size: {tokenizer.vocab_size}}}', or the model's own tokenizer"
+        if config.model.name_or_path is not None:
+            fix = "the model's own tokenizer: leave data.tokenizer out"
+        problems.append(Problem(what, "an embedding for every token that the tokenizer can produce", fix))
+    if problems:
+        raise ConfigError.of(problems)
+
+
+def setup_problems(config: Config, architecture: PretrainedConfig, topology: Topology, *, device: str) -> list[Problem]:
+    """What is wrong with the model on this mesh, without a tokenizer; empty if nothing is."""
     problems = batch_problems(config, topology)
     outline = load.outline(architecture, trust_remote_code=config.model.trust_remote_code)
     problems += plan_problems(architecture, topology.tp, plan=outline.tp_plan)
@@ -112,28 +127,26 @@ def check(
     problems += limits.direction_problems(outline, pretrained=config.model.name_or_path is not None)
     problems += limits.document_problems(outline) if config.data.document_mask else []
     problems += architecture_problems(architecture)
-    problems += data_parallel.problems(config.mesh, topology, device=device)
+    problems += data_parallel.problems(config, topology, device=device)
+    problems += optimizer_problems(config, outline, topology)
+    problems += exact_limits.problems(config, architecture, outline, device=device)
     if config.log.trackers:
         problems += trackers.problems(config.log.trackers)
+    problems += eval_tasks.problems(config.eval.tasks)
     if config.model.attention == "flex":
         problems += flex.problems("flex", architecture, device=device)
     if config.train.fused_loss == "liger":
         smoothing = config.train.label_smoothing
-        problems += fused_loss.problems("liger", device=device, tp=topology.tp, label_smoothing=smoothing)
+        problems += fused_loss.problems(device=device, tp=topology.tp, label_smoothing=smoothing)
+    if config.train.float8 != "none":
+        problems += float8.problems(config, outline, topology, device=device)
     if config.model.lora.r:
         build = partial(load.build_without_storage, attention="eager", trust_remote_code=config.model.trust_remote_code)
         name = architecture.model_type
         problems += lora.problems(config.model.lora, lambda: build(copy.deepcopy(architecture)), name=name)
-    problems += (foreign := tokenizer_problems(config, tokenizer))
     text = architecture.get_text_config()
     if getattr(text, "output_router_logits", False):
         problems += router_problems(outline)
-    if not foreign and (known := getattr(text, "vocab_size", None)) is not None and known < tokenizer.vocab_size:
-        what = f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, the model only {known}"
-        fix = f"--model.config '{{..., vocab_size: {tokenizer.vocab_size}}}', or the model's own tokenizer"
-        if config.model.name_or_path is not None:
-            fix = "the model's own tokenizer: leave data.tokenizer out"
-        problems.append(Problem(what, "an embedding for every token that the tokenizer can produce", fix))
     longest, seq_len = getattr(text, "max_position_embeddings", None), config.data.seq_len
     longest = longest or getattr(text, "max_target_positions", None)
     if isinstance(longest, int):
@@ -142,5 +155,4 @@ def check(
         what = f"data.seq_len = {seq_len}, but the model supports at most {longest} positions"
         expected = "rows that are no longer than the model's max_position_embeddings"
         problems.append(Problem(what, expected, f"--data.seq_len {longest}"))
-    if problems:
-        raise ConfigError.of(problems)
+    return problems

@@ -7,30 +7,31 @@ known to belong to this run. Until then, nothing in the run's folder changes.
 from __future__ import annotations
 
 import math
-import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from transformers import PretrainedConfig
 
-from threefold import __version__
 from threefold.audit import record as audit_record
+from threefold.checkpoint import run_template
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.boxes import Index
-from threefold.checkpoint.layout import newest_undamaged
+from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, newest_undamaged
 from threefold.checkpoint.manifest import (
     Change,
     architecture_of,
     changes,
+    lost_bits,
     read_manifest,
     refuse_other,
     refuse_other_base,
+    refuse_other_given,
     refuse_unconfirmed,
+    with_axes,
 )
 from threefold.checkpoint.saver import Job, Saver
 from threefold.checkpoint.seal import Seal, sync
@@ -44,9 +45,12 @@ from threefold.data.rows.known_rows import digests_of
 from threefold.errors import DataError
 from threefold.mesh.mesh import Mesh
 from threefold.model import load, noise
-from threefold.model.build import ParallelModel
+from threefold.model.model import Model
 from threefold.run.folder import RunFolder
 from threefold.run.sources import with_glob
+from threefold.training.ema import Ema
+from threefold.training.optimizer import begin_state
+from threefold.training.saving import versions
 
 
 @dataclass
@@ -56,19 +60,25 @@ class Checkpointer:
     config: Config
     folder: RunFolder
     mesh: Mesh
-    model: ParallelModel
+    model: Model
     optimizer: torch.optim.Optimizer
     loader: TokenLoader
     architecture: PretrainedConfig
+    template: str | None = None
+    """the text of the chat template in use; None: there are no conversations."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """names of a program's objects that change the results."""
+    ema: Ema | None = None
 
     def __post_init__(self) -> None:
         self._best: float | None = self.mesh.share("best", self._best_before)
         self.changed: list[Change] = []  # keys that are not as they were when the checkpoint was saved
-        self.saver: Saver  # made by `start`, as the next
-        self._held: list[run_state.Holding]
-        # Adapters only work with the base weights they were trained on.
-        adapted = bool(self.config.model.lora.r)
-        self._base = self.mesh.once_per_host("base", lambda: load.fingerprint(self.config.model)) if adapted else None
+        self.lost_bits: list[str] | None = None  # why an exact run goes on with other bits; None: it does not resume
+        self.saved: Checkpoint | None = None  # the last one, on the rank that completes it
+        self.saver: Saver  # made by `start`
+        # Adapters only work with the base weights they were trained on, and pairs are compared with them.
+        based = bool(self.config.model.lora.r) or self.config.train.objective == "dpo"
+        self._base = self.mesh.once_per_host("base", lambda: load.fingerprint(self.config.model)) if based else None
 
     def _best_before(self) -> float | None:
         """The best evaluation loss of the steps that the run resumes after."""
@@ -77,8 +87,7 @@ class Checkpointer:
 
     def start(self) -> None:
         """Prepares to save; call this when the state is the one that training begins with."""
-        asked, state = self.config.checkpoint, run_state.state_of(self.model.module, self.optimizer)
-        self._held = run_state.holdings(state, self.mesh)
+        asked = self.config.checkpoint
         # Only the last state is saved: no steps would run in parallel, so a copy would waste memory.
         once = not asked.every and not (self.config.eval.source and self.config.eval.every)
         self.saver = Saver(
@@ -105,7 +114,7 @@ class Checkpointer:
             for record in (self.folder.metrics, self.folder.path / audit_record.FILE):
                 if record.exists():
                     sync(record)  # after a power cut, no checkpoint is there whose steps have no record
-            checkpoints.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
+            self.saved = checkpoints.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
             if best is not None:
                 checkpoints.mark_best(step, best)
             checkpoints.prune(asked.keep, keep_every=asked.keep_every)
@@ -117,9 +126,26 @@ class Checkpointer:
         if best is not None:
             self._best = best
 
+    def save_weights(self, step: int, to: CheckpointFolder) -> None:
+        """Saves the weights alone, in another place and at once; every rank calls it. Errors as `save`."""
+        state, manifest = run_state.model_state(self.model.module), self._manifest()
+        held = run_state.holdings(state, self.mesh)
+
+        def commit(seals: Mapping[str, Seal]) -> None:
+            to.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
+
+        def copied() -> list[Part]:
+            # A tensor that was written cannot be resized any more, as FSDP does in the next step.
+            return [replace(part, values=part.values.clone()) for part in run_state.own_parts(state, held)]
+
+        saver = Saver(self.mesh, copied, background=False, continue_on_error=False)
+        saver.save(Job(step, to.partial(step) / "state", partial(to.begin, step), commit, partial(to.abandon, step)))
+
     def _parts(self) -> list[Part]:
+        # Some optimizers make their state in the first step, and of parameters without a gradient none.
         state = run_state.state_of(self.model.module, self.optimizer)
-        return run_state.parts(state, self._held, self.mesh)
+        state |= self.ema.state() if self.ema is not None else {}
+        return run_state.parts(state, run_state.holdings(state, self.mesh), self.mesh)
 
     def _manifest(self) -> dict[str, Any]:
         return {
@@ -133,8 +159,10 @@ class Checkpointer:
             "architecture": architecture_of(self.architecture),
             "config": with_absolute_paths(self.config).model_dump(mode="json"),
             "base": self._base,
+            run_template.KEY: run_template.digest_of(self.template),
             "admission": self.config.model.admission,
             "versions": versions(),
+            "given": dict(self.given),
         }
 
     def resume(self) -> None:
@@ -149,26 +177,33 @@ class Checkpointer:
             return
         manifest = read_manifest(checkpoint)
         refuse_other(manifest, self.config, self.architecture, checkpoint)
-        self.changed = changes(manifest, self.config)
+        if not self.folder.accepts_changes:
+            refuse_other_given(manifest, self.given, checkpoint)
+        run_template.refuse_other(manifest, self.template, self.config, checkpoint)
+        self.changed, exact = changes(manifest, self.config), self.config.train.reduce == "exact"
+        if exact:
+            self.changed = with_axes(self.changed, manifest, self.mesh.topology)
+            self.lost_bits = lost_bits(manifest, self.changed, versions())
         if self.folder.origin is None and not self.folder.accepts_changes:
-            refuse_unconfirmed(self.changed, checkpoint)
-        if self.config.model.lora.r:
+            refuse_unconfirmed(self.changed, checkpoint, exact=exact)
+        if self._base is not None:
             refuse_other_base(manifest, self._base, self.config, checkpoint)
         try:
-            self.loader.load_state_dict(manifest["data"])
+            if manifest["data"]:  # what another program has read of its data is not known here
+                self.loader.load_state_dict(manifest["data"])
         except DataError as error:
             raise with_glob(error, self.config) from error
         index = Index.read(checkpoint.state)
+        begin_state(self.model.module, self.optimizer, index)
         state = run_state.state_of(self.model.module, self.optimizer)
-        run_state.fit(state, index)
-        run_state.read_into(state, checkpoint.state, index, self.mesh)
-        if tuple(manifest["mesh"]) == self.mesh.topology.sizes:
-            run_state.restore_random_state(checkpoint.state, index, self.mesh)
-        else:
-            # The saved random states do not apply to another mesh, and those of step 1 must not repeat either.
-            place = noise.places(self.mesh, self.model.tensor.sequence_group)
-            seed = seed_of("a resume on another mesh", self.config.train.seed, checkpoint.step, *place)
-            torch.manual_seed(seed)
+        averages = self.ema.resume(index.entries) if self.ema is not None else {}
+        run_state.fit(state | averages, index)
+        run_state.read_into(state | averages, checkpoint.state, index, self.mesh)
+        if self.ema is not None and not averages:
+            self.ema.begin()
+        place = noise.places(self.mesh, self.model.tensor.sequence_group)
+        seed = seed_of("a resume on another mesh", self.config.train.seed, checkpoint.step, *place)
+        run_state.restore_or_draw_random(checkpoint, manifest["mesh"], index, self.mesh, seed)
         # Until every rank has read the checkpoint, no rank may start anything that could remove it.
         self.mesh.decide("resumed", "", lambda parts: "")
 
@@ -192,16 +227,6 @@ def with_former(config: Config, folder: RunFolder) -> Config:
     before, given = read_manifest(folder.resume)["config"].get("data", {}), config.data.model_fields_set
     update = {name: before.get(name, former) for name, former in FORMER.items() if name not in given}
     return config.model_copy(update={"data": config.data.model_copy(update=update)})
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions that a run's results depend on."""
-    return {
-        "threefold": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def undamaged(folder: RunFolder, mesh: Mesh) -> RunFolder:

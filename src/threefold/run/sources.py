@@ -6,16 +6,16 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from threefold.config.schema import Config, MixtureSource
 from threefold.config.text import pasted
-from threefold.data.store.resolve import files_of, has_labels
+from threefold.data.store.resolve import files_of, refuse_without_effect, rows_format
 from threefold.data.text.listing import kind_of, summary, write_list
-from threefold.data.text.source import Labels, Source
-from threefold.errors import DataError, Problem, ThreefoldError
+from threefold.data.text.source import PREFERENCE, Labels, Source
+from threefold.errors import ConfigError, DataError, Problem, ThreefoldError
 from threefold.mesh.environment import cache_folder, data_path
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 # The key itself, not a path that holds these words.
 _SOURCE_KEY = re.compile(r"(?<![\w/.'\"])data\.source(?!\w|/|\.\w|['\"])")
+_HELD_OUT = "eval.source"
 _OTHER_DATA = "the saved state has data = "
 
 
@@ -34,7 +35,7 @@ def sources_of(config: Config, *, held_out: bool = False) -> dict[str, Source]:
     if held_out:
         assert evaluation.source is not None
         own = MixtureSource(source=evaluation.source, weight=1, split=evaluation.split)
-        return {"eval.source": _source(config, own)}
+        return {_HELD_OUT: _source(config, own)}
     if data.mixture is None:
         return {"data.source": _source(config, MixtureSource(source=data.source, weight=1))}
     return {f"data.mixture.{name}": _source(config, source) for name, source in data.mixture.items()}
@@ -103,24 +104,82 @@ def _source(config: Config, source: MixtureSource) -> Source:
     )
 
 
+def refuse_labels_without_effect(config: Config, *, here: bool = False) -> None:
+    """Refuses keys about labels where no source has rows for them: a DataError.
+
+    Args:
+        here: only if all sources are on this machine.
+    """
+    held_out = sources_of(config, held_out=True) if config.eval.source else {}
+    sources = [*sources_of(config).values(), *held_out.values()]
+    names = [name for source in sources for name in ([source.name] if isinstance(source.name, str) else source.name)]
+    if not (here and any(name.startswith("hf:") for name in names)):
+        refuse_without_effect(sources, memory=cache_folder() / "files")
+
+
 def with_packing(config: Config, mesh: Mesh) -> Config:
-    """The config with data.packing and data.document_mask, which depend on what the source holds if not given."""
+    """The config with data.packing and data.document_mask, which depend on what the source holds if not given.
+
+    Raises:
+        ConfigError: the sources have rows that train.objective does not learn from; on every rank.
+    """
     data = config.data
-    if data.packing is not None and data.document_mask is not None:
-        return config
-
-    def labelled() -> bool:
-        # What is wrong with a source is said when it is read.
-        with contextlib.suppress(ThreefoldError):
-            return any(has_labels(source, memory=cache_folder() / "files") for source in sources_of(config).values())
-        return False
-
-    found = mesh.once_per_host("format", labelled)
+    formats = mesh.once_per_host("format", lambda: formats_of(config))
+    refuse_other_rows(formats, config.train.objective)
+    labelled = any(format != "text" for key, format in formats.items() if key != _HELD_OUT)
     update = {
-        "packing": data.packing or ("best_fit" if found else "concat"),
-        "document_mask": found if data.document_mask is None else data.document_mask,
+        "packing": data.packing or ("best_fit" if labelled else "concat"),
+        "document_mask": labelled if data.document_mask is None else data.document_mask,
     }
     return config.model_copy(update={"data": data.model_copy(update=update)})
+
+
+def formats_of(config: Config) -> dict[str, str]:
+    """The format of each source's rows, by the key that names it; of those that can be read."""
+    sources = sources_of(config) | (sources_of(config, held_out=True) if config.eval.source else {})
+    formats = {}
+    for key, source in sources.items():
+        # What is wrong with a source is said when it is read.
+        with contextlib.suppress(ThreefoldError):
+            formats[key] = rows_format(source, memory=cache_folder() / "files")
+    return formats
+
+
+def refuse_other_rows(formats: Mapping[str, str], objective: str) -> None:
+    """Refuses pairs of answers beside other rows, pairs that nothing compares, and a comparison without pairs.
+
+    Args:
+        formats: of `formats_of`.
+        objective: `train.objective`.
+
+    Raises:
+        ConfigError: names the source.
+    """
+    pairs = [key for key, format in formats.items() if format == PREFERENCE]
+    others = [key for key in formats if key not in pairs]
+    if pairs and others:
+        raise ConfigError(
+            f"{pairs[0]} has pairs of answers (preference), and {others[0]} rows of the format {formats[others[0]]}",
+            expected="sources of one kind: a loss compares the two answers of a pair, or learns rows one by one",
+            fix=f"leave out {pairs[0]} or {others[0]}   (or, to learn the chosen answers: a store of them, made by "
+            "threefold data prepare --format prompt_completion --fields '{completion: chosen}' ...)",
+        )
+    if pairs and objective != "dpo":
+        raise ConfigError(
+            f"{pairs[0]} has pairs of answers (preference): rejected answers would be learnt like those chosen",
+            expected=f"rows to learn from one by one, for train.objective = {objective}",
+            fix="--train.objective dpo   (to learn the chosen answers alone: "
+            "--data.format prompt_completion --data.fields '{completion: chosen}', of whole conversations "
+            "--data.format chat --data.fields '{messages: chosen}' --data.train_on last; a token store is made again "
+            "with these options: threefold data prepare --format ... --fields ...)",
+        )
+    if others and objective == "dpo":
+        raise ConfigError(
+            f"train.objective = dpo, but {others[0]} has rows of the format {formats[others[0]]}",
+            expected="pairs of answers: the columns chosen and rejected, with or without prompt",
+            fix="--train.objective next_token, or rows with these columns   (by other names: "
+            "--data.fields '{chosen: better, rejected: worse}')",
+        )
 
 
 def _named(key: str, problem: Problem) -> Problem:

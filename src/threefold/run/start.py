@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from threefold.config import loading
 from threefold.config.loading import Loaded
-from threefold.config.schema import Config
+from threefold.config.schema import Config, DataConfig, value_at
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST, ConfigError, Problem, RunError
 from threefold.mesh import environment, local_ranks
 from threefold.mesh.shares import refuse_impossible
 from threefold.mesh.topology import Topology, resolve
 from threefold.run.folder import new_path
+from threefold.run.given import PLACES, Given, callbacks_of, check, place_of, refuse_unsendable, with_rows
 from threefold.run.room import refuse_too_many, room_here
 
 # What every rank imports; the server that forks the ranks imports it in advance.
 PRELOAD = (
+    "threefold.__main__",
     "torch",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -46,25 +48,48 @@ class Result:
     folder: Path | None
 
 
-def train(config: Config | Mapping[str, Any] | str | Path | None = None, *, accept_changes: bool = False) -> Result:
+def train(
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    *,
+    accept_changes: bool = False,
+    dataset: Any = None,
+    eval_dataset: Any = None,
+    tokenizer: Any = None,
+    loss: Callable[..., Any] | None = None,
+    loss_on: Literal["logits", "hidden_states"] = "logits",
+    optimizer: Callable[[Any], Any] | None = None,
+    callbacks: Sequence[Any] = (),
+) -> Result:
     """Trains like `threefold train`: as a rank if a launcher started this process, else on ranks that it starts.
+
+    Objects reach ranks that are started here by their names: functions and classes of a module, not of the script.
+    Under a launcher every process calls this with its own, and with the same rows.
 
     Args:
         config: a Config, nested plain values, the path of a YAML file, or None for the embedded default.
         accept_changes: resume with keys that change what is trained, as `--accept-changes`.
+        dataset: in place of data.source: a datasets.Dataset or a list of dicts, with columns as the files of a source
+            have them, or `input_ids` and, unshifted, `labels`.
+        eval_dataset: in place of eval.source, alike.
+        tokenizer: in place of data.tokenizer: a tokenizer of transformers.
+        loss: as of `threefold.TrainStep`: (outputs, batch) -> (sum, count), in training and evaluation.
+        loss_on: what it is given: logits, or hidden states before the head.
+        optimizer: a function of the `threefold.Model` that makes a torch optimizer; the rates of its groups are peaks,
+            which optimizer.schedule shapes.
+        callbacks: objects with any of on_step, on_eval, on_save and on_stop, which rank 0 calls with `Facts`; on_step
+            and on_eval stop the run by returning True.
 
     Raises:
         ConfigError: the config is wrong; all errors are reported at once.
         RunError: a rank failed and reported why on stderr.
     """
-    if isinstance(config, Config):
-        loaded = Loaded(config)
-    elif isinstance(config, Mapping):
-        loaded = Loaded(loading.validate(config))
-    else:
-        path = str(config) if config is not None else None
-        loaded = loading.load(path, environ=environment.variables(), defaults=environment.defaults())
-    code = train_command(replace(loaded, accept_changes=accept_changes))
+    rows = {"dataset": dataset, "eval_dataset": eval_dataset, "tokenizer": tokenizer}
+    handed = {name: value for name, value in rows.items() if value is not None}
+    loaded = _loaded(config, handed)
+    given = Given(loss, loss_on, optimizer, callbacks_of(callbacks))
+    config = with_rows(loaded.config, handed)
+    check(given, config)
+    code = train_command(replace(loaded, config=config, accept_changes=accept_changes, given=given))
     if code == EXIT_WRONG_REQUEST:
         raise ConfigError(
             "the request for this run was refused", expected="one that can be met", fix="see the reason above"
@@ -76,6 +101,31 @@ def train(config: Config | Mapping[str, Any] | str | Path | None = None, *, acce
             fix="see the reason above, or in logs/ of the run's folder",
         )
     return Result(code, Path(folder) if (folder := loaded.config.log.dir) is not None else None)
+
+
+def _loaded(config: Config | Mapping[str, Any] | str | Path | None, handed: Iterable[str]) -> Loaded:
+    """The config, with the places of what is handed over where it names nothing."""
+    places = {PLACES[name]: place_of(name) for name in handed}
+    if isinstance(config, Config):
+        free = {key: place for key, place in places.items() if value_at(config, key) == value_at(Config(), key)}
+        values = config.model_dump(exclude_unset=True)
+        return Loaded(loading.validate(_with_places(values, free)) if free else config)
+    if isinstance(config, Mapping):
+        return Loaded(loading.validate(_with_places(config, places)))
+    defaults = [(key, place, "threefold.train") for key, place in places.items()]
+    path = str(config) if config is not None else None
+    variables = environment.variables()
+    return loading.load(path, environ=variables, defaults=[*defaults, *environment.defaults()])
+
+
+def _with_places(values: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, Any]:
+    found = dict(values)
+    for key, place in places.items():
+        section, _, name = key.partition(".")
+        given = found.get(section) or {}
+        if isinstance(given, Mapping):
+            found[section] = {name: place, **given}
+    return found
 
 
 def train_command(loaded: Loaded, *, max_restarts: int = 0, force: bool = False) -> int:
@@ -105,11 +155,20 @@ def train_command(loaded: Loaded, *, max_restarts: int = 0, force: bool = False)
         local_ranks.preload(PRELOAD)
     topology, why = topology_here(loaded.config, force=force)
     refuse_impossible(loaded.config, topology)
+    if loaded.config.data != DataConfig(source=loaded.config.data.source):
+        from threefold.run.sources import refuse_labels_without_effect
+
+        refuse_labels_without_effect(loaded.config, here=True)
     if max_restarts and loaded.config.log.dir is None:  # restarted ranks must find the run
         section = loaded.config.log.model_copy(update={"dir": str(new_path())})
         loaded = replace(loaded, config=loaded.config.model_copy(update={"log": section}))
     if topology.world_size == 1 and not max_restarts:
         return _run_rank(loaded, topology, why) or deliver(loaded.config)
+    from threefold.run.sources import formats_of, refuse_other_rows
+
+    refuse_other_rows(formats_of(loaded.config), loaded.config.train.objective)
+    if loaded.given is not None:
+        refuse_unsendable(loaded.given, topology.world_size)
     code = local_ranks.start_ranks(
         _rank_entry,
         (loaded, topology, why),

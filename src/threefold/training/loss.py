@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import Problem
+from threefold.model.layer_kinds import CHOSEN_EXPERTS, NUM_EXPERTS
 
 
 @dataclass(frozen=True)
@@ -48,76 +50,121 @@ class TokenLoss:
             logits: [tokens, vocabulary], or this rank's [tokens, part of the vocabulary].
             labels: int64 [tokens].
         """
-        logits = logits.float()
-        if self.group is not None and self.vocabulary_start is not None:
-            sums: tuple[Tensor, Tensor] = _SplitLoss.apply(logits, labels, self)  # type: ignore[assignment]
-            return sums[0], sums[1].detach()
-        if not self.label_smoothing and not self.z_loss:
-            total = F.cross_entropy(logits, labels, ignore_index=self.ignored, reduction="sum")
-            return total, total.detach()
+        objective, cross_entropy = self.of_each(logits, labels)
+        return objective.sum(), cross_entropy.sum()
+
+    def of_each(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """As the sums, but of each token: [tokens], 0 where the label is -100."""
+        found: tuple[Tensor, Tensor] = _OfEach.apply(logits, labels, self)  # type: ignore[assignment]
+        return found
+
+    def measure(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
+        """(objective, cross entropy) of each token, [tokens], and what makes the objective's gradient by the logits.
+
+        That is float32 [tokens, part of the vocabulary], once, of the labels that count; of the others it is to be
+        left out. Not differentiable.
+        """
+        objective, cross_entropy, found = self._measured(logits, labels)
+        return objective, cross_entropy, lambda: self._gradient(found)
+
+    def _measured(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, _Found]:
+        # logits: (tokens, part of the vocabulary); the last part may be shorter, or empty
+        width, start = logits.shape[1], self.vocabulary_start or 0
         counted = labels != self.ignored
-        normaliser = logits.logsumexp(-1)
-        target = logits.gather(1, labels.where(counted, 0)[:, None])[:, 0]
-        objective = normaliser - (1 - self.label_smoothing) * target + self.z_loss * normaliser.square()
+        # Of a whole vocabulary every label that counts: one that is beyond it is an error of `gather`.
+        own = counted & (labels >= start) & (labels < start + width) if self._is_split else counted
+        place = torch.where(own, labels - start, 0)[:, None]
+        shares = F.log_softmax(logits, -1, dtype=torch.float32)
+        target = shares.gather(1, place)[:, 0] if width else shares.sum(-1)
+        spread = shares.sum(-1) if self.label_smoothing else None
+        normaliser, shift = None, None
+        if self._is_split or self.z_loss:
+            normaliser = logits.amax(-1).float() - shares.amax(-1) if width else target - math.inf
+        if self._is_split:
+            assert normaliser is not None
+            normaliser, shift, target, spread = self._over_parts(normaliser, target, spread, own, width)
+        cross_entropy = torch.where(counted, -target, 0.0)
+        objective = cross_entropy
+        if spread is not None:
+            mean = spread / (self.vocabulary if self._is_split else width)
+            objective = (1 - self.label_smoothing) * objective
+            objective = objective - self.label_smoothing * torch.where(counted, mean, 0.0)
+        if normaliser is not None and self.z_loss:
+            objective = objective + self.z_loss * torch.where(counted, normaliser, 0.0).square()
+        return objective, cross_entropy, _Found(shares, shift, own, place, counted, normaliser)
+
+    def _over_parts(
+        self, part: Tensor, target: Tensor, spread: Tensor | None, own: Tensor, width: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Of the whole vocabulary: the log of the softmax' sum, its difference to the part's, the target's
+        log-probability, and the sum of all of them (Megatron-LM, arXiv:1909.08053, section 3).
+
+        A few numbers per token are sent, never all of its logits: the largest part; the sum of the parts' sums, the
+        target's logit, and the sum of the logits if labels are smoothed.
+        """
+        largest = part.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        rest = part - largest
+        told = [rest.exp(), torch.where(own, target + rest, 0.0)]
+        if spread is not None:
+            told.append(spread + width * rest if width else spread)
+        sums = torch.stack(told)
+        dist.all_reduce(sums, group=self.group)
+        log_sum = sums[0].log()
+        whole = None if spread is None else sums[2] - self.vocabulary * log_sum
+        return largest + log_sum, rest - log_sum, sums[1] - log_sum, whole
+
+    def _gradient(self, found: _Found) -> Tensor:
+        """Of the objective of each token that counts by its logits, in the place of `found.shares`."""
+        shares, shift, own, place, _, normaliser = found
+        gradient = (shares if shift is None else shares.add_(shift[:, None])).exp_()
+        if not (width := gradient.shape[1]):
+            return gradient
+        if normaliser is not None and self.z_loss:
+            gradient.mul_((1 + 2 * self.z_loss * normaliser)[:, None])
         if self.label_smoothing:
-            objective = objective - self.label_smoothing * logits.mean(-1)
-        return objective.where(counted, 0.0).sum(), (normaliser - target).where(counted, 0.0).sum().detach()
+            gradient.sub_(self.label_smoothing / (self.vocabulary if self._is_split else width))
+        at_target = gradient.gather(1, place) - own[:, None] * (1 - self.label_smoothing)
+        return gradient.scatter_(1, place, at_target)
+
+    @property
+    def _is_split(self) -> bool:
+        return self.group is not None and self.vocabulary_start is not None
 
 
-class _SplitLoss(torch.autograd.Function):
-    """Cross entropy over a vocabulary that several ranks share (Megatron-LM, arXiv:1909.08053, section 3).
+class _Found(NamedTuple):
+    """What the gradient is made of.
 
-    A few numbers per token are sent, never all of its logits: the largest one; the sum of exponentials, the target's
-    logit, and the sum of the logits if labels are smoothed.
+    Attributes:
+        shares: [tokens, width], log of the softmax over this rank's part.
+        shift: [tokens], log of the part's share in the whole vocabulary; None: it is whole.
+        own: [tokens], whether the label counts and lies in this part, at `place`, [tokens, 1].
+        counted: [tokens], whether the label counts.
+        normaliser: [tokens], log of the softmax' sum; None: not needed.
     """
 
+    shares: Tensor
+    shift: Tensor | None
+    own: Tensor
+    place: Tensor
+    counted: Tensor
+    normaliser: Tensor | None
+
+
+class _OfEach(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
-        # logits: (tokens, part of the vocabulary); the last part may be shorter, or empty
-        tokens, width = logits.shape
-        start = loss.vocabulary_start or 0
-        largest = logits.amax(-1) if width else logits.new_full((tokens,), float("-inf"))
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=loss.group)
-        shifted = logits - largest[:, None]
-        own = (labels >= start) & (labels < start + width)
-        place = torch.where(own, labels - start, 0)
-        target = torch.where(own, shifted.gather(1, place[:, None])[:, 0], 0.0) if width else torch.zeros_like(largest)
-        parts = [target]
-        if loss.label_smoothing:
-            parts.append(shifted.sum(-1))
-        exponentials = shifted.exp_()
-        sums = torch.stack([exponentials.sum(-1), *parts])
-        dist.all_reduce(sums, group=loss.group)
-        counted = labels != loss.ignored
-        # Of the true logits, not of the shifted ones.
-        log_sum = sums[0].log()
-        cross_entropy = torch.where(counted, log_sum - sums[1], 0.0)
-        objective = cross_entropy
-        normaliser = log_sum + largest
-        if loss.label_smoothing:
-            spread = log_sum - sums[2] / loss.vocabulary
-            objective = (1 - loss.label_smoothing) * cross_entropy + loss.label_smoothing * spread.where(counted, 0.0)
-        if loss.z_loss:
-            objective = objective + loss.z_loss * normaliser.square().where(counted, 0.0)
+        objective, cross_entropy, found = loss._measured(logits, labels)
         ctx.loss = loss
-        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), own, place, counted, normaliser)
-        totals = objective.sum(), cross_entropy.sum()
-        ctx.mark_non_differentiable(totals[1])
-        return totals
+        ctx.save_for_backward(*found)
+        told = cross_entropy.clone()  # the objective may be the same tensor
+        ctx.mark_non_differentiable(told)
+        return objective, told
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        probabilities, own, place, counted, normaliser = ctx.saved_tensors
-        loss: TokenLoss = ctx.loss
-        scale = counted * gradients[0]
-        weight = scale * (1 + 2 * loss.z_loss * normaliser) if loss.z_loss else scale
-        gradient = probabilities * weight[:, None]
-        if gradient.shape[1]:
-            if loss.label_smoothing:
-                gradient -= (scale * (loss.label_smoothing / loss.vocabulary))[:, None]
-            rows = own.nonzero()[:, 0]
-            gradient[rows, place[rows]] -= gradients[0] * (1 - loss.label_smoothing)
-        return gradient, None, None
+        found = _Found(*ctx.saved_tensors)
+        return ctx.loss._gradient(found).mul_((gradients[0] * found.counted)[:, None]), None, None
 
 
 @dataclass(frozen=True)
@@ -142,7 +189,7 @@ class RouterLoss:
         """
         if not getattr(model.config.get_text_config(), "output_router_logits", False):
             return None
-        experts, top_k, coefficient = (_number(model, names) for names in (_EXPERTS, _TOP_K, _COEFFICIENT))
+        experts, top_k, coefficient = (_number(model, names) for names in (NUM_EXPERTS, CHOSEN_EXPERTS, _COEFFICIENT))
         return cls(int(experts), int(top_k), coefficient)
 
     def picks(self, router_logits: tuple[Tensor, ...], counted: Tensor) -> Tensor:
@@ -172,9 +219,6 @@ class RouterLoss:
         return self.num_experts * (probabilities * (picks[:-1] / rows / rows).float()).sum()
 
 
-# How transformers' models and configs name a routers' numbers.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk")
 _COEFFICIENT = ("router_aux_loss_coef", "aux_loss_coef")
 
 
@@ -194,7 +238,7 @@ def router_problems(model: PreTrainedModel) -> list[Problem]:
         return []
     kind = model.config.model_type
     theirs = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
-    numbers = [_number(model, names) for names in (_EXPERTS, _TOP_K, _COEFFICIENT)]
+    numbers = [_number(model, names) for names in (NUM_EXPERTS, CHOSEN_EXPERTS, _COEFFICIENT)]
     if theirs is None or any(map(math.isnan, numbers)):
         what = f"model.config has output_router_logits = true, but {kind!r} has no routers' loss in transformers"
     elif not _same_loss(theirs, RouterLoss.of(model)):

@@ -1,29 +1,35 @@
-"""For loops of one's own: a model on the mesh, and a step from a batch to the global batch's loss and gradient norm."""
+"""For loops of one's own: a model on the mesh, with what `threefold train` would have checked before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from threefold.config.loading import validate
-from threefold.config.schema import Config, OptimizerConfig
+from threefold.config.schema import Config
+from threefold.data.permutation import seed_of
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh
-from threefold.model import load
-from threefold.model.build import ParallelModel, build
+from threefold.model import data_parallel, load, noise
+from threefold.model import lora as adapters
+from threefold.model.build import build
 from threefold.model.context_parallel import limits
 from threefold.model.context_parallel.split import split_problems
+from threefold.model.model import Model
+from threefold.model.own_module import on_mesh
 from threefold.model.tensor_parallel.plan import plan_problems
 from threefold.training.admission.admit import admit
-from threefold.training.optimizer import adamw
-from threefold.training.step import Batch, TrainStep, mean_loss, micro_batches
+from threefold.training.step import TrainStep
+
+Recomputed = Literal["none", "selective", "full", "offload"]
 
 
 def load_model(
-    name_or_path: str | None = None,
+    name_or_path: str | nn.Module | None = None,
     *,
     mesh: Mesh,
     config: Mapping[str, Any] | None = None,
@@ -33,41 +39,81 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     admission: Literal["auto", "full", "off"] = "auto",
-) -> ParallelModel:
-    """A Hugging Face causal language model on the mesh; every rank calls it.
+    lora: Mapping[str, Any] | None = None,
+    activation_checkpointing: Recomputed = "none",
+    compile: bool | Literal["auto"] = "auto",
+) -> Model:
+    """A Hugging Face causal language model on the mesh, or an own module on its data ranks; every rank calls it.
+
+    Seeds the random numbers of this process: tp ranks must drop the same, and data ranks their own.
 
     Args:
-        name_or_path: Hub id or local folder with weights.
+        name_or_path: Hub id or local folder with weights; or an `nn.Module` (as rank 0 has it; no tp, no cp).
         config: instead of a name: the architecture as a mapping with `model_type`; its weights are random.
         dtype: type of the computation, `float32` or `bfloat16`; the weights are float32.
-        seq_len: length of all rows, if it is known: tp ranks can then share the sequence between the layers, and cp
-            ranks use the method that suits it.
-        seed: of random weights, which depend on it and not on the mesh.
+        seq_len: length of all rows, if known: tp ranks can then share the sequence, and cp uses what suits it.
+        seed: of random weights, which depend on it and not on the mesh, and of dropout.
         admission: probe the architecture on this mesh first, once (`auto`), always (`full`) or never (`off`).
+        lora: train adapters instead of the weights: {"r": 8, ...}, the keys of model.lora.
+        activation_checkpointing: what backward computes again: `none`, `selective`, `full` or `offload`, as the config.
+        compile: compile each layer; `auto`: on CUDA.
 
     Raises:
         ConfigError: the model cannot be read, cannot be split as the mesh asks, or fails a probe.
     """
+    if isinstance(name_or_path, nn.Module):
+        recomputed = None if activation_checkpointing == "none" else activation_checkpointing
+        given = {"config": config, "seq_len": seq_len, "revision": revision, "lora": lora}
+        _refuse_for_modules({**given, "compile": compile is True or None, "activation_checkpointing": recomputed})
+        own = on_mesh(name_or_path, mesh, dtype=validate({"model": {"dtype": dtype}}).model.dtype)
+        torch.manual_seed(seed_of("a run", seed, *noise.places(mesh, None)))
+        return own
     model = {"name_or_path": name_or_path, "config": dict(config) if config is not None else None, "dtype": dtype}
+    model |= {"revision": revision, "trust_remote_code": trust_remote_code, "admission": admission}
     asked = validate(
         {
-            "model": {**model, "revision": revision, "trust_remote_code": trust_remote_code, "admission": admission},
-            "train": {"seed": seed},
+            "model": {**model, **({"lora": dict(lora)} if lora is not None else {})},
+            "train": {"seed": seed, "activation_checkpointing": activation_checkpointing, "compile": compile},
             "data": {"seq_len": seq_len} if seq_len is not None else {},
             "mesh": {"sequence_parallel": "auto" if seq_len is not None else False},
         }
     )
     architecture = load.read_config(asked.model)
-    outline = load.outline(architecture, trust_remote_code=trust_remote_code)
-    problems = plan_problems(architecture, mesh.topology.tp, plan=outline.tp_plan)
-    problems += split_problems(asked.mesh.cp_method, architecture, mesh.topology, outline)
-    problems += limits.direction_problems(outline, pretrained=name_or_path is not None)
-    if problems:
+    if problems := _problems(asked, architecture, mesh):
         raise ConfigError.of(problems)
+    outline = load.outline(architecture, trust_remote_code=trust_remote_code)
     refused = _admitted(asked, architecture, mesh, limits.document_problems(outline))
     built = build(asked, architecture, mesh)
+    assert built.context is not None
     built.context.refused_documents = refused
+    torch.manual_seed(seed_of("a run", seed, *noise.places(mesh, built.tensor.sequence_group)))
     return built
+
+
+def _problems(asked: Config, architecture: PretrainedConfig, mesh: Mesh) -> list[Problem]:
+    trusted, name = asked.model.trust_remote_code, asked.model.name_or_path
+    outline = load.outline(architecture, trust_remote_code=trusted)
+    problems = plan_problems(architecture, mesh.topology.tp, plan=outline.tp_plan)
+    problems += split_problems(asked.mesh.cp_method, architecture, mesh.topology, outline)
+    problems += limits.direction_problems(outline, pretrained=name is not None)
+    problems += data_parallel.problems(asked, mesh.topology, device=mesh.device.type)
+    if asked.model.lora.r and not problems:
+        problems += adapters.problems(
+            asked.model.lora,
+            lambda: load.outline(architecture, trust_remote_code=trusted),
+            name=name or str(architecture.model_type),
+        )
+    return problems
+
+
+def _refuse_for_modules(given: Mapping[str, object]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"load_model was given a module and {name} = {value!r}",
+                expected="a module that is complete: this has no effect on it",
+                fix=f"leave {name} out" + (", and compile the module first" if name == "compile" else ""),
+            )
 
 
 def _admitted(
@@ -90,49 +136,18 @@ def _admitted(
     return None
 
 
-class StepNumbers(NamedTuple):
-    """Of the global batch, the same on every rank: mean loss of its target tokens, gradient norm before clipping."""
-
-    loss: float
-    grad_norm: float
-
-
 def make_step(
-    model: ParallelModel,
+    model: Model,
     mesh: Mesh,
     *,
     lr: float | Literal["auto"] = "auto",
     weight_decay: float = 0.1,
     grad_clip: float = 1.0,
     micro_batch: int | None = None,
-) -> Callable[[Batch], StepNumbers]:
-    """A function that does one AdamW step with a batch of this dp rank; every rank of the mesh calls it.
-
-    The batch is a dict of `input_ids` and `labels`, each [rows, sequence] on any device, labels shifted already and
-    -100 where nothing is to be predicted; `position_ids` count from 0 in each row unless they are given, and routers'
-    loss leaves out what `padding`, bool, marks. The cp and tp ranks of one dp rank give the same rows. The loss is the
-    mean over the target tokens of all dp ranks together.
-
-    Args:
-        lr: learning rate; assign `step.lr` to follow a schedule. auto: 2e-3 for random weights, 2e-5 for pretrained
-            ones.
-        micro_batch: rows in one forward; default: all.
-    """
-    rate = model.automatic_rate if lr == "auto" else lr
-    return _Step(model, mesh, OptimizerConfig(lr=rate, weight_decay=weight_decay), grad_clip, micro_batch)
-
-
-class _Step:
-    def __init__(
-        self, model: ParallelModel, mesh: Mesh, config: OptimizerConfig, grad_clip: float, micro_batch: int | None
-    ) -> None:
-        self.lr: float = config.lr  # type: ignore[assignment]
-        self._mesh, self._micro_batch = mesh, micro_batch
-        self._step = TrainStep(model, adamw(model.module, config), mesh, grad_clip=grad_clip)
-
-    def __call__(self, batch: Batch) -> StepNumbers:
-        rows, length = batch["input_ids"].shape
-        positions = torch.arange(length).expand(rows, length)
-        pieces = micro_batches({"position_ids": positions, **batch}, self._micro_batch or rows)
-        result = self._step(pieces, lr=self.lr)
-        return StepNumbers(mean_loss(result, self._mesh), result.grad_norm.item())
+) -> TrainStep:
+    """`TrainStep(model, ...)` with AdamW, by the name that it had first; `mesh` is the model's."""
+    if mesh is not model.mesh:
+        raise ConfigError(
+            "make_step was given another mesh than the model's", expected="model.mesh", fix="threefold.TrainStep(model)"
+        )
+    return TrainStep(model, lr=lr, weight_decay=weight_decay, grad_clip=grad_clip, micro_batch=micro_batch)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from threefold.errors import RunError, ranks_text, rows_text
 from threefold.mesh.mesh import Mesh
-from threefold.training.step import Batch, StepResult
+from threefold.training.forward import Batch
+from threefold.training.numbers import StepResult
 
 log = logging.getLogger("threefold")
 
@@ -71,7 +72,7 @@ class Finite:
         """
         on_cpu = self._mesh.device.type == "cpu"
         rows = [batch["indices"].tolist() if "indices" in batch else [] for batch in batches]
-        norm, copied = (result.grad_norm, None) if on_cpu else _copy_to_host(result.grad_norm)
+        norm, copied = (result.grad_norm, None) if on_cpu else copy_to_host(result.grad_norm)
         self._unread.append(_Unread(step, norm, copied, result.micro_losses, rows))
         ready = len(self._unread) - (0 if now or on_cpu else 1)
         found = [self._read(self._unread.pop(0)) for _ in range(ready)]
@@ -107,7 +108,7 @@ class Finite:
         return {"step": step.number, "skipped": what}
 
 
-def _copy_to_host(value: Tensor) -> tuple[Tensor, Any]:
+def copy_to_host(value: Tensor) -> tuple[Tensor, Any]:
     """A copy in progress, and the event that marks its end."""
     host = torch.empty_like(value, device="cpu", pin_memory=True)
     host.copy_(value, non_blocking=True)

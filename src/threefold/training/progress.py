@@ -1,4 +1,4 @@
-"""Where a rank is in its step, which rank the others wait for, and what a run measures of itself.
+"""Where a rank is, which rank the others wait for, and what a run measures of itself.
 
 The step records its place in one assignment, and another thread may read it at any time: the hot path neither locks
 nor sends. All ranks pass through the same places in the same order, so the rank that has passed the fewest is behind.
@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from threefold.mesh.mesh import Mesh
+if TYPE_CHECKING:
+    from threefold.mesh.mesh import Mesh
+    from threefold.training.timeline import Timeline
 
-# Dense bfloat16 FLOP/s by the vendors' data sheets; MFU is reported for the devices named here.
-_PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "B200": 2250e12}
 _KEY = "threefold/own-time"
+# A rank that is slowest by this share of the step, in each logged step of so many.
+_NOTICED, _CHRONIC_STEPS = 0.1, 50
 
 
 class Phase(NamedTuple):
@@ -29,27 +31,102 @@ class Phase(NamedTuple):
 
 
 class Progress:
-    """The place of this rank, as its training loop reports it."""
+    """The place of this rank, as it reports it itself.
+
+    Attributes:
+        ticks: counts signs of progress within phases; ranks may have different ones.
+        mirror: is told each place.
+        device: measures the device's time of the phases; None on a CPU.
+        timeline: notes the times of the phases; None: of none.
+        blocked_s: time in a step without a core, and not for another rank: noted by whoever watches the main thread.
+    """
 
     def __init__(self) -> None:
         self.place = Phase(0, 0, "start")
+        self.ticks = 0
+        self.mirror: Callable[[Phase], None] | None = None
+        self.device: DeviceForward | None = None
+        self.timeline: Timeline | None = None
+        self.blocked_s = 0.0
 
     def enter(self, phase: str, *, step: int | None = None) -> None:
-        """Enters a phase (data, forward, backward, reduce, optimizer, log, audit, evaluation, save)."""
+        """Enters a phase (in a step: data, forward, backward, reduce, optimizer, log, audit, evaluation, save)."""
         place = self.place
-        self.place = Phase(place.number + 1, place.step if step is None else step, phase)
+        self.place = place = Phase(place.number + 1, place.step if step is None else step, phase)
+        if self.mirror is not None:
+            self.mirror(place)
+        if self.device is not None:
+            self.device.enter(phase)
+        if self.timeline is not None:
+            self.timeline.enter(place.step, phase)
+
+    def go_on_from(self, before: Progress) -> None:
+        """Takes the place of another object, which is told no more."""
+        self.place, self.ticks, self.mirror = before.place, before.ticks, before.mirror
+
+    def tick(self) -> None:
+        """What this rank alone does in a phase goes on."""
+        self.ticks += 1
+
+    def close(self) -> None:
+        """The last phase is over."""
+        if self.timeline is not None:
+            self.timeline.close()
+
+
+class DeviceForward:
+    """The time of the forwards on a CUDA device, between two events of each: a slow device, or one fed late.
+
+    Where the forward sends nothing (data ranks) that is this rank's own time. With shards or tp the ranks wait for one
+    another in it, and all take the same.
+    """
+
+    def __init__(self, make_event: Callable[[], Any]) -> None:
+        """Args:
+        make_event: makes a torch.cuda.Event that takes the time.
+        """
+        self._make_event = make_event
+        self._events: list[Any] = []
+
+    def enter(self, phase: str) -> None:
+        """A phase begins; a few microseconds to record an event, and no wait."""
+        open_ = len(self._events) % 2
+        if phase == "forward" and open_:
+            self._events.pop()  # a forward without a backward
+        if phase == "forward" or (phase == "backward" and open_):
+            self._events.append(self._make_event())
+            self._events[-1].record()
+
+    def forget(self) -> None:
+        """What was before does not count."""
+        self._events = []
+
+    def take_s(self) -> float:
+        """The time since the last call; waits for the last of these forwards."""
+        pairs = list(zip(self._events[::2], self._events[1::2], strict=False))
+        self._events = []
+        if pairs:
+            pairs[-1][1].synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
 
 
 @dataclass
 class OwnTime:
     """Time that this rank has worked or waited for its own data, and not for other ranks, in seconds.
 
-    Work is the time of the main thread on a CPU core: waiting in a collective takes none. On an accelerator that leaves
-    the device's own time out, so there it finds slow hosts and slow data, not slow devices.
+    On a CPU: what the main thread has spent on a core, and what it was blocked outside of collectives (`blocked_s`).
+    On a CUDA device: the device's time in forwards.
     """
 
+    progress: Progress = field(default_factory=Progress)
     data_wait_s: float = 0.0
     _began: float = field(default_factory=time.thread_time)
+    _blocked: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._blocked = self.progress.blocked_s
+        if self.progress.device is not None:
+            self.progress.device.forget()
 
     def read(self, wall_s: float, cpu_s: float) -> None:
         """A batch was waited for: `wall_s` by the clock, of which the main thread worked `cpu_s`."""
@@ -57,7 +134,9 @@ class OwnTime:
         self._began += cpu_s
 
     def total_s(self) -> float:
-        return self.data_wait_s + time.thread_time() - self._began
+        if self.progress.device is not None:
+            return self.data_wait_s + self.progress.device.take_s()
+        return self.data_wait_s + time.thread_time() - self._began + self.progress.blocked_s - self._blocked
 
 
 class Slowest:
@@ -90,6 +169,29 @@ def slowest(own_s: Sequence[float], elapsed_s: float) -> tuple[int, float]:
     return rank, (own_s[rank] - others) / elapsed_s if elapsed_s > 0 else 0.0
 
 
+class Lag:
+    """Notices a rank that stays the slowest."""
+
+    def __init__(self) -> None:
+        self._rank, self._since, self._told = -1, 0, -1
+        self._shares: list[float] = []
+
+    def after(self, step: int, rank: int, share: float) -> str | None:
+        """What to say of the slowest rank at a logged step, once for each rank: that it has been it for 50 steps."""
+        if rank != self._rank or share < _NOTICED:
+            self._rank, self._since, self._shares = rank if share >= _NOTICED else -1, step, []
+            return None
+        self._shares.append(share)
+        if step - self._since < _CHRONIC_STEPS or rank == self._told:
+            return None
+        self._told = rank
+        mean = sum(self._shares) / len(self._shares)
+        return (
+            f"rank {rank} has been the slowest since step {self._since}: a step would take about {mean:.0%} less "
+            "if it were as fast as the others"
+        )
+
+
 class Stopwatch:
     """Time since it was last read, in seconds."""
 
@@ -100,16 +202,6 @@ class Stopwatch:
         now = time.perf_counter()
         elapsed, self._since = now - self._since, now
         return elapsed
-
-
-def flops_per_token(num_parameters: int, *, num_layers: int, hidden_size: int, seq_len: int) -> float:
-    """Forward and backward: 6 per parameter, and 12 x layers x hidden x length of attention (PaLM, appendix B)."""
-    return 6.0 * num_parameters + 12.0 * num_layers * hidden_size * seq_len
-
-
-def peak_flops(device_name: str) -> float | None:
-    """The device's dense bfloat16 peak, FLOP/s, if it is known."""
-    return next((peak for name, peak in _PEAK_FLOPS.items() if name in device_name), None)
 
 
 def peak_memory_bytes(device_type: str) -> int:

@@ -1,313 +1,316 @@
-"""One optimizer step: micro-batches, backward, one global norm, update; and the evaluation step.
+"""One optimizer step: micro-batches, backward, one global norm, update.
 
 The loss of the step is the sum over all target tokens of the global batch divided by their number, for any mesh and any
-micro-batching. No other file sees a gradient.
+micro-batching; or the sum of a loss of one's own divided by its count. Only `gradients` reads them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from threefold.config.optimizer_keys import OptimizerConfig
 from threefold.data.rows.concat import IGNORED
-from threefold.mesh.mesh import Mesh
-from threefold.model.build import ParallelModel
-from threefold.model.collectives import local_part
-from threefold.model.context_parallel.split import local_positions
+from threefold.errors import ConfigError
 from threefold.model.data_parallel import last_backward
-from threefold.model.head import Sums
+from threefold.model.exact_sums import loss_on_grid
+from threefold.model.model import Model, OutputsOf
+from threefold.training.batches import Batches
+from threefold.training.ema import Ema
+from threefold.training.forward import (
+    Batch,
+    OwnLoss,
+    counted_tokens,
+    forward_own,
+    forward_sums,
+    measures_of,
+    token_loss_of,
+    warm_up_buckets,
+)
+from threefold.training.gradients import Gradients
 from threefold.training.loss import RouterLoss, TokenLoss
+from threefold.training.narrow_moments import NarrowAdamW
+from threefold.training.numbers import StepNumbers, StepResult, mean_loss, over_ranks
+from threefold.training.optimizer import build_optimizer, refuse_other_parameters
+from threefold.training.own_loss import check_settings, checked_rate, refuse_unequal
 from threefold.training.progress import Progress
 
-Batch = dict[str, Tensor]
-
-_PER_TOKEN = ("input_ids", "labels", "position_ids", "document_ids")
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step computed, still on the device.
-
-    Attributes:
-        loss_sum: cross entropy over this rank's target tokens; sum it over the `loss` group for the step's own.
-        target_tokens: number of target tokens of the global batch.
-        grad_norm: of the global gradient, before clipping.
-        aux_loss: this rank's share of the routers' loss, or None if the model has none.
-        micro_losses: what this rank minimised in each micro-batch.
-    """
-
-    loss_sum: Tensor
-    target_tokens: Tensor
-    grad_norm: Tensor
-    aux_loss: Tensor | None = None
-    micro_losses: tuple[Tensor, ...] = ()
+_WITH_FLAG = (torch.optim.Adam, torch.optim.AdamW, NarrowAdamW)
 
 
 class TrainStep:
-    """A model, its optimizer and the mesh they live on; each call is one optimizer step.
+    """A model and its optimizer; each call is one optimizer step, which every rank of the mesh makes.
 
     A loss or a gradient that is not finite on any rank leaves weights and optimizer as they are, on all ranks.
     """
 
     def __init__(
         self,
-        model: ParallelModel,
-        optimizer: torch.optim.Optimizer,
-        mesh: Mesh,
+        model: Model,
+        optimizer: torch.optim.Optimizer | None = None,
         *,
-        grad_clip: float = 0.0,
+        loss: OwnLoss | None = None,
+        loss_on: OutputsOf = "logits",
+        lr: float | Literal["auto"] = "auto",
+        weight_decay: float = 0.1,
+        grad_clip: float = 1.0,
+        micro_batch: int | None = None,
         token_loss: TokenLoss | None = None,
         observe: Callable[[], None] | None = None,
         progress: Progress | None = None,
+        ema: Ema | None = None,
     ) -> None:
         """Args:
-        token_loss: from `token_loss_of`; by default the cross entropy alone.
+        optimizer: over `model.parameters()`; its groups keep their rates. None: AdamW with `lr` and `weight_decay`.
+        loss: (outputs, batch) -> (sum, count) of this rank's part of a batch; None: next-token cross entropy.
+        loss_on: what a causal model gives to `loss`: its `logits`, `hidden_states` before the head, or the
+            `log_probabilities` of the labels, for which no rank holds all logits.
+        lr: of AdamW here; assign `step.lr` to follow a schedule. auto: by the weights (`model.automatic_rate`).
+        grad_clip: the norm above which the gradient is scaled down; 0: never.
+        micro_batch: rows of this dp rank in one forward; None: all of a batch.
+        token_loss: from `token_loss_of`, in place of the cross entropy alone.
         observe: called when the gradients are complete and not yet clipped, to compare them.
         progress: told which phase the step is in.
+        ema: a moving average to update after each step.
+
+        Raises:
+            ConfigError: a setting that is wrong or has no effect, or an optimizer over other parameters.
         """
-        self._model = model
-        self._optimizer = optimizer
-        self._mesh = mesh
-        self._grad_clip = grad_clip
-        self._token_loss = token_loss or token_loss_of(model, mesh)
-        self._router = RouterLoss.of(model.module)
+        check_settings(model, loss, grad_clip, micro_batch)
+        model.refuse_outputs(loss_on)
+        self.model, self._mesh = model, model.mesh
+        self._rate: float | None = None
+        if optimizer is None:
+            self._rate = model.automatic_rate if lr == "auto" else checked_rate("lr", lr)
+            decay = checked_rate("weight_decay", weight_decay)
+            optimizer = build_optimizer(model.module, OptimizerConfig(weight_decay=decay))
+        else:
+            refuse_other_parameters(optimizer, model.module)
+        self.optimizer = optimizer
+        self._grad_clip, self._micro_batch = float(grad_clip), micro_batch
+        self._loss, self._loss_on = loss, loss_on
+        self._token_loss = token_loss or (token_loss_of(model, self._mesh) if loss is None else None)
+        self._router = RouterLoss.of(model.module) if model.context is not None else None
+        self._batches = Batches(model, own_loss=loss is not None, labels=loss_on == "log_probabilities")
+        self._gradients = Gradients(model)
         self._observe = observe
         self._parameters_on = next(model.module.parameters()).device
-        self._progress = progress or Progress()
+        self._progress, self._ema = progress or Progress(), ema
+        # Copies of a whole model, of which each may leave some parameters out of its loss.
+        self._averages = loss is not None and not isinstance(model.forward, FSDPModule)
+        # A module of one's own may use other parameters in another micro-batch, which reductions of each would mix up.
+        self._unsharded = model.asked is None or model.asked.train.accumulate == "unsharded"
+        # FSDP2 and DDP average over the dp x cp ranks, exact sums do not; the count that divides the loss is global.
+        self._averaged_over = 1 if model.exact is not None else self._mesh.size("loss")
 
-    def __call__(self, batches: Sequence[Batch], *, lr: float) -> StepResult:
-        """Runs forward and backward over the micro-batches of this dp rank, then updates the weights.
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """The names of what a loss of one's own tells besides (`forward`)."""
+        return measures_of(self._loss)
+
+    @property
+    def lr(self) -> float | None:
+        """The rate of the next step; None with an optimizer of one's own, whose groups have theirs."""
+        return self._rate
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        if self._rate is None:
+            raise ConfigError(
+                f"step.lr = {rate}, but the optimizer is one of your own",
+                expected="its own rates, which its param_groups or a scheduler of torch set",
+                fix="for group in optimizer.param_groups: group['lr'] = ...",
+            )
+        self._rate = checked_rate("step.lr", rate)
+
+    def __call__(self, batch: Mapping[str, Any]) -> StepNumbers:
+        """One step with the rows of this dp rank, which its cp and tp ranks give too.
+
+        For a causal language model: a dict of `input_ids` and `labels`, each int64 [rows, sequence] on any device,
+        labels shifted already and -100 where nothing is predicted; `position_ids` count from 0 in each row (document)
+        unless given; `document_ids` keep documents apart; routers' loss leaves out what `padding`, bool, marks. A loss
+        of one's own may have any further tensors, of which those [rows, sequence, ..] are split over cp as tokens are.
+        """
+        pieces = self._batches.pieces(batch, self._micro_batch)
+        if self._batches.taken == 1 and isinstance(self.model.forward, DistributedDataParallel) and not self._averages:
+            rows, sequence = pieces[0]["input_ids"].shape
+            warm_up_buckets(self.model, self._mesh, rows=rows, seq_len=sequence)
+        result = self.run(pieces, lr=self._rate)
+        return StepNumbers(mean_loss(result, self._mesh), result.grad_norm.item())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rate and the optimizer's state, for the same mesh; `threefold.save` writes what any mesh reads."""
+        return {"lr": self._rate, "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        if set(state) != {"lr", "optimizer"} or (state["lr"] is None) != (self._rate is None):
+            raise ConfigError(
+                f"this is not the state of such a step: it has {', '.join(map(str, state)) or 'nothing'}",
+                expected="what state_dict() gave of a TrainStep whose optimizer was made in the same way",
+                fix="step.load_state_dict(step.state_dict())",
+            )
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._rate = state["lr"]
+
+    def run(self, batches: Sequence[Batch], *, lr: float | None = None) -> StepResult:
+        """Forward and backward over the micro-batches of this dp rank, then the update; waits for no device.
 
         Batches are [batch, sequence] rows of this dp rank, the same on its cp and tp ranks, on any device.
+
+        Args:
+            lr: of the optimizer's groups (times their `lr_share`, if they have one); None: as they are.
         """
         self._progress.enter("forward")
-        ranks = self._mesh.size("loss")
+        backward = partial(self._backward if self._loss is None else self._backward_own, batches)
+        exact = self.model.exact
+        result, scale = backward() if exact is None else exact.complete(backward, len(batches))
+        self._progress.enter("reduce")
+        if self._averages:
+            self._gradients.average()
+        norm = self._gradients.complete(clip=self._grad_clip, scale=scale, observe=self._observe)
+        self._progress.enter("optimizer")
+        self._update(norm, lr)
+        return replace(result, grad_norm=norm)
+
+    def _backward(self, batches: Sequence[Batch]) -> tuple[StepResult, None]:
+        ranks, device = self._averaged_over, self._mesh.device
+        assert self._token_loss is not None
         target_tokens, counting = self._count_targets(batches)
-        loss_sum = torch.zeros((), device=self._mesh.device)
+        loss_sum = torch.zeros((), device=device)
         routers = self._router is not None
-        aux_loss = torch.zeros((), device=self._mesh.device) if routers else None
-        picks = self._picks_beforehand(batches) if routers and len(batches) > 1 else None
+        aux_loss = torch.zeros((), device=device) if routers else None
+        picks = self._beforehand(batches)[0] if routers and len(batches) > 1 else None
         losses: list[Tensor] = []
+        of_rows: list[Tensor] = []
         for number, batch in enumerate(batches, start=1):
             if number > 1:
                 self._progress.enter("forward")
             with (
-                last_backward(self._model.forward, number == len(batches)),
-                forward_sums(self._model, batch, self._mesh, self._token_loss, routers=routers) as sums,
+                last_backward(self.model.forward, number == len(batches), unsharded=self._unsharded),
+                forward_sums(self.model, batch, self._mesh, self._token_loss, routers=routers) as sums,
             ):
                 if counting is not None:
                     counting.wait()
                     counting = None
-                # FSDP2 and DDP average over the dp x cp ranks; the loss is divided by a count that is global already.
                 objective = sums.objective * (ranks / target_tokens.clamp(min=1))
-                if self._router is not None and aux_loss is not None:
-                    counted = counted_tokens(batch, self._mesh)
-                    if picks is None:
-                        picks = _over_ranks(self._router.picks(sums.router_logits, counted), self._mesh)
-                    share = self._router.share(sums.router_logits, picks, counted)
-                    objective = objective + self._router.coefficient * ranks * share
-                    aux_loss += share.detach()
+                if aux_loss is not None:
+                    share, added = self._routers_share(batch, sums.router_logits, picks)
+                    objective = objective + added
+                    aux_loss += share if self.model.exact is None else loss_on_grid(share)
                 losses.append(objective.detach())
-                self._progress.enter("backward")
-                # One if the loss is finite. A NaN loss can have a finite gradient: other ranks would not notice.
-                objective.backward(1 + (losses[-1] - losses[-1]))
-            loss_sum += sums.cross_entropy
-        self._progress.enter("reduce")
-        grad_norm = self._reduce_and_clip()
-        self._progress.enter("optimizer")
-        self._update(grad_norm, lr)
-        return StepResult(loss_sum, target_tokens, grad_norm, aux_loss, tuple(losses))
+                self._go_backward(objective)
+            loss_sum = loss_sum + (sums.cross_entropy if self.model.exact is None else loss_on_grid(sums.cross_entropy))
+            of_rows += [] if sums.of_rows is None else [sums.of_rows]
+        found = StepResult(loss_sum, target_tokens, loss_sum, aux_loss, tuple(losses), of_rows=tuple(of_rows))
+        return found, None
 
-    def _update(self, grad_norm: Tensor, lr: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        # The fused kernels read a flag on the device and then change nothing: no wait for the norm.
-        found = (~grad_norm.isfinite()).float()
-        self._optimizer.found_inf = found.to(self._parameters_on)  # type: ignore[attr-defined]
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+    def _backward_own(self, batches: Sequence[Batch]) -> tuple[StepResult, Tensor | None]:
+        """The gradients of the sum, and what to scale them by once the count of all micro-batches is known.
+
+        Where routers have a loss besides, the count must be known before: of several micro-batches by one more forward.
+        """
+        ranks, device = self._mesh.size("loss"), self._mesh.device
+        loss: Any = self._loss
+        totals = torch.zeros(2 + len(measures_of(loss)), dtype=torch.float64, device=device)
+        routers = self._router is not None
+        aux_loss = torch.zeros((), device=device) if routers else None
+        picks, known = self._beforehand(batches) if routers and len(batches) > 1 else (None, None)
+        losses: list[Tensor] = []
+        of_rows: list[Tensor] = []
+        for number, batch in enumerate(batches, start=1):
+            if number > 1:
+                self._progress.enter("forward")
+            with (
+                last_backward(
+                    self.model.forward, number == len(batches) and not self._averages, unsharded=self._unsharded
+                ),
+                forward_own(self.model, batch, loss, of=self._loss_on, routers=routers) as sums,
+            ):
+                objective = sums.objective
+                totals += sums.totals
+                of_rows += [] if sums.of_rows is None else [sums.of_rows]
+                if aux_loss is not None:
+                    known = over_ranks(sums.totals.clone(), self._mesh)[1] if known is None else known
+                    share, added = self._routers_share(batch, sums.router_logits, picks)
+                    objective = objective * (ranks / known) + added
+                    aux_loss += share
+                losses.append(objective.detach())
+                self._go_backward(objective)
+        count = over_ranks(totals[1].clone(), self._mesh)
+        refuse_unequal(totals[:2], count, self._mesh)
+        # Of no count at all the mean is not a number, and nothing is updated.
+        scale = None if routers else torch.where(count > 0, ranks / count, math.nan)
+        return StepResult(totals[0], count, totals[0], aux_loss, tuple(losses), totals[2:], tuple(of_rows)), scale
+
+    def _routers_share(
+        self, batch: Batch, router_logits: tuple[Tensor, ...], picks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's share of the routers' loss, detached, and what it adds to the objective."""
+        assert self._router is not None
+        counted = counted_tokens(batch, self._mesh)
+        if picks is None:
+            picks = over_ranks(self._router.picks(router_logits, counted), self._mesh)
+        share = self._router.share(router_logits, picks, counted)
+        return share.detach(), self._router.coefficient * self._averaged_over * share
+
+    def _go_backward(self, objective: Tensor) -> None:
+        self._progress.enter("backward")
+        # One if the loss is finite. A NaN loss can have a finite gradient: other ranks would not notice.
+        found = objective.detach()
+        objective.backward(1 + (found - found))
+
+    def _update(self, grad_norm: Tensor, lr: float | None) -> None:
+        if lr is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr * group.get("lr_share", 1.0)
+        if type(self.optimizer) in _WITH_FLAG and getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            # Adam's fused kernels read a flag on the device and then change nothing: no wait for the norm. Others take
+            # the flag too, but leave a state behind that was never written (SGD's momentum in the first step).
+            found = (~grad_norm.isfinite()).float()
+            self.optimizer.found_inf = found.to(self._parameters_on)  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif math.isfinite(grad_norm.item()):
+            self.optimizer.step()
+        if self._ema is not None:
+            self._ema.update(grad_norm.isfinite().float())
+        self.model.module.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def _picks_beforehand(self, batches: Sequence[Batch]) -> Tensor:
-        """The routers' picks over the global batch. Costs one more forward: the first backward needs all of them.
+    def _beforehand(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        """Routers' picks, and the count of a loss of one's own, over the global batch: the first backward needs them.
 
-        Dropout and jitter are drawn as they will be in the forward of each micro-batch.
+        Costs one more forward. Dropout and jitter are drawn as they will be in the forward of each micro-batch.
         """
         assert self._router is not None
-        device = self._mesh.device
+        device, loss = self._mesh.device, self._loss
         picks = torch.zeros(self._router.num_experts + 1, dtype=torch.float64, device=device)
+        count = torch.zeros((), dtype=torch.float64, device=device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             for batch in batches:
-                with forward_sums(self._model, batch, self._mesh, self._token_loss, routers=True) as sums:
+                if loss is None:
+                    assert self._token_loss is not None
+                    forward: Any = forward_sums(self.model, batch, self._mesh, self._token_loss, routers=True)
+                else:
+                    forward = forward_own(self.model, batch, loss, of=self._loss_on, routers=True)
+                with forward as sums:
                     picks += self._router.picks(sums.router_logits, counted_tokens(batch, self._mesh))
-        return _over_ranks(picks, self._mesh)
+                    count += 0.0 if loss is None else sums.totals[1]
+        return over_ranks(picks, self._mesh), over_ranks(count, self._mesh)
 
     def _count_targets(self, batches: Sequence[Batch]) -> tuple[Tensor, dist.Work | None]:
         """The number of target tokens of the global batch, and the work to wait for before reading it."""
-        counted = torch.stack([(batch["labels"] != IGNORED).sum() for batch in batches]).sum().to(self._mesh.device)
+        counted = torch.stack([(batch["labels"] != IGNORED).sum() for batch in batches]).sum()
+        counted = counted.to(self._mesh.device, non_blocking=True)
         # Counted before the cp split, so the dp ranks alone hold distinct rows; under way while forward computes.
         group = self._mesh.group("dp")
         return counted, dist.all_reduce(counted, group=group, async_op=True) if group is not None else None
-
-    def _reduce_and_clip(self) -> Tensor:
-        parameters = dict(self._model.module.named_parameters())
-        self._sum_partial([parameters[name].grad for name in self._model.tensor.partial_gradients])
-        split = self._model.tensor.placements
-        gradients: dict[bool, list[Tensor]] = {True: [], False: []}
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                _place_as_parameter(parameter)
-                gradients[name in split and not split[name].is_replicate()].append(local_part(parameter.grad))
-        norm = self._global_norm(gradients[True], gradients[False])
-        if self._observe is not None:
-            self._observe()
-        if self._grad_clip:
-            factor = (self._grad_clip / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(gradients[True] + gradients[False], factor.to(self._parameters_on))
-        return norm
-
-    def _sum_partial(self, gradients: Sequence[Tensor | None]) -> None:
-        """Sums over tp the gradients that each rank knows only in part; once a step, in one collective."""
-        tp = self._mesh.group("tp")
-        own = [local_part(gradient) for gradient in gradients if gradient is not None]
-        if tp is None or not own:
-            return
-        together = torch.cat([gradient.flatten() for gradient in own]).to(self._mesh.device)
-        dist.all_reduce(together, group=tp)
-        parts = together.split([gradient.numel() for gradient in own])
-        torch._foreach_copy_(own, [part.view_as(gradient) for part, gradient in zip(parts, own, strict=True)])
-
-    def _global_norm(self, split: list[Tensor], whole: list[Tensor]) -> Tensor:
-        """Norm of the whole gradient; `split` differs between tp ranks, `whole` is the same on each and counts once."""
-        squares = torch.stack([_square_sum(split, self._mesh.device), _square_sum(whole, self._mesh.device)])
-        # Replicas have equal gradients; only ranks that share one copy hold different parts.
-        if (fsdp := self._mesh.group("fsdp")) is not None:
-            dist.all_reduce(squares, group=fsdp)
-        if (tp := self._mesh.group("tp")) is None:
-            return squares.sum().sqrt()
-        # The second is 0, or NaN if `whole` is not finite on one tp rank alone: all must know.
-        parts = torch.stack([squares[0], squares[1] - squares[1]])
-        dist.all_reduce(parts, group=tp)
-        return (parts.sum() + squares[1]).sqrt()
-
-
-def token_loss_of(model: ParallelModel, mesh: Mesh, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> TokenLoss:
-    """The loss of tokens whose logits this model gives on this rank."""
-    return TokenLoss(
-        group=mesh.group("tp"),
-        vocabulary_start=model.tensor.vocabulary_start,
-        vocabulary=model.module.config.get_text_config().vocab_size,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-    )
-
-
-@contextmanager
-def forward_sums(
-    model: ParallelModel, batch: Batch, mesh: Mesh, token_loss: TokenLoss, *, routers: bool = False
-) -> Iterator[Sums]:
-    """Sums over this rank's target tokens of a batch [batch, sequence]; backward belongs inside the `with`."""
-    tokens = {name: batch[name].to(mesh.device, non_blocking=True) for name in _PER_TOKEN if name in batch}
-    with model.context.batch(tokens) as local:
-        with torch.autocast(mesh.device.type, dtype=model.autocast, enabled=model.autocast is not None):
-            sums: Sums = model.forward(
-                labels=local["labels"],
-                token_loss=token_loss,
-                output_router_logits=routers,
-                input_ids=local["input_ids"],
-                position_ids=local["position_ids"],
-                # Ones keep transformers from inferring packed documents from the positions; `context` has the masks.
-                attention_mask=torch.ones_like(local["input_ids"]),
-                use_cache=False,
-            )
-        yield sums
-
-
-def counted_tokens(batch: Batch, mesh: Mesh) -> Tensor:
-    """[rows x sequence / cp] of this rank's tokens in the order in which it holds them: 1.0, or 0.0 for padding."""
-    rows, sequence = batch["input_ids"].shape
-    if (padding := batch.get("padding")) is None:
-        return torch.ones(rows * sequence // mesh.size("cp"), device=mesh.device)
-    own = local_positions(sequence, cp_size=mesh.size("cp"), cp_rank=mesh.cp_rank)
-    return (~padding[:, own.to(padding.device)]).flatten().to(mesh.device, torch.float32, non_blocking=True)
-
-
-def micro_batches(batch: Batch, rows: int) -> list[Batch]:
-    """A batch in pieces of `rows` rows; the last one may be shorter."""
-    pieces = zip(*(values.split(rows) for values in batch.values()), strict=True)
-    return [dict(zip(batch, piece, strict=True)) for piece in pieces]
-
-
-def warm_up_buckets(model: ParallelModel, mesh: Mesh, *, rows: int, seq_len: int) -> None:
-    """One backward over [rows, seq_len] tokens, as a micro-batch has, without any trace. Every rank calls it.
-
-    torch's DistributedDataParallel lays out its buckets again after the first backward, in the order in which the
-    gradients came. The place of a gradient in a bucket decides in which order the ranks' parts of it are added. Without
-    this, the first step of a resumed run on more than two ranks would have other sums than that of an unbroken run.
-    """
-    if not isinstance(model.forward, DistributedDataParallel):
-        return
-    tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
-    batch = {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(seq_len).expand(rows, -1)}
-    with (
-        torch.random.fork_rng(devices=[mesh.device] if mesh.device.type == "cuda" else []),
-        forward_sums(model, batch, mesh, token_loss_of(model, mesh)) as sums,
-    ):
-        sums.objective.backward()
-    model.module.zero_grad(set_to_none=True)
-
-
-@torch.no_grad()
-def evaluate(model: ParallelModel, batches: Iterable[Batch], mesh: Mesh) -> tuple[float, int]:
-    """Sum of the loss and number of target tokens over the rows of all dp ranks, which give equally many batches."""
-    model.module.eval()
-    token_loss = token_loss_of(model, mesh)
-    totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    for batch in batches:
-        with forward_sums(model, batch, mesh, token_loss) as sums:
-            totals[0] += sums.cross_entropy
-        totals[1] += (batch["labels"] != IGNORED).sum() / mesh.size("cp")
-    if (group := mesh.group("loss")) is not None:
-        dist.all_reduce(totals, group=group)
-    model.module.train()
-    return totals[0].item(), round(totals[1].item())
-
-
-def mean_loss(result: StepResult, mesh: Mesh) -> float:
-    """The step's own loss: one small collective, then a wait for the device."""
-    total = _over_ranks(result.loss_sum, mesh)
-    return (total / result.target_tokens).item() if result.target_tokens.item() else math.nan
-
-
-def mean_aux_loss(result: StepResult, mesh: Mesh) -> float | None:
-    """The routers' loss of the step, or None if the model has none; as `mean_loss`."""
-    return None if result.aux_loss is None else _over_ranks(result.aux_loss, mesh).item()
-
-
-def _over_ranks(part: Tensor, mesh: Mesh) -> Tensor:
-    total = part.double()  # itself, if it is already
-    if (group := mesh.group("loss")) is not None:
-        dist.all_reduce(total, group=group)
-    return total
-
-
-def _place_as_parameter(parameter: torch.nn.Parameter) -> None:
-    """Gives a gradient its parameter's placement; autograd may leave it as a pending sum (for embeddings it does)."""
-    gradient = parameter.grad
-    both_split = isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
-    if both_split and gradient.placements != parameter.placements:
-        parameter.grad = gradient.redistribute(placements=parameter.placements)
-
-
-def _square_sum(tensors: list[Tensor], device: torch.device) -> Tensor:
-    if not tensors:
-        return torch.zeros((), device=device)
-    return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).square().sum().to(device)

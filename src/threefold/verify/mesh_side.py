@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from threefold.bars import Bars
 from threefold.checkpoint.manifest import architecture_of, with_infinities
 from threefold.config.loading import validate
+from threefold.config.paths import tokenizer_name
 from threefold.config.peak_rate import peak_rate, with_rate
 from threefold.config.schema import Config
 from threefold.data.loader import TokenLoader
@@ -23,16 +25,22 @@ from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
 from threefold.model import load
-from threefold.model.build import ParallelModel, build
+from threefold.model.build import build
 from threefold.model.collectives import gather_parts
 from threefold.model.context_parallel.split import gathered_positions
 from threefold.model.load import layers_of
+from threefold.model.model import Model
 from threefold.run import assemble, request
-from threefold.run.rank import quieten_libraries, report_failure
-from threefold.run.sources import file_lines
+from threefold.run.failure import report_failure
+from threefold.run.pairs import pairs_of
+from threefold.run.process import quieten_libraries
+from threefold.run.sources import file_lines, with_packing
 from threefold.training.admission.admit import RefusedError, admit
-from threefold.training.optimizer import adamw, learning_rate
-from threefold.training.step import TrainStep, mean_loss, micro_batches
+from threefold.training.batches import micro_batches
+from threefold.training.numbers import mean_loss
+from threefold.training.optimizer import build_optimizer
+from threefold.training.schedule import learning_rate
+from threefold.training.step import TrainStep
 from threefold.verify.comparison import OUTPUT_TOLERANCE, SMALLEST_GRADIENT, Comparison, Options, group_of, table
 from threefold.verify.single_process import Curve, run_alone
 
@@ -66,6 +74,7 @@ def _as_compared(config: Config, topology: Topology) -> Config:
     values["model"]["lora"]["dropout"] = 0.0
     ep = config.mesh.ep if config.mesh.ep == topology.tp else 1
     values["mesh"].update(cpu_offload=False, prefetch=0, ep=ep)
+    values["train"].update(accumulate="sharded", float8="none")
     values["train"]["epochs"] = None  # an order without an end: the steps to compare may be more than an epoch's
     return validate(values)
 
@@ -74,7 +83,8 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
     """Compares an existing mesh with one process; the result is complete on rank 0. Every rank calls it."""
     config = _as_compared(with_rate(config, peak_rate(config)[0]), mesh.topology)
     tokenizer, architecture = request.model_of(config)
-    config, architecture = _cut(config, architecture, options)
+    config, architecture = cut(config, architecture, options)
+    config = with_packing(config, mesh)
     request.check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
     found = Comparison()
     if options.admission:
@@ -93,18 +103,22 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
         return [curves[0].losses, curves[0].norms]
 
     curves: list[Curve] = []
-    losses, norms = mesh.share("alone", alone)
+    bars = Bars(quiet=mesh.rank != 0)
+    with bars.show("one process"):
+        losses, norms = mesh.share("alone", alone)
     model = build(config, architecture, mesh)
-    outputs = _watch(model.module)
     observe = _compare_gradients(model, curves[0].gradients if curves else {}, found, mesh)
-    optimizer = adamw(model.module, config.optimizer)
-    step = TrainStep(model, optimizer, mesh, grad_clip=config.train.grad_clip, observe=observe)
+    optimizer = build_optimizer(model.module, config.optimizer, mesh)
+    pairs = pairs_of(config, model, rows, None, resumed=None, say=print if mesh.rank == 0 else lambda line: None)
+    own: dict[str, Any] = {"loss": pairs.loss, "loss_on": "log_probabilities"} if pairs is not None else {}
+    outputs = _watch(model.module)
+    step = TrainStep(model, optimizer, **own, grad_clip=config.train.grad_clip, observe=observe)
     loader = iter(assemble.loader_of(config, rows, mesh))
     micro_batch = observed if config.train.micro_batch == "auto" else config.train.micro_batch
-    for number in range(1, options.steps + 1):
+    for number in bars.track(range(1, options.steps + 1), f"the mesh, {mesh.topology}"):
         batch = next(loader)
         lr = learning_rate(number, num_steps=options.steps, config=config.optimizer)
-        result = step(micro_batches(batch, micro_batch), lr=lr)
+        result = step.run(micro_batches(batch, micro_batch), lr=lr)
         found.losses.append((mean_loss(result, mesh), losses[number - 1]))
         found.norms.append((result.grad_norm.item(), norms[number - 1]))
         if number == 1:
@@ -119,7 +133,8 @@ def _admission(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tu
         return False, str(error)
 
 
-def _cut(config: Config, architecture: PretrainedConfig, options: Options) -> tuple[Config, PretrainedConfig]:
+def cut(config: Config, architecture: PretrainedConfig, options: Options) -> tuple[Config, PretrainedConfig]:
+    """The model with as many layers, and of such weights, as the options say."""
     text = architecture.get_text_config()
     if options.layers is not None and options.layers < text.num_hidden_layers:
         text.num_hidden_layers = options.layers
@@ -127,7 +142,7 @@ def _cut(config: Config, architecture: PretrainedConfig, options: Options) -> tu
             text.layer_types = text.layer_types[: options.layers]
     if options.random and config.model.name_or_path is not None:
         values = config.model_dump()
-        values["data"].update(tokenizer=request.tokenizer_name(config)[0], allow_other_tokenizer=False)
+        values["data"].update(tokenizer=tokenizer_name(config)[0], allow_other_tokenizer=False)
         drawn = with_infinities(architecture_of(architecture))
         for key in load.unknown_keys(architecture.model_type, [*drawn]):
             del drawn[key]  # a note in the model's config.json
@@ -144,15 +159,14 @@ def _watch(model: Any) -> list[list[Tensor]]:
         outputs.append(kept)
 
         def keep(module: nn.Module, inputs: Any, output: Any, kept: list[Tensor] = kept) -> None:
-            kept.append((output[0] if isinstance(output, tuple) else output).detach())
+            if torch.is_grad_enabled():  # a reference computes without
+                kept.append((output[0] if isinstance(output, tuple) else output).detach())
 
         layer.register_forward_hook(keep)
     return outputs
 
 
-def _compare_gradients(
-    model: ParallelModel, expected: dict[str, Tensor], found: Comparison, mesh: Mesh
-) -> Callable[[], None]:
+def _compare_gradients(model: Model, expected: dict[str, Tensor], found: Comparison, mesh: Mesh) -> Callable[[], None]:
     """Compares each complete gradient with the single process' on rank 0, at the first call; every rank calls it."""
 
     smallest = SMALLEST_GRADIENT * max((wanted.abs().max().item() for wanted in expected.values()), default=0.0)
@@ -176,9 +190,7 @@ def _compare_gradients(
     return observe
 
 
-def _first_departure(
-    outputs: list[list[Tensor]], expected: list[Tensor], model: ParallelModel, mesh: Mesh
-) -> int | None:
+def _first_departure(outputs: list[list[Tensor]], expected: list[Tensor], model: Model, mesh: Mesh) -> int | None:
     """Number of the first layer whose output on dp rank 0 differs; known on rank 0. Every rank calls it."""
     group = mesh.group("cp")
     departed = None

@@ -5,7 +5,8 @@ Each document runs alone, so that none of our masks are involved; a row without 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from threefold.config.objective import DpoConfig
 from threefold.config.schema import Config
 from threefold.data.rows.concat import IGNORED
 from threefold.model import lora
 from threefold.model.head import first_position
-from threefold.training.optimizer import adamw, learning_rate
+from threefold.training.optimizer import build_optimizer
+from threefold.training.preferences import pair_losses
+from threefold.training.schedule import learning_rate
 
 Batch = dict[str, Tensor]
 
@@ -51,18 +55,24 @@ def run_alone(
         observed_rows: number of rows of the first batch for which the layers' outputs are kept.
     """
     model = _load(config, architecture)
+    # Of pairs of answers: the model as it begins, without adapters.
+    reference = copy.deepcopy(model).eval().requires_grad_(False) if config.train.objective == "dpo" else None
     if config.model.lora.r:
         lora.insert_whole(model, config.model.lora, seed=config.train.seed)
-    optimizer = adamw(model, config.optimizer)
+    optimizer = build_optimizer(model, config.optimizer)
     curve = Curve()
     for number, batch in enumerate(batches, start=1):
         watched = _Outputs(model, observed_rows) if number == 1 else None
-        targets = (batch["labels"] != IGNORED).sum().clamp(min=1)
+        targets = (_num_pairs(batch) if reference is not None else (batch["labels"] != IGNORED).sum()).clamp(min=1)
         total = 0.0
         for row in range(len(batch["labels"])):
             if watched is not None:
                 watched.row = row
-            loss = _row_loss(model, {name: values[row] for name, values in batch.items()}, watched)
+            own = {name: values[row] for name, values in batch.items()}
+            if reference is None:
+                loss = _row_loss(model, own, watched)
+            else:
+                loss = _row_of_pairs_loss(model, reference, own, watched, config.dpo)
             (loss / targets).backward()
             total += loss.item()
         if watched is not None:
@@ -76,7 +86,8 @@ def run_alone(
             for _, parameter in parameters:
                 parameter.grad *= factor
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(number, num_steps=num_steps, config=config.optimizer)
+            rate = learning_rate(number, num_steps=num_steps, config=config.optimizer)
+            group["lr"] = rate * group["lr_share"]
         optimizer.step()
         optimizer.zero_grad()
         curve.losses.append(total / targets.item())
@@ -99,16 +110,46 @@ def _load(config: Config, architecture: PretrainedConfig) -> Any:
 
 
 def _row_loss(model: nn.Module, row: Batch, watched: _Outputs | None) -> Tensor:
-    documents = row.get("document_ids", torch.zeros_like(row["input_ids"]))
     loss = torch.zeros(())
+    for logits, labels in _documents(model, row, watched):
+        loss = loss + F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    return loss
+
+
+def _row_of_pairs_loss(
+    model: nn.Module, reference: nn.Module, row: Batch, watched: _Outputs | None, asked: DpoConfig
+) -> Tensor:
+    gained, counts = [], []
+    with torch.no_grad():
+        of_reference = [_log_probability(*each) for each in _documents(reference, row, None)]
+    for (logits, labels), base in zip(_documents(model, row, watched), of_reference, strict=True):
+        if (learnt := (labels != IGNORED).sum()) > 0:  # padding and rows that fill up a batch learn nothing
+            gained.append(_log_probability(logits, labels) - base)
+            counts.append(learnt)
+    if not gained:
+        return sum((parameter.sum() * 0 for parameter in model.parameters()), torch.zeros(()))
+    return pair_losses(asked, torch.stack(gained)[None].double(), torch.stack(counts)[None]).sum()
+
+
+def _log_probability(logits: Tensor, labels: Tensor) -> Tensor:
+    return -F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+
+
+def _num_pairs(batch: Batch) -> Tensor:
+    learnt = batch["document_ids"].where(batch["labels"] != IGNORED, -1)
+    return torch.tensor(sum(len(row[row >= 0].unique()) // 2 for row in learnt))
+
+
+def _documents(model: nn.Module, row: Batch, watched: _Outputs | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and labels of each document of a row, and of its padding, computed alone."""
+    documents = row.get("document_ids", torch.zeros_like(row["input_ids"]))
     for document in documents.unique_consecutive().tolist():
         place = documents == document
         if watched is not None:
             watched.place = place
         positions = row["position_ids"][place][None] + first_position(model)
         logits = model(input_ids=row["input_ids"][place][None], position_ids=positions, use_cache=False).logits[0]
-        loss = loss + F.cross_entropy(logits, row["labels"][place], ignore_index=IGNORED, reduction="sum")
-    return loss
+        yield logits, row["labels"][place]
 
 
 class _Outputs:

@@ -2,7 +2,8 @@
 
 The columns are those of the datasets that TRL reads: `messages`, ShareGPT's `conversations`, `prompt` and `completion`
 (texts or messages), Alpaca's `instruction`, `input` and `output`, and `chosen` and `rejected` with or without a
-`prompt`. `data.fields` maps other names to these. A row becomes one `Example`, or a RowError says why it cannot.
+`prompt`. `data.fields` maps other names to these. A row becomes one `Example` (two of a preference, in `preference`),
+or a RowError says why it cannot.
 """
 
 from __future__ import annotations
@@ -138,8 +139,8 @@ def _refuse_unknown(given: Mapping[str, str], names: Sequence[str]) -> None:
             )
 
 
-def examples_of(row: Mapping[str, Any], columns: Columns) -> list[Example]:
-    """The examples of one row: one, or two of a preference (chosen, rejected).
+def example_of(row: Mapping[str, Any], columns: Columns) -> Example:
+    """The example of one row of conversations, or of prompt and completion (`preference` makes two of such).
 
     Raises:
         RowError: a column is missing, null, or of another form.
@@ -147,18 +148,9 @@ def examples_of(row: Mapping[str, Any], columns: Columns) -> list[Example]:
     values = {name: row.get(columns.fields.get(name, name)) for name in columns.all_names}
     tools, variables = _tools(values.get("tools")), _variables(values.get("chat_template_kwargs"))
     if columns.format == "chat":
-        return [Example(tuple(_conversation(values, columns)), tools=tools, variables=variables)]
-    if columns.format == "prompt_completion":
-        prompt, completion = _prompt_and_completion(values, columns)
-        return [_completed(_with_system(values, prompt), completion, columns, tools, variables)]
-    prompt = values.get("prompt")
-    both = []
-    for name in ("chosen", "rejected"):
-        answer = _given(values, name)
-        # Without a prompt, both answers are whole conversations that begin alike.
-        begun, rest = (prompt, answer) if prompt is not None and not _repeats(prompt, answer) else _split(answer, name)
-        both.append(_completed(_with_system(values, begun), rest, columns, tools, variables))
-    return both
+        return Example(tuple(_conversation(values, columns)), tools=tools, variables=variables)
+    prompt, completion = _prompt_and_completion(values, columns)
+    return _completed(_with_system(values, prompt), completion, columns, tools, variables)
 
 
 def _conversation(values: Mapping[str, Any], columns: Columns) -> list[Message]:
@@ -208,24 +200,6 @@ def _completed(
         raise RowError(what, "two texts, or two lists of messages")
     asked, answered = _messages(prompt, "prompt", columns), _messages(completion, "completion", columns)
     return Example((*asked, *answered), num_prompt=len(asked), tools=tools, variables=variables)
-
-
-def _repeats(prompt: Any, answer: Any) -> bool:
-    """Whether an answer is a whole conversation that begins with the prompt, which some collections give as text."""
-    if not isinstance(answer, list) or not answer or not isinstance(answer[0], Mapping):
-        return False
-    first = answer[0]
-    if isinstance(prompt, list):
-        return answer[: len(prompt)] == prompt
-    said = [message for message in answer if isinstance(message, Mapping) and message.get("role") != "system"]
-    return bool(said) and said[0].get("role", first.get("role")) == "user" and said[0].get("content") == prompt
-
-
-def _split(answer: Any, name: str) -> tuple[Any, Any]:
-    """A whole conversation as its beginning and its last turn of the assistant."""
-    if not isinstance(answer, list) or len(answer) < 2:
-        raise RowError(f"{name!r} is {kind_of(answer)}, and there is no prompt", "a prompt, or whole conversations")
-    return answer[:-1], answer[-1:]
 
 
 def _messages(value: Any, where: str, columns: Columns) -> list[Message]:

@@ -5,21 +5,31 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from threefold.data.conversations.formats import Columns, RowError, columns_of, examples_of
+from threefold.data.conversations.formats import Columns, Example, RowError, columns_of, example_of
+from threefold.data.conversations.preference import labelled_pair
 from threefold.data.conversations.targets import TRAIN_ON, Encoder, NoTargetError
 from threefold.data.conversations.template import ChatTemplate
-from threefold.data.text.source import Labelled, LabellerFor, Labels, ReadLog, Source
+from threefold.data.text.source import NO_END, PREFERENCE, Labelled, LabellerFor, Labels, ReadLog, Source
 from threefold.data.tokens import Tokenizer, for_texts
 from threefold.errors import ConfigError, DataError
 
 # What is learnt of a format, unless it is said.
-_DEFAULT = {"chat": "assistant", "prompt_completion": "completion", "preference": "completion"}
+_DEFAULT = {"chat": "assistant", "prompt_completion": "completion", PREFERENCE: "completion"}
+# What may be learnt of a format. Of a pair's prompt nothing is, so that only its answers are compared.
+_LEARNT = {
+    "chat": TRAIN_ON,
+    "prompt_completion": tuple(each for each in TRAIN_ON if each != "last"),
+    PREFERENCE: ("completion",),
+}
+_LONGEST = 400
+# A text that no template writes.
+_ANSWER = "Aqx"
 
 
 @dataclass(frozen=True)
@@ -31,9 +41,12 @@ class RowLabeller:
     tokenizer: str
     skip_empty: bool = False
 
-    @property
+    @cached_property
     def description(self) -> str:
         end = "" if self.encoder.train_on_end else " without its end"
+        # Of a prompt and a completion, it is not known before they are read whether they are texts.
+        if not end and ("prompt" not in self.read.names) and not ends_turns(self.encoder):
+            end = NO_END
         return f"{self.read}, learnt: {self.encoder.train_on}{end}"
 
     @property
@@ -63,14 +76,22 @@ class RowLabeller:
         log.num_rows += 1
         log.num_with_field += 1
         try:
-            return [self.encoder.labelled(example) for example in examples_of(row, self.read)]
+            if self.read.format == PREFERENCE:
+                return labelled_pair(row, self.read, self.encoder)
+            return [self.encoder.labelled(example_of(row, self.read))]
         except NoTargetError as error:
             if self.skip_empty:
                 log.num_skipped += 1
                 return []
             return error.what, f"{error.expected}   (or --data.skip_empty_targets true)"
         except RowError as error:
-            return error.what, error.expected
+            # Roles and what a template says may be as long as a row.
+            return shorten(error.what), error.expected
+
+
+def shorten(text: str) -> str:
+    """The beginning of a text that is too long for an error."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
 
 
 def labeller_for(source: Source, tokenizer: Tokenizer) -> LabellerFor:
@@ -81,18 +102,11 @@ def labeller_for(source: Source, tokenizer: Tokenizer) -> LabellerFor:
         if format_of(names, source) == "text":
             return None
         read = columns_of(names, format=labels.format, fields=labels.fields, text_field=source.text_field)
-        if read.format == "preference":
-            raise ConfigError(
-                f"{source.name} has preferences, {read}: rejected answers would be learnt like those chosen",
-                expected="answers to learn: there is no loss that compares two answers (DPO and its kin)",
-                fix="--data.format prompt_completion --data.fields '{completion: chosen}'   (of whole conversations: "
-                "--data.format chat --data.fields '{messages: chosen}' --data.train_on last)",
-            )
         train_on = labels.train_on or _DEFAULT[read.format]
-        if train_on not in TRAIN_ON or (read.format != "chat" and train_on == "last"):
+        if train_on not in (known := _LEARNT[read.format]):
             raise ConfigError(
                 f"data.train_on = {train_on!r} with rows of the format {read.format}",
-                expected=f"one of {', '.join(each for each in TRAIN_ON if read.format == 'chat' or each != 'last')}",
+                expected=f"one of {', '.join(known)}" if len(known) > 1 else f"{known[0]}: the two answers",
                 fix=f"--data.train_on {_DEFAULT[read.format]}",
             )
         template = chat_template(tokenizer, labels)
@@ -125,11 +139,16 @@ def format_of(names: Sequence[str], source: Source) -> str:
         raise
 
 
-def chat_template(tokenizer: Tokenizer, labels: Labels) -> ChatTemplate | None:
-    """The chat template of a tokenizer, or the file that is named; None without any."""
-    source, special = _own_template(tokenizer)
-    if labels.chat_template is not None:
-        source = template_file(labels.chat_template)
+def template_source(tokenizer: Tokenizer, labels: Labels) -> str | None:
+    """The text of the chat template of a tokenizer, or of the file that is named; None without any."""
+    return _own_template(tokenizer)[0] if labels.chat_template is None else template_file(labels.chat_template)
+
+
+def chat_template(tokenizer: Tokenizer, labels: Labels, source: str | None = None) -> ChatTemplate | None:
+    """The chat template of a tokenizer, or the file that is named, or `source` instead; None without any."""
+    own, special = _own_template(tokenizer)
+    if source is None:
+        source = own if labels.chat_template is None else template_file(labels.chat_template)
     if source is None:
         return None
     _refuse_wrong(source, labels)
@@ -174,6 +193,17 @@ def encoder_of(tokenizer: Tokenizer, labels: Labels, train_on: str, template: Ch
         control_ids=labels.control_tokens == "ids",
         bos_id=for_texts(tokenizer, bos=labels.bos, control_tokens=labels.control_tokens).bos_id,
     )
+
+
+def ends_turns(encoder: Encoder) -> bool:
+    """Whether what is learnt of an answer has an end, or that cannot be told."""
+    said = ({"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER})
+    try:
+        answered = replace(encoder, train_on="assistant", train_on_end=True).labelled(Example(said))
+    except RowError:
+        return True
+    learnt = str(encoder.backend.decode(answered.ids[answered.targets].tolist(), skip_special_tokens=False))
+    return _ANSWER not in learnt or bool(learnt.rpartition(_ANSWER)[2].strip())
 
 
 def _refuse_wrong(source: str, labels: Labels) -> None:

@@ -38,8 +38,8 @@ PADDING = -1
 class PackingReport:
     """The result of packing a store.
 
-    `dropped_tokens` are neither input nor label of any row; `padding_share` is the share of the rows' places without a
-    token (0 to 1).
+    `dropped_tokens` are neither input nor label of any row, `dropped_pairs` those cut to no two answers;
+    `padding_share` is the share of the rows' places without a token (0 to 1).
     """
 
     num_rows: int
@@ -49,15 +49,21 @@ class PackingReport:
     padding_share: float = 0.0
     split_documents: int = 0
     truncated_documents: int = 0
+    num_pairs: int = 0
+    dropped_pairs: int = 0
 
     def __str__(self) -> str:
         rows, documents = counted(self.num_rows, "row"), counted(self.num_documents, "document")
+        if self.num_pairs:
+            documents = counted(self.num_pairs, "pair")
         parts = [f"{rows} of {counted(self.num_tokens, 'token')} in {documents}"]
         if self.padding_share:
             parts.append(f"{self.padding_share:.2%} padding")
         for number, what in ((self.split_documents, "split"), (self.truncated_documents, "truncated")):
             if number:
                 parts.append(f"{counted(number, 'document')} {what}")
+        if self.dropped_pairs:
+            parts.append(f"{counted(self.dropped_pairs, 'pair')} dropped (no two answers before the cut)")
         parts.append(f"{counted(self.dropped_tokens, 'token')} dropped")
         return ", ".join(parts)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 
 from threefold.data.rows.concat import Int64, Rows
-from threefold.data.store.blocks import TARGETS, Blocks, Change, with_suffix
+from threefold.data.store.blocks import OF_TOKENS, TARGETS, Blocks, Change, with_suffix
 from threefold.data.store.store import TokenStore
 from threefold.errors import Problem, rows_text
 
@@ -84,10 +84,12 @@ def block_text(blocks: Blocks, change: Change, rows: PackedRows | None, *, first
         which += f" (bytes {start:,} to {last - 1:,})"
     else:
         which += " and all after it"
-    if rows is None or change.suffix != ".bin":
+    if rows is None or change.suffix not in OF_TOKENS:
         return which
     size = rows.store.dtype.itemsize
-    return f"{which}, read by {rows_text(first_row + rows.readers(start // size, -(-last // size)))}"
+    # A bit of .targets says of a token whether it is learnt, in each row that reads it.
+    first, stop = (8 * start, 8 * last) if change.suffix == TARGETS else (start // size, -(-last // size))
+    return f"{which}, read by {rows_text(first_row + rows.readers(first, min(stop, rows.store.num_tokens)))}"
 
 
 def digests_of(rows: Rows) -> dict[str, str]:

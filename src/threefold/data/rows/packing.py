@@ -21,7 +21,7 @@ from threefold.config.schema import DataConfig
 from threefold.data.rows.concat import ConcatRows, PackingReport, RowArrays, Rows, checked
 from threefold.data.rows.known_rows import PackedRows, parts_of, problem_of
 from threefold.data.rows.padded import PaddedRows
-from threefold.data.store.blocks import Blocks
+from threefold.data.store.blocks import OF_TOKENS, Blocks
 from threefold.data.store.id_range import check_ids
 from threefold.data.store.remembered import known
 from threefold.data.store.resolve import open_store
@@ -88,8 +88,10 @@ class Packing:
         return cls(data.seq_len, data.packing, mask, data.truncate, data.lookahead, crossing)
 
     def pack(self, store: TokenStore) -> Rows:
-        """The rows of a store; a DataError if it gives not one."""
+        """The rows of a store; a DataError if it gives not one, a ConfigError for what pairs cannot have."""
         packing = self.packing or ("best_fit" if store.has_targets else "concat")
+        if store.has_pairs:
+            self._refuse_for_pairs(packing)
         if packing == "concat":
             return ConcatRows(
                 store, seq_len=self.seq_len, document_mask=self.document_mask, cross_targets=self.cross_targets
@@ -102,6 +104,25 @@ class Packing:
             truncate=self.truncate,
             cross_targets=self.cross_targets,
         )
+
+    def _refuse_for_pairs(self, packing: str) -> None:
+        wrong = []
+        if packing == "concat":
+            wrong.append(("packing", "concat", "best_fit or none: concat cuts answers anywhere", "packing best_fit"))
+        if not self.document_mask:
+            what = "true: two answers in a row must not see one another"
+            wrong.append(("document_mask", "false", what, "document_mask true"))
+        if self.cross_targets:
+            wrong.append(("end_target", "keep", "mask: an answer is compared to its own end", "end_target mask"))
+        if wrong:
+            raise ConfigError.of(
+                Problem(
+                    f"data.{key} = {value} with pairs of answers (preference)",
+                    f"data.{key} {expected}",
+                    f"leave data.{key} out, or --data.{fix}",
+                )
+                for key, value, expected, fix in wrong
+            )
 
 
 def open_rows(
@@ -118,7 +139,7 @@ def open_rows(
     store.blocks, store.blocks_at, change = known(store, cache=cache)
     if change is not None:
         # The documents' bounds are right if their file is: then the rows of a block can be named.
-        rows = packing.pack(store) if change.suffix == ".bin" else None
+        rows = packing.pack(store) if change.suffix in OF_TOKENS else None
         raise DataError.of([problem_of(store, change, cast("PackedRows | None", rows), cache=cache)])
     if vocab_size is not None:
         check_ids(store, store.blocks, vocab_size=vocab_size)

@@ -11,6 +11,9 @@ document of k*S + 1 tokens, which is a label in the row before it.
 Best-fit decreasing takes pieces `lookahead` at a time: inside such a group the longest goes first, and each goes to the
 row with the least room for it. So rows hold only near neighbours of the corpus, memory for the open rows is bounded,
 and the plan depends on the lengths alone.
+
+Of a store of pairs, what is placed is a pair: the chosen document and the rejected one after it, in one row. They are
+its documents 2k and 2k + 1, so a loss finds the pairs by the document ids alone (even: chosen, odd: rejected).
 """
 
 from __future__ import annotations
@@ -35,51 +38,9 @@ from threefold.data.rows.concat import (
     fingerprint_of,
     numbered,
 )
+from threefold.data.rows.pieces import cut_documents, cut_pairs
 from threefold.data.store.store import TokenStore
 from threefold.errors import DataError
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """Stretches of the stream in its order, and what was lost by cutting the documents.
-
-    `starts` and `lengths` are [pieces]; `cut` is true if the document continues after the piece, `continued` if it
-    began before it.
-    """
-
-    starts: Int64
-    lengths: Int64
-    cut: npt.NDArray[np.bool_]
-    continued: npt.NDArray[np.bool_]
-    dropped_tokens: int
-    split_documents: int
-    truncated_documents: int
-
-
-def cut_documents(ends: Int64, *, seq_len: int, truncate: bool) -> Pieces:
-    """Pieces of at most `seq_len` tokens of the documents that end at `ends`; with `truncate`, the first of each."""
-    starts = np.concatenate(([0], ends[:-1])).astype(np.int64)
-    lengths = ends - starts
-    # S inputs take S + 1 tokens of the document with their labels, so a document of L tokens needs (L - 1) / S rows.
-    counts = np.maximum(-((1 - lengths) // seq_len), 0)
-    dropped = int(np.count_nonzero(lengths == 1))
-    longer = int(np.count_nonzero(counts > 1))
-    if truncate:
-        dropped += int(np.maximum(lengths - seq_len - 1, 0).sum())
-        counts = np.minimum(counts, 1)
-    document = np.repeat(np.arange(len(ends)), counts)
-    first_piece = np.cumsum(counts) - counts
-    offset = (np.arange(len(document)) - first_piece[document]) * seq_len
-    left = lengths[document] - offset
-    return Pieces(
-        starts=starts[document] + offset,
-        lengths=np.minimum(left, seq_len),
-        cut=left > seq_len,
-        continued=offset > 0,
-        dropped_tokens=dropped,
-        split_documents=0 if truncate else longer,
-        truncated_documents=longer if truncate else 0,
-    )
 
 
 @dataclass(eq=False)
@@ -87,7 +48,7 @@ class PaddedRows:
     """Rows of pieces, padded with the end token (0 in another program's store); a DataError if there is no piece.
 
     Args:
-        lookahead: pieces that `best_fit` chooses from at a time; None: one piece per row.
+        lookahead: pieces (of pairs: pairs) that `best_fit` chooses from at a time; None: one per row.
         truncate: keep the first row of a longer document instead of cutting it.
         cross_targets: a piece's first token is the label of the end of the piece before it in its row. Else only a
             whole document's is, and none with `document_mask`.
@@ -102,8 +63,13 @@ class PaddedRows:
     cross_targets: bool = True
 
     def __post_init__(self) -> None:
-        self._pieces = cut_documents(self.store.document_ends, seq_len=self.seq_len, truncate=self.truncate)
-        lengths = self._pieces.lengths
+        cut: dict[str, Any] = {"seq_len": self.seq_len, "truncate": self.truncate}
+        if self.store.has_pairs:
+            self._pieces, together = cut_pairs(self.store, **cut), 2
+        else:
+            self._pieces, together = cut_documents(self.store.document_ends, **cut), 1
+        # Of what is placed as one, [placed].
+        lengths = self._pieces.lengths.reshape(-1, together).sum(axis=1)
         if not len(lengths):
             documents = counted(self.store.num_documents, "document")
             raise DataError(
@@ -113,10 +79,12 @@ class PaddedRows:
             )
         # order: the pieces row by row; row_ends: one past each row's last piece in it.
         if self.lookahead is None:
-            self._order, self._row_ends = np.arange(len(lengths)), np.arange(1, len(lengths) + 1)
+            order, row_ends = np.arange(len(lengths)), np.arange(1, len(lengths) + 1)
         else:
-            self._order, self._row_ends = best_fit(lengths, capacity=self.seq_len, lookahead=self.lookahead)
-        self.num_rows = len(self._row_ends)
+            order, row_ends = best_fit(lengths, capacity=self.seq_len, lookahead=self.lookahead)
+        self._order = (order[:, None] * together + np.arange(together)).reshape(-1)
+        self._row_ends = row_ends * together
+        self.num_rows = len(row_ends)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(PaddedRows, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
@@ -124,6 +92,7 @@ class PaddedRows:
     @cached_property
     def fingerprint(self) -> str:
         kind = "none 1" if self.lookahead is None else f"best_fit 1 {self.lookahead}"
+        kind = f"pairs 1 {kind}" if self.store.has_pairs else kind
         # None: a setting of the first release that never had another value; runs have recorded this fingerprint.
         masked = () if self.cross_targets else ("masked",)
         return fingerprint_of(self.store, kind, self.seq_len, self.document_mask, self.truncate, None, *masked)
@@ -138,7 +107,19 @@ class PaddedRows:
             padding_share=1 - float(self._pieces.lengths.sum()) / float(self.num_rows * self.seq_len),
             split_documents=self._pieces.split_documents,
             truncated_documents=self._pieces.truncated_documents,
+            num_pairs=self.store.num_documents // 2 if self.store.has_pairs else 0,
+            dropped_pairs=self._pieces.dropped_pairs,
         )
+
+    @property
+    def document_ends(self) -> Int64:
+        """[rows]: how many documents the rows up to each one have, it included; of pairs: two for each."""
+        return self._row_ends
+
+    def lengths(self, indices: Int64) -> Int64:
+        """Tokens of some rows of one piece, or one pair, each: [rows]."""
+        assert self.lookahead is None
+        return self._pieces.lengths.reshape(self.num_rows, -1)[indices].sum(axis=-1)
 
     def rows(self, indices: npt.NDArray[np.integer[Any]]) -> RowArrays:
         indices = checked(indices, self.num_rows)
@@ -158,22 +139,19 @@ class PaddedRows:
     def _fill(self, index: int, input_ids: Int64, labels: Int64, begins: npt.NDArray[np.bool_]) -> int:
         """Writes row `index` into arrays of one row, [seq_len] each; returns the number of places that hold a token."""
         used = 0
-        unlearnt = np.zeros(self.seq_len + 1, np.bool_)  # of the places whose tokens are no labels
         for piece in self._pieces_of(index).tolist():
             start, length = int(self._pieces.starts[piece]), int(self._pieces.lengths[piece])
-            input_ids[used : used + length] = self.store.read(start, start + length)
+            # With the token after a cut: it is the label of the piece's last place.
+            tokens = self.store.read(start, stop := start + length + int(self._pieces.cut[piece])).astype(np.int64)
+            input_ids[used : used + length] = tokens[:length]
             if self.store.has_targets:
-                after = int(self._pieces.cut[piece])
-                unlearnt[used : used + length + after] = ~self.store.learnt(start, start + length + after)
-            if not self.cross_targets and (self.document_mask or self._pieces.continued[piece]):
-                unlearnt[used] = True
+                tokens[~self.store.learnt(start, stop)] = IGNORED
+            masked = not self.cross_targets and (self.document_mask or bool(self._pieces.continued[piece]))
+            first = int(masked or not used)  # else its first token is a label, that of the place before it
+            labels[used - 1 + first : used - 1 + len(tokens)] = tokens[first:]
             used += length
             if used < self.seq_len:
                 begins[used] = True
-            elif self._pieces.cut[piece]:
-                labels[-1] = self.store.read(start + length, start + length + 1)[0]
-        labels[: used - 1] = input_ids[1:used]
-        labels[unlearnt[1:]] = IGNORED
         return used
 
     def _pieces_of(self, row: int) -> Int64:

@@ -31,6 +31,8 @@ IDENTITY = (".idx", ".bin")
 """The files that a store's digest is made of; a .json names sources and paths, which copies may have of their own."""
 TARGETS = ".targets"
 """One bit a token, of stores that have them: whether it is learnt. Part of the digest too."""
+OF_TOKENS = (".bin", TARGETS)
+"""Files of which each block belongs to some tokens."""
 
 _READ_BYTES = 16 << 20
 

@@ -2,8 +2,8 @@
 
 A part is a run of a source's pieces with about 8 MiB of text, or more if that would give over 4,096 parts. Its files
 are NUMBER.bin (tokens), NUMBER.len (tokens of each document, int32) and NUMBER.json, written last and renamed into
-place: a part with a .json is finished. A source with labels also has NUMBER.targets (a byte each token). Each process
-gets one part at a time; its exceptions are raised here.
+place: a part with a .json is finished. A source with labels also has NUMBER.targets (a byte each token). A row's
+documents are in one part, so no pair is torn. Each process gets one part at a time; its exceptions are raised here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from threefold.data.store.store import dtype_for
 from threefold.data.store.writer import sync
-from threefold.data.text.source import Document, Labelled, Piece, ReadLog, TextSource
+from threefold.data.text.source import Document, Labelled, Piece, ReadLog, TextSource, has_pairs
 from threefold.data.tokens import Tokenizer
 from threefold.errors import DataError, RunError
 
@@ -106,7 +106,8 @@ class PartMaker:
         except (OSError, ValueError, KeyError, TypeError):
             return None
         expected = (done.num_tokens * self._dtype.itemsize, done.num_documents * 4, done.num_tokens)
-        return done if sizes == expected[: len(sizes)] else None
+        torn = has_pairs(self.source.labels) and done.num_documents % 2
+        return done if sizes == expected[: len(sizes)] and not torn else None
 
     def read(self, done: PartDone) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.bool_] | None]:
         """Tokens (memory-mapped), document lengths and, of a source with labels, targets of a finished part."""

@@ -26,7 +26,7 @@ from threefold.data.store.blocks import with_suffix
 from threefold.data.store.parts import Part, PartDone, PartMaker, make_in_processes, plan_parts
 from threefold.data.store.store import StoreInfo, TokenStore, dtype_for, fingerprint_of_content, read_info
 from threefold.data.store.writer import StoreWriter
-from threefold.data.text.source import ReadLog, TextSource, log_error
+from threefold.data.text.source import ReadLog, TextSource, has_pairs, log_error
 from threefold.data.tokens import Tokenizer
 from threefold.errors import DataError, RunError
 
@@ -268,6 +268,7 @@ def _join(maker: PartMaker, done: Sequence[PartDone], *, prefix: Path, request: 
             labels=source.labels,
             num_targets=writer.num_targets if source.labels is not None else None,
             bos_id=tokenizer.bos_id if source.labels is None else None,
+            pairs=has_pairs(source.labels) or None,
         )
 
     with StoreWriter(prefix, dtype=dtype_for(tokenizer.vocab_size)) as writer:

@@ -101,9 +101,12 @@ def _check_content(store: TokenStore, content_hash: str) -> None:
     assert store.info is not None
     store.check()
     if fingerprint_of_content(content_hash, store.info.tokenizer_fingerprint) != store.info.fingerprint:
+        others, parts = (
+            (", .idx and .targets", ", documents or targets") if store.has_targets else (" and .idx", " or documents")
+        )
         raise DataError(
-            f"{with_suffix(store.prefix, '.bin')} and .idx are not what {store.prefix.name}.json describes: their "
-            "tokens or documents have another fingerprint",
+            f"{with_suffix(store.prefix, '.bin')}{others} are not what {store.prefix.name}.json describes: their "
+            f"tokens{parts} have another fingerprint",
             expected="the tokens as the store was made",
             fix="copy all files of the store again from their origin, or prepare the text again in another folder",
         )

@@ -11,20 +11,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from threefold.config.text import pasted
+from threefold.bars import Bars
+from threefold.config.text import as_yaml, pasted
+from threefold.data.conversations.formats import FORMATS
 from threefold.data.conversations.labeller import format_of, labeller_for
+from threefold.data.conversations.targets import TRAIN_ON
 from threefold.data.store.blocks import with_suffix
-from threefold.data.store.prepare import PreparedStore, prepare, request_of
-from threefold.data.store.store import TokenStore
+from threefold.data.store.prepare import PreparedStore, PrepareProgress, prepare, request_of
+from threefold.data.store.store import TokenStore, read_info
 from threefold.data.text.files import Files, open_files, open_stdlib
 from threefold.data.text.hub import is_saved, open_hub, open_saved
 from threefold.data.text.joined import JoinedSources
 from threefold.data.text.listing import FileList, Known
 from threefold.data.text.source import LabellerFor, Labels, Source, TextSource
 from threefold.data.tokens import Tokenizer, for_texts
-from threefold.errors import DataError
+from threefold.errors import DataError, ThreefoldError
 
 _REMOTE = re.compile(r"([a-z][a-z0-9+.-]*)://")
+# Keys that say what is learnt of rows that are not text, and how these become text.
+_OF_LABELS = ("fields", "train_on_end", "chat_template", "template_variables", "chat_date", "skip_empty_targets")
+_LABELLED = (*FORMATS[1:], *TRAIN_ON[:-1])
 _DOWNLOAD = {
     "s3": "aws s3 cp --recursive {}",
     "gs": "gcloud storage cp -r {}",
@@ -71,17 +77,46 @@ def open_text(source: Source, labeller_for: LabellerFor | None = None, *, memory
     return opened[0] if len(opened) == 1 else JoinedSources(tuple(opened))
 
 
-def has_labels(source: Source, *, memory: Path | None = None) -> bool:
-    """Whether a source is of rows with labels, or a store of such; arguments and errors as for `open_text`."""
+def rows_format(source: Source, *, memory: Path | None = None) -> str:
+    """The format of a source's rows, or of those that a store was made of; arguments and errors as for `open_text`."""
     if isinstance(source.name, str) and (prefix := store_prefix(source.name)) is not None:
-        return TokenStore(prefix).has_targets
+        info = read_info(prefix)
+        labels = info.labels if info is not None else None
+        return labels.partition(" ")[0] if labels is not None else "text"
     found = []
 
     def look(names: Sequence[str]) -> None:
         found.append(format_of(names, source))
 
     _opened(source, look, memory)
-    return bool(found) and found[0] != "text"
+    return found[0] if found else "text"
+
+
+def refuse_without_effect(sources: Sequence[Source], *, memory: Path | None = None) -> None:
+    """Refuses keys about labels that none of the sources has rows for: a DataError. Other errors come on reading."""
+    asked, usual = sources[0].labels, Labels()
+    given = [name for name in _OF_LABELS if getattr(asked, name) != getattr(usual, name)]
+    given += [name for name, value in (("format", asked.format), ("train_on", asked.train_on)) if value in _LABELLED]
+    begins = [] if asked.bos == "auto" else ["bos"]
+    if not given and not begins:
+        return
+    try:
+        formats = {rows_format(source, memory=memory) for source in sources}
+    except ThreefoldError:
+        return
+    without_effect = given if formats == {"text"} else begins if formats == {"chat"} else []
+    if not without_effect:
+        return
+    named = ", ".join(f"data.{name} = {as_yaml(getattr(asked, name))}" for name in without_effect)
+    leave = f"leave {' and '.join(f'data.{name}' for name in without_effect)} out"
+    if formats == {"chat"}:
+        what, expected = f"{named}: the rows are conversations", "a chat template that writes what begins one"
+        raise DataError(what, expected=expected, fix=f"{leave}   (or --data.chat_template FILE)")
+    raise DataError(
+        f"{named}: {sources[0].name} is text, of which every token is learnt",
+        expected="rows with messages, or with prompt and completion: only they have labels",
+        fix=f"{leave}   (or, if columns have other names: --data.fields '{{messages: NAME}}')",
+    )
 
 
 def files_of(source: Source) -> list[FileList]:
@@ -144,7 +179,12 @@ def _open_one(
 def cached_store(text: TextSource, tokenizer: Tokenizer, *, cache: Path, skip_bad: bool = False) -> PreparedStore:
     """The store of a text under the folder `cache`, made on first use and named by content and tokenizer."""
     to = cache / "tokens" / request_of(text, tokenizer, skip_bad=skip_bad)
-    return prepare(text, tokenizer, to=to, skip_bad=skip_bad)
+    with Bars().show(f"preparing {text.name}") as bar:
+
+        def told(made: PrepareProgress) -> None:
+            bar.at(made.done_bytes, total=made.total_bytes)
+
+        return prepare(text, tokenizer, to=to, skip_bad=skip_bad, progress=told)
 
 
 def store_prefix(source: str) -> Path | None:

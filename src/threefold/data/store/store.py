@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from threefold.data.store.blocks import TARGETS, Blocks, with_suffix
 from threefold.data.store.index import check_arrays, read_index
+from threefold.data.text.source import has_pairs
 from threefold.errors import DataError
 
 INFO_FORMAT = "threefold-store-1"
@@ -59,6 +60,13 @@ class StoreInfo:
     num_targets: int | None = None
     bos_id: int | None = None
     """the token that begins each document; None: there is none, or it is not known."""
+    pairs: bool | None = None
+    """documents 2k and 2k + 1 are a pair: two answers to one prompt, chosen and rejected; None: each is by itself."""
+
+    @property
+    def counted(self) -> str:
+        """`12 documents`, or `6 pairs`."""
+        return f"{self.num_documents // 2:,} pairs" if self.pairs else f"{self.num_documents:,} documents"
 
     @property
     def learnt(self) -> str:
@@ -90,18 +98,24 @@ class TokenStore:
         self.num_tokens = self._index.num_tokens
         self.num_documents = self._index.num_bounds - 1
         self.info = read_info(self.prefix)
-        self.has_targets = self.info is not None and self.info.labels is not None
+        self.labels = self.info.labels if self.info is not None else None
+        self.has_targets = self.labels is not None
         if self.has_targets:
             _check_targets(self.prefix, self.num_tokens)
+        self.has_pairs = self.info is not None and self.info.pairs is True
         if self.info is None:
+            _refuse_unexplained_targets(self.prefix)
             self.check()
         elif (self.info.num_tokens, self.info.num_documents) != (self.num_tokens, self.num_documents):
             raise DataError(
                 f"{with_suffix(self.prefix, '.json')} belongs to another store: it describes "
                 f"{self.info.num_tokens:,} tokens in {self.info.num_documents:,} documents",
                 expected=f"the {self.num_tokens:,} tokens in {self.num_documents:,} documents of the .bin and .idx",
-                fix="remove the .json to read the store as one made by another program, or copy all three files again",
+                fix=f"{_as_foreign(self.prefix)}copy all files again",
             )
+
+        elif self.has_pairs != has_pairs(self.info.labels) or (self.has_pairs and self.num_documents % 2):
+            raise _torn_pairs(self.prefix, self.info)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenStore, (self.prefix,)
@@ -217,6 +231,33 @@ def _cut_targets(prefix: Path, num_tokens: int) -> DataError:
     )
 
 
+def _as_foreign(prefix: str | Path) -> str:
+    """The way out that a store without targets has: all of its tokens are learnt then."""
+    targets = with_suffix(prefix, TARGETS).exists()
+    return "" if targets else "remove the .json to read the store as one made by another program, or "
+
+
+def _refuse_unexplained_targets(prefix: Path) -> None:
+    if with_suffix(prefix, TARGETS).exists():
+        raise DataError(
+            f"{with_suffix(prefix, '.json')} does not exist, and {prefix.name}{TARGETS} does",
+            expected="the .json, which says what the targets are: without it every token would be learnt, and rejected "
+            "answers too",
+            fix="copy all files of the store again from their origin, or prepare the source again",
+        )
+
+
+def _torn_pairs(prefix: Path, info: StoreInfo) -> DataError:
+    kind = "documents in pairs" if info.pairs is True else "no pairs"
+    return DataError(
+        f"{with_suffix(prefix, '.json')} describes {kind} (pairs: {info.pairs}), in {info.num_documents:,} documents "
+        f"with the labels {info.labels!r}",
+        expected="pairs and an even number of documents, each chosen one before its rejected one, with the labels "
+        "'preference ...'; and no pairs without: else an answer would be compared with one to another prompt",
+        fix="copy all files of the store again from their origin, or prepare the source again",
+    )
+
+
 def fingerprint_of_content(content_hash: str, tokenizer_fingerprint: str) -> str:
     """The fingerprint in a store's .json, from `StoreWriter.content_hash`."""
     return hashlib.blake2b(f"{content_hash} {tokenizer_fingerprint}".encode(), digest_size=16).hexdigest()
@@ -236,5 +277,5 @@ def read_info(prefix: str | Path) -> StoreInfo | None:
         raise DataError(
             f"{path} does not describe a token store: {error}",
             expected=f"a record of format {INFO_FORMAT}, written next to the .bin and .idx",
-            fix="remove the .json to read the store as one made by another program, or prepare it again",
+            fix=f"{_as_foreign(prefix)}prepare it again",
         ) from error

@@ -18,6 +18,10 @@ import numpy.typing as npt
 
 from threefold.errors import DataError, Problem
 
+PREFERENCE = "preference"
+"""The format of rows with two answers: their documents are pairs, each a chosen one and the rejected one after it."""
+SIDES = ("chosen", "rejected")
+
 MAX_PROBLEMS = 10
 MAX_FIELDS = 40
 
@@ -26,6 +30,19 @@ CHAT_FIX = (
     "leave data.format out: conversations are found by their columns; columns of other names: --data.fields "
     "'{prompt: NAME, completion: NAME}'   (or one field of text: --data.text_field NAME)"
 )
+
+
+NO_END = " and no end"
+"""In the words that say what is learnt: the chat template writes nothing that ends an answer."""
+
+
+def no_end_warning(template: str) -> str:
+    """What that means, and what to do; `template`: the file with the chat template, or the tokenizer that has it."""
+    return (
+        f"warning: the chat template of {template} writes no end token after the assistant's turn: none is learnt, so "
+        "the model does not learn to stop. With a copy of it that writes one there: --data.chat_template FILE   (else "
+        "end answers at the token that begins the next turn)"
+    )
 
 
 @dataclass(frozen=True)
@@ -149,6 +166,11 @@ class Labelled(NamedTuple):
 
 
 Document = str | Labelled
+
+
+def has_pairs(labels: str | None) -> bool:
+    """Whether documents with these labels (`TextSource.labels`) are pairs, a chosen one and then the rejected one."""
+    return isinstance(labels, str) and labels.partition(" ")[0] == PREFERENCE
 
 
 class Labeller(Protocol):

@@ -130,7 +130,7 @@ class PreparedEvaluationLoader(EvaluationLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.remainder = 0
-        for step, (numbers, batch) in enumerate(self._tracked()):
+        for step, (numbers, batch, *_) in enumerate(self._tracked()):
             self.rows = int((numbers >= 0).sum())
             real, places = self._blocks.real(step), self._blocks.block(step) * self._axis.dp_size
             self.remainder = real if real < places else 0

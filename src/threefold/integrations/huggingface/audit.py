@@ -4,7 +4,7 @@ With threefold's Trainer (which adds it automatically) the order is known: every
 and at the end, each rank's digest of the samples it read is compared with the order's, and `audit.jsonl` in the output
 folder proves it again afterwards (`threefold data audit OUTPUT_DIR`). With any other Trainer the order is unknown, and
 it counts the samples that an epoch has read (`counter`), so that one read twice is found in the step that does it, also
-across a resume.
+across a resume. So it does for an order that only the lengths of the rows determine.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from threefold.audit.offences import Evidence, explain
 from threefold.audit.record import SegmentLine
 from threefold.data.order import Order, Place
 from threefold.errors import Problem, ranks_text
-from threefold.integrations.huggingface.counter import RowCounter, from_all_ranks
+from threefold.integrations.huggingface.counter import RowCounter, from_all_ranks, queue_of
 from threefold.integrations.huggingface.data import Taken, TrainLoader
+from threefold.integrations.huggingface.lengths import GroupedSampler
 from threefold.integrations.huggingface.state import all_ranks, in_trainer_words
 from threefold.jsonl import MetricsFile
 
@@ -88,16 +89,21 @@ class AuditCallback(TrainerCallback):
 
     def _audit_of(self, args: Any, state: Any, loader: Any) -> OrderAudit | RowCounter | None:
         kind = type(loader).__name__
-        if not isinstance(loader, TrainLoader):
-            has_rows = getattr(loader, "batch_sampler", None) is not None and hasattr(loader, "base_dataloader")
-            if has_rows and kind != "DataLoaderDispatcher":
-                return RowCounter(args, state, loader)
+        if isinstance(loader, TrainLoader):
+            if loader.sampler.weighted:
+                log.warning("The audit is off: samples drawn with weights may come more than once per epoch.")
+                return None
+            if isinstance(loader.sampler, GroupedSampler) or loader.sampler.order != "threefold":
+                return RowCounter(args, state, loader, loader.watch())
+            return OrderAudit(loader, folder=Path(args.output_dir), done=state.global_step, every=self.every, args=args)
+        batches = getattr(loader, "batch_sampler", None)
+        if batches is None or not hasattr(loader, "base_dataloader") or kind == "DataLoaderDispatcher":
             log.warning(f"The audit is off: a {kind} without a batch sampler has no row numbers.")
-            return None
-        if loader.sampler.weighted:
-            log.warning("The audit is off: samples drawn with weights may come more than once per epoch.")
-            return None
-        return OrderAudit(loader, folder=Path(args.output_dir), done=state.global_step, every=self.every, args=args)
+        elif (repeats := _not_each_row_once(batches, loader.dataset)) is not None:
+            log.warning(f"The audit is off: a {repeats} does not draw every row once per epoch.")
+        else:
+            return RowCounter(args, state, loader, queue_of(batches))
+        return None
 
 
 class OrderAudit:
@@ -108,8 +114,8 @@ class OrderAudit:
         self._used: list[Taken] = []
         self._step = done
         place = loader.state_dict()
-        again = bool(done and args.ignore_data_skip)
-        if again:
+        again = bool(done and (args.ignore_data_skip or not loader.continues))
+        if again and args.ignore_data_skip:
             # With ignore_data_skip, transformers restarts the epoch that the number of steps falls into.
             place["epoch"] = done // math.ceil(len(loader) / args.gradient_accumulation_steps)
         sampler = loader.sampler
@@ -143,9 +149,17 @@ class OrderAudit:
 def _open_record(path: Path, *, again: bool, first_step: int) -> MetricsFile:
     path.parent.mkdir(parents=True, exist_ok=True)
     if again and path.exists():
-        # Rows of that epoch will be read again, as requested: a new record begins.
+        # Rows of that epoch will be read again, as requested, or the data have grown: a new record begins.
         path.replace(path.with_name(f"audit-before-step-{first_step}.jsonl"))
     return MetricsFile(path)
+
+
+def _not_each_row_once(batches: Any, rows: Any) -> str | None:
+    """The name of a sampler that by design repeats rows or leaves some out."""
+    sampler = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
+    if sampler is None or (not getattr(sampler, "replacement", False) and len(sampler) == len(rows)):
+        return None
+    return type(sampler).__name__
 
 
 def _gather(values: Int64) -> Int64:

@@ -26,10 +26,16 @@ _HOOKS = (
     "_init_training_state",
     "_load_from_checkpoint",
     "_load_optimizer_and_scheduler",
+    "_prepare_for_training",
     "_run_epoch",
     "_save_checkpoint",
     "_save_optimizer_and_scheduler",
+    "_track_num_input_tokens",
 )
+
+
+# TRL's Trainers whose loss is a mean over targets (SFT) or over rows (the others).
+_OF_TRL = {"SFTTrainer", "DPOTrainer", "RewardTrainer"}
 
 
 def check_version(trainer: type, version: str) -> None:
@@ -38,6 +44,23 @@ def check_version(trainer: type, version: str) -> None:
         what = f"transformers {version} has no Trainer.{missing[0]}"
         expected = "a version whose loop this Trainer supports: with another one its promises would not hold"
         raise ConfigError(what, expected=expected, fix="pip install 'transformers==5.23.*'")
+
+
+def is_of_trl(trainer: type) -> bool:
+    """Whether a Trainer is composed with one of TRL's, whose losses have no outputs without another forward pass."""
+    return any(kind.__module__.startswith("trl.") for kind in trainer.__mro__)
+
+
+def check_class(trainer: type) -> None:
+    """Refuses a Trainer that is composed with one of TRL's whose loss is no mean over targets or rows (ConfigError)."""
+    of_trl = [kind.__name__ for kind in trainer.__mro__ if kind.__module__.startswith("trl.")]
+    if of_trl and not _OF_TRL.intersection(of_trl):
+        raise ConfigError(
+            f"the Trainer is composed with TRL's {of_trl[0]}",
+            expected=f"one of {', '.join(sorted(_OF_TRL))}: the loss of others is no mean over targets or rows, or "
+            "their samplers draw in a way that is not known, so that no promise of this Trainer would hold",
+            fix=f"use trl.{of_trl[0]} alone, with callbacks=[AuditCallback()]",
+        )
 
 
 def check_model(model: Any) -> None:
@@ -85,12 +108,12 @@ def _processes(args: Any) -> Iterator[Problem]:
 
 
 def _reading(args: Any) -> Iterator[Problem]:
-    if args.train_sampling_strategy not in ("random", "sequential"):
+    if args.train_sampling_strategy not in ("random", "sequential", "group_by_length"):
         yield Problem(
             f"train_sampling_strategy = {args.train_sampling_strategy!r}",
-            "random or sequential: an order that depends on lengths and on the number of ranks cannot be resumed on "
+            "random, sequential or group_by_length: an order that depends on the number of ranks cannot be resumed on "
             "other ranks",
-            'train_sampling_strategy="random"',
+            'train_sampling_strategy="group_by_length"',
         )
     for name in ("split_batches", "dispatch_batches"):
         if getattr(args.accelerator_config, name, None):

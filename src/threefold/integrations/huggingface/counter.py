@@ -1,7 +1,7 @@
 """Counting what an epoch has read, for Trainers whose order cannot be predicted.
 
-In: the batches that accelerate's loader gives to this rank, as lists of row numbers, and the loop's events that say
-when one was used. Out: an error in the step that reads a row for the second time in an epoch, and at the epoch's end
+In: the batches that a loader gives to this rank, as lists of row numbers, and the loop's events that say when one was
+used. Out: an error in the step that reads a row for the second time in an epoch, and at the epoch's end
 the number of rows left out. What stays true: all ranks exchange their numbers and compute the same, so they raise
 together. Two things that transformers does by design are only reported: rows repeated to fill up the very last step of
 an epoch, and fewer rows left out than a step has. What was read is saved with the checkpoint (`threefold-rows.npz`),
@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from threefold.audit.digest import Int64
 from threefold.errors import RunError, rows_text
+from threefold.integrations.huggingface.data import Taken, TrainLoader
 
 log = logging.get_logger(__name__)
 
@@ -33,12 +34,14 @@ T = TypeVar("T")
 class RowCounter:
     """The rows of an epoch that have been read, over all ranks, and what this rank read since the last exchange."""
 
-    def __init__(self, args: Any, state: Any, loader: Any) -> None:
-        self._given = _queue_of(loader.batch_sampler)
+    def __init__(self, args: Any, state: Any, loader: Any, given: deque[Any]) -> None:
+        """`given`: a queue of the batches' row numbers (`queue_of`), or of what `TrainLoader.watch` tells of them."""
+        self._given = given
         self._step = state.global_step
         per_epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
         # The batches that transformers reads and discards when it resumes inside an epoch.
-        self._skip = 0 if args.ignore_data_skip else self._step % per_epoch * args.gradient_accumulation_steps
+        skips = not args.ignore_data_skip and not isinstance(loader, TrainLoader)
+        self._skip = self._step % per_epoch * args.gradient_accumulation_steps if skips else 0
         self._rank = args.process_index
         self._seen = np.zeros(len(loader.dataset), np.bool_)
         self._complete_since_head = self._fresh = True
@@ -62,7 +65,8 @@ class RowCounter:
             self._given.popleft()
             self._skip -= 1
         if self._given:
-            self._used += self._given.popleft()
+            batch = self._given.popleft()
+            self._used += batch.numbers if isinstance(batch, Taken) else batch
 
     def step_done(self) -> None:
         """The batches used since the last step are one step."""
@@ -129,8 +133,8 @@ class RowCounter:
         raise RunError(
             f"rank {rank} read row {rows[place]} in step {step}{others}: epoch {self._epoch} had read it already",
             expected="every row once per epoch: a row that is read twice counts twice",
-            fix="threefold.integrations.huggingface.Trainer, which resumes at the next sample with any number of ranks "
-            "and any batch size; or resume with those of the run",
+            fix="the loader of threefold.integrations.huggingface.Trainer, which resumes at the next sample with any "
+            "number of ranks and any batch size; or resume with those of the run",
         )
 
 
@@ -155,7 +159,7 @@ def from_all_ranks(values: Int64) -> list[Int64]:
     return [each.cpu().numpy() for each in found]
 
 
-def _queue_of(batches: Any) -> deque[tuple[int, ...]]:
+def queue_of(batches: Any) -> deque[tuple[int, ...]]:
     """What a batch sampler gives from now on, oldest first; a new iteration empties it."""
     given: deque[tuple[int, ...]] = deque()
     kind = type(batches)

@@ -3,8 +3,9 @@
 In: a map-style dataset, a collate function and the dp axis. Out: a DataLoader whose batches are what the collate
 function made and nothing else. The number of every sample travels with it through the workers and is removed before
 the batch is returned, so the audit knows what was read and the user's code never sees a number. What stays true: every
-sample once per epoch; a rank without a sample in the last round reads a stand-in only if it would otherwise have no row
-at all (a sharded model needs every rank), and then `rows` has a 0.
+sample once per epoch, and batches of the same number of rows on every rank, so that a loss may gather its rows. If the
+ranks do not divide an epoch, the row of its last round is collated alone, as the `rest` of the last batch; a rank
+without a sample in that round has a stand-in there, which the loss leaves out.
 """
 
 from __future__ import annotations
@@ -55,10 +56,24 @@ class Numbered(NamedTuple):
 
     numbers: Tensor
     batch: Any
+    rest: Any = None
+    """the row of an epoch's last, incomplete round, as a batch of its own"""
+    real_rest: bool = False
+    """`rest` is no stand-in: the last of `numbers` is its"""
+    alone: bool = False
+    """`batch` is of that round itself"""
+
+
+class Sample(NamedTuple):
+    """A sample, its number (~i, negative, for sample i as a stand-in), and whether other ranks have none beside it."""
+
+    number: int
+    row: Any
+    alone: bool
 
 
 class NumberedRows(Dataset[Any]):
-    """A dataset that gives (number, sample). The number ~i (negative) asks for sample i as a stand-in."""
+    """A dataset that gives a `Sample` for i, for ~i (a stand-in) and for i + the number of rows (alone)."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -66,13 +81,18 @@ class NumberedRows(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, number: int) -> tuple[int, Any]:
-        return number, self.rows[max(number, ~number)]
+    def __getitem__(self, number: int) -> Sample:
+        return self.__getitems__([number])[0]
 
-    def __getitems__(self, numbers: list[int]) -> list[tuple[int, Any]]:
-        indices = [max(number, ~number) for number in numbers]
+    def __getitems__(self, numbers: list[int]) -> list[Sample]:
+        size = len(self.rows)
+        indices = [max(number, ~number) % size for number in numbers]
         many = getattr(self.rows, "__getitems__", None)
-        return list(zip(numbers, many(indices) if many else [self.rows[index] for index in indices], strict=True))
+        rows = many(indices) if many else [self.rows[index] for index in indices]
+        return [
+            Sample(index if number >= 0 else number, row, not 0 <= number < size)
+            for number, index, row in zip(numbers, indices, rows, strict=True)
+        ]
 
     def __getattr__(self, name: str) -> Any:
         # Users and callbacks find the attributes of their own dataset.
@@ -81,11 +101,22 @@ class NumberedRows(Dataset[Any]):
         return getattr(self.rows, name)
 
 
-def collate_numbered(collate: Collate, samples: list[tuple[int, Any]], *, keep_stand_ins: bool = False) -> Numbered:
-    """The collated samples and their numbers; stand-ins only if asked for, or one if there is no real sample."""
-    kept = [sample for sample in samples if keep_stand_ins or sample[0] >= 0]
-    numbers = torch.tensor([number for number, _ in kept], dtype=torch.int64)
-    return Numbered(numbers, collate([row for _, row in kept or samples[:1]]))
+def collate_numbered(
+    collate: Collate, samples: list[Sample], *, keep_stand_ins: bool = False, split: bool = True
+) -> Numbered:
+    """The collated samples and their numbers; the one that is alone, if there are others, as the rest.
+
+    Args:
+        keep_stand_ins: their numbers too.
+        split: whether there may be a rest; if not, a stand-in is left out where there are other samples.
+    """
+    if not split:
+        samples = [sample._replace(alone=False) for sample in samples if sample.number >= 0] or samples[:1]
+    kept = [sample.number for sample in samples if keep_stand_ins or sample.number >= 0]
+    numbers, rows = torch.tensor(kept, dtype=torch.int64), [sample.row for sample in samples]
+    if len(samples) == 1 or not samples[-1].alone:
+        return Numbered(numbers, collate(rows), alone=samples[-1].alone)
+    return Numbered(numbers, collate(rows[:-1]), collate(rows[-1:]), samples[-1].number >= 0)
 
 
 class Taken(NamedTuple):
@@ -95,12 +126,22 @@ class Taken(NamedTuple):
     contents: int
 
 
+class Returned(NamedTuple):
+    """A batch that the loop got: its number of real rows, the rest that belongs to it (None: no rest), see Numbered."""
+
+    rows: int
+    rest: Any
+    rest_rows: int
+    alone: bool
+
+
 class TrainLoader(DistributedLoader):
     """The training loader: `distribute`'s, with the numbers of what it returned and accelerate's end of the loader.
 
     Attributes:
-        rows: the number of real rows of each returned batch, oldest first, until somebody takes it.
+        returned: of each returned batch, oldest first, until somebody takes it.
         taken: what was in these batches, once `watch` was called.
+        continues: the audit's record, if there is one, is of the same order.
     """
 
     def __init__(
@@ -111,13 +152,15 @@ class TrainLoader(DistributedLoader):
         accelerator: Accelerator,
         axis: Axis,
         collate_fn: Collate,
+        split: bool = True,
         **kept: Any,
     ) -> None:
-        collate = partial(collate_numbered, collate_fn)
+        collate = partial(collate_numbered, collate_fn, split=split)
         # Nothing to ignore: a stand-in has no number, and the loss leaves it out.
         super().__init__(NumberedRows(dataset), sampler, lambda batch: batch, collate_fn=collate, **kept)
         self.axis = axis
-        self.rows: deque[int] = deque()
+        self.returned: deque[Returned] = deque()
+        self.continues = True
         self.taken: deque[Taken] | None = None
         self.end_of_dataloader, self.remainder = False, -1
         self._accelerator = accelerator
@@ -141,21 +184,23 @@ class TrainLoader(DistributedLoader):
         return -(-self.rows_left() // cast(int, self.batch_size))
 
     def _on_device(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self.rows.clear()
+        self.returned.clear()
         if self.taken is not None:
             self.taken.clear()
-        for numbers, batch in tracked(self, self._accelerator, batches, num_batches=self.batches_left()):
-            self.rows.append(len(numbers))
+        for read in tracked(self, self._accelerator, batches, num_batches=self.batches_left()):
+            numbers, rest = read.numbers, read.rest
+            if rest is not None:
+                rest = on_device(rest, self._accelerator)
+            self.returned.append(Returned(len(numbers) - read.real_rest, rest, int(read.real_rest), read.alone))
             if self.taken is not None:
                 # Ranks that share their rows must have the same tensors too; others have nobody to compare with.
-                contents = digest_of(batch) if self.axis.sharers > 1 else 0
+                contents = digest_of(read.rest, digest_of(read.batch)) if self.axis.sharers > 1 else 0
                 self.taken.append(Taken(tuple(numbers.tolist()), contents))
-            yield on_device(batch, self._accelerator)
+            yield on_device(read.batch, self._accelerator)
 
 
-def digest_of(batch: Any) -> int:
-    """64 bits of all tensors of a dict batch, in the order of their names."""
-    digest = 0
+def digest_of(batch: Any, digest: int = 0) -> int:
+    """64 bits of all tensors of a dict batch, in the order of their names, and of what `digest` is of."""
     for name in sorted(batch) if isinstance(batch, Mapping) else ():
         if isinstance(value := batch[name], Tensor):
             content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -2,8 +2,8 @@
 
 An evaluation reads an entire map-style dataset once over all ranks, in the dataset's order. The ranks read neighbouring
 blocks of rows, so what they computed in one step is a stretch of the dataset once it is gathered. What stays true:
-every row once; every rank makes the same number of steps; a rank without a row in the last one computes a stand-in that
-nobody counts.
+every row once; every rank makes the same number of steps, with the same number of rows, so that a loss may gather them;
+a rank without a row in the last one computes a stand-in that nobody counts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import recursively_apply
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
+from transformers.trainer_pt_utils import LengthGroupedSampler, find_batch_size
 from transformers.trainer_utils import seed_worker
 
-from threefold.data.distribute import draw_of
+from threefold.data.distribute import KEPT, DistributedLoader, draw_of, is_known, require_distributed
 from threefold.data.sampler import DistributedSampler
 from threefold.integrations.huggingface.data import (
     Axis,
@@ -31,25 +33,68 @@ from threefold.integrations.huggingface.data import (
     on_device,
     tracked,
 )
+from threefold.integrations.huggingface.lengths import GroupedSampler
 
 
 def training(trainer: Any, rows: Any, sampler: Any, *, batch_size: int, collate: Collate) -> TrainLoader:
     """This dp rank's share of the rows, in the order of `sampler`; ConfigError if the sampler's draws are unknown."""
+    args = trainer.args
+    order = _order(trainer, rows, draw=_draw_of(sampler, rows), batch_size=batch_size, drop=args.dataloader_drop_last)
+    # Ranks that share their rows draw the same random numbers in their workers.
+    seeded = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=trainer.axis.dp_rank)
+    settings = {**_settings(trainer, collate), "worker_init_fn": seeded, "split": _may_split(trainer)}
+    return TrainLoader(rows, order, batch_size=batch_size, **settings)
+
+
+def adopted(trainer: Any, loader: Any) -> Any:
+    """A loader that the user's `get_train_dataloader` made, as ours, with its place and its audit.
+
+    Taken over are those of `threefold.distribute`, and those of `accelerator.prepare` whose sampler draws in a known
+    way. Any other is returned as it is. Rows that such a loader repeats to fill up an epoch become stand-ins.
+    """
+    if type(loader) is DistributedLoader:
+        require_distributed(loader, trainer.axis)
+        plain, sampler, batch_size = loader, loader.sampler, loader.batch_size
+        draw: dict[str, Any] = {**sampler.draw, "order": sampler.order, "seed": sampler.seed}
+        drop = sampler.tail == "drop"
+    elif type(loader) is DataLoaderShard and type(loader.base_dataloader) is DataLoader:
+        plain = loader.base_dataloader
+        batches = getattr(plain.batch_sampler, "batch_sampler", plain.batch_sampler)
+        if type(batches) is not BatchSampler or not is_known(batches.sampler, len(plain.dataset)):
+            return loader
+        draw, batch_size, drop = draw_of(batches.sampler, len(plain.dataset)), batches.batch_size, batches.drop_last
+    else:
+        return loader
+    order = _order(trainer, plain.dataset, draw=draw, batch_size=batch_size or 1, drop=drop)
+    kept = {name: getattr(plain, name) for name in KEPT if name not in ("batch_size", "drop_last", "generator")}
+    kept |= {"accelerator": trainer.accelerator, "axis": trainer.axis, "split": _may_split(trainer)}
+    generator = torch.Generator().manual_seed(_seed(trainer.args))
+    return TrainLoader(plain.dataset, order, batch_size=batch_size or 1, generator=generator, **kept)
+
+
+def _order(trainer: Any, rows: Any, *, draw: dict[str, Any], batch_size: int, drop: bool) -> DistributedSampler:
     args, axis = trainer.args, trainer.axis
-    order = DistributedSampler.for_loop(
+    kind = GroupedSampler if "lengths" in draw else DistributedSampler
+    settings = {"seed": _seed(args), "tail": "drop" if drop else "exact", **draw}
+    return kind.for_loop(
         rows,
         num_replicas=axis.dp_size,
         rank=axis.dp_rank,
         global_batch=batch_size * axis.dp_size * args.gradient_accumulation_steps,
-        seed=_seed(args),
-        # ~index: a stand-in, see NumberedRows.
+        # See NumberedRows.
         stand_in=operator.invert,
-        tail="drop" if args.dataloader_drop_last else "exact",
-        **draw_of(sampler, len(rows)),
+        alone=partial(operator.add, len(rows)),
+        **settings,
     )
-    # Ranks that share their rows draw the same random numbers in their workers.
-    seeded = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=axis.dp_rank)
-    return TrainLoader(rows, order, batch_size=batch_size, worker_init_fn=seeded, **_settings(trainer, collate))
+
+
+def _draw_of(sampler: Any, rows: Any) -> dict[str, Any]:
+    return {"lengths": sampler.lengths} if type(sampler) is LengthGroupedSampler else draw_of(sampler, len(rows))
+
+
+def _may_split(trainer: Any) -> bool:
+    """Whether a micro-batch may be computed in two parts: transformers sums some gradients over tp in each of them."""
+    return trainer.get_tp_size() == 1
 
 
 def evaluation(trainer: Any, rows: Any, *, batch_size: int, collate: Collate) -> EvaluationLoader:
@@ -101,7 +146,7 @@ class EvaluationLoader(DataLoader[Any]):
         self.rows = 0
         self.end_of_dataloader, self.remainder = False, -1
         self._axis, self._accelerator, self._blocks = axis, accelerator, blocks
-        self._step = 0
+        self._step, self._by_rows = 0, True
 
     @property
     def total_batch_size(self) -> int:
@@ -109,58 +154,81 @@ class EvaluationLoader(DataLoader[Any]):
         return self._blocks.global_batch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        for step, (numbers, batch) in enumerate(self._tracked()):
+        for step, (numbers, batch, *_) in enumerate(self._tracked()):
             self._step, self.rows = step, len(numbers)
+            self._by_rows = find_batch_size(batch) == self._blocks.block(step)
             yield on_device(batch, self._accelerator)
 
     def _tracked(self) -> Iterator[Any]:
         return tracked(self, self._accelerator, super().__iter__(), num_batches=len(self._blocks))
 
     def gather(self, data: Any) -> Any:
-        """Tensors [rows, ...] of this step's batch, or nested lists and dicts of them -> [rows of all ranks, ...]."""
+        """Tensors [rows, ...] of this step's batch, or nested lists and dicts of them -> [rows of all ranks, ...].
+
+        Of a collator whose batch has another number of rows than samples (such as DataCollatorWithFlattening), all that
+        each rank computed, but nothing of a stand-in.
+        """
         return recursively_apply(self._gathered, data)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         if tensor.ndim == 0:
             return self._accelerator.gather(tensor)
-        block, real = self._blocks.block(self._step), self._blocks.real(self._step)
-        if self._axis.world_size == 1:
-            return tensor[:real]
-        padded = tensor.new_zeros((block, *tensor.shape[1:]))
-        padded[: self.rows] = tensor[: self.rows]
-        gathered = self._accelerator.gather(padded)
-        # gathered: (dp ranks, sharers, block, ...)
-        gathered = gathered.view(self._axis.dp_size, self._axis.sharers, block, *tensor.shape[1:])[:, 0]
-        return gathered.flatten(0, 1)[:real]
+        block, full = self._blocks.block(self._step), self._blocks.batch_size
+        # What the loop repeats for every row of a full batch is longer than the last one.
+        sizes = torch.tensor([len(tensor), self._by_rows and len(tensor) in (block, full)], device=tensor.device)
+        # sizes: (dp ranks, sharers, 2)
+        of_ranks = self._accelerator.gather(sizes).view(self._axis.dp_size, self._axis.sharers, 2)[:, 0]
+        if bool(of_ranks[:, 1].all()):
+            tensor, lengths = tensor[:block], [block] * self._axis.dp_size
+        else:
+            lengths = of_ranks[:, 0].tolist()
+        places = max(lengths)
+        padded = tensor.new_zeros((places, *tensor.shape[1:]))
+        padded[: len(tensor)] = tensor
+        gathered = self._accelerator.gather(padded).view(self._axis.dp_size, self._axis.sharers, *padded.shape)[:, 0]
+        # Only ranks without a row, which are the last, have a stand-in.
+        with_rows = zip(gathered[: self._blocks.real(self._step)], lengths, strict=False)
+        return torch.cat([part[:length] for part, length in with_rows])
 
 
 class BlockBatches(Sampler[list[int]]):
     """One dp rank's batches of an evaluation: blocks of neighbouring rows, which joined in rank order are the dataset.
 
-    The last batches are equal and as small as possible; places past the end are stand-ins (~row).
+    The rows that do not fill a step are one of as many as all ranks can have, and one of a row for some ranks; there a
+    rank without a row has a stand-in (~row).
     """
 
     def __init__(self, num_rows: int, batch_size: int, axis: Axis) -> None:
-        self._num_rows, self._batch_size, self._axis = num_rows, batch_size, axis
+        self.batch_size, self._num_rows, self._axis = batch_size, num_rows, axis
 
     @property
     def global_batch(self) -> int:
-        return self._batch_size * self._axis.dp_size
+        return self.batch_size * self._axis.dp_size
+
+    @property
+    def _last(self) -> list[int]:
+        """Real rows of the steps after the full ones."""
+        left = self._num_rows % self.global_batch
+        alone = left % self._axis.dp_size
+        return [rows for rows in (left - alone, alone) if rows]
 
     def __len__(self) -> int:
-        return -(-self._num_rows // self.global_batch)
+        return self._num_rows // self.global_batch + len(self._last)
 
     def real(self, step: int) -> int:
         """Real rows of a step, over all ranks."""
-        return min(self.global_batch, self._num_rows - step * self.global_batch)
+        full = self._num_rows // self.global_batch
+        return self.global_batch if step < full else self._last[step - full]
 
     def block(self, step: int) -> int:
         """Places of each rank in a step."""
         return -(-self.real(step) // self._axis.dp_size)
 
     def __iter__(self) -> Iterator[list[int]]:
+        start = 0
         for step in range(len(self)):
             block = self.block(step)
-            first = step * self.global_batch + self._axis.dp_rank * block
+            first = start + self._axis.dp_rank * block
             rows = range(first, first + block)
             yield [row if row < self._num_rows else ~(row % self._num_rows) for row in rows]
+            start += self.real(step)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import find_batch_size
 from torch import Tensor
+from transformers.trainer_pt_utils import find_batch_size
 
 from threefold.data.rows.concat import IGNORED
 
@@ -38,13 +38,13 @@ def targets_in(batch: Any, *, shifts_labels: bool) -> Tensor | int:
     return labels.ne(IGNORED).sum()
 
 
-def part_of_mean(loss: Tensor, outputs: Any, *, targets: int, all_targets: Tensor | int, ranks: int) -> Tensor:
+def part_of_mean(loss: Tensor, outputs: Any, *, targets: int, all_targets: int, ranks: float) -> Tensor:
     """What one micro-batch contributes to the mean over all targets, so that the average over ranks is that mean.
 
     Args:
         loss: mean over the `targets` of this micro-batch; any value if there are none.
         outputs: of the model; without targets the path through them keeps the collectives of the backward pass in step.
-        ranks: number of ranks that gradients are averaged over.
+        ranks: number of ranks that gradients are averaged over; divided by what the loss is multiplied by afterwards.
     """
     return loss * (targets * ranks / all_targets) if targets else nothing_of(outputs, loss)
 
@@ -57,21 +57,86 @@ def nothing_of(outputs: Any, loss: Tensor) -> Tensor:
     return torch.stack(zeros).sum() if zeros else loss.nan_to_num(0.0, 0.0, 0.0) * 0
 
 
-@contextlib.contextmanager
-def counting_for_nothing(trainer: Any) -> Iterator[None]:
-    """Makes the trainer's loss zero, whatever computes it: this rank takes part with a stand-in."""
-    compute = trainer.compute_loss
+class Part(NamedTuple):
+    """What a rank computes at once in a step: a micro-batch, or the part of it before or in an epoch's last round.
 
-    def of_nothing(model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-        loss, outputs = compute(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
-        loss = nothing_of(outputs, loss)
+    `targets` and `rows` are the real ones: a stand-in has neither. `share` is that of the micro-batch's rows. `alone`
+    is the same on all ranks: some of them may have a stand-in.
+    """
+
+    targets: int
+    rows: int
+    share: float = 1.0
+    alone: bool = False
+    batch: Any = None
+
+    def counted(self, inputs: Any) -> Any:
+        """`inputs`, or for a stand-in none of their rows."""
+        if self.rows or not isinstance(inputs, Mapping):
+            return inputs
+        return {
+            name: value[:0] if isinstance(value, Tensor) and value.ndim else value for name, value in inputs.items()
+        }
+
+
+@contextlib.contextmanager
+def weighing(trainer: Any, part: Part, step: Part) -> Iterator[None]:
+    """Weighs the trainer's loss by what `part` is of `step`, whatever computes it; a stand-in's is zero.
+
+    A loss that transformers would divide by the micro-batches is a mean over rows. Any other is taken for normalised
+    with num_items_in_batch: of a micro-batch in two parts, each has a share of the number and of the loss, so that a
+    loss that ignores the number is still the mean over the micro-batch. Our own `compute_loss` knows its targets, and
+    undoes `loss_weight`, which then holds for what an overridden one adds to it.
+    """
+    compute, declared = trainer.compute_loss, getattr(trainer, "loss_is_scaled_for_ga", None)
+
+    def weighed(model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        is_mean = declared is False or (declared is None and num_items_in_batch is None)
+        if num_items_in_batch is not None and 0 < part.share < 1:
+            num_items_in_batch = num_items_in_batch * part.share
+        trainer.loss_weight = part.rows * trainer.axis.dp_size / step.rows if is_mean else part.share
+        # The same on all ranks: TRL's losses compute outputs in a forward pass of their own.
+        with_outputs = return_outputs or part.alone or not part.rows
+        found = compute(model, inputs, return_outputs=with_outputs, num_items_in_batch=num_items_in_batch)
+        loss, outputs = found if with_outputs else (found, None)
+        loss = loss * trainer.loss_weight if part.rows else nothing_of(outputs, loss)
+        trainer.loss_is_scaled_for_ga = True
         return (loss, outputs) if return_outputs else loss
 
-    trainer.compute_loss = of_nothing
+    try:
+        with _in_place_of(trainer, "compute_loss", weighed):
+            yield
+    finally:
+        trainer.loss_is_scaled_for_ga = declared
+
+
+@contextlib.contextmanager
+def measuring(trainer: Any, mean: RunningMean, loader: Any) -> Iterator[None]:
+    """Adds the loss of every prediction step to `mean`, whichever class of the trainer computes it."""
+    predict = trainer.prediction_step
+
+    def measured(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        targets = targets_in(inputs, shifts_labels=trainer._loss_shifts_labels)
+        loss, logits, labels = predict(model, inputs, *args, **kwargs)
+        if loss is not None:
+            mean.add(loss, targets if loader.rows else 0)
+        return loss, logits, labels
+
+    with _in_place_of(trainer, "prediction_step", measured):
+        yield
+
+
+@contextlib.contextmanager
+def _in_place_of(trainer: Any, name: str, function: Any) -> Iterator[None]:
+    """The trainer's method is `function`; afterwards it is its class's again, or the one that a user has set."""
+    set_by_user = vars(trainer).get(name)
+    setattr(trainer, name, function)
     try:
         yield
     finally:
-        del trainer.compute_loss
+        delattr(trainer, name)
+        if set_by_user is not None:
+            setattr(trainer, name, set_by_user)
 
 
 class RunningMean:

@@ -9,10 +9,11 @@ steps done by the steps of an epoch, which is wrong once the number of ranks or 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from transformers import TrainerCallback
+from transformers.utils import logging
 
 from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import checkpoint_at, seal_folder
@@ -38,6 +40,7 @@ from threefold.integrations.huggingface.data import TrainLoader
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 
+log = logging.get_logger(__name__)
 PLACE_FILE = "threefold.json"
 STATE_FOLDER = "threefold-state"
 _FORMAT = 1
@@ -50,6 +53,12 @@ _TRAINER_WORDS = {
     "--data.num_workers 0": "dataloader_num_workers=0",
     "data.seed": "data_seed",
 }
+# What a saved order says of the data alone.
+_OF_THE_DATA = ("num_rows", "data", "lengths", "weights", "num_samples")
+_OTHER_DATA = (
+    "with other data, resume from a checkpoint at an epoch's end, or TrainingArguments(ignore_data_skip=True), which "
+    "keeps the weights and begins an epoch"
+)
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -61,12 +70,13 @@ def save_place(checkpoint: Path, **values: Any) -> None:
     partial.replace(checkpoint / PLACE_FILE)
 
 
-def _read_place(checkpoint: Path) -> tuple[int, dict[str, Any]]:
+def _read_place(checkpoint: Path) -> tuple[int, dict[str, Any], int]:
+    """(steps done, the saved state of the loader, rows of a step), as `save_place` wrote them."""
     path = checkpoint / PLACE_FILE
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] == _FORMAT:
-            return int(values["step"]), dict(values["loader"])
+            return int(values["step"]), dict(values["loader"]), int(values.get("global_batch", 1))
         found = f"has the format {values['format']}"
     except FileNotFoundError:
         raise CheckpointError(
@@ -159,6 +169,19 @@ def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
         set_optimizer_state_dict(model, optimizer, state, options=_OPTIONS)
 
 
+@contextlib.contextmanager
+def may_save_shards(model: Any, args: Any) -> Iterator[None]:
+    """Passes transformers' constructor, which refuses to save the optimizer of a model in shards; here it can be."""
+    shards = getattr(model, "is_distributed_loading_by_transformers", False) and args is not None
+    if asked := shards and not args.save_only_model:
+        args.save_only_model = True
+    try:
+        yield
+    finally:
+        if asked:
+            args.save_only_model = False
+
+
 def all_ranks() -> Mesh:
     """All ranks of the process group as a mesh for the checkpoint engine; every rank calls it equally often."""
     if not dist.is_initialized():
@@ -184,7 +207,29 @@ def check_order(saved: Mapping[str, Any], *, loader: Any) -> None:
     try:
         loader.load_state_dict(saved)
     except DataError as error:
-        raise DataError.of(map(in_trainer_words, error.problems)) from None
+        problems = [in_trainer_words(problem) for problem in error.problems]
+        if any(name in problem.what for problem in problems for name in _OF_THE_DATA):
+            problems = [replace(problem, fix=f"{problem.fix}; {_OTHER_DATA}") for problem in problems]
+        raise DataError.of(problems) from None
+
+
+def _at_next_epoch(saved: Mapping[str, Any], global_batch: int, loader: TrainLoader) -> dict[str, Any] | None:
+    """The place at the next epoch's head in a dataset of another size; None within an epoch, or for the same data.
+
+    An epoch that was read to its end has no rows left that another dataset could move.
+    """
+    own, made_from = loader.state_dict(), saved.get("fingerprint")
+    if not isinstance(made_from, Mapping) or made_from == own["fingerprint"]:
+        return None
+    size, position = made_from.get("num_samples", made_from.get("num_rows")), saved.get("position")
+    if not isinstance(size, int) or not isinstance(position, int) or not isinstance(saved.get("epoch"), int):
+        return None
+    left_out = global_batch if loader.sampler.tail == "drop" else 1
+    if position and size - position >= left_out:
+        return None
+    of_data = {name: own["fingerprint"][name] for name in _OF_THE_DATA if name in own["fingerprint"]}
+    kept = {name: value for name, value in made_from.items() if name not in _OF_THE_DATA}
+    return {**saved, "epoch": saved["epoch"] + bool(position), "position": 0, "fingerprint": {**kept, **of_data}}
 
 
 def in_trainer_words(problem: Problem) -> Problem:
@@ -209,7 +254,10 @@ class Resumed:
         Raises:
             CheckpointError: the checkpoint has no readable place. DataError: the place belongs to another order.
         """
-        self._step, saved = _read_place(checkpoint)
+        self._step, saved, global_batch = _read_place(checkpoint)
+        if (anew := _at_next_epoch(saved, global_batch, loader)) is not None:
+            log.warning(f"The data have changed at an epoch's end: epoch {anew['epoch']} begins with the new ones.")
+            saved, loader.continues = anew, False
         check_order(saved, loader=loader)
         left = loader.batches_left()
         self.epoch = saved["epoch"] + (not left)

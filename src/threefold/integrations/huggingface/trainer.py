@@ -9,12 +9,11 @@ with other ranks or another batch size.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from threefold.data.distribute import require_distributed
 from threefold.integrations.huggingface import checks, context, loaders, state
 from threefold.integrations.huggingface.audit import AuditCallback
 from threefold.integrations.huggingface.data import Axis, TrainLoader
-from threefold.integrations.huggingface.loss import RunningMean, counting_for_nothing, part_of_mean, targets_in
+from threefold.integrations.huggingface.loss import Part, RunningMean, measuring, part_of_mean, targets_in, weighing
 
 log = logging.get_logger(__name__)
 # For a sharded model; transformers' own scheduler.pt is a pickle.
@@ -42,19 +41,21 @@ class Trainer(transformers.Trainer):
     # Decorated, so that the signature is that of the installed transformers.
     @functools.wraps(transformers.Trainer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(transformers.Trainer.__init__).bind(self, *args, **kwargs).arguments
+        # The next class may be another Trainer (TRL's), with arguments of its own.
+        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         checks.check_version(transformers.Trainer, transformers.__version__)
+        checks.check_class(type(self))
         checks.check_model(given.get("model"))
         self._train_loader: Any = None
         self._checkpoint: Path | None = None
         self._resumed: state.Resumed | None = None
-        # (targets, real rows) of each micro-batch of the step that is not trained yet.
-        self._weights: deque[tuple[int, int]] = deque()
-        self._weight: int | None = None
-        self._collects = False
+        # The parts of each micro-batch of the step that is not trained yet, the one that is, and all of all ranks.
+        self._micro_batches: deque[list[Part]] = deque()
+        self._part: Part | None = None
+        self._step = Part(0, 0)
+        self.loss_weight, self._collects, self._of_trl = 1.0, False, checks.is_of_trl(type(self))
         self._mean: RunningMean | None = None
-        self._eval_loader: loaders.EvaluationLoader | None = None
-        with _may_save_shards(given.get("model"), given.get("args")):
+        with state.may_save_shards(given.get("model"), given.get("args")):
             super().__init__(*args, **kwargs)
         checks.check_request(self)
         if (mesh := context.mesh_of_rows()) is not None:
@@ -121,41 +122,82 @@ class Trainer(transformers.Trainer):
         """Targets of the step over all ranks; in an evaluation those of the batch, if there is a compute_loss_func."""
         if not batch_samples or not (self._collects or self._mean is not None):
             return super()._get_num_items_in_batch(batch_samples, device)
-        own = [targets_in(batch, shifts_labels=self._loss_shifts_labels) for batch in batch_samples]
         if not self._collects:
-            return torch.as_tensor(own[0], device=device).clamp(min=1) if self.compute_loss_func else None
-        loader = self._train_loader
-        rows = [loader.rows.popleft() for _ in own] if isinstance(loader, TrainLoader) else [1 for _ in own]
-        weighted = [count if row else 0 for count, row in zip(own, rows, strict=True)]
-        counted = torch.stack([torch.as_tensor(count, device=device) for count in weighted])
-        self._weights = deque(zip(counted.tolist(), rows, strict=True))
-        return self.accelerator.reduce(counted.sum(), reduction="sum") // self.axis.sharers
+            own = targets_in(batch_samples[0], shifts_labels=self._loss_shifts_labels)
+            return torch.as_tensor(own, device=device).clamp(min=1) if self.compute_loss_func else None
+        self._micro_batches = deque(self._parts_of(batch) for batch in batch_samples)
+        own_parts = [(part.targets, part.rows) for parts in self._micro_batches for part in parts]
+        all_parts = self.accelerator.reduce(torch.tensor(own_parts, device=device).sum(0), reduction="sum")
+        targets, rows = all_parts // self.axis.sharers
+        self._step = Part(int(targets), int(rows))
+        first = batch_samples[0]
+        labelled = isinstance(first, Mapping) and isinstance(first.get("labels"), Tensor)
+        # An overridden compute_loss is told of targets where transformers tells it.
+        told = self.compute_loss_func is not None or (labelled and self.model_accepts_loss_kwargs)
+        return targets if told else None
+
+    def _parts_of(self, batch: Any) -> list[Part]:
+        """The parts of one micro-batch; a stream's has no numbered rows, and is weighed as one."""
+        read = self._train_loader.returned.popleft() if isinstance(self._train_loader, TrainLoader) else None
+        found = [(batch, 1, False)]
+        if read is not None:
+            found = [(batch, read.rows, read.alone), (read.rest, read.rest_rows, True)]
+        total = max(sum(rows for _, rows, _ in found), 1)
+        return [
+            Part(
+                int(targets_in(part, shifts_labels=self._loss_shifts_labels)) * (rows > 0),
+                rows,
+                rows / total,
+                alone,
+                part,
+            )
+            for part, rows, alone in found
+            if part is not None
+        ]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """As transformers': forward and backward of one micro-batch."""
-        self._weight, rows = self._weights.popleft() if self._weights else (None, 1)
-        self.loss_is_scaled_for_ga: bool | None = getattr(type(self), "loss_is_scaled_for_ga", None)
-        if rows:
+        """As transformers': forward and backward of one micro-batch, or of both of its parts."""
+        if not self._micro_batches:
             return super().training_step(model, inputs, num_items_in_batch)
-        with counting_for_nothing(self):
-            return super().training_step(model, inputs, num_items_in_batch)
+        parts, syncs = self._micro_batches.popleft(), self.accelerator.sync_gradients
+        losses = []
+        for number, part in enumerate(parts, start=1):
+            # DeepSpeed makes the optimizer's step in the backward pass that synchronises gradients.
+            self.accelerator.gradient_state._set_sync_gradients(syncs and number == len(parts))
+            losses.append(self._part_step(part, model, inputs if number == 1 else part.batch, num_items_in_batch))
+        return torch.stack(losses).sum()
+
+    def _part_step(self, part: Part, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        self._part = part
+        try:
+            with weighing(self, part, self._step):
+                loss = super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self._part = None
+        super()._track_num_input_tokens(part.counted(inputs))
+        return loss
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Nothing: the tokens of every part have been counted."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As transformers', but returns what the micro-batch contributes to the mean over the step."""
         if self._mean is not None:
-            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            loss, outputs = found if return_outputs else (found, None)
             if num_items_in_batch is not None and self.args.average_tokens_across_devices:
                 loss = loss / self.axis.dp_size  # transformers multiplies by it, for gradients
-        elif self.compute_loss_func is not None or num_items_in_batch is None or self._weight is None:
+        elif self.compute_loss_func is not None or self._part is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         else:
-            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-            loss = part_of_mean(
-                loss, outputs, targets=self._weight, all_targets=num_items_in_batch, ranks=self.axis.dp_size
-            )
-            self.loss_is_scaled_for_ga = True
+            with_outputs = return_outputs or not self._of_trl or self._part.alone
+            found = super().compute_loss(model, inputs, return_outputs=with_outputs)
+            loss, outputs = found if with_outputs else (found, None)
+            targets, all_targets = self._part.targets, self._step.targets
+            ranks = self.axis.dp_size / (self.loss_weight or 1.0)
+            loss = part_of_mean(loss, outputs, targets=targets, all_targets=all_targets, ranks=ranks)
         return (loss, outputs) if return_outputs else loss
 
     # ---- Evaluation ----
@@ -172,26 +214,16 @@ class Trainer(transformers.Trainer):
         settings = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if not isinstance(dataloader, loaders.EvaluationLoader):
             return super().evaluation_loop(dataloader, *settings)
-        self._mean, self._eval_loader = RunningMean(self.args.device), dataloader
-        self.gather_function = dataloader.gather
+        self._mean, self.gather_function = RunningMean(self.args.device), dataloader.gather
         try:
-            output = super().evaluation_loop(dataloader, *settings)
+            with measuring(self, self._mean, dataloader):
+                output = super().evaluation_loop(dataloader, *settings)
             mean = self._mean.over_ranks(self.accelerator)
         finally:
-            self._mean = self._eval_loader = None
+            self._mean = None
         if mean is not None:
             output.metrics[f"{metric_key_prefix}_loss"] = mean
         return output
-
-    def prediction_step(
-        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> Any:
-        """As transformers'; adds the batch's loss to the mean over all targets."""
-        targets = targets_in(inputs, shifts_labels=self._loss_shifts_labels)
-        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if self._mean is not None and self._eval_loader is not None and loss is not None:
-            self._mean.add(loss, targets if self._eval_loader.rows else 0)
-        return loss, logits, labels
 
     # ---- Resuming ----
 
@@ -209,7 +241,8 @@ class Trainer(transformers.Trainer):
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """As transformers'; after a resume the remaining steps are counted from the saved place."""
-        self._train_loader, self._resumed = dataloader, None
+        self._train_loader = dataloader = loaders.adopted(self, dataloader)
+        self._resumed = None
         values = super().set_initial_training_values(args, dataloader)
         if not isinstance(dataloader, TrainLoader):
             rows = getattr(dataloader, "dataset", None)
@@ -222,6 +255,9 @@ class Trainer(transformers.Trainer):
         epochs, per_epoch, *rest, max_steps = values
         epochs, max_steps = self._resumed.plan(args, per_epoch=per_epoch, max_steps=max_steps)
         return (epochs, per_epoch, *rest, max_steps)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        return super()._prepare_for_training(max_steps, self._train_loader, resume_from_checkpoint)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         epoch_and_batches = super()._init_training_state(*args, **kwargs)
@@ -285,16 +321,3 @@ class Trainer(transformers.Trainer):
             state.load_shards(Path(str(self.state.best_model_checkpoint)), self.model, None)
         else:
             super()._load_best_model()
-
-
-@contextlib.contextmanager
-def _may_save_shards(model: Any, args: Any) -> Iterator[None]:
-    """Passes transformers' constructor, which refuses to save the optimizer of a model in shards; here it can be."""
-    shards = getattr(model, "is_distributed_loading_by_transformers", False) and args is not None
-    if asked := shards and not args.save_only_model:
-        args.save_only_model = True
-    try:
-        yield
-    finally:
-        if asked:
-            args.save_only_model = False

@@ -1,19 +1,20 @@
 """From an environment to a `LaunchInfo`: one reader per launcher, and which one decides if several have set variables.
 
 torchrun inside another launcher decides alone: the outer one has started an agent on each host. Plain RANK and
-WORLD_SIZE decide too, but must agree with the outer launcher. Otherwise the first of Open MPI, MPICH, Slurm and
-Kubernetes decides; in this order, because mpirun starts its processes through srun in a Slurm job. Launchers that
-contradict one another or were left out are refused: ranks would wait forever or train alone.
+WORLD_SIZE decide too, but must agree with the outer launcher. Otherwise the first of jsrun, Open MPI, MVAPICH2, Flux,
+PALS, MPICH, Slurm and Kubernetes decides; in this order, because mpirun starts its processes through srun in a Slurm
+job, and several set what MPICH's does besides. Launchers that contradict one another or were left out are refused:
+ranks would wait forever or train alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 
 from threefold.errors import ConfigError
 from threefold.mesh.launchers import info as info_of
+from threefold.mesh.launchers.clusters import reserved
 from threefold.mesh.launchers.info import LaunchInfo, Variables, checked, is_number
 
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -32,7 +33,7 @@ def read(environ: Mapping[str, str]) -> LaunchInfo:
         info = _read_torchrun(environ)
         _refuse_lonely_agent(environ, info)
         return info
-    readers = (_read_open_mpi, _read_mpich, _read_slurm, _read_kubernetes)
+    readers = (_read_mpi, _read_flux, _read_pals, _read_mpich, _read_slurm, _read_kubernetes)
     outer = next((found for reader in readers if (found := reader(environ)) is not None), None)
     plain = [name for name in _TORCH[:2] if name in environ]
     if plain and (outer is None or len(plain) == 2):
@@ -77,11 +78,15 @@ def _read_plain(environ: Mapping[str, str], outer: LaunchInfo | None) -> LaunchI
     """RANK, WORLD_SIZE and a master, set by hand, by an operator, or by a script around another launcher."""
     variables = Variables(environ, "torchrun")
     rank, world_size, port = _torch_numbers(variables)
+    # deepspeed's launcher has another name for it.
     given, local_rank = variables.number("LOCAL_WORLD_SIZE"), variables.number("LOCAL_RANK")
+    given = variables.number("LOCAL_SIZE") if given is None else given
     if outer is None:
-        # A PyTorchJob's RANK is the pod's; elsewhere nothing indicates other machines.
+        found = reserved(environ)
+        hosts = len(found[2]) if found is not None and world_size % len(found[2]) == 0 else 1
+        # A PyTorchJob's RANK is the pod's; where nothing indicates other machines, there are none.
         one_per_pod = "KUBERNETES_SERVICE_HOST" in environ and local_rank is None
-        local_world_size = given if given is not None else 1 if one_per_pod else world_size
+        local_world_size = given if given is not None else 1 if one_per_pod else world_size // hosts
         host, own = environ.get("SM_CURRENT_HOST", ""), rank % max(1, local_world_size)
         outer = LaunchInfo(local_rank=own, launcher="environment", host=host)
     else:
@@ -104,29 +109,64 @@ def _torch_numbers(variables: Variables) -> tuple[int, int, int]:
     return variables.number("RANK") or 0, variables.number("WORLD_SIZE") or 0, variables.port() or 0
 
 
-def _read_mpi(environ: Mapping[str, str], kind: str, title: str, names: list[str]) -> LaunchInfo:
+# Launcher, its name in words, and what its variables for rank, size, local rank and local size begin with.
+_MPIS = (
+    ("jsrun", "jsrun", "JSM_NAMESPACE"),
+    ("open-mpi", "Open MPI's mpirun", "OMPI_COMM_WORLD"),
+    ("mvapich", "MVAPICH2's mpirun", "MV2_COMM_WORLD"),
+)
+
+
+def _read_mpi(environ: Mapping[str, str]) -> LaunchInfo | None:
+    for kind, title, prefix in _MPIS:
+        names = [f"{prefix}_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+        if any(name in environ for name in names[:2]):
+            return _read_four(environ, kind, title, names)
+    return None
+
+
+def _read_four(environ: Mapping[str, str], kind: str, title: str, names: list[str]) -> LaunchInfo:
+    """From the variables of rank, world size, local rank and local world size."""
     fix = f"start with mpirun -n N python -m threefold ..., or: unset {' '.join(names)}"
     rank, world_size, local_rank, local_world_size = Variables(environ, title).needed(names, fix=fix)
     info = LaunchInfo(rank, world_size, local_rank, local_world_size, launcher=kind)
     return checked(info, rank_name=names[0], world_name=names[1])
 
 
-def _read_open_mpi(environ: Mapping[str, str]) -> LaunchInfo | None:
-    names = [f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-    if not any(name in environ for name in names[:2]):
+def _read_flux(environ: Mapping[str, str]) -> LaunchInfo | None:
+    """A task of `flux run`, unless it is the only one, as of a script that starts ranks itself."""
+    if "FLUX_TASK_RANK" not in environ:
         return None
-    return _read_mpi(environ, "open-mpi", "Open MPI's mpirun", names)
+    names = ["FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES"]
+    fix = f"start with flux run -n N python -m threefold ..., or: unset {' '.join(names)}"
+    rank, world_size, local_rank, hosts = Variables(environ, "flux run").needed(names, fix=fix)
+    if world_size == 1:
+        return None
+    if not hosts or world_size % hosts:
+        what = f"FLUX_JOB_SIZE = {world_size} tasks on FLUX_JOB_NNODES = {hosts} hosts"
+        expected = "as many tasks on each host"
+        raise ConfigError(what, expected=expected, fix="flux run -N HOSTS --tasks-per-node=N python -m threefold ...")
+    info = LaunchInfo(rank, world_size, local_rank, world_size // hosts, launcher="flux")
+    return checked(info, rank_name=names[0], world_name=names[1])
+
+
+def _read_pals(environ: Mapping[str, str]) -> LaunchInfo | None:
+    """A rank of HPE's mpiexec (PALS)."""
+    if "PALS_RANKID" not in environ:
+        return None
+    names = ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"]
+    return _read_four(environ, "pals", "mpiexec of PALS", names)
 
 
 def _read_mpich(environ: Mapping[str, str]) -> LaunchInfo | None:
     """MPICH's and Intel MPI's mpirun (Hydra)."""
     if "PMI_RANK" not in environ and "PMI_SIZE" not in environ:
         return None
-    # srun's own PMI sets PMI_RANK too; Slurm's variables then say more.
-    if "SLURM_STEP_ID" in environ and "MPI_LOCALRANKID" not in environ:
+    # srun and flux set PMI_RANK too; their own variables then say more.
+    if ("SLURM_STEP_ID" in environ or "FLUX_TASK_RANK" in environ) and "MPI_LOCALRANKID" not in environ:
         return None
     names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
-    return _read_mpi(environ, "mpich", "MPICH's mpirun", names)
+    return _read_four(environ, "mpich", "MPICH's mpirun", names)
 
 
 def _read_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
@@ -189,7 +229,7 @@ def _with_rendezvous(environ: Mapping[str, str], info: LaunchInfo) -> LaunchInfo
             f"{info.world_size} ranks on several hosts, but MASTER_ADDR is not set",
             expected=f"the name or address of rank 0's host, which {info.launcher} does not provide",
             fix="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ...   (Open MPI), -genv MASTER_ADDR HOST (MPICH), "
-            "with the first host's name",
+            "flux run --env=MASTER_ADDR=HOST, mpiexec --env MASTER_ADDR=HOST (PALS), with the first host's name",
         )
     return dataclasses.replace(info, master_addr=address, master_port=port or info_of.DEFAULT_PORT)
 
@@ -206,7 +246,13 @@ def _rendezvous_of(variables: Variables, info: LaunchInfo) -> tuple[str | None, 
     if info.local_world_size == info.world_size:
         namespace = "".join(character for character in environ.get("PMIX_NAMESPACE", "") if character.isdecimal())
         return "127.0.0.1", info_of.port_of_job(int(namespace)) if namespace else None
-    return None, None
+    # Of an MPI in a job whose hosts are known, rank 0 is on the first.
+    address, _, port = environ.get("AZ_BATCH_MASTER_NODE", "").partition(":")
+    if address:
+        return address, int(port) if is_number(port) else None
+    found = reserved(environ)
+    number = "".join(filter(str.isdecimal, environ.get("LSB_JOBID", "") or environ.get("PBS_JOBID", "").split(".")[0]))
+    return (found[2][0] or None if found is not None else None), info_of.port_of_job(int(number)) if number else None
 
 
 def _refuse_contradiction(rank: int, world_size: int, outer: LaunchInfo) -> None:
@@ -220,23 +266,17 @@ def _refuse_contradiction(rank: int, world_size: int, outer: LaunchInfo) -> None
     )
 
 
-def _sagemaker_hosts(environ: Mapping[str, str]) -> int:
-    try:
-        hosts = json.loads(environ.get("SM_HOSTS", "[]"))
-    except ValueError:
-        return 0
-    return len(hosts) if isinstance(hosts, list) else 0
-
-
 def _refuse_lonely_agent(environ: Mapping[str, str], info: LaunchInfo) -> None:
     """Refuses torchruns that do not know of one another: each would train the complete run."""
     if Variables(environ, "torchrun").number("GROUP_WORLD_SIZE") != 1:
         return
-    names = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PET_NNODES")
+    names = [f"{prefix}_SIZE" for _, _, prefix in _MPIS]
+    names += ["SLURM_STEP_NUM_TASKS", "PMI_SIZE", "PET_NNODES", "FLUX_JOB_SIZE"]
     # How many agents the outer launchers have started, and the variable that tells.
     started = {f"{name} = {environ[name]}": int(environ[name]) for name in names if is_number(environ.get(name, ""))}
-    hosts = _sagemaker_hosts(environ)
-    for source, count in {**started, f"SM_HOSTS has {hosts} hosts": hosts}.items():
+    if (found := reserved(environ)) is not None:
+        started |= {f"{found[1].variable} has {len(found[2])} hosts": len(found[2])}
+    for source, count in started.items():
         if count > 1:
             raise ConfigError(
                 f"{source}, but this torchrun has {info.world_size} ranks on one host",
@@ -256,11 +296,11 @@ def _refuse_forgotten_launcher(environ: Mapping[str, str]) -> None:
             expected="one process for each rank on all of the nodes",
             fix="srun python -m threefold ...   in the job script, or: unset SLURM_JOB_ID   (to use only this node)",
         )
-    hosts = _sagemaker_hosts(environ)
-    if hosts > 1:
+    if (found := reserved(environ)) is not None:
+        name, cluster, hosts = found
+        count = f"has {len(hosts)} hosts" if name != "an Indexed Job" else f"= {len(hosts) - 1}: there are several pods"
         raise ConfigError(
-            f"SM_HOSTS has {hosts} hosts, but no launcher has started this process",
-            expected=f"torchrun on each host: {_ALONE}",
-            fix='distribution={"torch_distributed": {"enabled": True}} in the estimator, Torchrun() in ModelTrainer, '
-            "or: threefold submit sagemaker",
+            f"{cluster.variable} {count}, but no launcher has started this process",
+            expected=f"torchrun on each host: {_ALONE}" if "torchrun" in cluster.fix.lower() else f"ranks: {_ALONE}",
+            fix=f"{cluster.fix}   (to use only this one: unset {cluster.variable})",
         )

@@ -1,9 +1,10 @@
 """Attention of local queries over all keys, for every term that a model adds to it, and the masks that it takes.
 
 A layer's mask is the model's own mask function, evaluated at true positions in the row, so windows and chunks mean what
-they mean in one process. The keys stand in the order in which the ranks deliver them. The kernel is torch's fused one
-if the model's attention is plain; flex_attention if the mask is made of blocks; one written out here if a layer caps
-its scores (gemma2) or has sinks (gpt_oss), which the fused kernel would silently leave out.
+they mean in one process. Plain causal attention has no mask in memory: keys stand in the order of the row, so that each
+half of a rank's queries sees the keys from the first to its own last. The kernel is torch's fused one if the model's
+attention is plain; flex_attention if the mask is made of blocks; one written out here if a layer caps its scores
+(gemma2) or has sinks (gpt_oss), which the fused kernel would silently leave out.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -22,8 +25,8 @@ from threefold.errors import ConfigError
 from threefold.model.context_parallel.flex import attend_blocks, block_mask
 from threefold.model.context_parallel.rotary import places_in_documents
 
-# For the head half and the tail half of the queries: (the keys that any of them sees, or None for all; their mask).
-HalvedMask: TypeAlias = tuple[tuple[Tensor | None, Tensor], ...]
+# For the head half and the tail half of the queries: (the range of the keys that they see; their mask, None if causal).
+HalvedMask: TypeAlias = tuple[tuple[slice, Tensor | None], ...]
 Mask: TypeAlias = Tensor | BlockMask | HalvedMask | None
 
 
@@ -32,11 +35,13 @@ class BatchMasks:
     """Makes the masks of one batch.
 
     Attributes:
-        queries, keys: true positions of the queries that this rank computes and of all keys, int64.
+        queries: true positions of the queries that this rank computes, int64.
+        keys: those of all keys, int64: 0, 1, ..
         documents: [batch, sequence] number of each token's document by its true position, or None.
         kernel: `sdpa` with masks in memory, or `flex` with masks by blocks.
-        alone: this rank holds whole rows.
-        halved: head and tail half are computed apart, each over the keys that it sees.
+        alone: no other rank holds tokens of these rows.
+        chunks: the numbers of the head and of the tail chunk of the row that are computed here, apart, each over the
+            keys that it sees; None for whole rows.
         additive: the model keeps its own attention, which adds a mask to the scores (0, or the lowest number).
     """
 
@@ -45,7 +50,7 @@ class BatchMasks:
     documents: Tensor | None
     kernel: str
     alone: bool
-    halved: bool
+    chunks: tuple[int, int] | None
     additive: bool = False
 
     def mask(
@@ -65,9 +70,13 @@ class BatchMasks:
         self, batch_size: int, *, mask_function: Callable[..., Any], device: torch.device | str, **kwargs: Any
     ) -> Mask:
         plain = self.alone and self.documents is None
-        if self.kernel == "flex":
-            if plain and mask_function is causal_mask_function:
+        if self.documents is None and mask_function is causal_mask_function and not self.additive:
+            if self.chunks is not None:
+                size = len(self.queries) // 2
+                return tuple((slice(0, (number + 1) * size), None) for number in self.chunks)
+            if self.kernel == "flex" or not self.alone:
                 return None
+        if self.kernel == "flex":
             return block_mask(
                 mask_function, queries=self.queries, keys=self.keys, documents=self.documents, batch=batch_size
             )
@@ -94,11 +103,11 @@ class BatchMasks:
                 fix="--mesh.cp 1   (use mesh.dp or mesh.dp_shard instead)",
             ) from error
         if self.documents is None:
-            return _halved(in_row, in_row) if self.halved else in_row
+            return _halved(in_row, in_row) if self.chunks is not None else in_row
         own, other = self._of_both(self.documents)
         # Chunks are counted from the beginning of a document.
         mask = mask_function(rows, heads, *self._of_both(places_in_documents(self.documents))) & (own == other)
-        return _halved(mask, mask | in_row) if self.halved else mask
+        return _halved(mask, mask | in_row) if self.chunks is not None else mask
 
     def _of_both(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Values of each token [batch, sequence], for the queries [batch, 1, queries, 1] and the keys."""
@@ -106,12 +115,17 @@ class BatchMasks:
 
 
 def _halved(mask: Tensor, in_row: Tensor) -> HalvedMask:
-    """The mask in two halves; `in_row` is the mask without documents, which decides what keys they keep."""
-    halves: list[tuple[Tensor | None, Tensor]] = []
-    for own, seen in zip(mask.chunk(2, dim=2), in_row.chunk(2, dim=2), strict=True):
-        keys = seen.any(dim=2).flatten(0, 1).any(dim=0).nonzero()[:, 0]
-        few = len(keys) < 0.9 * mask.shape[3]
-        halves.append((keys, own.index_select(3, keys)) if few else (None, own))
+    """The mask [.., queries, keys] in two halves, each over the keys from the first to the last that `in_row` sees.
+
+    That is the mask without documents: a row's bits must not depend on the documents of the rows beside it.
+    """
+    halves: list[tuple[slice, Tensor | None]] = []
+    for own, wide in zip(mask.chunk(2, dim=2), in_row.chunk(2, dim=2), strict=True):
+        seen = slice(None)
+        if not own.is_cuda:  # which would have to be waited for
+            keys = wide.any(dim=2).flatten(0, 1).any(dim=0).nonzero()
+            seen = slice(int(keys[0]), int(keys[-1]) + 1)
+        halves.append((seen, own[..., seen]))
     return tuple(halves)
 
 
@@ -123,25 +137,62 @@ def attend(
     Args:
         query: [batch, heads, queries, head]; key, value: [batch, kv heads, keys, head].
         mask: boolean [batch, 1, queries, keys], true if a query sees a key, its halves or its blocks; None for
-            plain causal.
+            plain causal, the last query at the last key.
         kwargs: what the model's layer passes: scaling, dropout, softcap, s_aux (sinks), sliding_window (in the mask).
     """
     if isinstance(mask, BlockMask):  # which is a tuple itself
         return attend_blocks(query, key, value, mask, **kwargs), None
     if isinstance(mask, tuple):
         outputs = []
-        for queries, (visible, own) in zip(query.chunk(2, dim=2), mask, strict=True):
-            keys = key if visible is None else key.index_select(2, visible)
-            values = value if visible is None else value.index_select(2, visible)
-            outputs.append(attend(module, queries, keys, values, own, **kwargs)[0])
+        for queries, (seen, own) in zip(query.chunk(2, dim=2), mask, strict=True):
+            outputs.append(attend(module, queries, key[:, :, seen], value[:, :, seen], own, **kwargs)[0])
         return torch.cat(outputs, dim=1), None  # (batch, queries, heads, head)
+    if mask is None and query.shape[2] != key.shape[2] and kwargs.get("position_bias") is not None:
+        mask = _causal(query.shape[2], key.shape[2], query.device)
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("softcap", "s_aux")}
-        if mask is None:
+        if mask is None and query.shape[2] == key.shape[2]:
             kwargs.setdefault("is_causal", True)  # not what a layer says of itself: bigbird_pegasus' says otherwise
+        elif (mask is None or not query.is_cuda) and kwargs.get("position_bias") is None:
+            return _fused(module, query, key, value, mask, **kwargs), None
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     dropout = kwargs.pop("dropout", 0.0)
     return _written_out(query, key, value, mask, dropout=dropout if module.training else 0.0, **kwargs), None
+
+
+def _fused(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> Tensor:
+    """torch's kernel, where transformers' call would repeat keys and values, or take the queries for the first ones."""
+    if mask is None:
+        places = query.shape[2], key.shape[2]
+        mask = lower_right(*places) if query.is_cuda else _causal(*places, query.device)
+    groups = query.shape[1] // key.shape[1]
+    if query.is_cuda and not (query.dtype != torch.float32 and key.shape[-1] == value.shape[-1] <= 256):
+        key, value, groups = repeat_kv(key, groups), repeat_kv(value, groups), 1  # whose kernel knows no groups
+    output = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=groups > 1
+    )
+    return output.transpose(1, 2).contiguous()
+
+
+def lower_right(queries: int, keys: int) -> Tensor:
+    """What tells torch's kernels on CUDA that the last query stands at the last key, with no mask in memory."""
+    bias = causal_lower_right(1, 1)  # which allocates a tensor of its sizes that no kernel reads
+    bias.seq_len_q, bias.seq_len_kv = queries, keys
+    return bias
+
+
+def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def _written_out(
@@ -157,7 +208,7 @@ def _written_out(
     **_: Any,
 ) -> Tensor:
     if mask is None:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        mask = _causal(query.shape[2], key.shape[2], query.device)
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)

@@ -23,7 +23,7 @@ from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 from threefold.model import noise
 from threefold.model.collectives import gather_sequence, heads_to_sequence, sequence_to_heads
-from threefold.model.context_parallel import backend, limits
+from threefold.model.context_parallel import backend, kernels, limits
 from threefold.model.context_parallel.attention import BatchMasks, Mask, attend
 from threefold.model.context_parallel.recurrence import DocumentRows, keep_documents_apart
 from threefold.model.context_parallel.rotary import follow_lengths, number_tokens, text_lengths
@@ -110,10 +110,11 @@ class ContextParallel:
     name; several models, each with its own, can live in one process.
     """
 
-    def __init__(self, mesh: Mesh, *, method: str = "gather", kernel: str = "sdpa") -> None:
+    def __init__(self, mesh: Mesh, *, method: str = "gather", kernel: str = "sdpa", causal: str = "") -> None:
         """Args:
         method: how cp ranks meet, `gather` or `ulysses`.
         kernel: `sdpa` with masks in memory, or `flex` with masks by blocks (`flex_attention`).
+        causal: the kernel that is tried first where no mask is needed (`kernels.choose`); empty: as torch orders them.
         """
         self.size = mesh.size("cp")
         self._rank = mesh.cp_rank
@@ -122,6 +123,7 @@ class ContextParallel:
         self._group = mesh.group("cp")
         self._method = method
         self._kernel = kernel
+        self._causal = causal
         self._additive = False
         self._carries = False
         self._masks: BatchMasks | None = None
@@ -163,16 +165,17 @@ class ContextParallel:
         if self.refused_documents is not None and "document_ids" in rows:
             raise self.refused_documents
         sequence, device = rows["input_ids"].shape[1], rows["input_ids"].device
-        own = local_positions(sequence, cp_size=self.size, cp_rank=self._rank).to(device)
-        keys = gathered_positions(sequence, cp_size=self.size).to(device)
+        own = local_positions(sequence, cp_size=self.size, cp_rank=self._rank).to(device, non_blocking=True)
+        keys = torch.arange(sequence, device=device)
         by_heads = self._method == "ulysses"
+        chunks = None if self.size == 1 or by_heads else (self._rank, 2 * self.size - 1 - self._rank)
         self._masks = BatchMasks(
             queries=keys if by_heads else own,
             keys=keys,
             documents=rows.get("document_ids"),
             kernel="sdpa" if self._additive else self._kernel,
             alone=self.size == 1,
-            halved=self.size > 1 and not by_heads,
+            chunks=chunks,
             additive=self._additive,
         )
         self._lengths = text_lengths(rows["position_ids"], rows.get("document_ids")).index_select(1, own)
@@ -182,7 +185,8 @@ class ContextParallel:
         if self.size > 1 or "document_ids" in rows:
             self._positions = local["position_ids"]
         try:
-            yield local
+            with kernels.first(self._causal):
+                yield local
         finally:
             self._masks = self._lengths = self._documents = self._positions = None
 
@@ -201,9 +205,9 @@ class ContextParallel:
         """Attention of local queries [batch, heads, sequence / cp, head] over the keys of the whole row."""
         if self._group is None:
             return self._attend(module, query, key, value, attention_mask, **kwargs)
-        if attention_mask is None:
-            raise RuntimeError(f"{type(module).__name__} was given no mask under context parallelism")
         if self._method == "gather":
+            if attention_mask is None:
+                raise RuntimeError(f"{type(module).__name__} was given no mask under context parallelism")
             key, value = gather_sequence(key, value, self._group)
             return self._attend(module, query, key, value, attention_mask, **kwargs)
         if key.shape[1] % self.size:

@@ -3,7 +3,8 @@
 transformers' styles run every product through DTensor and sum the gradient of a layer's input once for each projection
 that reads it. Here a projection is a plain product with the local part of its weight, and projections that read the
 same tensor (query, key and value; gate and up) share one sum of its gradient. A layer then costs two all-reduces
-forward and two backward (Megatron-LM, arXiv:1909.08053). Parameters stay DTensors for everything else.
+forward and two backward (Megatron-LM, arXiv:1909.08053); those of backward run beside the product that gives the first
+projection's weight its gradient. Parameters stay DTensors for everything else.
 
 With sequence parallelism (arXiv:2205.05198) the hidden states between the split parts of a layer are [batch,
 sequence / tp, hidden]: norms, residuals and everything else that is not split would otherwise be computed by every tp
@@ -21,64 +22,176 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from threefold.model.collectives import gather_parts, local_part, scatter_sum, sum_gradient, sum_over
+from threefold.model.collectives import (
+    gather_parts,
+    local_part,
+    scatter_sum,
+    start_scattered_sum,
+    start_sum,
+    sum_gradient,
+    sum_into,
+    sum_over,
+)
+from threefold.model.tensor_parallel.symmetric import entry_product, exit_sum
 
 _SPLIT_STYLES = {"colwise", "rowwise", "embedding_rowwise", "replicate"}
+
+
+class _Beside:
+    """What a rank computes while the gradient of a layer's input is summed: the gradient of one weight that reads it.
+
+    Of the first that does: a linear layer's backward needs its input's gradient at once, and may leave its weight's.
+    """
+
+    def __init__(self, start: Callable[[Tensor, dist.ProcessGroup], Callable[[], Tensor]]) -> None:
+        self.start = start
+        self._left: tuple[Tensor, Tensor] | None = None
+
+    def leave(self, gradient: Tensor, x: Tensor) -> None:
+        """Leaves the gradient of the weight in `y = x weight^T` for later; `gradient` is that of y."""
+        self._left = gradient, x
+
+    def weight_gradient(self) -> Tensor | None:
+        """What was left, computed now; None if nothing was."""
+        if self._left is None:
+            return None
+        (gradient, x), self._left = self._left, None
+        return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class _Entry(torch.autograd.Function):
+    """What split projections read; its gradient is summed beside the gradient of the first one's weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, shared: SharedInput, beside: _Beside) -> Tensor:
+        ctx.group, ctx.beside = shared.group, beside
+        return gather_parts(x, shared.group) if shared.scattered else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # A sum of products, which nobody else holds.
+        finish = ctx.beside.start(gradients[0], ctx.group)
+        of_weight = ctx.beside.weight_gradient()
+        return finish(), of_weight, None, None
+
+
+class _Product(torch.autograd.Function):
+    """x [.., in] -> [.., out], which leaves the gradient of its weight to `beside`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, beside: _Beside) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.beside = beside
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        ctx.beside.leave(gradients[0], x)
+        of_bias = gradients[0].flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return gradients[0] @ weight, None, of_bias, None
 
 
 class SharedInput:
     """One model's split projections; lets those that read the same tensor share the sum of its gradient."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, *, scattered: bool, overlapped: bool = False) -> None:
+        """Args: `overlapped`: scattered tensors are sent beside the products that read or give them."""
+        self.group, self.scattered, self.overlapped = group, scattered, overlapped
         self._last: tuple[Tensor, Tensor] | None = None
+        # A tensor, the weight that reads it first, and what makes their product, given the bias.
+        self._opened: tuple[Tensor, Tensor, Callable[[Tensor | None], Tensor]] | None = None
+
+    def open(self, part: Tensor, first: nn.Linear | None) -> Tensor:
+        """The gathered parts of a scattered tensor, which `first` reads before any other projection."""
+        whole: Tensor
+        if self.overlapped and first is not None and not torch.is_autocast_enabled(part.device.type):
+            whole, product = entry_product(part, local_part(first.weight), self.group)
+            self._opened = whole, first.weight, lambda bias: product if bias is None else product + bias
+            return whole
+        if first is None or not _leaves(part, weight := local_part(first.weight)):
+            return gather_parts(part, self.group)
+        beside = _Beside(start_scattered_sum)
+        whole = _Entry.apply(part, weight, self, beside)  # type: ignore[assignment]
+        self._opened = whole, first.weight, lambda bias: _product(whole, weight, bias, beside)
+        return whole
 
     def take(self, x: Tensor) -> Tensor:
         """`x`, whose gradient will be summed over the group; once for consecutive takers of the same tensor."""
-        if not (torch.is_grad_enabled() and x.requires_grad):
+        if self.scattered or not (torch.is_grad_enabled() and x.requires_grad):
             return x
         if self._last is None or self._last[0] is not x:
-            self._last = (x, sum_gradient(x, self._group))
+            self._last = (x, sum_gradient(x, self.group))
         return self._last[1]
+
+    def product(self, x: Tensor, module: nn.Linear) -> Tensor:
+        """x [.., in] -> this rank's part [.., out / tp] of what `module` makes of it."""
+        weight, bias = local_part(module.weight), local_part(module.bias)
+        opened, self._opened = self._opened, None
+        if opened is not None and opened[0] is x and opened[1] is module.weight:
+            return opened[2](bias)
+        known = self._last is not None and self._last[0] is x
+        if self.scattered or known or not _leaves(x, weight):
+            return F.linear(self.take(x), weight, bias)
+        beside = _Beside(start_sum)
+        taken: Tensor = _Entry.apply(x, weight, self, beside)  # type: ignore[assignment]
+        self._last = (x, taken)
+        return _product(taken, weight, bias, beside)
 
     def forget(self) -> None:
         """Lets go of the tensor taken last."""
-        self._last = None
+        self._last = self._opened = None
 
 
-def column_forward(module: nn.Linear, shared: SharedInput | None) -> Callable[[Tensor], Tensor]:
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, beside: _Beside) -> Tensor:
+    return _Product.apply(x, weight.detach(), bias, beside)  # type: ignore[return-value]
+
+
+def _leaves(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product leaves its weight's gradient for later; a compiler and autocast see plain products."""
+    plain = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
+    return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad and not plain
+
+
+def column_forward(module: nn.Linear, shared: SharedInput) -> Callable[[Tensor], Tensor]:
     """x [.., in] on every rank -> this rank's part [.., out / tp]."""
 
     def forward(x: Tensor) -> Tensor:
-        # A gathered x (without `shared`) has its gradient summed already.
-        return F.linear(x if shared is None else shared.take(x), local_part(module.weight), local_part(module.bias))
+        return shared.product(x, module)
 
     return forward
 
 
 def row_forward(
-    module: nn.Linear,
-    shared: SharedInput | None,
-    group: dist.ProcessGroup,
-    adapter: Callable[[Tensor], Tensor] | None = None,
+    module: nn.Linear, shared: SharedInput, adapter: Callable[[Tensor], Tensor] | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """This rank's part [.., in / tp] -> the sum over the ranks [.., out], whole or (without `shared`) its own part.
+    """This rank's part [.., in / tp] -> the sum over the ranks [.., out], whole or (if scattered) its own part.
 
     An `adapter` adds its own product of the same input before the sum.
     """
 
     def forward(x: Tensor) -> Tensor:
-        product = F.linear(x, local_part(module.weight))
-        product = product if adapter is None else product + adapter(x)
-        if shared is None:
-            y = scatter_sum(product, group)
-        else:
+        weight = local_part(module.weight)
+        if shared.overlapped and adapter is None and not torch.is_autocast_enabled(x.device.type):
             shared.forget()
-            y = sum_over(product, group)
+            y = exit_sum(x, weight, shared.group)
+            return y if module.bias is None else y + local_part(module.bias)
+        product = F.linear(x, weight)
+        product = product if adapter is None else product + adapter(x)
+        shared.forget()
+        y = scatter_sum(product, shared.group) if shared.scattered else _total(product, shared.group)
         return y if module.bias is None else y + local_part(module.bias)
 
     return forward
+
+
+def _total(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of the ranks' tensors, in `own` itself unless something else may hold it or look at it."""
+    # Selective recomputation, a dispatch mode, keeps the product that is summed; a compiler sees for itself.
+    watched = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    return (sum_over if watched or not own.is_contiguous() else sum_into)(own, group)
 
 
 def vocabulary_forward(
@@ -98,7 +211,7 @@ def vocabulary_forward(
         empty = not weight.shape[0]
         found = weight.new_zeros(*ids.shape, weight.shape[1]) if empty else F.embedding(place, weight, padding_idx)
         found = torch.where(own[..., None], found, 0.0)
-        return scatter_sum(found, group) if scattered else sum_over(found, group)
+        return scatter_sum(found, group) if scattered else _total(found, group)
 
     return forward
 
@@ -137,15 +250,19 @@ def split_parts(layer: nn.Module, modules: Mapping[str, nn.Module], plan: Mappin
     return parts
 
 
-def enter(part: nn.Module, group: dist.ProcessGroup) -> None:
-    """Lets a split part gather the hidden states that it is given, as its first argument or by name."""
+def enter(part: nn.Module, shared: SharedInput, first: nn.Linear | None) -> None:
+    """Lets a split part gather the hidden states that it is given, as its first argument or by name.
+
+    Args:
+        first: the part's projection by columns that comes first, if it has any.
+    """
     inner = part.forward
 
     def forward(*arguments: Any, **named: Any) -> Any:
         if "hidden_states" in named:
-            named["hidden_states"] = gather_parts(named["hidden_states"], group)
+            named["hidden_states"] = shared.open(named["hidden_states"], first)
         else:
-            arguments = (gather_parts(arguments[0], group), *arguments[1:])
+            arguments = (shared.open(arguments[0], first), *arguments[1:])
         return inner(*arguments, **named)
 
     part.forward = forward  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ from threefold.mesh.shares import head_problems
 from threefold.model.head import kind_of
 from threefold.model.layer_kinds import common_number
 from threefold.model.load import layers_of
-from threefold.model.tensor_parallel import layers
+from threefold.model.tensor_parallel import layers, symmetric
 from threefold.model.tensor_parallel.layers import SharedInput
 
 _OUR_STYLES = {(nn.Linear, "colwise"), (nn.Linear, "rowwise"), (nn.Embedding, "embedding_rowwise")}
@@ -44,7 +44,7 @@ class TensorParallelism:
         vocabulary_start: first vocabulary entry of this rank's logits; None if its logits are complete.
         sequence_group: the tp ranks that share the sequence between the split parts; None if each holds all of it.
         projections: name of each plain layer split by `colwise` or `rowwise` -> which.
-        shared_input: sums the gradient of what projections read; None if the sequence is shared, which sums it already.
+        shared_input: what the split projections read; None if there are none.
     """
 
     placements: Mapping[str, Placement] = field(default_factory=dict)
@@ -117,16 +117,17 @@ def split_over_tp(
     """Splits `model` (on the meta device) over the tp axis; returns what was split, and (the choice, why).
 
     Args:
-        scatter: sequence parallelism between the split parts; `auto`: if the plan allows it.
+        scatter: sequence parallelism between the split parts; `auto`: if the plan allows it, not on a CPU; `async`:
+            its exchanges beside products.
         whole_experts: give each tp rank some experts instead of a part of all.
 
     Raises:
-        ConfigError: sequence parallelism was asked for and the plan does not allow it.
+        ConfigError: sequence parallelism was asked for and the plan or the devices do not allow it.
     """
     if mesh.size("tp") == 1:
         return TensorParallelism(), None
     group = mesh.group("tp")
-    assert group is not None and mesh.device_mesh is not None
+    assert group is not None and mesh.parameter_mesh is not None
     head_name, head = _named(model, model.get_output_embeddings())
     embedding_name, embedding = _named(model, model.get_input_embeddings())
     tied = head is not None and embedding is not None and head.weight is embedding.weight
@@ -134,18 +135,22 @@ def split_over_tp(
     experts = _expanded(model, model.ep_plan) if whole_experts else {}
     plan = {name: style for name, style in plan.items() if name not in experts}
     modules = dict(model.named_modules())
-    scattered, why = _sequence(model, modules, {**plan, **experts}, asked=scatter)
+    scattered, why = _sequence(model, modules, {**plan, **experts}, asked=scatter, mesh=mesh)
     if scattered:
         plan |= _rules(model, embedding_name, "embedding_rowwise")
-    shared = None if scattered else SharedInput(group)
+    if overlapped := scatter == "async":
+        symmetric.share_memory(group)
+        why = "sent beside the products, in memory that the tp ranks share"
+    shared = SharedInput(group, scattered=scattered, overlapped=overlapped)
     projections = _split(model, plan, mesh, shared)
     if experts:
         from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-        apply_expert_parallelism(model, mesh.device_mesh["tp"], mesh.device_mesh["tp"], experts)
+        apply_expert_parallelism(model, mesh.parameter_mesh["tp"], mesh.parameter_mesh["tp"], experts)
     parts = [part for layer in layers_of(model) if scattered for part in layers.split_parts(layer, modules, plan)]
     for part in parts:
-        layers.enter(part, group)
+        columns = [each for name, each in modules.items() if projections.get(name) == "colwise"]
+        layers.enter(part, shared, next((each for each in part.modules() if each in columns), None))
     if tied:
         # Splitting gave each of the two modules a parameter of its own; they are one again.
         head._parameters["weight"] = embedding._parameters["weight"]
@@ -207,30 +212,35 @@ def _known_in_part(
 
 
 def _sequence(
-    model: PreTrainedModel, modules: Mapping[str, nn.Module], plan: Mapping[str, str], *, asked: bool | str
+    model: PreTrainedModel, modules: Mapping[str, nn.Module], plan: Mapping[str, str], *, asked: bool | str, mesh: Mesh
 ) -> tuple[bool, str]:
     if asked is False:
         return False, "as given"
+    if asked == "auto" and mesh.device.type == "cpu":
+        return False, "on a CPU, twice as many exchanges take longer than the work that they save"
     possible, why = layers.allowed(modules, plan, layers_of(model))
     known, head_why = kind_of(model)
     if possible and known is None:
         possible, why = False, head_why
-    if asked is True and not possible:
+    if asked != "auto" and not possible:
         raise ConfigError(
-            f"mesh.sequence_parallel = true, but {model.config.model_type!r} does not allow it: {why}",
+            f"mesh.sequence_parallel = {str(asked).lower()}, but {model.config.model_type!r} does not allow it: {why}",
             expected="layers whose split parts each begin by columns and end by rows",
             fix="--mesh.sequence_parallel auto   (or false)",
+        )
+    if asked == "async" and (lacks := symmetric.lacking(mesh)) is not None:
+        raise ConfigError(
+            f"mesh.sequence_parallel = async, which needs memory that the tp ranks share, but {lacks}",
+            expected="CUDA devices of one host that read and write one another's memory (NVLink), seen by each rank",
+            fix="--mesh.sequence_parallel auto",
         )
     return possible, why
 
 
-def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh, shared: SharedInput | None) -> dict[str, str]:
-    """Splits parameters as transformers' styles do; gives plain layers the forward of `layers`, and returns how.
-
-    `shared` is None if the sequence is scattered between the split parts.
-    """
+def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh, shared: SharedInput) -> dict[str, str]:
+    """Splits parameters as transformers' styles do; gives plain layers the forward of `layers`, and returns how."""
     group = mesh.group("tp")
-    assert mesh.device_mesh is not None and group is not None
+    assert mesh.parameter_mesh is not None and group is not None
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
     projections: dict[str, str] = {}
@@ -240,17 +250,15 @@ def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh, shared: Sha
         if (type(owner), style) not in _OUR_STYLES:
             theirs[name] = style
         elif name in parameters:
-            ALL_PARALLEL_STYLES[style].shard_param(owner, name.rpartition(".")[2], mesh.device_mesh["tp"])
+            ALL_PARALLEL_STYLES[style].shard_param(owner, name.rpartition(".")[2], mesh.parameter_mesh["tp"])
         elif style == "embedding_rowwise":
             start = _vocabulary_start(owner, mesh)
-            owner.forward = layers.vocabulary_forward(owner, group, start=start, scattered=shared is None)
+            owner.forward = layers.vocabulary_forward(owner, group, start=start, scattered=shared.scattered)
         else:
             projections[name] = style
-            columns = style == "colwise"
-            owner.forward = (
-                layers.column_forward(owner, shared) if columns else layers.row_forward(owner, shared, group)
-            )
-    apply_tensor_parallelism(model, mesh.device_mesh["tp"], theirs)
+            forward = layers.column_forward if style == "colwise" else layers.row_forward
+            owner.forward = forward(owner, shared)
+    apply_tensor_parallelism(model, mesh.parameter_mesh["tp"], theirs)
     return projections
 
 

@@ -50,6 +50,10 @@ _PROMISES = {
         "tp ranks have gradients of the same parameter that differ by {:.1e}",
         "the same gradient on every rank that holds a whole parameter: its copies would drift apart",
     ),
+    "bfloat16": (
+        "in bfloat16 its loss is {:.1e} nats from that in float32",
+        "a step in bfloat16 whose loss is within {:.0e} nats of float32's, and whose gradient is finite",
+    ),
     "routers' loss": (
         "the loss of its routers differs from transformers' by {:.1e}",
         "a difference of {:.0e} over the tokens that are not padding",
@@ -152,7 +156,7 @@ def _subject(config: Config, architecture: PretrainedConfig, topology: Topology)
             ),
             "data": config.data.model_copy(update={"seq_len": seq_len}),
             # Chunks of the head that do not divide the tokens.
-            "train": config.train.model_copy(update={"compile": False, "loss_chunk_tokens": 7}),
+            "train": config.train.model_copy(update={"compile": False, "float8": "none", "loss_chunk_tokens": 7}),
             "mesh": config.mesh.model_copy(
                 update={
                     "cpu_offload": False,
@@ -163,7 +167,7 @@ def _subject(config: Config, architecture: PretrainedConfig, topology: Topology)
             ),
         }
     )
-    return Subject(as_probed, small, Mode.of(config.data))
+    return Subject(as_probed, small, Mode.of(config.data), narrow=config.model.dtype == "bfloat16")
 
 
 def _tried(subject: Subject, mesh: Mesh) -> _Tried:
@@ -236,6 +240,10 @@ def _alone(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[
     one = Mesh(Topology(), 0, mesh.device)
     if _holds(config, architecture, one):
         return None
+    if config.model.dtype != "float32":
+        wide = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
+        if _holds(wide, architecture, one):
+            return "in bfloat16, on any mesh", "--model.dtype float32"
     for change, where, fix in (
         ({"document_mask": False}, "with documents kept apart", "--data.document_mask false"),
         ({"packing": "concat"}, "with padded rows", "--data.packing concat"),

@@ -37,7 +37,7 @@ def key_of(subject: Subject, mesh: Mesh) -> str:
         _digest_of(Path(__file__).parents[2], *_OWN_SOURCES),
         # The folder of a config's class has its model's sources.
         *(described.__qualname__, _digest_of(Path(inspect.getfile(described)).parent)),
-        *(mesh.device.type, device, mesh.topology.sizes, vars(subject.mode)),
+        *(mesh.device.type, device, mesh.topology.sizes, vars(subject.mode), subject.narrow),
         *(config.mesh.cp_method, config.mesh.sequence_parallel, config.mesh.ep, config.model.attention),
         *(config.train.fused_loss, config.train.activation_checkpointing),
         subject.architecture.to_json_string(use_diff=False),

@@ -1,0 +1,50 @@
+"""`threefold hash`: one hash of the weights of runs, checkpoints and exported models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from threefold.errors import EXIT_FAILED
+
+
+def command(
+    paths: Annotated[list[Path], typer.Argument(help="Runs, checkpoints, or folders with safetensors.")],
+    ema: Annotated[bool, typer.Option("--ema", help="Of the moving average of the weights (optimizer.ema).")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Allow code from the model's repository to run.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each.")] = False,
+) -> None:
+    """Print the SHA-256 of a model's weights, the same on any mesh and for its export.
+
+    Of several it says whether they are equal, and ends with 1 if they are not.
+    """
+    found = [_hashed(path, ema=ema, trust_remote_code=trust_remote_code) for path in paths]
+    for each in found:
+        step = f", step {each['step']}" if "step" in each else ""
+        text = (
+            f"{each['sha256']}  {each['path']}{step}: {each['num_tensors']} tensors, {each['num_parameters']:,} numbers"
+        )
+        typer.echo(json.dumps(each) if as_json else text)
+    if len({each["sha256"] for each in found}) > 1:
+        typer.echo("not equal", err=as_json)
+        sys.exit(EXIT_FAILED)
+    if len(found) > 1:
+        typer.echo("equal", err=as_json)
+
+
+def _hashed(path: Path, *, ema: bool, trust_remote_code: bool) -> dict[str, Any]:
+    from threefold.checkpoint.layout import checkpoint_at, find
+    from threefold.export.hashes import hash_of_checkpoint, hash_of_folder
+
+    if checkpoint_at(path).complete or (path / "checkpoints").is_dir():
+        checkpoint = find(path)
+        hashed = hash_of_checkpoint(checkpoint, ema=ema, trust_remote_code=trust_remote_code)
+        return {"path": str(path), "step": checkpoint.step, **dataclasses.asdict(hashed)}
+    return {"path": str(path), **dataclasses.asdict(hash_of_folder(path))}

@@ -1,0 +1,43 @@
+"""`threefold import`: what another program trained, as a run or as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    context: typer.Context,
+    source: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A folder of torch.distributed.checkpoint, or of several.")
+    ],
+    to: Annotated[Path, typer.Option(help="The folder to make.")],
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Make a Hugging Face folder of the weights, not a run.")
+    ] = False,
+) -> None:
+    """Take over a checkpoint: threefold import CHECKPOINT --to RUN [CONFIG.yaml] [--section.key value ...].
+
+    Reads what torch.distributed.checkpoint writes (torchtitan, accelerate, a program of your own), with transformers'
+    names or torchtitan's of Llama 3 and Qwen3. The config names the model and the data of the run, which resumes at the
+    checkpoint's step, with its weights and AdamW's moments, and reads its data from the first row on.
+    """
+    from threefold.commands.arguments import load_config
+    from threefold.run.imported import import_model, import_run, refuse_filled
+
+    refuse_filled(to)
+    config = load_config(context.args).config
+    if weights:
+        done, exported = import_model(source, to, config)
+        typer.echo(f"{to}: {exported.num_parameters:,} parameters, by the names of {done.program}; {exported.verified}")
+    else:
+        done = import_run(source, to, config)
+        typer.echo(
+            f"{to}: step {done.step}, {done.num_weights} weights and their moments, by the names of {done.program}"
+        )
+        typer.echo(f"  its data begin at the first row; to continue: threefold resume {to}")
+    if done.left_out:
+        more = f" and {len(done.left_out) - 3:,} more" if len(done.left_out) > 3 else ""
+        typer.echo(f"  left out: {', '.join(done.left_out[:3])}{more}")

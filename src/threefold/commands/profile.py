@@ -1,0 +1,65 @@
+"""`threefold profile`: where the time of a run's traced steps went."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from threefold.errors import ConfigError
+
+_SHARES = ("compute", "communication", "host", "idle", "overlapped")
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="A run's folder, trained with --log.profile '[10, 12]'.")],
+    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each rank.")] = False,
+) -> None:
+    """Print what the traces of a run show: threefold profile RUN.
+
+    For each rank the time of a step and its shares: computing; communication that nothing hides; work of the host;
+    idle, which is waiting for data or for nothing that the trace has. Then the longest kernels of the slowest rank.
+    """
+    from threefold.commands.arguments import run_and_checkpoint
+    from threefold.config.paths import PROFILE_FOLDER
+
+    folder = run_and_checkpoint(run)[0] / PROFILE_FOLDER
+    found = {path.name.partition(".")[0]: _read(path) for path in sorted(folder.glob("rank-*.summary.json"))}
+    if not found:
+        what, expected = f"{run} has no traces", "a run whose steps were traced"
+        fix = f"threefold resume {run} --log.profile '[10, 12]'   (steps that are still to come), or a new run with it"
+        raise ConfigError(what, expected=expected, fix=fix)
+    if as_json:
+        for rank, values in found.items():
+            typer.echo(json.dumps({"rank": int(rank.removeprefix("rank-")), **values}))
+        return
+    for line in _lines(found):
+        typer.echo(line)
+    typer.echo(f"traces for https://ui.perfetto.dev: {folder}/rank-*.json.gz")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if {"steps", "step_s", "phases", "kernels", *_SHARES} <= set(values):
+            return values
+        reason = "it has not all of its figures"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    expected = "the summary that a rank wrote after the last step that it traced"
+    raise ConfigError(f"{path} cannot be read: {reason}", expected=expected, fix="remove it, and trace once more")
+
+
+def _lines(found: dict[str, dict[str, Any]]) -> list[str]:
+    lines = ["           s/step  " + "  ".join(f"{name:>13}" for name in _SHARES)]
+    for rank, values in found.items():
+        shares = "  ".join(f"{values[name]:13.1%}" for name in _SHARES)
+        lines.append(f"{rank:9}  {values['step_s']:6.3f}  {shares}")
+    rank, slowest = max(found.items(), key=lambda item: item[1]["compute"] * item[1]["step_s"])
+    lines.append(f"{rank} computes longest; its phases, s a step, of {slowest['steps']} steps:")
+    lines.append("  " + ", ".join(f"{name} {time:.3f}" for name, time in slowest["phases"].items()))
+    lines.append("its longest kernels:")
+    lines += [f"  {time:9.4f} s  {calls:7.1f} calls a step  {name[:90]}" for name, calls, time in slowest["kernels"]]
+    return lines

@@ -1,0 +1,48 @@
+"""`threefold report`: a run, or several, as one HTML file that opens anywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from threefold.errors import ConfigError
+
+
+def command(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are laid over one another.")],
+    to: Annotated[Path | None, typer.Option(help="The file to write; default: report.html in the first run.")] = None,
+) -> None:
+    """Write a page of a run: threefold report RUN [--to FILE]; several runs are compared.
+
+    One HTML file that needs no network and no other file: what was trained, its curves with starts and rewinds, what
+    was read and whether that is proved, checkpoints, samples, late ranks and warnings. It only reads the run's files.
+    """
+    from threefold.report.document import report
+    from threefold.report.gathered import gather, names_of, run_folder
+
+    folders = [run_folder(run) for run in runs]
+    if len(set(folders)) < len(folders):
+        what = f"{runs[-1]} is named twice" if len(runs) == 2 else "a run is named twice"
+        raise ConfigError(what, expected="each run once", fix=f"threefold report {runs[0]}")
+    target = to or folders[0] / "report.html"
+    page = report([gather(folder, name=name) for folder, name in zip(folders, names_of(folders), strict=True)])
+    # A new file of a name that nobody can have laid a link under.
+    temporary = target.with_name(f".report-{secrets.token_hex(8)}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(page)
+        os.replace(temporary, target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise ConfigError(
+            f"{target} cannot be written: {error.strerror}",
+            expected="a file in a folder that this user can write",
+            fix=f"threefold report {runs[0]} --to report.html",
+        ) from error
+    typer.echo(f"{target}: {len(page) / 1000:,.0f} KB")

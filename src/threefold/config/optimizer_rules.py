@@ -1,0 +1,122 @@
+"""What does not go together in the section `optimizer`, as far as it is known without torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from threefold.config.optimizer_keys import NAMES, OptimizerConfig
+from threefold.config.peak_rate import peak_rate
+from threefold.config.schema import Config
+from threefold.config.text import as_yaml, pasted
+from threefold.errors import Problem
+
+GROUPS_FIX = "--optimizer.groups '[{match: embed, lr: 1e-4}]'"
+_WITH_BETAS = ("adamw", "adamw_8bit", "muon")
+# A number in bfloat16 has 8 bits: less than a 512th of it added or taken away leaves it as it is.
+_SLOWEST_IN_BFLOAT16 = 0.98
+_OWN_KEYS = ("params", "lr", "betas", "eps", "weight_decay")
+
+
+def of_optimizer(config: Config) -> Iterator[Problem]:
+    """Values of the section, each valid by itself, that contradict one another or another section's."""
+    asked = config.optimizer
+    yield from _of_name(asked)
+    for number, beta in enumerate(asked.betas):
+        if not 0 <= beta < 1:
+            what = f"optimizer.betas[{number}] = {beta} is not a decay"
+            yield Problem(what, "0 <= beta < 1", "--optimizer.betas '[0.9, 0.95]'")
+    lr, why = peak_rate(config)
+    if asked.min_lr > lr:
+        automatic = f" (auto: {why})" if asked.lr == "auto" else ""
+        what = f"optimizer.min_lr = {asked.min_lr} is above optimizer.lr = {lr}{automatic}"
+        fix = f"--optimizer.min_lr 0   (or raise optimizer.lr above {asked.min_lr})"
+        yield Problem(what, "a schedule that falls from lr to min_lr", fix)
+    yield from _of_schedule(config)
+    yield from _of_groups(asked)
+
+
+def _of_name(asked: OptimizerConfig) -> Iterator[Problem]:
+    if asked.name not in NAMES and "." not in asked.name:
+        what = f"optimizer.name = {as_yaml(asked.name)} is not an optimizer"
+        expected = f"one of {', '.join(NAMES)}, or the dotted path of an installed class: torch.optim.NAdam"
+        yield Problem(what, expected, "--optimizer.name adamw   (the default)")
+    defaults = OptimizerConfig()
+    for key, names in (("betas", _WITH_BETAS), ("eps", _WITH_BETAS)):
+        value = getattr(asked, key)
+        if value != getattr(defaults, key) and asked.name in NAMES and asked.name not in names:
+            what = f"optimizer.{key} = {as_yaml(value)} has no effect on optimizer.name = {asked.name}"
+            expected = f"one of {', '.join(names)}, or another optimizer that has {key}"
+            yield Problem(what, expected, f"leave optimizer.{key} out")
+    yield from _of_moments(asked)
+    for key in _OWN_KEYS:
+        # Adafactor's eps are two other things than Adam's.
+        if key in asked.options and not (key == "eps" and asked.name == "adafactor"):
+            what = f"optimizer.options has {key}, which is a key of its own"
+            fix = "leave it out of optimizer.options"
+            if key != "params":
+                fix = f"--optimizer.{key} {pasted(asked.options[key])}, and {fix}"
+            yield Problem(what, f"optimizer.{key}" if key != "params" else "the model's parameters", fix)
+
+
+def _of_moments(asked: OptimizerConfig) -> Iterator[Problem]:
+    if asked.moments == "float32":
+        return
+    if asked.name != "adamw" or asked.options:
+        with_options = " with optimizer.options" if asked.name == "adamw" else ""
+        what = f"optimizer.moments = {asked.moments} with optimizer.name = {asked.name}{with_options}"
+        yield Problem(what, "adamw without further options, whose moments are known", "--optimizer.moments float32")
+    if asked.betas[1] > _SLOWEST_IN_BFLOAT16:
+        what = f"optimizer.moments = {asked.moments} with optimizer.betas = {as_yaml(asked.betas)}"
+        expected = (
+            f"a second decay of at most {_SLOWEST_IN_BFLOAT16}: what a slower one changes in a step is rounded away"
+        )
+        yield Problem(what, expected, "--optimizer.moments float32, or --optimizer.betas '[0.9, 0.95]'")
+
+
+def _of_schedule(config: Config) -> Iterator[Problem]:
+    asked, steps = config.optimizer, config.train.steps
+    wsd = asked.schedule == "wsd"
+    if wsd and asked.decay_steps is None:
+        what = "optimizer.schedule = wsd without optimizer.decay_steps"
+        yield Problem(what, "the number of last steps in which the rate falls", "--optimizer.decay_steps 20")
+    for key in ("decay_steps", "decay_shape"):
+        value = getattr(asked, key)
+        if not wsd and value != OptimizerConfig.model_fields[key].default:
+            what = f"optimizer.{key} = {value} has no effect with optimizer.schedule = {asked.schedule}"
+            expected = "optimizer.schedule wsd, whose last steps fall"
+            yield Problem(what, expected, f"--optimizer.schedule wsd, or leave optimizer.{key} out")
+    if wsd and asked.decay_steps is not None and steps is not None and asked.decay_steps > (most := steps - 1):
+        what = f"optimizer.decay_steps = {asked.decay_steps}, but the run has train.steps = {steps}"
+        fix = f"--optimizer.decay_steps {max(1, most // 5)}" if most else "--optimizer.schedule constant"
+        yield Problem(what, "a fall that begins after the first step", fix)
+    if asked.min_lr and asked.schedule == "inverse_sqrt":
+        what = f"optimizer.min_lr = {asked.min_lr} has no effect with optimizer.schedule = {asked.schedule}"
+        expected = "a schedule that ends at a lowest rate: linear, cosine, wsd"
+        yield Problem(what, expected, "leave optimizer.min_lr out")
+
+
+def _of_groups(asked: OptimizerConfig) -> Iterator[Problem]:
+    for number, group in enumerate(asked.groups):
+        at = f"optimizer.groups[{number}]"
+        try:
+            re.compile(group.match)
+        except re.error as error:
+            what = f"{at}.match = {as_yaml(group.match)} is not a regular expression: {error}"
+            yield Problem(what, "one that Python's re reads", GROUPS_FIX)
+        if group.lr is None and group.weight_decay is None:
+            what = f"{at} has neither lr nor weight_decay: it changes nothing"
+            yield Problem(what, "what is different for these parameters", GROUPS_FIX)
+        if group.name is not None and not re.fullmatch(r"[A-Za-z0-9_.-]+", group.name):
+            what = f"{at}.name = {as_yaml(group.name)}"
+            yield Problem(what, "letters, digits, _, - and .: it becomes a key of metrics", "name: embeddings")
+    names = [group_name(asked, number) for number in range(len(asked.groups))]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            what = f"optimizer.groups has the name {name} {names.count(name)} times"
+            yield Problem(what, "another name for each group: each has its own rate in the metrics", f"name: {name}2")
+
+
+def group_name(asked: OptimizerConfig, number: int) -> str:
+    """The name of a group in metrics."""
+    return asked.groups[number].name or f"group{number}"

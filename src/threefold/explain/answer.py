@@ -1,0 +1,126 @@
+"""What `threefold explain` says, as text and as data. No torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from threefold.explain.evidence import Evidence
+from threefold.explain.explain import Confidence, Explanation, Finding, Hit, Status, examine
+from threefold.explain.flight import Difference
+from threefold.explain.known import PAGES, Tier, known_errors
+from threefold.explain.log import Line, Log
+
+SCHEMA = 1  # of --json: grows when a key changes its meaning or goes
+_SHOWN = 300
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# What a difference between dumps means.
+_OF_DIFFERENCE = {"different": "collective-mismatch", "absent": "nccl-timeout", "unfinished": "nccl-timeout"}
+
+
+def answer(evidence: Evidence) -> Finding:
+    """What all the evidence shows: the logs', and what Flight Recorder dumps and the run's record add to it."""
+    found = examine(Log(evidence.sources)) if evidence.sources else Finding(Status.UNKNOWN)
+    explanation = found.explanation
+    differences = list(evidence.differences)
+    if differences and (explanation is None or explanation.known.tier > Tier.WIDE):
+        explanation = _of_dumps(differences.pop(0), explanation)
+        found = Finding(Status.FAILURE, explanation)
+    extra = [*(one.text for one in differences), *evidence.notes, *(f"not read: {name}" for name in evidence.unread)]
+    if explanation is None:
+        return replace(found, notes=extra)
+    facts = [fact for fact in explanation.facts if not (evidence.differences and _is_guess(fact))]
+    return replace(found, explanation=replace(explanation, facts=[*facts, *extra]))
+
+
+def _of_dumps(first: Difference, told: Explanation | None) -> Explanation:
+    """Dumps say which operation and which ranks; a timeout in the log is what follows from it."""
+    known = known_errors()[_OF_DIFFERENCE[first.kind]]
+    rank = first.ranks[0] if first.ranks else None
+    line = Line(1, first.text, rank, None, "Flight Recorder dumps")
+    others = [] if told is None else [Hit(told.known, [told.line]), *told.others]
+    confidence = Confidence.SURE if first.kind == "different" else Confidence.LIKELY
+    return Explanation(
+        known, line, confidence, None, told.facts if told else (), [hit for hit in others if hit.known != known]
+    )
+
+
+def _is_guess(fact: str) -> bool:
+    return fact.endswith(("look there", "look there first")) or fact.startswith("the ranks took different paths")
+
+
+def text(found: Finding) -> str:
+    """The finding as text; what a log would do to a terminal is taken out."""
+    return _CONTROL.sub("?", _text(found))
+
+
+def _text(found: Finding) -> str:
+    if found.explanation is not None:
+        return _explanation(found.explanation)
+    if found.status is Status.UNKNOWN:
+        lines = ["unknown: threefold does not know any error in this log"]
+        if found.telling:
+            lines.append("  its most telling lines:")
+        lines += [f"    {line.where()}: {_shortened(line.text)}" for line in found.telling]
+        return "\n".join([*lines, *(f"  {note}" for note in found.notes), f"  the errors that it does know: {PAGES}"])
+    what = "the job finished" if found.status is Status.FINISHED else "the job went on after what looks like errors"
+    lines = [f"no failure: {what}", *(f"  {line.where()}: {_shortened(line.text)}" for line in found.telling)]
+    return "\n".join([*lines, *(f"  {note}" for note in found.notes)])
+
+
+def _explanation(found: Explanation) -> str:
+    known = found.known
+    lines = [f"{known.title}  [{known.name}]", f"  {found.line.where()}: {_shortened(found.line.text)}"]
+    if found.frame:
+        lines.append(f"  at {found.frame}")
+    lines += [f"  {fact}" for fact in found.facts]
+    symptom = found.confidence is Confidence.SYMPTOM
+    told = "only a symptom, its cause is not in this log" if symptom else "cause"
+    lines += ["", f"{told}: {known.cause}", f"confidence: {found.confidence}", "what to do:"]
+    lines += [f"  {number}. {step}" for number, step in enumerate(known.steps, 1)]
+    lines.append(f"to settle it: {known.check}")
+    if found.others:
+        lines += ["", "also in this log:"]
+        lines += [f"  {hit.lines[0].where()}: {hit.known.title}  [{hit.known.name}]" for hit in found.others]
+    return "\n".join([*lines, "", f"more: {PAGES / known.name}.md"])
+
+
+def data(found: Finding) -> dict[str, Any]:
+    """The finding for other programs; docs/doctor.md describes the keys."""
+    told: dict[str, Any] = {"schema": SCHEMA, "status": str(found.status)}
+    told["telling"] = [_line(line) for line in found.telling]
+    told["notes"] = list(found.notes)
+    if (explanation := found.explanation) is None:
+        return told
+    known = explanation.known
+    return told | {
+        "name": known.name,
+        "title": known.title,
+        "confidence": str(explanation.confidence),
+        "line": _line(explanation.line),
+        "frame": explanation.frame,
+        "facts": list(explanation.facts),
+        "cause": known.cause,
+        "steps": list(known.steps),
+        "check": known.check,
+        "page": f"{PAGES / known.name}.md",
+        "others": [
+            {"name": hit.known.name, "title": hit.known.title, "line": _line(hit.lines[0])}
+            for hit in explanation.others
+        ],
+    }
+
+
+def _line(line: Line) -> dict[str, Any]:
+    return {
+        "file": line.file or None,
+        "number": line.number,
+        "rank": line.rank,
+        "host": line.host,
+        "text": _shortened(line.text),
+    }
+
+
+def _shortened(line: str) -> str:
+    return line.strip()[:_SHOWN] + (" ..." if len(line.strip()) > _SHOWN else "")

@@ -1,0 +1,120 @@
+"""Whether what looks like an error ended anything: a warning does not, nor does what was made good. No torch.
+
+A log claims no failure by itself. Something must say that the program ended or could not go on: an error that was
+raised, a line that is no warning, a kill, or the reporter's own words. And a log that merely stops shows no hang.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from threefold.explain.log import Line, Log
+
+# The program itself says that it goes on: warnings, information. NCCL warns of what ends it; a Pod's events too.
+_MILD = re.compile(
+    r"^(?!.*NCCL WARN)(?!\s*Warning\s+[A-Z][a-z]+[A-Z])(?:"
+    r".{0,160}?\b(?:[A-Z]\w*Warning|WARN(?:ING)?|[Ww]arning|INFO|DEBUG)(?![a-z])|.{0,60}\[info\]"
+    r"|\[[WI]\d{0,4} |[WI]\d{4} |.{0,160}\[rank\d+\]:\s?[WI]\d{4} |.{0,60}[\d\]:] [WI] [a-z]\w+/|.{0,60}\[[WI]\d* )"
+    r"|NCCL INFO|^NET/OFI |failed call to cuInit|dso_loader\.cc|Unable to register cu\w+ factory"
+    r"|A module that was compiled using NumPy"
+    r"|_ARRAY_API not found|^wandb: ERROR "
+)
+_ENDED = re.compile(
+    r"Traceback \(most|[A-Za-z]Error\b|\b(?:ERROR|FATAL|[Ee]rror:)|[Ff]atal\b|\b[Aa]bort(?:ed|ing)?\b|\b[Kk]illed\b"
+    r"|\bexit(?:ed)?(?: with)?(?: exit)? ?(?:code|status)|\bexitcode\b|core dumped|[Ss]egmentation"
+    r"|\b(?:terminat(?:ed|ing)|fail(?:s|ed|ure)?|crash(?:es|ed)?|cannot|can't|[Uu]nable|do(?:es)?(?:n't| not) work)\b"
+    r"|available\S*:? False|^False\b|\b(?:gpu|device)\w* ?count\W{1,4}0\b"
+)
+# Also where a logger or a launcher hands it on.
+_ENDED_ANYWHERE = ("Traceback (most recent call last)", "closing signal SIG")
+# Layers are frozen, and losses are stuck, in training that goes well.
+_HANGS = re.compile(
+    r"^(?!.*\b(?:loss|accuracy|acc|reward|score|layers?)\b)"
+    r"(?=.*\b(?:hang(?:s|ing)?|hung|stuck|jam(?:s|med)|blocks? forever"
+    r"|(?:it|training|process|program|script|job|server) (?:just |then )?(?:freezes|froze|is frozen)"
+    r"|nothing happens|no (?:further (?:progress|output)|progress)|never (?:returns|finishes|ends|starts))\b)",
+    re.IGNORECASE,
+)
+_HANG_WORDS = ("hang", "hung", "Hang", "stuck", "Stuck", "freezes", "froze", "jam", "forever", "othing happens",
+               "progress", "output", "never ")  # fmt: skip
+_OF_RANKS = (
+    "NCCL INFO",
+    "init_process_group",
+    "torch.distributed",
+    "distributed init",
+    "world size",
+    "world_size",
+    "torchrun",
+    "distributed_backend=",
+    "distributed processes registered",
+)
+
+# Tests that report on errors, commands that look for them, and prose, code and options that speak of them.
+_TALK = re.compile(
+    r"\.\.\. (?:ok|expected failure|skipped)|\b(?:PASSED|XFAIL)\b|^SKIPPED \[|^\s*(?:\$ |sudo |• |\* - )|\bgrep\b"
+    r"|\"(?:GET|POST|PUT|HEAD|DELETE|PATCH) \S+ HTTP/|\b[Ii]f you (?:see|get|hit|encounter|run into) "
+    r"|^#+ |^(?:\S+:\d+:)?[-+]?\s*(?:except|elif|raise|import)\b|^\s+--[\w-]+ "
+    r"|^\s*[-*] (?:\*\*|(?:Fix|Add|Handle|Catch|Avoid|Improve)\w*\b)"
+    r"|^\{\"(?:text|prompt|instruction|question|content|input|messages)\": "
+)
+_PROSE = re.compile(r'(?<!\bFile) (?<=[a-z] )"[^"]*$')  # words before a quotation
+_TROUBLE = re.compile(r"error|fail|exception|warn|kill", re.IGNORECASE)
+_QUOTED = re.compile(r"^Error .*\d")
+# Who quotes an error has met it.
+_MET = re.compile(
+    r"^(?!.*(?:\b[Ii]f\b|[Ff]ix|[Ss]olve|[Aa]void|[Pp]revent|no longer)).*"
+    r"\b(?:I|[Ww]e)(?:'m| am)? (?:get|got|getting|have|had|met|run|ran|encounter|see)"
+)
+# The line itself says that the program goes on.
+_GOES_ON = re.compile(
+    r"\bRetrying (?:\(|in |after )|\b[Ww]ill (?:be )?retr(?:y|ied)\b|\bretry \d+/\d+|\bTrial \S+ (?:failed|errored)"
+    r"|\b(?:[Ss]kipp(?:ing|ed)|[Ii]gnoring|[Ff]alling back|[Cc]ontinuing)\b|thrown while requesting (?:HEAD|GET) "
+    r"|\bfrom scratch\b|\b[Ww]ill (?:use|proceed)\b|\b[Pp]roceeding\b|\bdid not (?:occur|happen)\b|you can ignore this"
+    r"|\bus(?:e|ing) (?:eager|sdpa|vanilla|xformers) "
+)
+
+
+def is_mild(line: Line | str) -> bool:
+    """Whether the line says that it is a warning or an information."""
+    return _MILD.search(line if isinstance(line, str) else line.text) is not None
+
+
+def ended(log: Log) -> bool:
+    """Whether a line that is no warning says that something ended or failed."""
+    if any(map(log.has, _ENDED_ANYWHERE)):
+        return True
+    return any(_ENDED.search(line[:600]) and not is_mild(line[:600]) for line in log.raw[-20_000:])
+
+
+def said_to_hang(log: Log) -> Line | None:
+    """The last line of a job of several ranks that somebody says hangs; None if nobody does."""
+    if not any(map(log.has, _OF_RANKS)):
+        return None
+    said = (line for words in _HANG_WORDS for line, _ in log.shapes_containing(words))
+    if not any(_HANGS.search(line) and not is_mild(line) for line in said):
+        return None
+    written = [index for index in range(max(0, len(log.raw) - 200), len(log.raw)) if log.raw[index].strip()]
+    ranks = [index for index in written if any(words in log.raw[index] for words in _OF_RANKS)]
+    return log.line((ranks or written)[-1]) if written else None
+
+
+def only_mild(hits: Sequence[Sequence[Line]]) -> bool:
+    """Whether every line of every hit is a warning or an information."""
+    return all(is_mild(line) for lines in hits for line in lines)
+
+
+def is_talk(line: str, anchor: str) -> bool:
+    """Whether the line speaks of the error that `anchor` is part of, or says that the program goes on after it."""
+    if _TALK.search(line) or _GOES_ON.search(line):
+        return True
+    at = line.find(anchor)
+    before, after = line[:at], line[at:]
+    said = before.rpartition("`")[0]
+    if before.count("`") % 2 == 1 and "`" in after and "Error" not in said and "Assertion" not in said:
+        # A whole line, or an error with its numbers, is quoted from a log.
+        quoted = before.rpartition("`")[2] + after.partition("`")[0]
+        outside = said + after.partition("`")[2]
+        return any(map(str.isalnum, outside)) and not _QUOTED.search(quoted) and not _MET.search(said)
+    in_quotes = before.count('"') % 2 == 1 and '"' in after and _PROSE.search(before) is not None
+    return in_quotes and not _TROUBLE.search(before.rpartition('"')[0])

@@ -1,0 +1,198 @@
+"""Flight Recorder dumps of torch -> in each process group, the first operation in which the ranks differ. No torch.
+
+A dump is one rank's ring of its last operations: group, number, kind and size, and how far each came. torch writes
+dumps with pickle, and a pickle can run any code when it is read. Here only plain containers, numbers and strings are
+built (`_Plain`), which is all that a dump holds; a file that asks for anything else is refused. JSON is read too.
+Operations of two process groups are never compared: each group counts its own.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from threefold.errors import ranks_text
+
+_NAME = re.compile(
+    r"(?:nccl_trace|fr_trace|flight|comm_lib_trace|trace)\w*?[_-]?rank[_-]?(\d+)|(?:nccl_trace|fr_trace)\w*?(\d+)$"
+)
+_MOST_BYTES = 512 * 2**20
+# Kinds whose sizes may differ between ranks.
+_UNEQUAL = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv", "barrier")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective of one rank: `size` is that of its inputs, `place` the program's own innermost frame."""
+
+    kind: str
+    size: str
+    state: str
+    place: str | None
+
+
+@dataclass(frozen=True)
+class Dump:
+    """One rank's dump: group -> (its description, its members), and group -> number -> operation."""
+
+    rank: int
+    members: Mapping[str, tuple[str, Sequence[int]]]
+    operations: Mapping[str, Mapping[int, Operation]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first operation of a group that is not the same, or not done, on all its ranks.
+
+    Attributes:
+        kind: `absent` (some ranks have not started it), `different`, or `unfinished` (all did, and it does not end).
+        ranks: those to look at.
+    """
+
+    group: str
+    number: int
+    kind: str
+    ranks: Sequence[int]
+    text: str
+
+
+class _Plain(pickle.Unpickler):
+    """Builds dicts, lists, tuples, numbers, strings, bytes, None and booleans; refuses every class and function."""
+
+    def find_class(self, module: str, name: str, /) -> NoReturn:
+        raise pickle.UnpicklingError(f"a dump holds plain values only, not {module}.{name}")
+
+    def persistent_load(self, pid: Any, /) -> NoReturn:
+        raise pickle.UnpicklingError("a dump holds plain values only")
+
+
+def is_dump(path: Path) -> bool:
+    """Whether the file is named as torch names dumps: nccl_trace_rank_3, with or without an ending."""
+    return _NAME.search(path.stem if path.suffix in (".json", ".pickle", ".pkl") else path.name) is not None
+
+
+def read_dump(path: Path) -> Dump:
+    """The dump in a file; ValueError if it is none, or holds more than plain values."""
+    if path.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"{path} is larger than a dump is")
+    content = path.read_bytes()
+    try:
+        found = json.loads(content) if content.lstrip()[:1] == b"{" else _Plain(io.BytesIO(content)).load()
+    except (
+        pickle.UnpicklingError,
+        ValueError,
+        EOFError,
+        IndexError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        MemoryError,
+    ) as error:
+        raise ValueError(f"{path} is no Flight Recorder dump: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
+        raise ValueError(f"{path} is no Flight Recorder dump: it has no entries")
+    named = _NAME.search(path.stem if path.suffix else path.name)
+    rank = int(next(group for group in named.groups() if group is not None)) if named else int(found.get("rank", 0))
+    members = {str(group): _members(told) for group, told in _mapping(found.get("pg_config")).items()}
+    operations: dict[str, dict[int, Operation]] = {}
+    for entry in found["entries"]:
+        if not isinstance(entry, dict) or entry.get("is_p2p"):
+            continue
+        number, group = entry.get("collective_seq_id"), entry.get("process_group") or ("0", "")
+        name = str(group[0]) if isinstance(group, list | tuple) and group else str(group)
+        if isinstance(number, int):
+            operations.setdefault(name, {})[number] = _operation(entry)
+    return Dump(rank, members, operations)
+
+
+def first_differences(dumps: Sequence[Dump]) -> list[Difference]:
+    """In each group with dumps of two ranks or more, the first operation that differs; none if all agree."""
+    found = []
+    for group in sorted({group for dump in dumps for group in dump.operations}):
+        told = next((dump.members[group] for dump in dumps if group in dump.members), ("", ()))
+        ranks = {dump.rank: dump.operations.get(group, {}) for dump in dumps if not told[1] or dump.rank in told[1]}
+        if len(ranks) > 1 and (difference := _first(group, told[0], ranks)) is not None:
+            found.append(difference)
+    return sorted(found, key=lambda one: ("different", "absent", "unfinished").index(one.kind))
+
+
+def _first(group: str, description: str, ranks: Mapping[int, Mapping[int, Operation]]) -> Difference | None:
+    # Each ring has lost its oldest operations: what all still have is compared.
+    begin = max((min(own) for own in ranks.values() if own), default=0)
+    name = f"process group {group}" + (f" ({description})" if description and description != "undefined" else "")
+    for number in range(begin, max((max(own) for own in ranks.values() if own), default=-1) + 1):
+        here = {rank: own[number] for rank, own in ranks.items() if number in own}
+        absent = sorted(set(ranks) - set(here))
+        kinds = _by(here, lambda one: one.kind)
+        sizes = _by(here, lambda one: "" if any(part in one.kind for part in _UNEQUAL) else one.size)
+        what = f"{name}, operation {number}"
+        if len(kinds) > 1 or len(sizes) > 1:
+            groups = kinds if len(kinds) > 1 else _by(here, lambda one: f"{one.kind} of {one.size}")
+            fewest = min(groups.values(), key=len)
+            ways = "; ".join(
+                f"{ranks_text(own)} in {way}" for way, own in sorted(groups.items(), key=lambda it: -len(it[1]))
+            )
+            return Difference(group, number, "different", fewest, f"{what}: {ways}{_at(here, fewest)}")
+        if absent:
+            last = {rank: max(ranks[rank], default=None) for rank in absent}
+            did = "; ".join(
+                f"the last of rank {rank} was {last[rank]}{_at(ranks[rank], [last[rank]])}" for rank in absent[:3]
+            )
+            waits = f"{ranks_text(sorted(here))} in {next(iter(kinds))}"
+            return Difference(
+                group, number, "absent", absent, f"{what}: not started by {ranks_text(absent)} ({did}); {waits}"
+            )
+        if any(one.state != "completed" for one in here.values()):
+            states = "; ".join(
+                f"{state} on {ranks_text(own)}" for state, own in _by(here, lambda one: one.state).items()
+            )
+            behind = [rank for rank, one in here.items() if one.state == "scheduled"] or list(here)
+            if len(behind) < len(here):
+                return Difference(group, number, "unfinished", behind, f"{what}, {next(iter(kinds))}: {states}")
+            return Difference(group, number, "unfinished", [], f"{what}, {next(iter(kinds))}: {states}: all ranks came")
+    return None
+
+
+def _by(here: Mapping[int, Operation], key: Any) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank in sorted(here):
+        found.setdefault(key(here[rank]), []).append(rank)
+    return found
+
+
+def _at(operations: Mapping[int, Operation], which: Sequence[int | None]) -> str:
+    place = next((operations[one].place for one in which if one is not None and one in operations), None)
+    return f", at {place}" if place else ""
+
+
+def _operation(entry: Mapping[str, Any]) -> Operation:
+    kind = str(entry.get("profiling_name", "?")).rpartition(":")[2]
+    size, state = (
+        str(entry.get("input_sizes", "")),
+        "completed" if entry.get("retired") else str(entry.get("state", "?")),
+    )
+    frames = entry.get("frames")
+    for frame in frames if isinstance(frames, list) else []:
+        file = str(frame.get("filename", "")) if isinstance(frame, dict) else ""
+        if file and "site-packages" not in file and "/torch/" not in file:
+            place = f"{file}:{frame.get('line')} in {frame.get('name')}"
+            return Operation(kind, size, state, place)
+    return Operation(kind, size, state, None)
+
+
+def _members(told: Any) -> tuple[str, list[int]]:
+    told = _mapping(told)
+    ranks = told.get("ranks", "")
+    return str(told.get("desc", "")), [
+        int(rank) for rank in re.findall(r"\d+", ranks if isinstance(ranks, str) else str(ranks))
+    ]
+
+
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    return value if isinstance(value, Mapping) else {}

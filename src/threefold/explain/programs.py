@@ -1,0 +1,112 @@
+"""Which program wrote a log: a full disk or a lost connection has the same words in all of them. No torch.
+
+Words are whole ones: `accelerate` is not in `accelerated`, nor `loss` in `lossless`. A word that other programs write
+too tells of training only beside another one, and not where another program shows: by its name, or by a stack of a
+language that nothing trains in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from threefold.explain.known import anchor
+from threefold.explain.log import Log
+
+_Words = Sequence[tuple[re.Pattern[str], str]]  # each with its literal part
+
+
+def _words(text: str) -> _Words:
+    """The regular expressions of a text, two spaces or a line between them."""
+    return [(re.compile(word), anchor(word)) for word in re.split(r"\s{2,}", text.strip())]
+
+
+# Words that only training writes, and inference with the same libraries.
+_TRAINING = _words(r"""
+    torch(?!light|wood|ed\b)  _ZN(?:3c10|5torch)  c10d  NCCL  \[rank\d
+    transformers(?:[/._=<>`']|[ ](?:does|version|import|library|requires))(?!js)  [Hh]ugging[Ff]ace  [Dd]eep[Ss]peed
+    (?<![A-Za-z])accelerate(?![a-z])  threefold  (?<![a-z])peft(?![a-z])  flash_attn  vllm  mp_size  world[_ ]size
+    fairseq  [Mm]egatron  espnet  learning_rate  tensorflow  tensorboard  RayTrain  horovod  safetensors  models--\w
+    jaxlib  xformers  bitsandbytes  DataLoader (?:worker|timed)  DataLoaderIter
+    dataloaders?[_./\d]  utils/data  grad_norm  mmcv  mmengine  mmdet  nemo[_/.]\w  nn[Uu][Nn]et  cudnn
+    (?<![a-z./-])keras(?!\.tar)  diffusers  detectron2  ultralytics  sentence_transformers  sentencepiece  colossalai
+    paddlepaddle  mindspore  mxnet  wandb(?![a-z])  pytorch_lightning  lightning[./]pytorch  lightning_logs  webdataset
+    apex\.\w  Lo[Rr][Aa](?:Config|_\w)  modeling_\w  ForCausalLM  AutoModel  AutoTokenizer  DynamicCache  llama
+    axolotl  unsloth  DTensor  DeviceMesh  aten\.\w  aten::  gloo/transport  TrainingArguments  reported to Coordinator
+    PyTorchJob  MPIJob  TrainJob  [Ss]age[Mm]aker  [Tt]raining job  tensor parallel
+    \[[EWIF]\d{3,4} \d\d:\d\d:\d\d\.\d{6,9} \w+\.cpp:\d+\]  triton[._/]\w  RuntimeError: CUDA error  TORCH_USE_CUDA_DSA
+    CUDA kernel errors might
+""")
+# Words of launchers and of scripts that train, where no other program shows.
+_LAUNCHED = _words(r"""
+    train\w*\.(?:py|sh|ya?ml)  [_-]train(?![a-z])  pretrain  finetun  fine-tun  batch_size  local_rank  Trainer\b
+    LLMEngine  raylet  ^\(\w+ pid=\d  -launcher-\d  capabilities: \[\[gpu  GPUs?Quota  nvidia\.com/gpu
+    (?<![A-Za-z])[Tt]rain(?:ing|ed)? (?:pipeline|script|job|run|code|process|loop|model|stage)\b
+    (?<![A-Za-z])[Tt]rain(?:ing|ed)? (?:on|my|a|the|with)\b
+""")
+# Words of many programs: two of learning tell of training, or one of it beside a word of the machines.
+_LEARNING = _words(r"""
+    checkpoint  datasets/  [Ee]pochs?(?![a-z])  (?<![A-Za-z])loss(?:es)?(?![A-Za-z]|:? \d+%)  \d%\|.*(?:it/s|s/it)
+    [Ee]valuat  [Dd]ataset  [Oo]ptimizer  [Gg]radient  [/_]train[/_.]  \.ckpt  \.pth\b  \.pt\b  ckpt  tokenizer
+    inference  [Tt]raining(?![a-z])  kubeflow
+""")
+_MACHINES = _words(r"""
+    (?<![A-Za-z])gloo(?![a-z])  (?<![A-Za-z])cuda(?![a-z])  CUDA  GPUs?(?![A-Za-z])  nvidia  slurm  mpirun  numpy
+    scipy  -worker-\d  -master-\d  RuntimeError:  cudaGetDeviceCount
+""")
+_OTHER_PROGRAMS = _words(r"""
+    npm ERR!  npm error  docker: Error(?!.*gpu)  yarn install  yarn run  mysqld  postgres  PostgreSQL  django  flask/
+    celery  gunicorn  uvicorn  werkzeug  sqlalchemy  (?<![-_])redis(?!t|[-_](?:address|password|shard|port|max))  nginx
+    apache(?![/-](?:incubator-)?mxnet|_beam)  kafka  elasticsearch  (?<![a-z])[Mm]ongo(?!us)  homeassistant  ansible
+    selenium  scrapy  discord  webpack  node_modules  apt-get  dpkg  systemd\[  sshd\[  Spark  airflow  rabbitmq
+    grafana  jenkins  minecraft  [Tt]erraform  gradle  maven  cargo\s  odoo  certbot  WiredTiger  ffmpeg  nvenc  NVENC
+    AVHWDevice  blender  Blender  [Cc]ycles GPU  pygame  gnome-  (?:Gtk|GLib)-  GROMACS  FOAM  vasp_  VASP  wrf\.exe
+    cdiaghg  Quantum ESPRESSO  CP2K  NWChem  PME rank  PETSC ERROR  pmemd  namd2  abinit  dolfin  LAMMPS  xhpl  osu_\w+
+    Fortran  protocol stack  [Mm]iner\b  [Vv]alidator(?![s.])  php-fpm  \[pool www\]  M A T L A B  Execution halted
+    STAR run  [Aa]baqus  WRF CORE  ERROR ~ Error  NVDEC  name=(?!python)\w+\.exe  gimp:  ccxt  OptiX  V-Ray
+    (?<![a-z])dask  Nanny  GPUassert  streamlit  ollama  [Ll]ang[Cc]hain  [Jj]ellyfin  [Pp]lex\b  [Ff]rigate  [Ee]mby\b
+    Container (?:php|nginx|web|api)  [Gg]enom(?:e|ic)  \.fast[aq]  [Nn]extflow  [Ss]nakemake  nf-core  \.vcf\b
+    [Cc]romwell  [Cc]anu\b  neighs/atom  [Aa]toms\b  [Mm]olecular  [Rr]eaxFF  \w\.F90\b  \w\.f90\b  _mp_\w+_\(\)  n cell
+    [Mm]esh \ +\d  dofs:  [Ss]olver\b  [Hh]ashcat  [Nn]ice[Hh]ash  [Ss]tratum\b  ethminer  ethash  [Ee]quihash
+    scanhash  lattice  (?<!paddle[./])[Ff]luid  seismic  climate  ocean  NetCDF  netcdf  HDF5-DIAG  bcbio  [Gg]alaxy\b
+""")
+# Stacks and messages of languages and systems in which nothing trains.
+_LANGUAGES = _words(r"""
+    goroutine \d  System\.\w+\.\w  GraphQL  panicked at  java\.\w  PHP (?:Fatal|Warning|Notice)  FATAL EXCEPTION
+    nhandled [Ee]xception\.  forrtl:  NSException  \w\.java[:(]\d  \w\.kt[:(]\d  \w\.scala[:(]\d  \w\.php[:(]\d
+    \w\.jsx?[:(]\d  \w\.tsx?[:(]\d  \w\.cs:line \d  \w\.exs?:\d  \w\.rb:\d  \w\.swift:\d  \w\.dart[:(]\d
+""")
+_FRAMES = ("\tat ", "    at ")
+# Lines before a launcher's that are its own, a shell's, or what somebody says.
+_OF_LAUNCHER = re.compile(
+    r"slurm|srun|sbatch|salloc|ssh|[Mm][Pp][Ii]|O[RM]TE|PRTE|OPAL|PMI|UCX|ucx|[Ww]arning|^\W*$|^\S*[$#>] |^\[?node"
+    r"|^[*=#+|-]|^\w+: +\S+$"
+    r"|\b(?:I|[Ww]e|[Mm]y|[Tt]his|these|following)\b"
+)
+
+
+def is_training(log: Log) -> bool:
+    """Whether a training job wrote the log: by its own words, or by shared ones where no other program shows."""
+    if any(_found(_TRAINING, log)):
+        return True
+    learning = len(list(islice(_found(_LEARNING, log), 2)))
+    told = any(_found(_LAUNCHED, log)) or learning == 2 or (learning == 1 and any(_found(_MACHINES, log)))
+    return told and not is_other(log)
+
+
+def is_other(log: Log) -> bool:
+    """Whether the log has words of a program that does not train, or frames of a language that nothing trains in."""
+    return any(map(log.has, _FRAMES)) or any(_found(_OTHER_PROGRAMS, log)) or any(_found(_LANGUAGES, log))
+
+
+def is_of_launcher(line: str) -> bool:
+    """Whether a line may stand before a launcher's own: it is no output of the program that was started."""
+    return _OF_LAUNCHER.search(line[:300]) is not None
+
+
+def _found(words: _Words, log: Log) -> Iterator[bool]:
+    """True for each word that is in the log."""
+    for pattern, literal in words:
+        if any(pattern.search(line[-4000:]) for line, _ in log.shapes_containing(literal)):
+            yield True

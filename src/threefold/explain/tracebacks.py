@@ -1,0 +1,121 @@
+"""The errors that ended Python's tracebacks in a log, each with the innermost frame of the program's own. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from threefold.explain.log import Line, Log
+
+_ERROR = re.compile(
+    r"^(?:│\s*)?(?P<kind>(?:[\w<>]+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Missing|Failed\w*|Warning|Elapsed|Timeout"
+    r"|OutOfResources|LimitHit|Invalid)\w*|Exception)(?::|$)"
+)
+_TRACEBACK = "Traceback (most recent call last)"
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+_INSTALLED = ("site-packages", "dist-packages", "<frozen", "/lib/python3", "runpy.py", "<string>", "/bin/")
+_LONGEST = 400  # lines of one traceback
+_MOST = 500
+# Errors that only report another one.
+_REPORTING = (
+    "ChildFailedError",
+    "ProcessRaisedException",
+    "ProcessExitedException",
+    "CalledProcessError",
+    "SystemExit",
+)
+
+# Errors that nothing but the program's own line makes: a missing key or attribute may come of data or of versions.
+_OF_PYTHON = frozenset({"NameError", "UnboundLocalError", "ZeroDivisionError"})
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The error that ended a traceback, and the innermost frame that belongs to no installed package.
+
+    Attributes:
+        own: that frame is the innermost of all: the program itself raised the error.
+        file: of the innermost frame of all.
+    """
+
+    line: Line
+    kind: str
+    frame: str | None = None
+    own: bool = False
+    file: str = ""
+
+    @property
+    def is_of_python(self) -> bool:
+        """Whether nothing but the line that raised it makes such an error."""
+        return self.kind in _OF_PYTHON
+
+    @property
+    def reports_another(self) -> bool:
+        """Whether this error only says that another process had one."""
+        return self.kind.rpartition(".")[2] in _REPORTING
+
+
+def raised(log: Log) -> list[Raised]:
+    """The errors of all tracebacks, in order; of chained errors only the last one. Of many, the first and last 500."""
+    found: list[Raised] = []
+    # Ranks write at the same time, so each may have an open traceback.
+    frames: dict[int | None, str | None] = {}
+    own: dict[int | None, bool] = {}
+    files: dict[int | None, str] = {}
+    chained: set[int | None] = set()
+    ignored = ignored_lines(log)
+    for line in _near_tracebacks(log):
+        if line.index in ignored:
+            continue
+        if _TRACEBACK in line.text:  # may follow a progress bar on the same line
+            frames[line.rank] = None
+            continue
+        if line.text.startswith(_CHAINED):
+            chained.add(line.rank)
+        if line.rank not in frames:
+            continue
+        if frame := _FRAME.match(line.text):
+            files[line.rank] = frame["file"]
+            own[line.rank] = not any(place in frame["file"] for place in _INSTALLED)
+            if own[line.rank]:
+                frames[line.rank] = f"{frame['file']}:{frame['line']} in {frame['function']}"
+        elif error := _ERROR.match(line.text):
+            if line.rank in chained:
+                chained.discard(line.rank)
+                before = [one for one in found if one.line.rank == line.rank]
+                if before:
+                    found.remove(before[-1])
+            frame_of_own, is_own = frames.pop(line.rank), own.pop(line.rank, False)
+            found.append(Raised(line, error["kind"], frame_of_own, is_own, files.pop(line.rank, "")))
+    return found
+
+
+def ignored_lines(log: Log) -> set[int]:
+    """Indices of the lines of tracebacks that Python says it ignored: in a finalizer, or while it wrote a log."""
+    found: set[int] = set()
+    for words in ("Exception ignored in", "--- Logging error ---"):
+        for begin in (index for _, places in log.shapes_containing(words) for index in places[:_MOST]):
+            lines = range(begin + 1, min(begin + _LONGEST, log.source_end(begin)))
+            end = next((index for index in lines if _ERROR.match(log.line(index).text)), begin)
+            found.update(range(begin, end + 1))
+    return found
+
+
+def is_error(line: Line) -> bool:
+    """Whether the line looks like the last one of a traceback."""
+    return _ERROR.match(line.text) is not None
+
+
+def _near_tracebacks(log: Log) -> Iterator[Line]:
+    """The lines from each traceback's beginning on, in order, each once."""
+    begins = sorted(index for _, places in log.shapes_containing(_TRACEBACK) for index in places)
+    if len(begins) > 2 * _MOST:
+        begins = begins[:_MOST] + begins[-_MOST:]
+    done = 0
+    for begin in begins:
+        end = min(begin + _LONGEST, len(log.raw))
+        for index in range(max(begin, done), end):
+            yield log.line(index)
+        done = max(done, end)

@@ -1,0 +1,41 @@
+"""What a trained model writes: the complete model of a checkpoint, in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from threefold.checkpoint.layout import Checkpoint
+from threefold.data.tokens import Tokenizer
+from threefold.export.model_folder import load_whole
+
+
+def generate_sample(checkpoint: Checkpoint, tokenizer: Tokenizer, prompt: list[int], *, num_tokens: int) -> str:
+    """Returns the prompt and its continuation by the model of this process' own run, sampled with a fixed seed."""
+    model = load_own(checkpoint)
+    torch.manual_seed(0)
+    found = continued(model, prompt, num_tokens=num_tokens, end_id=tokenizer.end_id)
+    return tokenizer.decode([*prompt, *found])
+
+
+def load_own(checkpoint: Checkpoint) -> Any:
+    """Returns the complete model of this user's own run, whose code is trusted if the run trusted it."""
+    trusted = bool(checkpoint.manifest()["config"]["model"]["trust_remote_code"])
+    return load_whole(checkpoint, trust_remote_code=trusted)[0]
+
+
+@torch.no_grad()
+def continued(model: Any, prompt: list[int], *, num_tokens: int, end_id: int) -> list[int]:
+    """Returns the ids that a model writes after a prompt, up to the end token, sampled."""
+    ids = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        do_sample=True,
+        temperature=0.8,
+        use_cache=True,
+        pad_token_id=end_id,
+        eos_token_id=end_id,
+    )
+    return [int(id) for id in ids[0, len(prompt) :]]

@@ -1,0 +1,105 @@
+"""Layers compiled one at a time: what one layer does becomes one graph, which the layers of a kind share.
+
+Compiling layer by layer takes seconds where a whole model takes minutes, and leaves the wrappers of data parallelism
+and the loss as they are. A layer is compiled again where something that its graph took for granted has changed: another
+kind of layer, rows of another length (from then on of any length), evaluation without gradients.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from threefold.mesh.environment import keep_compiled
+from threefold.model.load import layers_of
+
+# Beyond, torch runs a layer uncompiled: kinds of layers x (training, evaluation) x (one length, any length), and more.
+_MOST_GRAPHS = 32
+# More often than that a layer is hardly compiled again for a reason of the above.
+MANY = 8
+
+
+def compiles(asked: bool | str, *, device: str, ep: int = 1) -> tuple[bool, str]:
+    """Whether layers are compiled, and why, for what train.compile asks."""
+    if asked != "auto":
+        return bool(asked), "as given"
+    if ep > 1:
+        return False, "tokens of whole experts (mesh.ep) are counted on the host, where a graph would break off"
+    if device != "cuda":
+        return False, f"on a {device} it takes longer than a short run gains"
+    if importlib.util.find_spec("triton") is None:
+        return False, "triton, which compiles for CUDA, is not installed"
+    return True, "on CUDA, one layer at a time"
+
+
+def compile_layers(model: nn.Module, *, recomputed_around: bool = False) -> None:
+    """Compiles each layer, in place, at its first call; what was compiled before is found in this user's cache.
+
+    Args:
+        recomputed_around: the recomputation of a whole layer stays outside of its graph. torch cannot compile it with
+            weights that tp has split, nor what sends a layer's inputs to the host.
+    """
+    from torch._dynamo import config
+
+    keep_compiled()
+    config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
+    # DDP reduces in the backward of each layer as it is; splitting a layer's graph by buckets gains nothing.
+    config.optimize_ddp = False
+    # What tp's projections note for one another is not to be noted again when a layer is computed again.
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    for layer in layers_of(model):
+        if recomputed_around and getattr(layer, "gradient_checkpointing", False):
+            _recompute_around(layer)
+        else:
+            layer.compile()
+
+
+def _recompute_around(layer: Any) -> None:
+    again, layer.gradient_checkpointing = layer._gradient_checkpointing_func, False
+    inner = torch.compile(layer.forward)
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        return again(partial(inner, **named), *arguments) if layer.training else inner(*arguments, **named)
+
+    layer.forward = forward
+
+
+class Recompiled:
+    """Counts how often this process has compiled something again, and says once of each what is so too often."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """Args: `say`: prints a line."""
+        self._say, self._said = say, set[Any]()
+
+    def look(self) -> int:
+        """Recompilations so far; names what was compiled again more than `MANY` times."""
+        found = _reasons()
+        for code, (times, reason) in found.items():
+            if times > MANY and code not in self._said:
+                self._said.add(code)
+                why = " ".join(reason.split())
+                self._say(
+                    f"{code.co_qualname} was compiled again {times} times, each of which takes seconds or more; "
+                    f"the last time because of {why}. --train.compile false trains without"
+                )
+        return sum(times for times, _ in found.values())
+
+
+def _reasons() -> dict[Any, tuple[int, str]]:
+    """The code of each function that dynamo has compiled again: how often, and the last reason.
+
+    Each time it notes one reason for each graph that it has of the function, "GRAPH: REASON".
+    """
+    noted: Any = getattr(sys.modules.get("torch._dynamo.utils"), "guard_failures", {})
+    found = {}
+    for code, reasons in noted.items():
+        graphs = Counter(reason.partition(":")[0] for reason in reasons)
+        found[code] = max(graphs.values()), reasons[-1].partition(":")[2]
+    return found

@@ -1,0 +1,67 @@
+"""Which of torch's fused kernels computes attention that needs no mask in memory, by device, type and size.
+
+`scaled_dot_product_attention` tries its kernels in an order of its own, flash first. Here the order is a choice with a
+reason; a kernel that cannot serve a call is passed over, so the choice is about time and never about what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PretrainedConfig
+
+from threefold.model.layer_kinds import common_number
+
+# The head sizes that flash and cuDNN have, the latter's backward included.
+_FLASH_HEAD, _CUDNN_HEAD = 256, 128
+_CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def head_size(config: PretrainedConfig) -> int | None:
+    """The size of a query and of a key of one head; None if the config does not say."""
+    text = config.get_text_config()
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "head_dim", "hidden_size", "num_attention_heads")
+    nope, rope, own, hidden, heads = (common_number(text, name) for name in names)
+    if nope is not None and rope is not None:
+        return nope + rope
+    return hidden // heads if own is None and hidden and heads else own
+
+
+def choose(capability: tuple[int, int], *, dtype: str, head_dim: int, halved: bool) -> tuple[str, str]:
+    """(`cudnn`, `flash` or `efficient`, why) for causal attention on a CUDA device.
+
+    Args:
+        capability: of the device, as torch gives it.
+        dtype: that attention computes in, `bfloat16` or `float32`.
+        head_dim: of a query and a key.
+        halved: queries are two chunks of a row, each over the keys up to its end (cp ranks that gather keys).
+    """
+    if dtype == "float32":
+        return "efficient", "flash and cuDNN have no float32"
+    if head_dim > _FLASH_HEAD or capability < (8, 0):
+        limit = f"heads of {head_dim}" if head_dim > _FLASH_HEAD else f"capability {capability[0]}.{capability[1]}"
+        return "efficient", f"flash and cuDNN do not serve {limit}"
+    if halved:
+        return "flash", "its causal order ends at the last key, as that of a chunk of a row does"
+    if capability[0] != 9:
+        return "flash", f"cuDNN is faster on capability 9 only; this is {capability[0]}.{capability[1]}"
+    if head_dim > _CUDNN_HEAD or head_dim % 8:
+        return "flash", f"cuDNN's backward does not serve heads of {head_dim}"
+    return "cudnn", "1.7 to 2.3 times as fast as flash on capability 9, by transformers' measurements (#48163)"
+
+
+@contextmanager
+def first(kernel: str) -> Iterator[None]:
+    """Inside, in forward and in backward, `cudnn` is tried first; the others keep torch's order."""
+    if kernel != "cudnn":
+        yield
+        return
+    with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
+        yield

@@ -1,0 +1,114 @@
+"""Products of large linear layers in 8-bit floating point (arXiv:2209.05433), by torchao.
+
+The numbers of a tensor (`tensorwise`), or of each of its rows (`rowwise`), share a scale.
+Weights, gradients, moments and checkpoints stay as they are; only the three products of a layer are made of rounded
+numbers. A layer is converted if its products save more time than the casts cost: not small ones, nor the head, the
+embedding, routers, experts (which are no linear layers) or layers that the model keeps in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from threefold.config.schema import Config
+from threefold.errors import Problem
+from threefold.mesh.topology import Topology
+from threefold.model.compiled import compiles
+from threefold.model.load import layers_of
+from threefold.model.precision import kept_in_float32
+
+_CAPABILITY = (8, 9)
+# What the kernels of a product need its sizes to be multiples of.
+_MULTIPLE = 16
+_ROUTERS = {"gate", "router"}
+
+
+def pays(recipe: str, outputs: int, inputs: int) -> bool:
+    """Whether a layer's products are faster so: by torchao's measurements of its recipes on H100."""
+    if outputs % _MULTIPLE or inputs % _MULTIPLE:
+        return False
+    if recipe == "tensorwise":
+        return outputs > 1024 or inputs > 4096
+    return outputs > 2048 and inputs > 1024 and (outputs > 4096 or inputs > 2048)
+
+
+def layers_to_convert(model: PreTrainedModel, recipe: str) -> dict[str, nn.Linear]:
+    """The linear layers that `recipe` pays for, by their names."""
+    inside = {id(each) for layer in layers_of(model) for each in layer.modules()}
+    kept = kept_in_float32(model)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+        and id(module) in inside
+        and f"{name}.weight" not in kept
+        and name.rpartition(".")[2] not in _ROUTERS
+        and pays(recipe, *module.weight.shape)
+    }
+
+
+def problems(config: Config, outline: PreTrainedModel, topology: Topology, *, device: str) -> list[Problem]:
+    """Why the products cannot be made so although train.float8 asks for it; empty if they can."""
+    recipe = config.train.float8
+    asked, leave_out = f"train.float8 = {recipe}", "leave train.float8 out"
+    found = []
+    if importlib.util.find_spec("torchao") is None:
+        fix = f"pip install 'threefold[torchao]', or {leave_out}"
+        found.append(Problem(f"{asked}, but torchao is not installed", "the package that has these products", fix))
+    if (lacking := _lacking(device)) is not None:
+        expected = "a CUDA device of capability 8.9 or newer (Ada, Hopper, Blackwell)"
+        found.append(Problem(f"{asked} on {lacking}", expected, leave_out))
+    elif not (chosen := compiles(config.train.compile, device=device))[0]:
+        expected = "compiled layers: casts in kernels of their own take longer than the products save"
+        what = f"{asked}, but layers are not compiled: {chosen[1]}"
+        found.append(Problem(what, expected, f"pip install triton, or {leave_out}"))
+    if topology.tp > 1:
+        expected = "whole layers: each tp rank would scale its part of a weight by itself"
+        found.append(Problem(f"{asked} with mesh.tp = {topology.tp}", expected, f"--mesh.tp 1, or {leave_out}"))
+    if not layers_to_convert(outline, recipe):
+        what = f"{asked}, but no layer of {outline.config.model_type!r} is of a size that gains by it"
+        expected = "linear layers of more than 1024 outputs (or 4096 inputs), multiples of 16"
+        if recipe == "rowwise":
+            expected = "linear layers of more than 2048 outputs and 2048 inputs (or 4096 and 1024), multiples of 16"
+        found.append(Problem(what, expected, leave_out))
+    places = config.data.seq_len // topology.cp
+    if places % _MULTIPLE:
+        what = f"{asked} with {places} tokens of a row on a rank"
+        rounded = -(-config.data.seq_len // (_MULTIPLE * topology.cp)) * _MULTIPLE * topology.cp
+        expected = f"a multiple of {_MULTIPLE}, over which a weight's gradient is summed"
+        found.append(Problem(what, expected, f"--data.seq_len {rounded}, or {leave_out}"))
+    return found
+
+
+def _lacking(device: str) -> str | None:
+    """What the device is, if it has no such products."""
+    if device != "cuda":
+        return f"a {device}"
+    capability = torch.cuda.get_device_capability()
+    return None if capability >= _CAPABILITY else f"a device of capability {capability[0]}.{capability[1]}"
+
+
+def convert(model: PreTrainedModel, recipe: str, *, emulate: bool = False) -> tuple[str, str]:
+    """Lets layers compute so, in place, before they are sharded or compiled; returns what was done, and why.
+
+    Args:
+        emulate: round as the kernels do and multiply in the type of the computation, on any device.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    names = layers_to_convert(model, recipe)
+    settings: Any = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    convert_to_float8_training(model, module_filter_fn=lambda module, name: name in names, config=settings)
+    every = sum(isinstance(module, nn.Linear) for module in model.modules())
+    return f"float8 {recipe}: {len(names)} of {every} linear layers", "those whose sizes gain by it"
+
+
+def without(config: Config) -> Config:
+    """The config for what is no training on CUDA: evaluations, probes, comparisons."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"float8": "none"})})

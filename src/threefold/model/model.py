@@ -1,0 +1,268 @@
+"""A model on the mesh, as a loop of one's own and `threefold train` hold it.
+
+A causal language model of transformers on any mesh, or a module of one's own on the data ranks. Called, it gives whole
+logits for whole rows on every rank. What trains takes this rank's part instead (`computing`, `outputs`): rows [batch,
+sequence] on the way in, their tokens as split over cp on the way out, with the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PretrainedConfig
+
+from threefold.config.peak_rate import RANDOM
+from threefold.config.schema import Config
+from threefold.errors import ConfigError
+from threefold.mesh.mesh import Mesh
+from threefold.model.collectives import join, sum_over_all
+from threefold.model.context_parallel.rotary import places_in_documents
+from threefold.model.context_parallel.split import ContextParallel, gathered_positions
+from threefold.model.data_parallel import reshard
+from threefold.model.exact_sums import ExactSums
+from threefold.model.head import Outputs, below_head
+from threefold.model.head_gradient import Loss
+from threefold.model.tensor_parallel.plan import TensorParallelism
+
+OutputsOf = Literal["logits", "hidden_states", "log_probabilities"]
+_ROWS = ("input_ids", "position_ids", "document_ids", "padding")
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model on the mesh.
+
+    Attributes:
+        forward: what to call (the model, or the wrapper of data parallelism around it).
+        module: the model itself, whose names a checkpoint uses.
+        mesh: the mesh that it lives on.
+        tensor: what was split over tp.
+        context: the cp axis: splits batches, owns masks; None for a module of one's own.
+        autocast: type that operations of a module of one's own are cast to; None: float32, or `model.precision`.
+        choices: (what was chosen, why), to be printed.
+        automatic_rate: the peak learning rate that suits its weights, random or pretrained ones.
+        asked, architecture: what it was built from; None for a module of one's own.
+        savers: what writes its checkpoints (`threefold.save`), kept from one to the next.
+        exact: sums its gradients as integers (`train.reduce`); None: in floating point.
+    """
+
+    forward: nn.Module
+    module: Any
+    mesh: Mesh
+    tensor: TensorParallelism = field(default_factory=TensorParallelism)
+    context: ContextParallel | None = None
+    autocast: torch.dtype | None = None
+    choices: tuple[tuple[str, str], ...] = ()
+    automatic_rate: float = RANDOM
+    asked: Config | None = None
+    architecture: PretrainedConfig | None = None
+    savers: dict[Any, Any] = field(default_factory=dict, repr=False)
+    exact: ExactSums | None = None
+
+    def __call__(self, *arguments: Any, **inputs: Any) -> Any:
+        """The logits of whole rows, float32 [rows, sequence, vocabulary], the same on all cp and tp ranks.
+
+        Every rank calls it, with the rows of its dp rank: `input_ids` [rows, sequence], and optionally `position_ids`
+        and `document_ids` as in a batch (`padding` changes no logits). Through `TrainStep` a step never holds the
+        logits of another cp rank's tokens; and only `TrainStep` completes the gradients of a split model.
+
+        A module of one's own is called as it is, and gives what it gives.
+        """
+        if self.context is None:
+            with self.casting():
+                found = self.forward(*arguments, **inputs)
+            if not torch.is_grad_enabled():
+                reshard(self.forward)
+            return found
+        given = {**dict(zip(_ROWS, arguments, strict=False)), **inputs}
+        rows = {name: rows for name, rows in given.items() if rows is not None and name != "padding"}
+        if unknown := sorted(rows.keys() - set(_ROWS)):
+            raise ConfigError(
+                f"the model is called with {unknown[0]}",
+                expected=f"{', '.join(_ROWS)}: whole rows, whose documents document_ids number",
+                fix=f"leave {unknown[0]} out" + ("; document_ids keep documents apart" if "mask" in unknown[0] else ""),
+            )
+        if not isinstance(ids := rows.get("input_ids"), Tensor) or ids.ndim != 2:
+            raise ConfigError("the model is called without input_ids", expected="[rows, sequence]", fix="input_ids=ids")
+        self.refuse_length(ids.shape[1])
+        with self.computing(rows) as local:
+            logits = self.outputs(local).values
+        if not torch.is_grad_enabled():
+            reshard(self.forward)
+        if (group := self.mesh.group("cp")) is None:
+            return logits
+        cp = self.mesh.size("cp")
+        joined = join(logits, group, dim=1, scale=cp)
+        return joined[:, gathered_positions(joined.shape[1], cp_size=cp).argsort().to(joined.device)]
+
+    @contextmanager
+    def casting(self) -> Iterator[None]:
+        """Operations inside are cast as the model's dtype asks."""
+        with torch.autocast(self.mesh.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            yield
+
+    @contextmanager
+    def computing(self, rows: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """This rank's part of rows: those [batch, sequence, ..] split over cp, on the device; backward belongs inside.
+
+        Where no `position_ids` are given they count from 0, in each document where there are `document_ids`.
+        """
+        assert self.context is not None
+        moved = {name: values.to(self.mesh.device, non_blocking=True) for name, values in rows.items()}
+        ids = moved["input_ids"]
+        if "position_ids" not in moved:
+            places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+            documents = moved.get("document_ids")
+            moved["position_ids"] = places if documents is None else places_in_documents(documents)
+        split = {name: values for name, values in moved.items() if values.shape[:2] == ids.shape}
+        with self.context.batch(split) as local:
+            yield {**moved, **local}
+
+    def outputs(
+        self,
+        local: Mapping[str, Tensor],
+        of: OutputsOf = "logits",
+        *,
+        token_loss: Loss | None = None,
+        routers: bool = False,
+    ) -> Outputs:
+        """What the model gives for this rank's tokens, float32, the same on all tp ranks, and its routers' logits.
+
+        Args:
+            token_loss: for `log_probabilities`: the loss of a token is minus that of its label.
+
+        Returns:
+            `logits` [rows, sequence / cp, vocabulary], `hidden_states` [rows, sequence / cp, hidden], or the
+            `log_probabilities` of the labels [rows, sequence / cp], 0 where a label is -100. Each tp rank computes the
+            same loss from them, whose gradient counts once.
+        """
+        targets = {"labels": local["labels"], "token_loss": token_loss} if of == "log_probabilities" else {}
+        with self.casting():
+            # Not through DDP, which would wait for a backward: these gradients are averaged once a step.
+            called = self.module if isinstance(self.forward, DistributedDataParallel) else self.forward
+            found: Outputs = called(**arguments_of(local), **targets, outputs=of, output_router_logits=routers)
+        values, start = found.values.float(), self.tensor.vocabulary_start
+        group = self.mesh.group("tp")
+        if of == "logits" and group is not None and start is not None:
+            total = self.module.get_output_embeddings().weight.shape[0]
+            values = join(values, group, dim=-1, total=total)
+        return Outputs(values, found.router_logits)
+
+    def own_outputs(self, batch: Mapping[str, Any]) -> Any:
+        """What a module of one's own returns for the entries of a batch that its forward takes by name."""
+        parameters = inspect.signature(self.module.forward).parameters
+        takes = {name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
+        given = {name: values for name, values in batch.items() if name in takes}
+        if not given:
+            raise ConfigError(
+                f"the batch has {', '.join(map(repr, batch)) or 'no entries'}; {type(self.module).__name__}.forward "
+                f"takes {', '.join(sorted(takes)) or 'none by name'}",
+                expected="entries by the names that forward takes; the others go to the loss alone",
+                fix=f"batch = {{{sorted(takes)[0]!r}: ..., 'labels': ...}}" if takes else "name forward's arguments",
+            )
+        with self.casting():
+            return self.forward(**given)
+
+    def refuse_length(self, length: int) -> None:
+        """ConfigError if rows of so many tokens cannot be split over cp, or shared by tp ranks."""
+        cp, tp = self.mesh.size("cp"), self.mesh.size("tp")
+        shared = self.tensor.sequence_group is not None
+        multiple = (2 * cp if cp > 1 else 1) * (tp if shared else 1)
+        if length % multiple:
+            raise ConfigError(
+                f"the batch has rows of {length} tokens",
+                expected=f"a multiple of {multiple} on {self.mesh.topology}"
+                + (": each cp rank takes two equal chunks" if cp > 1 else "")
+                + (f"; {tp} tp ranks share the tokens" if shared else ""),
+                fix=f"pad the rows to {-(-length // multiple) * multiple} tokens, with labels of -100",
+            )
+
+    @property
+    def config(self) -> Any:
+        """transformers' config of the model, or what a module of one's own has under that name."""
+        return self.module.config
+
+    def refuse_outputs(self, of: str) -> None:
+        """ConfigError if the model cannot give the outputs that a loss asks for."""
+        if of not in get_args(OutputsOf):
+            named = " or ".join(map(repr, get_args(OutputsOf)))
+            raise ConfigError(f"loss_on = {of!r}", expected=named, fix="loss_on='logits'   (the default)")
+        if of == "logits":
+            return
+        if self.context is None or (of == "hidden_states" and below_head(self.module) is None):
+            raise ConfigError(
+                f"loss_on = {of!r}, but {type(self.module).__name__} has no model below a head",
+                expected="a causal language model; a module of one's own gives its loss what it returns",
+                fix="leave loss_on out",
+            )
+
+    def sum_over_context(self, values: Tensor) -> Tensor:
+        """The sum of the cp ranks' tensors, on each of them; differentiable. Every cp rank calls it.
+
+        For losses that need a sum over a whole row or document, of which a rank holds some tokens: sum over those,
+        then over the cp ranks. Each cp rank may return the loss of it, and the count: both are counted on each.
+        """
+        group = self.mesh.group("cp")
+        return values if group is None else sum_over_all(values, group)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters, as this rank holds them (DTensors where they are split); for an optimizer of one's own."""
+        yield from self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters by the names of the whole model, which no mesh changes."""
+        yield from self.module.named_parameters()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The live tensors by the names of the whole model: DTensors where FSDP2 or tp has them, else complete ones."""
+        return dict(self.module.state_dict())
+
+    def train(self, mode: bool = True) -> Model:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Model:
+        return self.train(False)
+
+    def generate(self, input_ids: Tensor, *, seed: int = 0, **options: Any) -> Tensor:
+        """transformers' `generate`: [rows, length] of ids, the same on every rank -> [rows, length + new ones].
+
+        Every rank calls it. Rank 0 computes, with the whole model on its CPU. Options are transformers': do_sample,
+        max_new_tokens and others; `seed` is of what is drawn, and the ranks' own random numbers stay.
+        """
+        return _of_a_floor_above("generate")(self, input_ids, seed=seed, **options)
+
+    def save_pretrained(self, folder: str | Path, *, verify: bool | None = None) -> Any:
+        """Writes the weights as a Hugging Face folder, streamed, and reloads it to equal logits; every rank calls it.
+
+        The folder must be one that all ranks see. A tokenizer is saved by its own `save_pretrained`.
+
+        Args:
+            verify: reload and compare logits; None: only if the model fits into the free memory of rank 0.
+        """
+        return _of_a_floor_above("save_pretrained")(self, Path(folder), verify=verify)
+
+
+def _of_a_floor_above(name: str) -> Any:
+    """A function that `import threefold` finds, when it is called: this floor imports none above it."""
+    return getattr(sys.modules["threefold"], name)
+
+
+def arguments_of(local: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What a causal language model is called with for this rank's part of a batch."""
+    return {
+        "input_ids": local["input_ids"],
+        "position_ids": local["position_ids"],
+        # Ones keep transformers from inferring packed documents from the positions; `context` has the masks.
+        "attention_mask": torch.ones_like(local["input_ids"]),
+        "use_cache": False,
+    }

@@ -1,0 +1,108 @@
+"""Split products that run part by part beside what they send, in memory that the devices of the tp ranks share.
+
+A part of the model gathers the hidden states at its entry and sums its output at its exit. A device that can read and
+write the memory of the others (symmetric memory, over NVLink) multiplies the part of the rows that has arrived while
+the next is on its way (asynchronous tensor parallelism, doi:10.1145/3567955.3567959, by torch's `symm_mem`
+operations). The sums are those of `layers`, whose parts of rows are added in another order.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from threefold.mesh.mesh import Mesh
+from threefold.model.collectives import start_scattered_sum
+
+_SEQUENCE = 1  # of [batch, sequence, hidden]
+
+
+def lacking(mesh: Mesh) -> str | None:
+    """Why the tp ranks cannot share memory; None if they can."""
+    if mesh.device.type != "cuda":
+        return f"a {mesh.device.type} has none"
+    own, ranks = mesh.device.index, mesh.size("tp")
+    devices = range(own - mesh.tp_rank, own - mesh.tp_rank + ranks)
+    if devices[0] < 0 or devices[-1] >= torch.cuda.device_count():
+        return f"the {ranks} tp ranks do not see one another's devices"
+    for other in devices:
+        if other != own and not torch.cuda.can_device_access_peer(own, other):
+            return f"device {own} has no access to the memory of device {other}"
+    return None
+
+
+def share_memory(group: dist.ProcessGroup) -> None:
+    """Lets a group's ranks find one another's memory."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 needs it no more
+        symmetric_memory.enable_symm_mem_for_group(group.group_name)
+
+
+def _gathered_product(part: Tensor, weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The ranks' parts of the sequence in order, and their product with `weight` [in, out]."""
+    operation = torch.ops.symm_mem.fused_all_gather_matmul
+    whole, (product,) = operation(part, [weight], _SEQUENCE, group.group_name, return_A=True)
+    return whole, product
+
+
+def _of_weight(gradient: Tensor, x: Tensor) -> Tensor:
+    """The gradient of the weight in `y = x weight^T`; `gradient` is that of y."""
+    return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class _EntryProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        whole, product = _gathered_product(part, weight.t(), group)
+        ctx.save_for_backward(whole, weight)
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return whole, product
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        whole, weight = ctx.saved_tensors
+        of_whole, of_product = gradients
+        if of_product is not None:
+            through = of_product @ weight
+            of_whole = through if of_whole is None else of_whole + through
+        if of_whole is None:
+            return None, None, None
+        finish = start_scattered_sum(of_whole, ctx.group)
+        wanted = ctx.needs_input_grad[1] and of_product is not None
+        of_weight = _of_weight(of_product, whole) if wanted and of_product is not None else None
+        return finish(), of_weight, None
+
+
+class _ExitSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        operation = torch.ops.symm_mem.fused_matmul_reduce_scatter
+        total: Tensor = operation(x, weight.t(), "sum", _SEQUENCE, group.group_name)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        whole, of_x = _gathered_product(gradients[0].contiguous(), weight, ctx.group)
+        return of_x, _of_weight(whole, x) if ctx.needs_input_grad[1] else None, None
+
+
+def entry_product(part: Tensor, weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """[batch, sequence / tp, in] -> the row [batch, sequence, in], and its product with a weight [out / tp, in]."""
+    return _EntryProduct.apply(part, weight, group)  # type: ignore[return-value]
+
+
+def exit_sum(x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[batch, sequence, in / tp] -> this rank's part [batch, sequence / tp, out] of the sum of all ranks' products.
+
+    The weight is [out, in / tp].
+    """
+    return _ExitSum.apply(x, weight, group)  # type: ignore[return-value]

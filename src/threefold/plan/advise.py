@@ -1,0 +1,279 @@
+"""Every legal mesh of some devices, with what each needs and how long it takes: ranked, and why others do not fit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from threefold.config.schema import Config
+from threefold.errors import ConfigError
+from threefold.mesh.topology import Topology
+from threefold.plan.accelerators import Accelerator
+from threefold.plan.decoder import Decoder
+from threefold.plan.duration import Duration, duration
+from threefold.plan.fabric import Fabric
+from threefold.plan.operations import causal_keys
+from threefold.plan.peak import Moment, host_bytes, peak
+from threefold.plan.setup import Setup, refused, setup_of
+
+# Of a device's memory that is there: data sheets round up, and the driver keeps some.
+THERE = 0.97
+# Times that differ by less are told apart by memory: no estimate is better than that.
+_ALIKE = 0.01
+# By how much each saves, and costs.
+_MODES = ("none", "selective", "full", "offload")
+_MOST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One set-up: what a rank holds at its peak, on its device and on its host, and how long a step takes."""
+
+    setup: Setup
+    peak: Moment
+    duration: Duration
+    flops_per_token: float
+    host_bytes: float
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.peak.total
+
+    @property
+    def fits(self) -> bool:
+        assert self.setup.device is not None
+        return self.memory_bytes <= THERE * self.setup.device.memory_bytes
+
+    @cached_property
+    def tokens_per_s_per_gpu(self) -> float:
+        setup = self.setup
+        rows = setup.micro_batch * setup.num_batches
+        return rows * setup.seq_len / (setup.topology.cp * setup.topology.tp) / self.duration.total
+
+    @property
+    def mfu(self) -> float:
+        assert self.setup.device is not None
+        return self.tokens_per_s_per_gpu * self.flops_per_token / self.setup.device.bfloat16
+
+    @property
+    def why(self) -> str:
+        """Of memory: the moment that needs the most, and the line that is the largest then."""
+        assert self.setup.device is not None
+        line, size = max(self.peak.lines.items(), key=lambda item: item[1])
+        most = f"{size / 2**30:.1f} GiB of {line} in the {self.peak.name}"
+        if self.host_bytes:
+            most += f"; and {self.host_bytes / 2**30:.1f} GiB of its host's memory"
+        if self.fits:
+            return f"{self.memory_bytes / 2**30:.1f} GiB, {most}"
+        there = THERE * self.setup.device.memory_bytes / 2**30
+        return f"needs {self.memory_bytes / 2**30:.1f} GiB of {there:.1f}: {most}"
+
+    def told(self) -> dict[str, Any]:
+        """As `--json` has it."""
+        setup, topology = self.setup, self.setup.topology
+        mesh = {"dp": topology.dp, "dp_shard": topology.dp_shard, "cp": topology.cp, "tp": topology.tp}
+        return {
+            "mesh": mesh,
+            "micro_batch": setup.micro_batch,
+            "activation_checkpointing": setup.recompute,
+            "cpu_offload": setup.cpu_offload,
+            "compile": setup.compiled,
+            "memory_bytes": round(self.memory_bytes),
+            "step_time_s": self.duration.total,
+            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
+            "mfu": self.mfu,
+            "host_bytes": round(self.host_bytes),
+            "fits": self.fits,
+            "why": self.why,
+        }
+
+    def keys(self) -> dict[str, dict[str, Any]]:
+        """As keys of a config."""
+        told = self.told()
+        train = {name: told[name] for name in ("micro_batch", "activation_checkpointing", "compile")}
+        mesh = dict(told["mesh"])
+        if self.setup.cpu_offload:
+            mesh["cpu_offload"] = True
+        return {"mesh": mesh, "train": train}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is planned for.
+
+    Attributes:
+        config: whose keys that are in `pinned` are kept as they are; others of mesh and memory are open.
+        slower: how much longer computing takes than is estimated (`calibrate`).
+    """
+
+    decoder: Decoder
+    config: Config
+    pinned: frozenset[str]
+    gpus: int
+    fabric: Fabric
+    device: Accelerator
+    slower: float = 1.0
+
+    def plans(self) -> list[Plan]:
+        """All that are legal: those that fit by time, and by memory where that is alike, then the others by memory.
+
+        Raises:
+            ConfigError: no mesh is legal, or the model or a key cannot be estimated.
+        """
+        problems: list[Any] = []
+        found: list[Plan] = []
+        for topology in self.topologies():
+            wrong = refused(self._of(topology), self.decoder, topology)
+            problems += wrong
+            if not wrong:
+                found += self._on(topology)
+        if not found and problems:
+            raise ConfigError.of(list({problem.what: problem for problem in problems}.values())[:5])
+        if not found:
+            raise ConfigError(
+                f"no mesh of {self.gpus} devices is legal",
+                expected="dp x cp x tp devices, whose dp divides the global batch",
+                fix=f"--global-batch {self.gpus}   (and leave keys of the mesh out)",
+            )
+        fitting = [plan for plan in found if plan.fits]
+        least = min((plan.duration.total for plan in fitting), default=1.0)
+        # Of two that are alike, the one that needs no transfers, whose speed was not measured.
+        fitting.sort(
+            key=lambda plan: (
+                int((plan.duration.total / least - 1) / _ALIKE),
+                plan.setup.recompute == "offload",
+                plan.memory_bytes,
+            )
+        )
+        return fitting + sorted((plan for plan in found if not plan.fits), key=lambda plan: plan.memory_bytes)
+
+    def topologies(self) -> Iterator[Topology]:
+        """Meshes of all devices; tp stays inside of a host, and rows divide over dp and cp."""
+        mesh, heads = self.config.mesh, math.gcd(*self.decoder.heads)
+        plan = self.decoder.family.plan
+        for tp in self._sizes("tp", mesh.tp, self.gpus):
+            if "mesh.tp" not in self.pinned and (heads % tp or tp > self.fabric.in_host or (tp > 1 and not plan)):
+                continue
+            for cp in self._sizes("cp", mesh.cp, self.gpus // tp):
+                if "mesh.cp" not in self.pinned and cp > 1 and (self.config.data.seq_len % (2 * cp) or cp > heads * 8):
+                    continue
+                dp = self.gpus // (tp * cp)
+                if mesh.dp not in (None, "auto", dp) or self.config.train.global_batch % dp:
+                    continue
+                for shard in self._sizes("dp_shard", mesh.dp_shard, dp):
+                    yield Topology(dp // shard, shard, cp, tp)
+
+    def _sizes(self, axis: str, asked: int | str | None, of: int) -> list[int]:
+        if asked == "auto" and axis == "dp_shard":
+            return [of]
+        if isinstance(asked, int):
+            return [asked] if of % asked == 0 else []
+        return _divisors(of)
+
+    def _of(self, topology: Topology) -> Config:
+        mesh = self.config.mesh.model_copy(
+            update={"dp": topology.dp, "dp_shard": topology.dp_shard, "cp": topology.cp, "tp": topology.tp}
+        )
+        return self.config.model_copy(update={"mesh": mesh})
+
+    def _on(self, topology: Topology) -> list[Plan]:
+        config, train = self._of(topology), self.config.train
+        base = setup_of(config, self.decoder, topology, self.device)
+        rows = train.global_batch // topology.dp
+        sizes = [size for size in range(1, min(rows, _MOST_ROWS) + 1) if rows % size == 0]
+        if "train.micro_batch" in self.pinned and train.micro_batch != "auto":
+            sizes = [train.micro_batch]
+        modes = _MODES if "train.activation_checkpointing" not in self.pinned else (base.recompute,)
+        offloads = (False, True) if "mesh.cpu_offload" not in self.pinned else (base.cpu_offload,)
+        found: list[Plan] = []
+        for offload in offloads:
+            if offload and len(offloads) > 1 and any(plan.fits for plan in found):
+                break  # it is slower, and nothing needs it
+            for size, mode in itertools.product(sizes, modes):
+                changed: dict[str, Any] = {
+                    "micro_batch": size,
+                    "num_batches": rows // size,
+                    "recompute": mode,
+                    "cpu_offload": offload,
+                }
+                found.append(self.plan(replace(base, **changed)))
+        return found
+
+    def plan(self, setup: Setup) -> Plan:
+        """Of one set-up."""
+        each = self.decoder.flops.per_token(causal_keys(setup.seq_len))
+        lasts = duration(self.decoder, setup, self.fabric).slower(self.slower)
+        return Plan(setup, peak(self.decoder, setup), lasts, each, host_bytes(self.decoder, setup))
+
+
+def _divisors(of: int) -> list[int]:
+    small = [size for size in range(1, math.isqrt(of) + 1) if of % size == 0]
+    return sorted({*small, *(of // size for size in small)})
+
+
+def pareto(plans: Sequence[Plan]) -> list[Plan]:
+    """Of those that fit, the ones than which none is both faster and smaller, the fastest first."""
+    found: list[Plan] = []
+    for plan in sorted((plan for plan in plans if plan.fits), key=lambda plan: plan.duration.total):
+        if not found or plan.memory_bytes < found[-1].memory_bytes:
+            found.append(plan)
+    return found
+
+
+def what_fits(plan: Plan, plans: Sequence[Plan]) -> str | None:
+    """The keys that make a set-up fit which does not, to paste; the fewest, and of those the fastest. None: none do."""
+    own = _flat(plan)
+
+    def changed(other: Plan) -> dict[str, Any]:
+        return {key: value for key, value in _flat(other).items() if value != own[key]}
+
+    fitting = [other for other in plans if other.fits]
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda other: (len(changed(other)), other.duration.total))
+    return " ".join(f"--{key} {str(value).lower()}" for key, value in changed(best).items())
+
+
+def _flat(plan: Plan) -> dict[str, Any]:
+    setup, topology = plan.setup, plan.setup.topology
+    return {
+        "mesh.dp": topology.dp, "mesh.dp_shard": topology.dp_shard, "mesh.cp": topology.cp, "mesh.tp": topology.tp,
+        "mesh.cpu_offload": setup.cpu_offload, "train.micro_batch": setup.micro_batch,
+        "train.activation_checkpointing": setup.recompute,
+    }  # fmt: skip
+
+
+def what_pays(question: Question, plans: Sequence[Plan]) -> list[str]:
+    """What each axis and float8 would change in the fastest plan, in words."""
+    fitting = [plan for plan in plans if plan.fits]
+    if not fitting:
+        return []
+    best, found = fitting[0], []
+    for axis in ("tp", "cp"):
+        if f"mesh.{axis}" in question.pinned:
+            continue
+        used = getattr(best.setup.topology, axis) > 1
+        others = [plan for plan in fitting if (getattr(plan.setup.topology, axis) > 1) != used]
+        if not others:
+            found.append(f"{axis}: " + ("nothing fits without it" if used else "no mesh with it fits or is legal"))
+            continue
+        slower = others[0].duration.total / best.duration.total - 1
+        found.append(
+            f"{axis}: " + (f"without it {slower:.1%} slower" if used else f"would not pay, {slower:.1%} slower")
+        )
+    if best.setup.topology.tp > 1:
+        other = question.plan(replace(best.setup, sequence_parallel=not best.setup.sequence_parallel))
+        held = (other.memory_bytes - best.memory_bytes) / 2**30
+        which = "without it" if best.setup.sequence_parallel else "with it"
+        found.append(f"sequence parallelism: {which} {held:+.1f} GiB a device")
+    if best.setup.float8 == "none" and best.setup.device.float8:  # type: ignore[union-attr]
+        faster = best.duration.total / question.plan(replace(best.setup, float8="tensorwise")).duration.total - 1
+        pays = (
+            f"{faster:.1%} faster" if faster > 0.02 else "would not pay: its products are too small, or few of the time"
+        )
+        found.append(f"train.float8 tensorwise: {pays}")
+    return found

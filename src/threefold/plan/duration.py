@@ -1,0 +1,219 @@
+"""How long a step takes: products at the rate that published runs reach, attention, passes over memory, what is sent.
+
+One constant says how far products stay below a data sheet's peak in whole runs; it is that of the published runs of
+7B and 8B models on H100 (fms-fsdp, accelerate, torchtitan), and stands for other devices too. What is sent counts where
+nothing is left to compute beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from threefold.plan.decoder import Decoder, Layer
+from threefold.plan.fabric import Fabric
+from threefold.plan.operations import causal_keys
+from threefold.plan.setup import Setup
+from threefold.plan.traffic import kept_whole
+from threefold.plan.units import units_of
+
+# Of the dense bfloat16 peak, by large products in runs; by smaller ones dim / (dim + 256) of that, of their least dim.
+PRODUCTS, HALF_AT = 0.54, 256
+# How much slower products in float32 are, as torch computes them unless told otherwise (H100: 67 of 989 TFLOP/s).
+FLOAT32 = 15
+# Of that peak, by causal attention forward and backward (FlashAttention 2, arXiv:2307.08691: 350 TFLOP/s on an H100).
+ATTENTION = 0.35
+# Of the memory's rate, by passes over large tensors.
+PASSES = 0.85
+# Products in 8 bits against bfloat16, casts included, where dims are 4096 or more (torchtitan 2024-12, accelerate).
+FLOAT8 = {"none": 1.0, "tensorwise": 1.4, "rowwise": 1.25}
+FLOAT8_FROM = 4096
+# From one kernel's start to the next, as the host can, s; and kernels of a layer, forward.
+_START, _KERNELS, _KERNELS_COMPILED = 5e-6, 60, 20
+# Bytes that an update reads and writes of each parameter beside its moments: weight and gradient, and the weight again.
+_UPDATE = 12
+# Bytes/s of a host's memory for the update of each of its devices' shards, and of the way there.
+_HOST_MEMORY, _HOST_LINK = 25e9, 50e9
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Seconds of a step.
+
+    Attributes:
+        products, attention, passes: of computing.
+        sent: of all collectives, by axis; `waited`: of those that nothing is computed beside.
+        update: of the optimizer; host: of transfers and updates on the host.
+    """
+
+    products: float
+    attention: float
+    passes: float
+    launches: float
+    sent: dict[str, float]
+    waited: float
+    update: float
+    host: float
+
+    def slower(self, times: float) -> Duration:
+        """With computing that takes `times` as long."""
+        each = {name: getattr(self, name) * times for name in ("products", "attention", "passes", "launches")}
+        return self if times == 1 else replace(self, **each)
+
+    @cached_property
+    def computing(self) -> float:
+        return max(self.products + self.attention + self.passes, self.launches)
+
+    @cached_property
+    def total(self) -> float:
+        return self.computing + self.waited + self.update + self.host
+
+
+@lru_cache(maxsize=4096)
+def _layer_products(layer: Layer, hidden: int, tp: int, float8: str) -> float:
+    """Operations of a token through a layer's matrices, forward, at the rate of large bfloat16 products."""
+    found = 0.0
+    for weight in layer.weights:
+        if len(weight.shape) < 2 or "norm" in weight.name or "bias" in weight.name:
+            continue
+        shape = weight.local(tp)
+        least = min(shape[-2:])
+        faster = FLOAT8[float8] if least >= FLOAT8_FROM else 1.0
+        size = weight.met
+        for dim in shape:
+            size *= dim
+        found += 2 * size * (least + HALF_AT) / least / faster
+    return found
+
+
+def duration(decoder: Decoder, setup: Setup, fabric: Fabric) -> Duration:
+    """Of a step of a rank; `setup.device` is set."""
+    device = setup.device
+    assert device is not None
+    tp, batches, tokens = setup.topology.tp, setup.num_batches, setup.tokens
+    layers = sum(_layer_products(layer, decoder.hidden, tp, setup.float8) for layer in decoder.layers)
+    head = 2 * decoder.vocabulary * decoder.hidden / tp * (decoder.hidden + HALF_AT) / decoder.hidden
+    again = {"none": 0, "selective": 0}.get(setup.recompute, 1)
+    rate = PRODUCTS * device.bfloat16 / (1 if setup.element == 2 else FLOAT32)
+    times = 2 if decoder.layers[0].rank else 3  # frozen weights have no gradient
+    products = tokens * ((times + again) * layers + times * head) / rate
+    attention = tokens * _attention(decoder, setup) * (3.5 + again) / (ATTENTION * rate / PRODUCTS)
+    passes = tokens * _passes(decoder, setup) / (PASSES * device.bandwidth)
+    computing = products + attention + passes
+    kernels = _KERNELS_COMPILED if setup.compiled else _KERNELS
+    launches = batches * len(decoder.layers) * kernels * _START * (3 + (setup.recompute != "none"))
+    sent, waited = _waits(decoder, setup, fabric, computing)
+    shard = units_of(decoder, tp, setup.shards).trained_shard
+    updated = shard * (_UPDATE + 2 * setup.moments)
+    update = 0.0 if setup.cpu_offload else updated / (PASSES * device.bandwidth)
+    return Duration(
+        products * batches,
+        attention * batches,
+        passes * batches,
+        launches,
+        sent,
+        waited,
+        update,
+        _host(decoder, setup, shard, computing),
+    )
+
+
+def _attention(decoder: Decoder, setup: Setup) -> float:
+    """Operations of a token forward, of keys that it sees; backward is 2.5 times that, as scores are computed again."""
+    keys = causal_keys(setup.seq_len)
+    # Half of what is counted for published figures, where a token of a row has all keys of it.
+    return decoder.flops.of_attention(keys) / 6 / setup.topology.tp
+
+
+def _passes(decoder: Decoder, setup: Setup) -> float:
+    """Bytes of a token that are read and written outside of products, forward and backward, of all layers."""
+    tp, hidden, element = setup.topology.tp, decoder.hidden, setup.element
+    stream = hidden / tp if setup.sequence_parallel else hidden
+    forward = 0.0
+    for layer in decoder.layers:
+        queries, keys = layer.heads * layer.head_dim / tp, layer.kv_heads * layer.head_dim / tp
+        wide = (layer.width * max(1, layer.chosen) + layer.shared_width) / tp
+        if setup.compiled:
+            forward += element * (2 * 4 * stream + 2 * (queries + keys) + 3 * wide)
+        else:
+            # A norm in float32 is six passes; positions are five; an activation and a product are five.
+            forward += 2 * stream * (28 + 3 * element) + 2 * 3 * element * stream
+            forward += element * (11 * (queries + keys) + 5 * wide)
+        if layer.chosen:
+            forward += element * 8 * layer.chosen * hidden
+    times = 3 + (setup.recompute != "none")
+    logits = decoder.vocabulary / tp * (3 * element + 5 * 4)
+    return times * forward + logits
+
+
+def _host(decoder: Decoder, setup: Setup, shard: int, computing: float) -> float:
+    """Weights and gradients on their way, an update on the host's processors, and layers' inputs beside computing."""
+    found = 0.0
+    if setup.recompute == "offload":
+        given = setup.tokens * decoder.hidden * setup.element * len(decoder.layers)
+        found += setup.num_batches * max(0.0, 2 * given / _HOST_LINK - computing)
+    if setup.cpu_offload:
+        found += setup.num_batches * (2 + 1) * 4 * shard / _HOST_LINK + shard * (_UPDATE + 16) / _HOST_MEMORY
+    return found
+
+
+def _waits(decoder: Decoder, setup: Setup, fabric: Fabric, computing: float) -> tuple[dict[str, float], float]:
+    """(seconds of what is sent by axis, seconds for which nothing is computed beside it), of a step."""
+    topology, batches, element = setup.topology, setup.num_batches, setup.element
+    tp, cp, tokens, count = topology.tp, topology.cp, setup.tokens, len(decoder.layers)
+    again = setup.recompute != "none"
+    sent: dict[str, float] = {}
+    waited = 0.0
+    if tp > 1:
+        size = tokens * decoder.hidden * element
+        one = fabric.seconds("all-reduce", size, ranks=tp, stride=1)
+        sent["tp"] = batches * one * (count * (4 + again) + 2)
+        # Sums of backward run beside the gradient of one weight.
+        waited += batches * one * (count * (3 + again) + 2)
+    if cp > 1:
+        width = decoder.layers[0].head_dim * element / tp
+        heads, kv_heads = decoder.heads
+        if setup.ulysses:
+            rows = 2 * (heads + kv_heads) * tokens * width
+            one, times = fabric.seconds("all-to-all", rows, ranks=cp, stride=tp), 2 + again
+        else:
+            one = fabric.seconds("all-gather", 2 * kv_heads * tokens * cp * width, ranks=cp, stride=tp)
+            times = 2 + again
+        sent["cp"] = batches * count * times * one
+        waited += sent["cp"]
+    data, beside = _of_data(decoder, setup, fabric, computing)
+    return {**sent, **data}, waited + beside
+
+
+def _of_data(decoder: Decoder, setup: Setup, fabric: Fabric, computing: float) -> tuple[dict[str, float], float]:
+    """As `_waits`, of weights that are gathered ahead and gradients that are reduced behind."""
+    topology, batches, element = setup.topology, setup.num_batches, setup.element
+    units = units_of(decoder, topology.tp, setup.shards)
+    stride, shards, reduced = topology.tp, setup.shards, setup.reduced_element
+    sent: dict[str, float] = {}
+    every = [*units.units, units.rest]
+    if shards > 1:
+        gathers = [fabric.seconds("all-gather", element * u.padded, ranks=shards, stride=stride) for u in every]
+        scatters = [
+            fabric.seconds("reduce-scatter", reduced * u.trained_padded, ranks=shards, stride=stride) for u in every
+        ]
+        again = 0 if kept_whole(decoder, setup) else sum(gathers[:-1])
+        forward, backward = sum(gathers), again + sum(scatters) / (batches if setup.unsharded else 1)
+        sent["fsdp"] = batches * (forward + backward)
+        share = 1 / (3 + (setup.recompute in ("full", "offload")))
+        edges = gathers[-1] + gathers[0] + scatters[-1]
+        waited = edges + max(0.0, forward - gathers[-1] - computing * share)
+        waited += max(0.0, backward - scatters[-1] - computing * (1 - share))
+        waited *= batches
+    else:
+        waited = 0.0
+    if topology.dp_replicate > 1:
+        whole = sum(u.trained_shard for u in every)
+        once = fabric.seconds("all-reduce", reduced * whole, ranks=topology.dp_replicate, stride=stride * shards)
+        sent["dp_replicate"] = once
+        left = computing * 2 / 3 - (sent.get("fsdp", 0.0) / batches / 2)
+        last = fabric.seconds(
+            "all-reduce", reduced * units.rest.trained_shard, ranks=topology.dp_replicate, stride=stride * shards
+        )
+        waited += last + max(0.0, once - last - max(0.0, left))
+    return sent, waited

@@ -1,0 +1,76 @@
+"""How fast a collective of some ranks is: links inside of a host, and the network between hosts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from threefold.errors import ConfigError
+from threefold.plan.accelerators import Accelerator
+
+# Bytes/s of one device one way, by data sheets. Inside of a host:
+LINKS = {"nvlink4": 450e9, "nvlink5": 900e9, "pcie4": 32e9, "pcie5": 64e9}
+# Between hosts: a network card for each device (NDR, HDR, EFA, RoCE), or one for each host (Ethernet).
+NETWORKS = {"ib-ndr": 50e9, "ib-hdr": 25e9, "efa": 50e9, "efa-p4d": 6.25e9, "roce": 50e9}
+OF_A_HOST = {"100gbe": 12.5e9, "25gbe": 3.125e9}
+# Of a rate, what large collectives reach: NCCL's own tests give 360 of 450 GB/s on NVLink 4.
+_REACHED = 0.8
+# Of each step of a ring or a tree, s.
+_LATENCY_LINK, _LATENCY_NETWORK = 5e-6, 15e-6
+_MEASURED = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[KMGT]i?B)/s")
+_UNITS = {f"{letter}{'i' * binary}B": (1024 if binary else 1000) ** power
+          for power, letter in enumerate("KMGT", 1) for binary in (False, True)}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Attributes:
+    in_host: devices of a host.
+    link, network: bytes/s of a device, one way, to its neighbours in the host and to other hosts.
+    """
+
+    in_host: int
+    link: float
+    network: float
+
+    def seconds(self, collective: str, size: float, *, ranks: int, stride: int) -> float:
+        """Of one call.
+
+        Args:
+            size: as `traffic` counts it.
+            ranks: that take part.
+            stride: distance between the numbers of two neighbours: of tp ranks 1, of cp ranks tp.
+        """
+        if ranks == 1 or not size:
+            return 0.0
+        here = max(1, min(ranks, self.in_host // stride))
+        inside = ranks <= here
+        # Each rank of a host that takes part brings its own network card.
+        rate = self.link if inside else min(self.link, self.network * here)
+        share = (ranks - 1) / ranks * (2 if collective == "all-reduce" else 1)
+        steps = math.ceil(math.log2(ranks)) * (2 if collective == "all-reduce" else 1)
+        return share * size / (_REACHED * rate) + steps * (_LATENCY_LINK if inside else _LATENCY_NETWORK)
+
+
+def fabric_of(device: Accelerator, *, in_host: int, link: str | None, network: str | None) -> Fabric:
+    """From presets, or from the bandwidths that `threefold doctor` has measured; None: the device's own link, and NDR
+    InfiniBand.
+
+    Raises:
+        ConfigError: neither a preset nor a bandwidth.
+    """
+    between = {**NETWORKS, **{name: rate / in_host for name, rate in OF_A_HOST.items()}}
+    own = device.link if link is None else _rate("--link", link, LINKS)
+    return Fabric(in_host, own, _rate("--network", network or "ib-ndr", between))
+
+
+def _rate(option: str, text: str, known: Mapping[str, float]) -> float:
+    """Bytes/s of a preset, or that a measured bandwidth is part of."""
+    if text in known:
+        return known[text]
+    if (found := _MEASURED.fullmatch(text)) is not None and (rate := float(found["number"]) * _UNITS[found["unit"]]):
+        return rate / _REACHED
+    expected = f"one of {', '.join(known)}, or a bus bandwidth as `threefold doctor` measures it: 41.5GiB/s"
+    raise ConfigError(f"{option} {text} is not known", expected=expected, fix=f"{option} {next(iter(known))}")

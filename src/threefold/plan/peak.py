@@ -1,0 +1,237 @@
+"""What a rank holds at each moment of a step, line by line; its peak is the largest moment, not a sum of all.
+
+A step is: the forward, at whose end all layers' activations are kept; the loss, chunk by chunk; the backward of each
+layer, in which its activations go and its gradients come; the reduction of what is outside of the layers; the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from threefold.plan.activations import FLOAT, Activations, activations_of, norm_bytes
+from threefold.plan.decoder import Decoder
+from threefold.plan.setup import Setup
+from threefold.plan.traffic import kept_whole
+from threefold.plan.units import units_of
+
+# Of a CUDA device, assumed and not measured here: context, libraries and buffers of collectives; and of what is alive,
+# what the allocator rounds up or cannot join.
+OWN_BYTES, OWN_SHARE = 1.5 * 2**30, 0.03
+
+# Line -> (formula, source).
+LINES = {
+    "weights": ("4 bytes x this rank's shard", "float32 weights, arXiv:1910.02054"),
+    "moments": ("8 bytes x this rank's shard: AdamW's two in float32; 4 in bfloat16", "arXiv:1412.6980"),
+    "averages": ("4 bytes x this rank's shard of what is trained", "training/ema.py"),
+    "gradients": ("4 bytes x this rank's shard, of what is complete", "float32 sums, model/data_parallel.py"),
+    "exact sums": ("8 bytes x this rank's shard, of what is complete", "integers of 64 bits, model/exact_sums.py"),
+    "gathered weights": ("bytes of the type x the parameters of the units that are whole", "torch FSDP2"),
+    "reduction": (
+        "4 bytes x the units that are being reduced, and their gradients",
+        "torch FSDP2, reduce_dtype float32",
+    ),
+    "activations": ("what autograd keeps of each layer", "plan/activations.py, arXiv:2205.05198"),
+    "a layer's work": ("one layer computed again, and the gradients inside it", "plan/activations.py"),
+    "the head's gradient": ("its weight's, and that of the hidden states", "model/head_gradient.py"),
+    "a chunk of logits": ("its logits, their softmax and gradient, and the head's product", "model/head_gradient.py"),
+    "masks": (
+        "a byte for each query and key of a row, of windows and documents on a CPU",
+        "model/context_parallel/attention.py",
+    ),
+    "the device's own": (
+        "1.5 GiB for context and libraries, and 3 % of the rest for rounding",
+        "assumed, plan/peak.py",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of a step: what is held then, in bytes by line."""
+
+    name: str
+    lines: Mapping[str, float]
+
+    @cached_property
+    def total(self) -> float:
+        return sum(self.lines.values())
+
+
+def timeline(decoder: Decoder, setup: Setup) -> list[Moment]:
+    """The moments of a step that is not the first, in their order."""
+    return list(_Step(decoder, setup).moments())
+
+
+def peak(decoder: Decoder, setup: Setup) -> Moment:
+    """The largest moment."""
+    return max(timeline(decoder, setup), key=lambda moment: moment.total)
+
+
+def host_bytes(decoder: Decoder, setup: Setup) -> float:
+    """What a rank keeps in its host's memory: offloaded weights, gradients and moments; offloaded inputs of layers."""
+    found = 0.0
+    if setup.cpu_offload:
+        units = units_of(decoder, setup.topology.tp, setup.shards)
+        found += FLOAT * units.shard + (FLOAT + setup.moments) * units.trained_shard
+    if setup.recompute == "offload":
+        stream = setup.tokens // setup.topology.tp if setup.sequence_parallel else setup.tokens
+        found += len(decoder.layers) * stream * decoder.hidden * setup.element
+    return found
+
+
+class _Step:
+    """The moments of one micro-batch, the last of a step, and of the update after it."""
+
+    def __init__(self, decoder: Decoder, setup: Setup) -> None:
+        self._decoder, self._setup = decoder, setup
+        self._units = units_of(decoder, setup.topology.tp, setup.shards)
+        self._sharded = setup.sharing == "fsdp"
+        kinds = {layer: activations_of(decoder, layer, setup) for layer in dict.fromkeys(decoder.layers)}
+        self._layers: list[Activations] = [kinds[layer] for layer in decoder.layers]
+        self._whole = kept_whole(decoder, setup)
+        # Of a unit that is reduced with exact sums: the integers that it is rounded to.
+        self._rounded = 8 if setup.exact else 0
+        self._gradients = 0.0 if setup.cpu_offload else FLOAT * self._units.trained_shard
+        self._rest = setup.element * self._units.rest.padded if self._sharded else 0.0
+        trained = self._units.rest.trained > 0
+        self._head = trained * setup.element * -(-decoder.vocabulary // setup.topology.tp) * decoder.hidden
+        self._constant = {
+            "weights": 0.0 if setup.cpu_offload else FLOAT * self._units.shard,
+            "moments": 0.0 if setup.cpu_offload else setup.moments * self._units.trained_shard,
+        }
+        if setup.averages:
+            self._constant["averages"] = FLOAT * self._units.trained_shard
+
+        windows = (each.window for each in decoder.layers)
+        masked = setup.documents or any(window is not None and window < setup.seq_len for window in windows)
+        if setup.device is None and masked:
+            self._constant["masks"] = float(setup.tokens * setup.seq_len)
+
+    def moments(self) -> Iterator[Moment]:
+        """In their order."""
+        kept = sum(each.kept for each in self._layers)
+        before = self._before()
+        # FSDP2 keeps the last buffer that was reduced until the next reduction.
+        left = FLOAT * self._units.rest.trained_padded if self._sharded and self._setup.num_batches > 1 else 0.0
+        left = 0.0 if self._setup.unsharded else left
+        yield self._loss(kept, before, left)
+        yield from self._backward(kept, before, left)
+        yield self._moment("update", gradients=self._gradients)
+
+    def _before(self) -> float:
+        """Gradients that exist before the first of the micro-batch: of those before it, and in DDP's buckets."""
+        setup = self._setup
+        several = setup.num_batches > 1
+        if several and setup.unsharded:
+            return FLOAT * self._units.trained
+        return self._gradients * (several + (setup.sharing == "ddp"))
+
+    def _moment(self, name: str, **lines: float) -> Moment:
+        named = {_NAMES[key]: size for key, size in lines.items() if size}
+        if self._setup.exact and name != "update":  # until the gradients are made of them
+            named["exact sums"] = 2 * lines.get("gradients", 0.0)
+        held = {**self._constant, **named}
+        if self._setup.device is not None:
+            held["the device's own"] = OWN_BYTES + OWN_SHARE * sum(held.values())
+        return Moment(name, held)
+
+    def _gathered(self, computing: int | None, *, below: int) -> float:
+        """Bytes that are whole: outside of the units, of the unit that computes, and of those `below` it.
+
+        Of these all, if they stay from forward to backward, else the next one, which is on its way.
+        """
+        if not self._sharded:
+            return 0.0
+        units, element = self._units.units, self._setup.element
+        found = self._rest + (
+            element * units[computing].padded if computing is not None and computing < len(units) else 0
+        )
+        if self._whole:
+            return found + element * sum(each.padded for each in units[:below])
+        return found + (element * units[below - 1].padded if below and self._setup.shards > 1 else 0)
+
+    def _loss(self, kept: float, before: float, left: float) -> Moment:
+        decoder, setup = self._decoder, self._setup
+        element, tokens, hidden = setup.element, setup.tokens, decoder.hidden
+        part, size = -(-decoder.vocabulary // setup.topology.tp), setup.chunk(decoder)
+        stream = tokens // setup.topology.tp if setup.sequence_parallel else tokens
+        last = stream * hidden * norm_bytes(decoder.family, element)
+        # float32 before the softmax exists as a tensor of its own on a CPU only.
+        softmax = element + FLOAT * (2 if setup.device is None and element < FLOAT else 1)
+        head, chunks = part * hidden * (self._head > 0), -(-tokens // size)
+        summed = FLOAT * head if chunks > 1 else 0.0
+        product = (element if chunks > 1 else FLOAT + element) * head if element < FLOAT else FLOAT * head
+        # The gradient of the chunk before is let go of when there is another.
+        first = size * part * (softmax + (element if chunks > 1 and element < FLOAT else 0)) + summed
+        second = size * part * element + summed + product + size * hidden * element
+        cast = (FLOAT + element) * head if element < FLOAT else FLOAT * head
+        units = self._units.units
+        # What the last all-gather received stays until the end of the forward.
+        flat = element * units[-1].padded if units and self._sharded and setup.shards > 1 else 0.0
+        return self._moment(
+            "loss",
+            activations=kept + last,
+            head=2 * tokens * hidden * element,
+            chunk=max(first, second, cast),
+            gathered=self._gathered(None, below=len(self._units.units) if self._whole else 0) + flat,
+            gradients=before,
+            reduction=left,
+        )
+
+    def _backward(self, kept: float, before: float, left: float) -> Iterator[Moment]:
+        setup, units = self._setup, self._units.units
+        element, gradients, reducing = setup.element, before, left
+        places = [number for number, unit in enumerate(units) for _ in range(unit.layers)]
+        places += [len(units)] * (len(self._layers) - len(places))
+        hidden = setup.tokens * self._decoder.hidden * element
+        for layer in range(len(self._layers) - 1, -1, -1):
+            own, number = self._layers[layer], places[layer]
+            yield self._moment(
+                f"backward of layer {layer}",
+                activations=kept,
+                work=own.again + own.working,
+                head=self._head,
+                gathered=self._gathered(number, below=number),
+                gradients=gradients,
+                reduction=reducing,
+            )
+            kept -= own.kept
+            if number < len(units) and (not layer or places[layer - 1] != number):
+                unit = units[number]
+                gradients += 0.0 if before else FLOAT * unit.trained_shard * (not setup.cpu_offload)
+                if self._sharded:
+                    reducing = FLOAT * unit.trained_padded
+                    yield self._moment(
+                        f"reduction of layer {layer}",
+                        activations=kept,
+                        work=hidden,
+                        head=self._head,
+                        gathered=self._gathered(None, below=number),
+                        gradients=gradients,
+                        reduction=reducing + element * unit.trained + self._rounded * unit.trained_padded,
+                    )
+        yield from self._rest_of_backward(hidden, gradients, reducing)
+
+    def _rest_of_backward(self, hidden: float, gradients: float, reducing: float) -> Iterator[Moment]:
+        """The embedding, and the reduction of what is outside of the units."""
+        rest, element = self._units.rest, self._setup.element
+        embedding = element * self._decoder.around[0].size / (self._setup.topology.tp if self._decoder.tied else 1)
+        embedding *= self._head > 0
+        lines = {"work": hidden, "head": self._head + embedding, "reduction": reducing, "gradients": gradients}
+        yield self._moment("backward of the embedding", gathered=self._gathered(None, below=0), **lines)
+        if self._sharded:
+            reduction = (FLOAT + self._rounded) * rest.trained_padded + element * rest.trained
+            yield self._moment("reduction of the rest", reduction=reduction, gradients=self._gradients)
+
+
+_NAMES = {
+    "activations": "activations",
+    "work": "a layer's work",
+    "head": "the head's gradient",
+    "chunk": "a chunk of logits",
+    "gathered": "gathered weights",
+    "gradients": "gradients",
+    "reduction": "reduction",
+}

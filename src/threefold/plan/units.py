@@ -1,0 +1,87 @@
+"""What a rank holds of a model's parameters, and what is gathered together (`model.data_parallel.shard`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+from functools import lru_cache
+
+from threefold.plan.decoder import Decoder, Layer, Weight
+from threefold.plan.setup import UNIT_BYTES
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that FSDP2 gathers together.
+
+    Attributes:
+        layers: how many layers it holds.
+        size: numbers of this rank's tp part.
+        padded: the same with each parameter's first dim filled up to a multiple of the shards.
+        shard: numbers of one shard, the largest.
+        trained, trained_padded, trained_shard: the same of what has a gradient.
+    """
+
+    layers: int
+    size: int
+    padded: int
+    shard: int
+    trained: int
+    trained_padded: int
+    trained_shard: int
+
+
+@dataclass(frozen=True)
+class Units:
+    """All of a model: its layers in units, in their order, and the rest, which is gathered first and reduced last."""
+
+    units: tuple[Unit, ...]
+    rest: Unit
+
+    @property
+    def size(self) -> int:
+        return sum(each.size for each in self.units) + self.rest.size
+
+    @property
+    def shard(self) -> int:
+        return sum(each.shard for each in self.units) + self.rest.shard
+
+    @property
+    def trained(self) -> int:
+        return sum(each.trained for each in self.units) + self.rest.trained
+
+    @property
+    def trained_shard(self) -> int:
+        return sum(each.trained_shard for each in self.units) + self.rest.trained_shard
+
+
+@lru_cache(maxsize=4096)
+def units_of(decoder: Decoder, tp: int, shards: int) -> Units:
+    """The units of a tp rank's part over so many shards."""
+    parts = {layer: _unit(layer.weights, tp, shards, layers=1) for layer in dict.fromkeys(decoder.layers)}
+    found: list[Unit] = []
+    waiting = empty = Unit(0, 0, 0, 0, 0, 0, 0)
+    for layer in decoder.layers:
+        waiting = _sum(waiting, parts[layer])
+        if 4 * waiting.size >= UNIT_BYTES:
+            found.append(waiting)
+            waiting = empty
+    return Units(tuple(found), _sum(waiting, _unit(decoder.around, tp, shards, layers=0)))
+
+
+def _unit(weights: tuple[Weight, ...], tp: int, shards: int, *, layers: int) -> Unit:
+    found = [layers]
+    for some in (weights, [weight for weight in weights if weight.trained]):
+        shapes = [weight.local(tp) for weight in some]
+        shard = sum(-(-shape[0] // shards) * math.prod(shape[1:]) for shape in shapes)
+        found += [sum(map(math.prod, shapes)), shard * shards, shard]
+    return Unit(*found)
+
+
+def _sum(one: Unit, other: Unit) -> Unit:
+    return Unit(*(a + b for a, b in zip(astuple(one), astuple(other), strict=True)))
+
+
+def layer_part(layer: Layer, tp: int) -> int:
+    """Numbers of a layer's parameters on a tp rank."""
+    return sum(math.prod(weight.local(tp)) for weight in layer.weights)

@@ -1,0 +1,193 @@
+"""The whole page in one file: markup, style, script and the curves' points, with nothing from elsewhere.
+
+The page's own policy (Content-Security-Policy) allows exactly its script and its style, by their hashes, and no
+request: so a text of a run that were taken for markup could do nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from threefold import __version__
+from threefold.report.curves import not_finite
+from threefold.report.gathered import Facts
+from threefold.report.headline import compared, figures, tasks_of
+from threefold.report.markup import Html, data, join, shown, tag
+from threefold.report.sections import Judged, judged, sections
+
+# Title, unit and the names of each chart; what else is logged has a chart of its own.
+_CHARTS = (
+    ("Loss", "", ("loss", "eval_loss")),
+    ("Gradient norm", "", ("grad_norm",)),
+    ("Learning rate", "", ("lr",)),
+    ("Tokens a second", "tokens/s", ("tokens_per_s",)),
+    ("Model FLOPs utilization (MFU)", "", ("mfu",)),
+    ("Time of a step, and of waiting for data", "s", ("step_time_s", "data_wait_s")),
+    ("Memory of rank 0 at its peak", "bytes", ("peak_memory_bytes",)),
+    ("How far the slowest rank is behind", "share of a step", ("slowest_share",)),
+)
+# Points of all curves of a page, and the least and the most of one.
+_ALL_POINTS, _FEWEST, _MOST = 30_000, 120, 3000
+_CLOCK = 200
+_MOST_MARKS, _MOST_BATCHES = 300, 24
+
+
+@cache
+def asset(name: str) -> str:
+    """A file of the page that lies in the package."""
+    return (files("threefold.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def curves_of(runs: Sequence[Facts], inside: range | None = None) -> list[dict[str, Any]]:
+    """The curves of each run, by name, in as many points as a page has room for; of some steps, or of all."""
+    number = sum(len(facts.curves.names) for facts in runs)
+    most = max(_FEWEST, min(_MOST, _ALL_POINTS // max(1, number)))
+    return [
+        {name: facts.curves.to_values(name, most=most, inside=inside) for name in facts.curves.names} for facts in runs
+    ]
+
+
+def points_of(runs: Sequence[Facts], known: Sequence[Judged | None]) -> dict[str, Any]:
+    """What the page's script draws: charts, and of each run its curves, marks, clock, and what telling steps read."""
+    drawn: list[tuple[str, str, tuple[str, ...]]] = [
+        (title, unit, names) for title, unit, names in _CHARTS if any(n in each.curves for n in names for each in runs)
+    ]
+    if tasks := [name for name in tasks_of(runs) if all(_is_share(each, name) for each in runs)]:
+        drawn.append(("Tasks", "", tuple(tasks)))
+    usual = {name for _, _, names in [*_CHARTS, *drawn] for name in names}
+    others = dict.fromkeys(name for facts in runs for name in facts.curves.names if name not in usual)
+    charts = [*drawn, *((name, "", (name,)) for name in others)]
+    return {
+        "charts": [{"title": title, "unit": unit, "names": names} for title, unit, names in charts],
+        "runs": [
+            {**_drawn(facts), "curves": curves, "batches": _batches(judged)}
+            for facts, curves, judged in zip(runs, curves_of(runs), known, strict=True)
+        ],
+    }
+
+
+def _is_share(facts: Facts, name: str) -> bool:
+    """Whether a number lies between 0 and 1, as an accuracy: several such fit into one chart."""
+    told = facts.curves.summary(name) if name in facts.curves else {}
+    return "smallest" not in told or (told["smallest"][1] >= 0 and told["largest"][1] <= 1)
+
+
+def _drawn(facts: Facts) -> dict[str, Any]:
+    curves = facts.curves
+    return {
+        "name": facts.name,
+        "path": str(facts.path),
+        "state": facts.state,
+        "holes": {name: not_finite(curves.points(name)) for name in ("loss", "grad_norm") if name in curves},
+        "seconds": curves.clock(most=_CLOCK),
+        "tokens": curves.read_tokens(most=_CLOCK),
+        "marks": _marks(facts),
+    }
+
+
+def _batches(judged: Judged | None) -> dict[str, Any]:
+    """What the steps that stand out have read, by step."""
+    if judged is None:
+        return {}
+    found = {str(step): judged.reasons.of_step(step) for step in judged.reasons.steps[:_MOST_BATCHES]}
+    return {step: read for step, read in found.items() if read is not None}
+
+
+def _marks(facts: Facts) -> list[dict[str, Any]]:
+    """Starts, stops, rewinds and the best checkpoint, as lines of a chart; saves are many, and in a table."""
+    found: list[dict[str, Any]] = []
+    for event in facts.events:
+        step, kind = event.get("step"), event["event"]
+        if type(step) is not int or kind not in ("start", "stop", "rewind") or (kind == "start" and not step):
+            continue
+        if kind == "rewind" and found and found[-1] == {"step": step, "kind": "resume"}:
+            found.pop()  # the start that goes back
+        found.append({"step": step, "kind": "resume" if kind == "start" else kind})
+    found += [{"step": facts.best[0], "kind": "best"}] if facts.best else []
+    return found[-_MOST_MARKS:]
+
+
+def report(runs: Sequence[Facts]) -> bytes:
+    """The page of one run, or of several laid over one another, as a file that needs no other."""
+    known = [judged(facts.path) for facts in runs]
+    return page(title_of(runs), body(parts_of(runs, known), runs), points_of(runs, known))
+
+
+def title_of(runs: Sequence[Facts]) -> str:
+    return runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+
+
+def parts_of(runs: Sequence[Facts], known: Sequence[Judged | None]) -> dict[str, dict[str, Html]]:
+    """What stands in each box of the page, by name: `top`, before the curves, and a box of each run, by its number."""
+    told = [sections(facts, judged) for facts, judged in zip(runs, known, strict=True)]
+    return {"top": top_of(runs), **{str(number): each for number, each in enumerate(told)}}
+
+
+def top_of(runs: Sequence[Facts]) -> dict[str, Html]:
+    """What comes before the curves: how a run stands, or several beside one another."""
+    return {"standing": standing(runs[0])} if len(runs) == 1 else compared(runs)
+
+
+def body(parts: Mapping[str, Mapping[str, Html]], runs: Sequence[Facts]) -> Html:
+    """The boxes and the curves in their order."""
+    boxes = {name: tag("div", *inside.values(), class_="parts", data_box=name) for name, inside in parts.items()}
+    told = [boxes[str(number)] for number in range(len(runs))]
+    if len(runs) > 1:
+        told = [
+            tag("details", tag("summary", facts.name), box, class_="run") for facts, box in zip(runs, told, strict=True)
+        ]
+    return join([boxes["top"], charts_part(), *told])
+
+
+def standing(facts: Facts) -> Html:
+    """How a run stands, and its figures."""
+    line = tag("p", tag("span", facts.state, class_=f"state {facts.state}"), " ", facts.why)
+    return tag("section", line, figures(facts), class_="part", data_part="standing")
+
+
+def charts_part() -> Html:
+    """Where the script puts the charts."""
+    without = tag("noscript", tag("p", "The charts need JavaScript. Their numbers are in the tables below."))
+    return tag(
+        "section", tag("h2", "Curves"), tag("div", id_="controls"), tag("div", id_="charts"), without, id_="curves"
+    )
+
+
+def page(title: str, body: Html, values: Mapping[str, Any], *, live: bool = False) -> bytes:
+    """An HTML page around a body.
+
+    Args:
+        values: for the script: `points_of`, and what a live page adds.
+        live: the page may ask its own server for more; else nobody.
+    """
+    style = asset("uplot.min.css") + asset("page.css")
+    scripts = [asset("uplot.min.js"), asset("page.js")]
+    server = "'self'" if live else "'none'"
+    policy = (
+        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}; img-src data:; "
+        f"connect-src {server}; form-action {server}; base-uri 'none'"
+    )
+    assert not any("</script" in text for text in scripts) and "</style" not in style
+    licence = tag("details", tag("summary", "charts by uPlot"), tag("pre", asset("uplot.LICENSE")))
+    made = tag("footer", tag("p", f"threefold {__version__}"), licence)
+    home = tag("p", tag("a", "all runs", href="./")) if values.get("list") else ""
+    told = tag("p", "following", id_="live", role="status") if live else ""
+    text = (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="referrer" content="no-referrer"><link rel="icon" href="data:,">'
+        f"<title>{shown(title)} - threefold</title><style>{style}</style></head><body>"
+        f"<header>{home}<h1>{shown(title)}</h1>{told}</header><main>{body}</main>{made}{data('values', values)}"
+        f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
+    )
+    return text.encode("utf-8", "replace")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

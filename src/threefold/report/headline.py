@@ -1,0 +1,132 @@
+"""What is seen first of a run, its figures with their units, and several runs beside one another."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from threefold.report.curves import seconds_of
+from threefold.report.gathered import Facts
+from threefold.report.markup import Html, table, tag
+
+_MOST_KEYS = 200
+# What names of figures of tasks begin with, and how many are seen first.
+TASK, _MOST_TASKS = "task_", 8
+
+
+def section(name: str, title: str, *inside: Any) -> Html:
+    """A part of the page with a heading; `name` finds it again when it is drawn anew."""
+    return tag("section", tag("h2", title), *inside, class_="part", data_part=name)
+
+
+def figures(facts: Facts) -> Html:
+    """The few numbers that are looked for first."""
+    last, curves, entries = facts.curves.last, facts.curves, []
+    step = last.get("step")
+    if step is not None:
+        of = f" of {facts.num_steps:,}" if facts.num_steps and facts.num_steps >= step else ""
+        entries.append(("step", f"{step:,}{of}"))
+    entries += [(title, text) for name, title in _FIGURES if (text := measured(name, last.get(name)))]
+    if facts.best is not None:
+        entries.append(("best evaluation", f"{facts.best[1]:.4f} (step {facts.best[0]:,})"))
+    elif "eval_loss" in curves and (low := curves.summary("eval_loss").get("smallest")) is not None:
+        entries.append(("best evaluation", f"{low[1]:.4f} (step {low[0]:,})"))
+    entries += [(name.removeprefix(TASK), _score(facts, name)) for name in tasks_of([facts])[:_MOST_TASKS]]
+    if (trained := _trained_s(facts)) is not None:
+        entries.append(("trained for", duration(trained)))
+    if len(facts.starts) > 1:
+        entries.append(("starts", str(len(facts.starts))))
+    return tag("dl", *(tag("div", tag("dt", name), tag("dd", text)) for name, text in entries), class_="figures")
+
+
+_FIGURES = (
+    ("loss", "loss"),
+    ("grad_norm", "gradient norm"),
+    ("tokens", "tokens read"),
+    ("tokens_per_s", "tokens/s"),
+    ("mfu", "MFU"),
+    ("peak_memory_bytes", "memory"),
+)
+
+
+def tasks_of(runs: Sequence[Facts]) -> list[str]:
+    """The curves of tasks (eval.tasks) that some of the runs have."""
+    return list(dict.fromkeys(name for facts in runs for name in facts.curves.names if name.startswith(TASK)))
+
+
+def _score(facts: Facts, name: str) -> str:
+    """The newest figure of a task."""
+    last = facts.curves.summary(name).get("last") if name in facts.curves else None
+    return f"{measured(name, last[1])} (step {last[0]:,})" if last else "-"
+
+
+def measured(name: str, value: Any) -> str:
+    """A logged number with its unit; empty if it is none."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return ""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "infinite"
+    if name.endswith("_bytes"):
+        return f"{value / 2**30:.2f} GiB"
+    if name in ("mfu", "slowest_share") or name.endswith("accuracy"):
+        return f"{value:.1%}"
+    if name.endswith("_s") and not name.endswith("per_s"):
+        return f"{value:.3f} s"
+    if name in ("step", "tokens", "samples", "tokens_per_s"):
+        return f"{value:,.0f}"
+    return f"{value:.6g}"
+
+
+def duration(seconds: float) -> str:
+    """A time as `3 d 4 h`, `2 h 5 min`, `1 min 20 s`."""
+    whole = round(seconds)
+    for size, name, rest, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size:,} {name} {whole % size // rest} {small}"
+    return f"{seconds:.1f} s"
+
+
+def _trained_s(facts: Facts) -> float | None:
+    """Time from each start to its stop, or to its last logged step, in seconds."""
+    moments = [(at, event["event"]) for event in facts.events if (at := seconds_of(event.get("time"))) is not None]
+    begins = [at for at, kind in moments if kind == "start"]
+    total, logged = 0.0, facts.curves.times
+    for begin, end in pairwise([*begins, math.inf]):
+        ends = [at for at, kind in moments if kind != "start" and begin <= at < end]
+        before = bisect_left(logged, end)
+        ends += [logged[before - 1]] if before and logged[before - 1] >= begin else []
+        total += max(ends, default=begin) - begin
+    return total or None
+
+
+def compared(runs: Sequence[Facts]) -> dict[str, Html]:
+    """The runs of one page beside one another: where they stand, and the keys in which they differ."""
+    rows, tasks = [], tasks_of(runs)[:_MOST_TASKS]
+    for facts in runs:
+        last, best = facts.curves.last, facts.best
+        cells = [measured(name, last.get(name)) or "-" for name in ("step", "loss", "tokens_per_s", "tokens")]
+        scores = [_score(facts, name) for name in tasks]
+        rows.append((facts.name, facts.state, *cells, f"{best[1]:.4f} (step {best[0]:,})" if best else "-", *scores))
+    named = [name.removeprefix(TASK) for name in tasks]
+    head = ("run", "state", "step", "loss", "tokens/s", "tokens", "best evaluation", *named)
+    found = {"compared": section("compared", "Runs", table("Where each run stands", head, rows))}
+    keys = [dict(_flat(facts.config)) for facts in runs]
+    names = [key for key in dict.fromkeys(key for each in keys for key in each) if key not in ("log.dir",)]
+    differ = [
+        (key, *(each.get(key, "-") for each in keys)) for key in names if len({each.get(key, "-") for each in keys}) > 1
+    ]
+    if differ:
+        named = [facts.name for facts in runs]
+        found["differ"] = section("differ", "Keys that differ", table("Config", ("key", *named), differ[:_MOST_KEYS]))
+    return found
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", str(value)[:200]

@@ -1,0 +1,75 @@
+"""Pieces of HTML whose texts are always escaped: what is read from files can only ever be shown.
+
+`Html` is text that is markup already. Everything else that comes into a piece is escaped, and characters that steer a
+terminal or the direction of text are shown by their codes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+
+_MOST = 4000
+
+
+class Html(str):
+    """Markup, made here."""
+
+
+def shown(value: Any, *, most: int = _MOST) -> Html:
+    """A value as text of a page; at most so many characters of it."""
+    if isinstance(value, Html):
+        return value
+    whole = str(value)
+    cut = whole if len(whole) <= most else f"{whole[:most]}... ({len(whole):,} characters)"
+    text = _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", cut)
+    return Html(escape(text, quote=True))
+
+
+def tag(name: str, /, *inside: Any, **attributes: Any) -> Html:
+    """An element; `class_` and `for_` are attributes whose names Python keeps, `aria_label` is `aria-label`."""
+    told = "".join(
+        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{shown(value)}"')
+        for key, value in attributes.items()
+        if value is not None and value is not False
+    )
+    return Html(f"<{name}{told}>" if name == "input" else f"<{name}{told}>{join(inside)}</{name}>")
+
+
+def join(pieces: Iterable[Any]) -> Html:
+    return Html("".join(map(shown, pieces)))
+
+
+def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Html:
+    """A table whose first column names its rows, in a box that scrolls sideways on a narrow screen."""
+    columns = join(tag("th", name, scope="col") for name in head)
+    body = join(
+        tag("tr", tag("th", first, scope="row"), join(tag("td", cell) for cell in rest)) for first, *rest in rows
+    )
+    inside = tag("caption", caption), tag("thead", tag("tr", columns)), tag("tbody", body)
+    return tag("div", tag("table", *inside), class_="wide", tabindex="0", role="region", aria_label=caption)
+
+
+def details(summary: str, *inside: Any, name: str) -> Html:
+    """What is shown when it is asked for; the page keeps it open, by its name, when it is drawn anew."""
+    return tag("details", tag("summary", summary), *inside, data_keep=name)
+
+
+def pasted(command: str) -> Html:
+    """A command with a button that copies it."""
+    return Html(
+        tag("code", command) + tag("button", "copy", type_="button", class_="copy", aria_label=f"copy: {command}")
+    )
+
+
+def data(identity: str, values: Any) -> Html:
+    """Values as a block of JSON that no text in them can end."""
+    text = json.dumps(values, allow_nan=False, separators=(",", ":"))
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return Html(f'<script type="application/json" id="{escape(identity)}">{text}</script>')

@@ -1,0 +1,70 @@
+"""What stands out in a run, and what a step read, for a page: what `threefold why` finds, ready for JSON.
+
+Of long runs with many rows that takes long, so it is asked for once and kept; above a size it is left to the command.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from threefold.audit.lookup import ordered_step
+from threefold.audit.row_losses import FOLDER
+from threefold.errors import ThreefoldError
+from threefold.report.opened import strange
+from threefold.why.batch_rows import Batches
+from threefold.why.found import Finding, findings, telling
+from threefold.why.lookback import Lookback
+
+_MOST_BYTES = 1 << 25
+_MOST_ROWS = 12
+_ERRORS = (ThreefoldError, OSError, ValueError, KeyError, TypeError, IndexError, RecursionError)
+
+
+class Reasons:
+    """What can be said of one run.
+
+    Attributes:
+        found: what stands out, the most telling first.
+        note: why nothing is said; None: something was looked for.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.found: list[Finding] = []
+        self.note: str | None = None
+        self._batches: Batches | None = None
+        if (odd := next(strange(run), None)) is not None:
+            self.note = f"what made its spikes is not known: {': '.join(odd)}"
+            return
+        try:
+            size = sum(path.stat().st_size for path in (run / FOLDER).glob("rank-*.bin"))
+            if size > _MOST_BYTES:
+                self.note = f"the losses of rows take {size / 2**20:,.0f} MiB: `threefold why {run}` reads them"
+                return
+            self._batches = Batches(Lookback.of(run))
+            self.found = findings(self._batches)
+            missing = self._batches.contents.missing
+            self.note = f"rows without documents and text: {missing}" if missing else None
+        except _ERRORS as error:
+            self.note = f"what made its spikes is not known: {str(error).splitlines()[0] if str(error) else error!r}"
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that are named, the most telling first."""
+        return list(dict.fromkeys(step for each in self.found for step in each.steps[:3]))
+
+    def of_step(self, step: int) -> dict[str, Any] | None:
+        """What a step read and where, its rows the farthest from their like first; None if nothing is known of it."""
+        if self._batches is None:
+            return None
+        try:
+            rows = telling(self._batches.rows_of(step))
+            read = ordered_step(self._batches.run.segments, step)
+            told = [row.to_values() for row in rows[:_MOST_ROWS]]
+        except _ERRORS:
+            return None
+        told_of: dict[str, Any] = {"step": step, "rows": told, "more": max(0, len(rows) - _MOST_ROWS)}
+        if read is not None:
+            places = [f"epoch {epoch}, positions from {position:,} on" for epoch, position in read.places]
+            told_of |= {"where": ", ".join(places), "mesh": str(read.topology), "dp": read.topology.dp}
+        return told_of

@@ -1,0 +1,294 @@
+"""The parts of a run's page that are text and tables: each a section with a heading, or nothing if there is nothing.
+
+In: a run's facts. Out: markup, in which every text of a file is escaped.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from threefold.errors import ThreefoldError, ranks_text
+from threefold.mesh.topology import Topology
+from threefold.report.drawn_mesh import drawn
+from threefold.report.drawn_timeline import timeline_part
+from threefold.report.gathered import Facts
+from threefold.report.headline import measured, section
+from threefold.report.markup import Html, details, join, pasted, shown, table, tag
+from threefold.report.opened import strange
+from threefold.report.reasons import Reasons
+from threefold.report.standing import shown_time
+from threefold.report.verdict import proof_lines
+from threefold.why.batch_rows import BatchRow
+from threefold.why.found import row_text
+
+_MOST_ROWS, _MOST_FOUND = 200, 20
+_SHAPE = (
+    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "num_experts", "vocab_size", "max_position_embeddings", "tie_word_embeddings",
+)  # fmt: skip
+
+
+class Verdict(NamedTuple):
+    """What the audit says: whether it is proved, in a line, and all lines."""
+
+    proved: bool
+    said: str
+    lines: list[str]
+
+
+def verdict_of(run: Path) -> Verdict:
+    """What `threefold data audit` says of a run."""
+    lines: list[str] = []
+    if (odd := next(strange(run), None)) is not None:  # the audit would wait for it, or tell what it holds
+        return Verdict(False, f"not proved: {': '.join(odd)}", [])
+    try:
+        lines += proof_lines(run)
+    except (ThreefoldError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        said = error.problems[0].what if isinstance(error, ThreefoldError) else f"its record cannot be read: {error}"
+        return Verdict(False, f"not proved: {said}", [*lines, *str(error).splitlines()])
+    return Verdict(True, lines[-1], lines[1:-1])
+
+
+class Judged(NamedTuple):
+    """What takes a moment to find out about a run: the audit's verdict, and what stands out and why."""
+
+    verdict: Verdict
+    reasons: Reasons
+
+
+def judged(run: Path) -> Judged:
+    """Asks the audit, and looks for what stands out; may take seconds."""
+    return Judged(verdict_of(run), Reasons(run))
+
+
+def sections(facts: Facts, judged: Judged | None) -> dict[str, Html]:
+    """All sections of a run by name, in the order of the page; what is not judged yet is left out."""
+    found = {
+        "why": _standing_out(facts, judged.reasons) if judged else Html(),
+        "trained": _trained(facts),
+        "mesh": mesh_part(facts),
+        "data": _data(judged.verdict) if judged else Html(),
+        "numbers": _numbers(facts),
+        "history": _history(facts),
+        "checkpoints": _checkpoints(facts),
+        "samples": _samples(facts),
+        "late": _late(facts),
+        "phases": _phases(facts),
+        "timeline": timeline_part(facts.timeline),
+        "warnings": _warnings(facts),
+        "damage": _damage(facts),
+        "next": _next(facts),
+        "config": _config(facts),
+    }
+    return {name: each for name, each in found.items() if each}
+
+
+def _trained(facts: Facts) -> Html:
+    entries = facts.heads[-1].entries if facts.heads else ()
+    rows: list[tuple[Any, ...]] = [(name or "also", _lines(text)) for name, text in entries]
+    if facts.created:
+        rows.append(("made", shown_time(facts.created)))
+    if facts.origin:
+        where = f"{facts.origin.get('path')} (step {facts.origin.get('step')})"
+        rows.append(("forked from", where))
+    if facts.architecture:
+        shape = ", ".join(f"{key} {facts.architecture[key]}" for key in _SHAPE if key in facts.architecture)
+        rows.append(("architecture", shape))
+    if facts.versions:
+        rows.append(("versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items())))
+    if not rows:
+        return Html()
+    caption = "What the last start chose, and why" if entries else "What its files say"
+    return section("trained", "What was trained", table(caption, ("what", "how, and why"), rows))
+
+
+def _lines(text: str) -> Html:
+    first, *rest = text.split("\n")
+    return join([first, *(piece for line in rest for piece in (Html("<br>"), line))])
+
+
+def mesh_part(facts: Facts) -> Html:
+    """The mesh, and where its ranks are now."""
+    if facts.mesh is None:
+        return Html()
+    now = {rank: place.name for rank, place in facts.places.items()}
+    rows = []
+    for name in dict.fromkeys(now.values()):
+        ranks = [rank for rank in now if now[rank] == name]
+        steps = sorted({facts.places[rank].step for rank in ranks})
+        rows.append((name, ranks_text(ranks), f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"))
+    listed: Any = table("Where the ranks of this host are now", ("phase", "ranks", "step"), rows) if rows else ""
+    if facts.state == "running" and not rows:
+        listed = tag("p", "Where the ranks are now is not known here: they run on other hosts, or as another user.")
+    return section("mesh", "Mesh", drawn(Topology(*facts.mesh), now), listed)
+
+
+def _data(verdict: Verdict) -> Html:
+    word = "proved" if verdict.proved else "not proved"
+    said = verdict.said.removeprefix(f"{word}: ")
+    line = tag("p", tag("strong", word, class_="good" if verdict.proved else "bad"), ": ", said)
+    lines = tag("pre", "\n".join(text.removeprefix("  ") for text in verdict.lines))
+    return section("data", "Data: what was read", line, lines if verdict.lines else "")
+
+
+def _numbers(facts: Facts) -> Html:
+    """The curves as a table: for those who cannot see them, and for what is exact."""
+    rows = []
+    for name in facts.curves.names:
+        told = facts.curves.summary(name)
+        if told["count"]:
+            pairs = (told.get(key) for key in ("first", "last", "smallest", "largest"))
+            cells = [f"{measured(name, pair[1])} (step {pair[0]:,})" if pair else "-" for pair in pairs]
+            rows.append((name, f"{told['count']:,}", *cells, f"{told['not_finite']:,}" if told["not_finite"] else "-"))
+    if not rows:
+        return Html()
+    head = ("number", "logged", "first", "last", "smallest", "largest", "not finite")
+    more = sorted(facts.curves.left_out)
+    note = tag("p", f"Not shown, there are too many: {', '.join(more)}") if more else ""
+    inside = details("All numbers, exactly", table("Every curve in numbers", head, rows), note, name="numbers")
+    return section("numbers", "Curves in numbers", inside)
+
+
+def _standing_out(facts: Facts, reasons: Reasons) -> Html:
+    """What `threefold why` finds, and updates that were left out."""
+    rows: list[tuple[Any, ...]] = []
+    for each in reasons.found[:_MOST_FOUND]:
+        steps = ", ".join(f"{step:,}" for step in each.steps[:6]) + (", ..." if len(each.steps) > 6 else "")
+        told = join(tag("p", fact) for fact in each.facts)
+        rows.append((steps or "-", join([tag("p", tag("strong", each.what)), told, *map(_row, each.rows)])))
+    rows += [(f"{step:,}", f"no update: {why}") for step, why in facts.curves.skipped[:_MOST_FOUND]]
+    left = len(reasons.found) - _MOST_FOUND
+    all_of = pasted(f"threefold why {shlex.quote(str(facts.path))} --json")
+    more = tag("p", f"and {left:,} more, less telling: ", all_of) if left > 0 else ""
+    notes = tag("p", reasons.note) if reasons.note else ""
+    if not rows:
+        return section("why", "What stands out, and why", tag("p", "nothing unusual"), notes)
+    see = tag("p", "Choose a step in a chart to see what it read.")
+    head = ("step", "what, and what shows it")
+    return section("why", "What stands out, and why", table("The most telling first", head, rows), more, notes, see)
+
+
+def _row(row: BatchRow) -> Html:
+    """A row of the data that is named, with the beginning of its text."""
+    documents = ", ".join(f"{each:,}" for each in row.documents[:6])
+    some = f" (document{'s' if len(row.documents) > 1 else ''} {documents})" if documents else ""
+    named = tag("p", row_text(row), some)
+    return join([named, tag("pre", tag("bdi", row.text)) if row.text else ""])
+
+
+def _history(facts: Facts) -> Html:
+    rows = []
+    for event in facts.events[-_MOST_ROWS:]:
+        facts_of = {key: value for key, value in event.items() if key not in ("event", "time", "step", "start")}
+        rows.append((shown_time(str(event.get("time", ""))), event["event"], event.get("step", ""), _told(facts_of)))
+    if not rows:
+        return Html()
+    left = len(facts.events) - len(rows)
+    note = tag("p", f"The {left:,} events before are not shown.") if left > 0 else ""
+    state = tag("p", f"{facts.state}: {facts.why}" if facts.why else facts.state)
+    history = table("Starts, stops, saves and rewinds", ("when", "what", "after step", ""), rows)
+    return section("history", "History", state, details(f"{len(facts.events):,} events", history, note, name="events"))
+
+
+def _told(values: Mapping[str, Any]) -> str:
+    wanted = {key: value for key, value in values.items() if value not in (None, {}, [], "", 0) and key != "run"}
+    changed = wanted.pop("changed", {})
+    told = [
+        f"{key} {value if not isinstance(value, list) else ', '.join(map(str, value))}" for key, value in wanted.items()
+    ]
+    if isinstance(changed, Mapping):
+        told += [f"{key} {_arrow(value)}" for key, value in changed.items()]
+    return "; ".join(told)
+
+
+def _arrow(value: Any) -> str:
+    return f"{value[0]} -> {value[1]}" if isinstance(value, list) and len(value) == 2 else str(value)
+
+
+def _checkpoints(facts: Facts) -> Html:
+    rows = []
+    for each in [*facts.saved[-_MOST_ROWS:], *facts.exported[-_MOST_ROWS:]]:
+        size = f"{each.size_bytes / 2**20:,.1f} MiB" if each.size_bytes is not None else "-"
+        rows.append((each.name, f"{each.step:,}", size, f"{each.state}{', the best' if each.best else ''}"))
+    if not rows:
+        return Html()
+    listed = table(
+        "In the run's folder; sizes of checkpoints as they were sealed", ("checkpoint", "step", "size", "state"), rows
+    )
+    return section("checkpoints", "Checkpoints", listed)
+
+
+def _samples(facts: Facts) -> Html:
+    if not facts.samples:
+        return Html()
+    newest = facts.samples[-1]["step"]
+    inside = [_sample(sample) for sample in facts.samples if sample["step"] == newest]
+    before = [_sample(sample) for sample in reversed(facts.samples) if sample["step"] != newest]
+    more = details(f"{len(before):,} before", *before, name="samples") if before else ""
+    return section("samples", "Samples", *inside, more)
+
+
+def _sample(sample: Mapping[str, Any]) -> Html:
+    text = tag("blockquote", tag("bdi", tag("strong", sample["prompt"]), sample["text"]), class_="sample")
+    return tag("div", tag("p", f"after step {sample['step']:,}"), text)
+
+
+def _late(facts: Facts) -> Html:
+    found = sorted(facts.curves.late.items(), key=lambda item: -item[1].total)
+    logged = sum(late.steps for _, late in found)
+    rows = [
+        (f"rank {rank}", f"{late.steps:,} ({late.steps / logged:.0%})", f"{late.total / late.steps:.1%}",
+         f"{late.most:.1%} (step {late.most_at:,})")
+        for rank, late in found[:64]
+    ]  # fmt: skip
+    if not rows:
+        return Html()
+    what = (
+        "How often each rank was the slowest at a logged step, and by what share of the step it was behind the others"
+    )
+    head = ("rank", "slowest at", "behind on average", "most")
+    return section("late", "Late ranks", table(what, head, rows))
+
+
+def _phases(facts: Facts) -> Html:
+    names = list(dict.fromkeys(name for phases in facts.phases.values() for name in phases))
+    rows = [(rank, *(f"{phases.get(name, 0.0):.4f}" for name in names)) for rank, phases in facts.phases.items()]
+    if not rows:
+        return Html()
+    return section("phases", "Phases of a step", table("Seconds a step, of traced steps", ("rank", *names), rows))
+
+
+def _warnings(facts: Facts) -> Html:
+    rows = [(each.level.lower(), _of(each.ranks), f"{each.times:,}", each.text) for each in facts.said]
+    notes = [tag("p", note) for note in facts.notes]
+    if not rows and not notes:
+        return Html()
+    listed = table("What the ranks logged", ("level", "ranks", "times", "first said"), rows) if rows else ""
+    return section("warnings", "Warnings", listed, *notes)
+
+
+def _of(ranks: Sequence[int] | set[int]) -> str:
+    return ranks_text(ranks)
+
+
+def _damage(facts: Facts) -> Html:
+    if not facts.damaged:
+        return Html()
+    rows = [(each.file, each.line or "-", each.what) for each in facts.damaged]
+    said = tag("p", f"{facts.num_damaged:,} lines could not be read. Everything else is shown.")
+    return section("damage", "Damaged lines", said, table("What is wrong", ("file", "line", "what"), rows))
+
+
+def _next(facts: Facts) -> Html:
+    rows = [(what, pasted(command)) for command, what in facts.commands()]
+    return section("next", "Next", table("Commands to paste", ("to", "command"), rows))
+
+
+def _config(facts: Facts) -> Html:
+    if not facts.config_text:
+        return Html()
+    text = shown(facts.config_text, most=1 << 16)
+    return section("config", "Config", details("config.yaml", tag("pre", text), name="config"))

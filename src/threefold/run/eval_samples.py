@@ -1,0 +1,123 @@
+"""What the model writes after some prompts at each evaluation (`eval.sample`), in RUN/samples.jsonl and on the screen.
+
+Generation is that of the sample at a run's end: one process, the first rank, with the whole model on its CPU. So the
+ranks write the weights as a checkpoint does, into RUN/sampling, the first one reads them, and the others wait for it
+outside of collectives. Random states stay as they are. A replayed step appends its lines again; the last ones stand.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from threefold.checkpoint.layout import CheckpointFolder
+from threefold.config.text import as_yaml
+from threefold.data.conversations.formats import Message, RowError
+from threefold.data.conversations.labeller import chat_template, encoder_of
+from threefold.data.rows.known_rows import parts_of
+from threefold.data.tokens import for_texts
+from threefold.errors import ConfigError
+from threefold.export.generation import continued, load_own
+from threefold.jsonl import MetricsFile
+from threefold.run.assemble import Built
+from threefold.run.sources import sources_of
+from threefold.training.progress import Progress
+
+FILE, FOLDER = "samples.jsonl", "sampling"
+_SHOWN = 200
+
+
+class Prompt(NamedTuple):
+    """A prompt as it was given, its token ids, and the token that ends what is written after it."""
+
+    text: str
+    ids: list[int]
+    end_id: int
+
+
+class EvalSamples:
+    """Writes samples after a step; every rank calls it, after the same step."""
+
+    def __init__(self, run: Built, *, say: Callable[[str], None]) -> None:
+        self._run, self._say = run, say
+        self.progress = Progress()
+        """where this rank is, in the steps too."""
+        self._prompts = [Prompt(*each) for each in run.mesh.share("prompts", lambda: prompts_of(run))]
+        self._folder = CheckpointFolder(run.folder.path / FOLDER)
+
+    def __call__(self, step: int) -> None:
+        self.progress.enter("sample")
+        self._run.checkpointer.save_weights(step, self._folder)
+        self._run.mesh.share("samples", lambda: self._write(step))
+
+    def _write(self, step: int) -> None:
+        run, devices = self._run, [self._run.mesh.device] if self._run.mesh.device.type == "cuda" else []
+        checkpoint = self._folder.newest()
+        assert checkpoint is not None
+        go_on = run.config.checkpoint.on_error == "continue"
+        file = MetricsFile(run.folder.path / FILE, continue_on_error=go_on)
+        with torch.random.fork_rng(devices=devices):
+            model = load_own(checkpoint)
+            for text, ids, end_id in self._prompts:
+                self.progress.tick()  # it may take long
+                torch.manual_seed(0)
+                found = continued(model, ids, num_tokens=run.config.log.sample_tokens, end_id=end_id)
+                written = run.tokenizer.decode([id for id in found if id != end_id])
+                file.log({"step": step, "prompt": text, "text": written})
+                self._say(f"  | {_short(text)} -> {_short(written)}")
+        file.close()
+        shutil.rmtree(run.folder.path / FOLDER, ignore_errors=True)
+
+
+def prompts_of(run: Built) -> list[Prompt]:
+    """The prompts of `eval.sample`: of a run on conversations as the user's first turn, in the chat template.
+
+    Raises:
+        ConfigError: one has no token, is too long for the model, or the template refuses it.
+    """
+    config, labels = run.config, next(iter(sources_of(run.config).values())).labels
+    template = None
+    if any(_is_chat(part.rows.store.labels) for part in parts_of(run.rows)):
+        template = chat_template(run.tokenizer, labels, run.checkpointer.template)
+    text = run.architecture.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    found = []
+    for number, prompt in enumerate(config.eval.sample):
+        what = f"eval.sample[{number}] = {as_yaml(prompt)}"
+        if template is None:
+            own = for_texts(run.tokenizer, bos=labels.bos, control_tokens=labels.control_tokens)
+            ids, end_id = own.encode_batch([prompt])[0].tolist(), run.tokenizer.end_id
+        else:
+            encoder, said = encoder_of(run.tokenizer, labels, "last", template), [_question(prompt)]
+            try:
+                ids, end_id = encoder.prompt(said), encoder.end_of_turn(said)
+            except RowError as error:
+                raise ConfigError(f"{what}: {error.what}", expected=error.expected, fix="another prompt") from None
+        if not ids:
+            raise ConfigError(f"{what} has no token", expected="text to continue", fix="--eval.sample '[Once upon]'")
+        if isinstance(longest, int) and len(ids) + config.log.sample_tokens > longest:
+            raise ConfigError(
+                f"{what} has {len(ids):,} tokens, and the model supports {longest:,} positions",
+                expected=f"room for log.sample_tokens = {config.log.sample_tokens:,} more",
+                fix=f"a shorter prompt, or --log.sample_tokens {max(1, longest - len(ids))}",
+            )
+        found.append(Prompt(prompt, ids, end_id))
+    return found
+
+
+def _is_chat(labels: str | None) -> bool:
+    """Whether rows are conversations, or become some: prompts and completions may be texts."""
+    return labels is not None and (labels.startswith("chat ") or "(instruction" in labels)
+
+
+def _question(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _short(text: Any) -> str:
+    """A text in one line, without what a terminal could take for commands."""
+    shown = repr(text)[1:-1]
+    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."

@@ -1,0 +1,78 @@
+"""How a failed rank reports why: once for all ranks, by the one that failed first."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import traceback
+from datetime import timedelta
+
+from threefold.errors import EXIT_FAILED, Problem, ThreefoldError
+from threefold.mesh import environment
+from threefold.mesh.exchange import OtherRankError
+from threefold.mesh.mesh import FAILURES, Mesh
+from threefold.mesh.rendezvous_errors import NoDeviceError, RendezvousError
+from threefold.run.watchdog import Watchdog
+
+log = logging.getLogger("threefold")
+
+# For the report of the rank that failed first.
+_LINGER_S = 60.0
+# A process with much memory takes its time to end.
+_KILLED_WITHIN_S = 3.0
+# How gloo, NCCL and the store say that a process is gone; the traceback only shows where this rank waited for it.
+_PEER_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "failed to recv",
+)
+
+
+def report_failure(error: BaseException, mesh: Mesh | None, rank: int, watch: Watchdog | None = None) -> int:
+    """Prints a failed rank's reason if it is the first of the run, logs it in any case, and returns the exit code."""
+    if watch is not None:
+        watch.progress.enter("failure")
+    expected = isinstance(error, ThreefoldError)
+    text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
+    log.error("%s", text)
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_GONE):
+        text = str(_peer_gone(str(error).strip().splitlines()[0]))
+    if _is_first_failure(error, mesh, rank, watch):
+        environment.tell_failure(text)
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write, which other ranks cannot split
+    return error.exit_code if isinstance(error, ThreefoldError) else EXIT_FAILED
+
+
+def _is_first_failure(error: BaseException, mesh: Mesh | None, rank: int, watch: Watchdog | None) -> bool:
+    if isinstance(error, RendezvousError | NoDeviceError):
+        return error.first
+    store = mesh.store if mesh is not None else watch.store if watch is not None else None
+    if store is None:
+        return rank == 0
+    try:
+        if isinstance(error, OtherRankError):
+            store.wait([FAILURES], timedelta(seconds=_LINGER_S))  # that rank's own report
+            return False
+        return bool(store.add(FAILURES, 1) == 1)
+    except Exception:  # the store is gone with rank 0, which hosted it: it failed before, or was killed
+        return watch is not None and _outlives(watch)
+
+
+def _outlives(watch: Watchdog) -> bool:
+    """Whether this rank speaks for its host, once a lower rank that has been killed is gone."""
+    until = time.monotonic() + _KILLED_WITHIN_S
+    while not (watch.speaks_for_its_host() or watch.told_by_another()) and time.monotonic() < until:
+        time.sleep(0.1)
+    return watch.speaks_for_its_host()
+
+
+def _peer_gone(reason: str) -> Problem:
+    return Problem(
+        f"rank {environment.current().rank} lost its connection to another rank: {reason}",
+        "every rank to stay until the run is over",
+        "if no rank has reported an error, one was killed: look for `Out of memory` in the kernel's log (dmesg) of its "
+        "host; the same command resumes from the newest checkpoint, and --max-restarts N does so automatically",
+    )

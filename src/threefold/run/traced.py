@@ -1,0 +1,193 @@
+"""One step of a set-up traced on one CPU: what a rank holds at its peak, and what it sends, without the ranks.
+
+The real model is split over a process group that sends nothing, and one step of the real training code runs on tensors
+that have a shape but no storage. So memory and collectives are those of the code, for any number of ranks, in seconds.
+They are a CPU's: kernels of a device may keep other tensors, and compiled layers keep fewer. What an allocator rounds
+up, and what a driver takes for itself, is not in them.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
+
+from threefold.config.schema import Config
+from threefold.errors import ConfigError, Problem
+from threefold.mesh.environment import LaunchInfo
+from threefold.mesh.mesh import Mesh, join_mesh
+from threefold.mesh.topology import Topology
+from threefold.model import storage
+from threefold.model.build import arranged
+from threefold.model.collectives import local_part
+from threefold.plan.live import LiveTensors
+from threefold.training.ema import Ema
+from threefold.training.forward import token_loss_of
+from threefold.training.optimizer import build_optimizer
+from threefold.training.step import TrainStep
+
+# What of a collective is counted: the whole tensor of an all-gather or a reduce-scatter, what a rank gives of others.
+_WHOLE = {"_allgather_base_": 0, "_reduce_scatter_base_": 1}
+# Changes nothing that is traced.
+_RATE = 1e-4
+Sent: TypeAlias = dict[tuple[str, str], tuple[int, int]]
+_AXES = ("tp", "cp", "fsdp", "dp_replicate", "dp", "loss", "world")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Of the first rank, in a step that is not the first.
+
+    Attributes:
+        peak_bytes: at the moment when it holds the most.
+        parameters_bytes, optimizer_bytes: of its own part; held at every moment.
+        gradients_bytes: of its own part, once they are complete.
+        sent: (axis, collective) -> (calls, bytes of the tensors that the ranks of that axis make or share).
+    """
+
+    peak_bytes: int
+    parameters_bytes: int
+    optimizer_bytes: int
+    gradients_bytes: int
+    sent: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+
+
+def refused(config: Config) -> list[Problem]:
+    """What cannot be traced: it would be told wrongly; empty if all can."""
+    expected = "what is on the device at the peak: the trace has one memory"
+    found = []
+    if config.mesh.cpu_offload:
+        found.append(Problem("mesh.cpu_offload = true cannot be traced", expected, "leave mesh.cpu_offload out"))
+    if config.train.activation_checkpointing == "offload":
+        what = "train.activation_checkpointing = offload cannot be traced"
+        fix = "--train.activation_checkpointing full   (which holds a layer's input more for each layer)"
+        found.append(Problem(what, expected, fix))
+    eager = "what is computed as it is written: weights and their averages, layers and products as they are"
+    for key, value, plain in (
+        ("train.objective", config.train.objective, "next_token"),
+        ("train.reduce", config.train.reduce, "fast"),
+        ("train.float8", config.train.float8, "none"),
+        ("train.compile", config.train.compile, False),
+    ):
+        if value not in (plain, "auto"):
+            shown = str(value).lower()
+            found.append(Problem(f"{key} = {shown} cannot be traced", eager, f"leave {key} out"))
+    return found
+
+
+def trace(config: Config, architecture: PretrainedConfig, topology: Topology, *, micro_batch: int) -> Traced:
+    """Traces one step of the first rank, with as many micro-batches as a step has.
+
+    Args:
+        micro_batch: rows of one forward.
+
+    Raises:
+        ConfigError: this process has a process group already, or torch cannot trace the model.
+    """
+    if dist.is_initialized():
+        expected = "a process of its own: a group that sends nothing takes the place of the ranks"
+        raise ConfigError("tracing in a process that is a rank", expected=expected, fix="threefold plan, by itself")
+    dist.init_process_group("fake", rank=0, world_size=topology.world_size, store=dist.HashStore())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # It tells a failure once more.
+            logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)
+            mesh = join_mesh(topology, LaunchInfo(0, topology.world_size), device="cpu", timeout_s=60)
+            return _traced(config, architecture, mesh, micro_batch)
+    except RuntimeError as error:
+        name = config.model.name_or_path or (config.model.config or {}).get("model_type", "the model")
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        expected = "operators that tell their results' shapes without values, in the types that are asked for"
+        fix = "--model.dtype bfloat16" if "BF16" in reason else "train a step of it, and read peak_memory_bytes"
+        raise ConfigError(f"{name!r} cannot be traced: {reason}", expected=expected, fix=fix) from error
+    finally:
+        dist.destroy_process_group()
+
+
+def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh, micro_batch: int) -> Traced:
+    model, _ = arranged(config, architecture, mesh)
+    replicated = ("data parallelism: ddp", model.choices[0][1]) in model.choices
+    seq_len, num_batches = config.data.seq_len, config.train.global_batch // mesh.dp_size // micro_batch
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        storage.reserve(model.module, mesh, offloaded=config.mesh.cpu_offload)
+        model.module.train()
+        optimizer = build_optimizer(model.module, config.optimizer)
+        smoothing, z_loss = config.train.label_smoothing, config.train.z_loss
+        token_loss = token_loss_of(model, mesh, label_smoothing=smoothing, z_loss=z_loss)
+        ema = Ema(model.module, config.optimizer.ema) if config.optimizer.ema is not None else None
+        step = TrainStep(model, optimizer, grad_clip=config.train.grad_clip, token_loss=token_loss, ema=ema)
+        ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64)
+        batch = {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(seq_len).expand_as(ids)}
+        if config.data.document_mask:
+            batch["document_ids"] = torch.zeros_like(ids)
+        with SentBytes(mesh) as of_one:
+            step.run([batch], lr=_RATE)  # makes the optimizer's state
+        parameters = [*model.module.parameters(), *model.module.buffers()]
+        averages = [*ema.state().values()] if ema is not None else []
+        moments = [each for each in tree_leaves([*optimizer.state.values()]) if isinstance(each, Tensor)] + averages
+        # After the second of several micro-batches, each holds and sends what the one before did.
+        with LiveTensors([*parameters, *moments]) as memory, SentBytes(mesh) as sent:
+            step.run([batch] * min(num_batches, 2), lr=_RATE)
+        trained = [each for each in parameters if each.requires_grad]
+        held, state, gradients = (
+            sum(local_part(each).nbytes for each in tensors) for tensors in (parameters, moments, trained)
+        )
+    found = sent.found if num_batches <= 2 else _repeated(of_one.found, sent.found, num_batches)
+    peak = memory.peak
+    if replicated:
+        # torch's DDP keeps the gradients of all parameters in buckets, at every moment, also at that of the peak.
+        peak += gradients
+        found["dp", "all-reduce"] = (1, gradients)
+    return Traced(peak, held, state, gradients, found)
+
+
+def _repeated(one: Sent, two: Sent, times: int) -> Sent:
+    """What `times` micro-batches send, given what one and two do."""
+    found = {}
+    for key, (calls, size) in two.items():
+        first_calls, first_size = one.get(key, (0, 0))
+        rest = times - 2
+        found[key] = (calls + rest * (calls - first_calls), size + rest * (size - first_size))
+    return found
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts what collectives send, by the axis whose ranks take part."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.found: Sent = {}
+        groups = {axis: mesh.group(axis) for axis in reversed(_AXES)}
+        self._axis_of = {group.group_name: axis for axis, group in groups.items() if group is not None}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._opname
+            tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+            counted = tensors[_WHOLE[name]] if name in _WHOLE else max(tensors, key=lambda each: each.nbytes)
+            group = next(
+                dist.ProcessGroup.unbox(each) for each in tree_leaves(args) if isinstance(each, torch.ScriptObject)
+            )
+            key = (self._axis_of.get(group.group_name, "other"), _WORDS.get(name, name.strip("_")))
+            calls, sent = self.found.get(key, (0, 0))
+            self.found[key] = (calls + 1, sent + counted.nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+_WORDS = {
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "alltoall_base_": "all-to-all",
+}

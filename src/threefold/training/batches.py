@@ -1,0 +1,230 @@
+"""Batches of a loop of one's own: what a model would leave out or misread in silence is refused, with the fix."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threefold.data.permutation import seed_of
+from threefold.data.rows.concat import IGNORED
+from threefold.errors import ConfigError, DataError
+from threefold.mesh.mesh import Mesh
+from threefold.model import noise
+from threefold.model.model import Model
+from threefold.training.forward import Batch
+
+_PER_TOKEN = ("input_ids", "labels", "position_ids", "document_ids", "padding")
+# What loaders add: the rows' numbers.
+_KNOWN = (*_PER_TOKEN, "attention_mask", "indices")
+_COUNTED = "labels = ids[:, 1:]; input_ids = ids[:, :-1]   (rows of sequence + 1 tokens)"
+
+
+class Batches:
+    """Reads the batches of one model; every rank calls it with those of its dp rank.
+
+    Attributes:
+        taken: batches so far.
+    """
+
+    def __init__(self, model: Model, *, own_loss: bool, labels: bool = False) -> None:
+        """Args: `labels`: a loss of one's own is given what the model says of them."""
+        self._model, self._mesh, self._own_loss = model, model.mesh, own_loss
+        self._labels = labels or not own_loss
+        self.taken = 0
+
+    def pieces(self, batch: Mapping[str, Any], rows: int | None) -> list[Batch]:
+        """A batch in micro-batches of at most `rows` rows; None: all in one.
+
+        Raises:
+            ConfigError, DataError: it is not a batch of this model. Of the first batch every rank raises what one does.
+        """
+        self.taken += 1
+        if self.taken > 1:
+            return self._read(batch, rows)
+        kept: list[list[Batch]] = []
+
+        def read() -> dict[str, Any]:
+            kept.append(self._read(batch, rows))
+            shapes = {name: [*values.shape] for name, values in batch.items() if isinstance(values, Tensor)}
+            tokens = batch["input_ids"] if self._model.context is not None else None
+            digest = None if tokens is None else zlib.crc32(tokens.numpy(force=True).tobytes())
+            return {"dp": self._mesh.dp_rank, "pieces": len(kept[0]), "shapes": shapes, "digest": digest}
+
+        self._mesh.decide_on("first batch", read, lambda parts: _refuse_unlike(parts, self._mesh))
+        return kept[0]
+
+    def one(self, batch: Mapping[str, Any]) -> Batch:
+        """A batch as it is, checked on this rank alone."""
+        self.taken += 1
+        return self._read(batch, None)[0]
+
+    def _read(self, batch: Mapping[str, Any], rows: int | None) -> list[Batch]:
+        if not isinstance(batch, Mapping):
+            raise ConfigError(
+                f"the batch is a {type(batch).__name__}",
+                expected="a dict of tensors by name",
+                fix="step({'input_ids': input_ids, 'labels': labels})",
+            )
+        given = dict(batch)
+        if self._model.context is not None:
+            given = self._tokens(given)
+        if rows is None:
+            return [given]
+        sizes = {len(values) for values in given.values() if isinstance(values, Tensor) and values.ndim}
+        if len(sizes) != 1 or not all(isinstance(values, Tensor) and values.ndim for values in given.values()):
+            raise ConfigError(
+                f"micro_batch = {rows}, but the batch has other entries than tensors of as many rows",
+                expected="tensors [rows, ..], which can be cut by rows",
+                fix="micro_batch=None, or batches of tensors alone",
+            )
+        return micro_batches(given, rows)
+
+    def _tokens(self, batch: dict[str, Any]) -> Batch:
+        ids = batch.get("input_ids")
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype != torch.int64 or not ids.numel():
+            raise ConfigError(
+                f"the batch has {_said(ids)} for input_ids",
+                expected="int64 [rows, sequence]",
+                fix="'input_ids': tokens.long().reshape(rows, sequence)",
+            )
+        look = self.taken <= 1 or ids.device.type == "cpu"  # reading a device's values would wait for it every step
+        batch = {name: values for name, values in batch.items() if values is not None}
+        self._refuse_mask(batch.pop("attention_mask", None), look)
+        if (unknown := [name for name in batch if name not in _KNOWN]) and not self._own_loss:
+            raise ConfigError(
+                f"the batch has {unknown[0]!r}, which the step does not know",
+                expected=f"{', '.join(_KNOWN[:-2])}: anything else would be left out",
+                fix=f"batch.pop({unknown[0]!r}), or a loss that reads it: TrainStep(model, loss=...)",
+            )
+        if "labels" not in batch and self._labels:
+            fix = _COUNTED if self._own_loss else f"{_COUNTED}, or TrainStep(model, loss=...)"
+            raise ConfigError("the batch has no labels", expected="labels, shifted by one token", fix=fix)
+        for name in (name for name in _PER_TOKEN if name in batch):
+            if not isinstance(batch[name], Tensor) or batch[name].shape != ids.shape:
+                raise ConfigError(
+                    f"the batch has {_said(batch[name])} for {name}, and [{ids.shape[0]}, {ids.shape[1]}] input_ids",
+                    expected="one for each token",
+                    fix=f"'{name}': {name}.expand_as(input_ids)" if name == "position_ids" else _COUNTED,
+                )
+            if batch[name].dtype != (kind := torch.bool if name == "padding" else torch.int64):
+                raise ConfigError(
+                    f"the batch has {_said(batch[name])} for {name}",
+                    expected=f"{str(kind).removeprefix('torch.')} [rows, sequence]",
+                    fix=f"'{name}': {name}.{'bool' if name == 'padding' else 'long'}()",
+                )
+        if look:
+            self._refuse_strange_tokens(batch)
+        for name, values in batch.items():
+            if not isinstance(values, Tensor) or not values.ndim or len(values) != len(ids):
+                raise ConfigError(
+                    f"the batch has {_said(values)} for {name}, and {len(ids)} rows",
+                    expected="a tensor [rows, ..]",
+                    fix=f"'{name}': torch.as_tensor({name}).expand({len(ids)})",
+                )
+        self._model.refuse_length(ids.shape[1])
+        if self._labels and look and _unshifted(ids, batch["labels"]):
+            raise ConfigError(
+                "the labels are the input_ids themselves, not shifted by one token",
+                expected="labels[t] = input_ids[t + 1]: they are shifted before rows are split, so the model, unlike "
+                "transformers', does not shift them; it would learn to copy",
+                fix=_COUNTED,
+            )
+        return batch
+
+    def _refuse_strange_tokens(self, batch: Batch) -> None:
+        """ConfigError for ids that the vocabulary does not have: on tp ranks no part of it would know them."""
+        size = self._model.module.config.get_text_config().vocab_size
+        for name in ("input_ids", "labels") if self._labels else ("input_ids",):
+            values = batch[name]
+            strange = (values >= size) | (values < 0)
+            if name == "labels":
+                strange &= values != IGNORED
+            if bool(strange.any()):
+                raise ConfigError(
+                    f"the batch has {int(values[strange][0])} among its {name}",
+                    expected=f"ids from 0 to {size - 1}, as the model's vocabulary has"
+                    + (f", and {IGNORED} where nothing is learnt" if name == "labels" else ""),
+                    fix="use the tokenizer of the model",
+                )
+
+    def _refuse_mask(self, mask: Any, look: bool) -> None:
+        if mask is not None and (not isinstance(mask, Tensor) or (look and not bool((mask == 1).all()))):
+            raise ConfigError(
+                "the batch has an attention_mask that is not all ones",
+                expected="documents by number, which any mesh keeps apart; padding is number -1, with labels -100",
+                fix="batch['document_ids'] = batch.pop('attention_mask') - 1",
+            )
+
+
+def cut(batch: Batch, length: int) -> Batch:
+    """The first `length` places of each row of a batch, of which only padding lies beyond."""
+    assert bool((batch["labels"][:, length:] == IGNORED).all()) and bool(batch["padding"][:, length:].all())
+    return {name: values[:, :length] if values.ndim > 1 else values for name, values in batch.items()}
+
+
+def micro_batches(batch: Batch, rows: int, *, spread: bool = False) -> list[Batch]:
+    """A batch in pieces of `rows` rows; the last one may be shorter.
+
+    Args:
+        spread: a piece's rows are as many apart as there are pieces, and not neighbours. A dp rank reads every dp-th
+            row of the global batch, so the pieces of all ranks are then the same on any number of dp ranks.
+    """
+    if spread:
+        count = len(next(iter(batch.values()))) // rows
+        return [{name: values[first::count].contiguous() for name, values in batch.items()} for first in range(count)]
+    pieces = zip(*(values.split(rows) for values in batch.values()), strict=True)
+    return [dict(zip(batch, piece, strict=True)) for piece in pieces]
+
+
+def with_noise(pieces: Sequence[Batch], model: Model, *, seed: int, step: int, spread: bool) -> Sequence[Batch]:
+    """`micro_batches` with random numbers that follow from the seed, the step and each one's first row.
+
+    That row is counted in the global batch. With one row in a micro-batch, and with `spread` for any number of them,
+    the noise of a row is then the same on any number of dp ranks.
+    """
+    mesh, size = model.mesh, len(next(iter(pieces[0].values())))
+    first = range(len(pieces)) if spread else range(0, len(pieces) * size, size)
+    places = noise.places_in_row(mesh, model.tensor.sequence_group)
+    rows = [mesh.dp_rank + mesh.dp_size * row for row in first]
+    return noise.Keyed(pieces, [seed_of("noise of a row", seed, step, row, *places) for row in rows], mesh.device)
+
+
+def _unshifted(ids: Tensor, labels: Tensor) -> bool:
+    """Whether the labels are what stands at their own places, and not what stands at the next ones."""
+    counted = labels != IGNORED
+    if ids.shape[1] < 2 or not bool(counted.any()) or not torch.equal(ids[counted], labels[counted]):
+        return False
+    inside = counted[:, :-1]
+    return not torch.equal(ids[:, 1:][inside], labels[:, :-1][inside])
+
+
+def _said(values: Any) -> str:
+    if isinstance(values, Tensor):
+        return f"{str(values.dtype).removeprefix('torch.')} {list(values.shape)}"
+    return "nothing" if values is None else f"a {type(values).__name__}"
+
+
+def _refuse_unlike(parts: list[dict[str, Any]], mesh: Mesh) -> str:
+    """DataError if ranks give batches that do not belong to one step."""
+    pieces = [part["pieces"] for part in parts]
+    if len(set(pieces)) > 1:
+        raise DataError(
+            f"the first batch is cut into {min(pieces)} micro-batches on rank {pieces.index(min(pieces))}, into "
+            f"{max(pieces)} on rank {pieces.index(max(pieces))}",
+            expected="as many on every rank: they step together",
+            fix="threefold.distribute(loader) gives every dp rank as many rows",
+        )
+    first: dict[int, int] = {}
+    for rank, part in enumerate(parts):
+        other = first.setdefault(part["dp"], rank)
+        if (parts[other]["shapes"], parts[other]["digest"]) != (part["shapes"], part["digest"]):
+            raise DataError(
+                f"ranks {other} and {rank} belong to dp rank {part['dp']} and give different rows",
+                expected="the same rows on all cp and tp ranks of a dp rank",
+                fix="loader = threefold.distribute(loader), which reads by mesh.dp_rank",
+            )
+    return ""

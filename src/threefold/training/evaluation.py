@@ -1,0 +1,121 @@
+"""Exact sums of the loss over rows that the dp ranks share unevenly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from threefold.data.rows.concat import IGNORED
+from threefold.errors import ConfigError, DataError
+from threefold.model.data_parallel import reshard
+from threefold.model.exact_sums import loss_on_grid
+from threefold.model.model import Model, OutputsOf
+from threefold.training.batches import Batches
+from threefold.training.forward import Batch, OwnLoss, forward_own, forward_sums, measures_of, token_loss_of
+
+
+class EvalNumbers(NamedTuple):
+    """Over the rows of all dp ranks, the same on each: sum of the loss, and number of target tokens (its count)."""
+
+    loss_sum: float
+    num_counted: float
+
+    @property
+    def loss(self) -> float:
+        """The mean; NaN of nothing."""
+        return self.loss_sum / self.num_counted if self.num_counted else float("nan")
+
+
+class EvalStep:
+    """Evaluates a model, which every rank of its mesh calls; nothing is updated, and nothing is learnt of the rows."""
+
+    def __init__(self, model: Model, *, loss: OwnLoss | None = None, loss_on: OutputsOf = "logits") -> None:
+        """Args: as for `TrainStep`."""
+        if model.context is None and loss is None:
+            raise ConfigError(
+                f"a {type(model.module).__name__} has no loss of ours",
+                expected="for a module of one's own, a function of what it returns and the batch",
+                fix="threefold.EvalStep(model, loss=lambda outputs, batch: (losses.sum(), losses.numel()))",
+            )
+        model.refuse_outputs(loss_on)
+        self._model, self._loss, self._loss_on = model, loss, loss_on
+        self.own_loss = loss is not None
+        self._measures = measures_of(loss)
+
+    def __call__(self, batches: Iterable[Mapping[str, Any]]) -> EvalNumbers:
+        """The sum and the count over the batches of all dp ranks, of any number and size on each, in any order.
+
+        While another dp rank has batches left, a rank that has none computes along without being counted.
+        """
+        return self.measured(batches)[0]
+
+    @torch.no_grad()
+    def measured(self, batches: Iterable[Mapping[str, Any]]) -> tuple[EvalNumbers, dict[str, float]]:
+        """As a call, and the means of what a loss of one's own measures besides, by name (`forward`)."""
+        loss_sum, count, *sums = self._totals(batches)
+        means = {name: total / count if count else math.nan for name, total in zip(self._measures, sums, strict=True)}
+        return EvalNumbers(loss_sum, round(count) if self._loss is None else count), means
+
+    def _totals(self, batches: Iterable[Mapping[str, Any]]) -> list[float]:
+        model, mesh = self._model, self._model.mesh
+        trained = model.module.training
+        model.eval()
+        totals = torch.zeros(2 + len(self._measures), dtype=torch.float64, device=mesh.device)
+        reader = Batches(model, own_loss=self._loss is not None, labels=self._loss_on == "log_probabilities")
+        for batch, counts in self._with_stand_ins(reader, batches):
+            found = self._of(batch)
+            totals += found if counts else 0 * totals
+        if (group := mesh.group("loss")) is not None:
+            dist.all_reduce(totals, group=group)
+        reshard(model.forward)
+        model.train(trained)
+        sums: list[float] = totals.tolist()
+        return sums
+
+    def _of(self, batch: Batch) -> torch.Tensor:
+        model, mesh = self._model, self._model.mesh
+        if self._loss is not None:
+            with forward_own(model, batch, self._loss, of=self._loss_on) as own:
+                return own.totals
+        with forward_sums(model, batch, mesh, token_loss_of(model, mesh)) as sums:
+            targets = (batch["labels"] != IGNORED).sum().to(mesh.device, torch.float64) / mesh.size("cp")
+            own = sums.cross_entropy.double() if model.exact is None else loss_on_grid(sums.cross_entropy)
+            return torch.stack([own, targets])
+
+    def _with_stand_ins(self, reader: Batches, batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Batch, bool]]:
+        """This rank's batches, then stand-ins until the last rank has none left."""
+        mesh = self._model.mesh
+        last: Batch | None = None
+        own, first, sharded = iter(batches), True, isinstance(self._model.forward, FSDPModule)
+        while True:
+            batch = next(own, None)
+            here = torch.tensor([batch is not None, batch is None], dtype=torch.int32, device=mesh.device)
+            if (group := mesh.group("world")) is not None:
+                dist.all_reduce(here, dist.ReduceOp.MAX, group=group)
+            some, none = here.tolist()
+            if not some:
+                return
+            if first and none and sharded and self._model.context is None:
+                raise DataError(
+                    "a rank has no batch to evaluate",
+                    expected="at least one on every dp rank: a sharded module of one's own is computed by all of them",
+                    fix="threefold.distribute(loader, tail='exact') gives every rank as many",
+                )
+            first = False
+            if batch is not None:
+                last = reader.one(batch)
+                yield last, True
+            elif sharded or self._model.context is not None:
+                # Forward has collectives, which other ranks are in.
+                last = last or self._stand_in()
+                yield last, False
+
+    def _stand_in(self) -> Batch:
+        mesh = self._model.mesh
+        tokens = torch.zeros(1, 2 * mesh.size("cp") * mesh.size("tp"), dtype=torch.int64)
+        return {"input_ids": tokens, "labels": torch.full_like(tokens, IGNORED)}

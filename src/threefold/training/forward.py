@@ -1,0 +1,193 @@
+"""One forward of a micro-batch, with backward inside it: to the sums of our loss, or of a loss of one's own.
+
+A loss of one's own is a function (outputs, batch) -> (sum, count) of this rank's part of a batch. The loss of a step is
+the sum of the sums over the dp x cp ranks and all micro-batches, divided by the sum of the counts. A loss with an
+attribute `measures`, names, gives a third thing: a tensor [measures] of further sums, told as means of the same count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from threefold.errors import ConfigError
+from threefold.mesh.mesh import Mesh
+from threefold.model.context_parallel.split import local_positions
+from threefold.model.head import Sums
+from threefold.model.model import Model, OutputsOf, arguments_of
+from threefold.training.loss import TokenLoss
+
+Batch: TypeAlias = dict[str, Tensor]
+# (outputs, this rank's part of the batch) -> (sum of the loss, what it is divided by), scalars of this rank; then, of a
+# loss that measures more, sums of that, [measures].
+OwnLoss: TypeAlias = Callable[[Any, Batch], tuple[Tensor, Tensor | float] | tuple[Tensor, Tensor | float, Tensor]]
+
+_PER_TOKEN = ("input_ids", "labels", "position_ids", "document_ids")
+
+
+class OwnSums(NamedTuple):
+    """What a loss of one's own gave for a micro-batch.
+
+    Attributes:
+        objective: its sum, to go backward from; through all outputs, with no gradient for those that it left out.
+        totals: [2 + measures] float64: the sum, the count and the measures, detached.
+        of_rows: [rows]: the sum by rows, of a loss that has it (`of_rows`).
+    """
+
+    objective: Tensor
+    totals: Tensor
+    router_logits: tuple[Tensor, ...]
+    of_rows: Tensor | None = None
+
+
+@contextmanager
+def forward_sums(
+    model: Model, batch: Batch, mesh: Mesh, token_loss: TokenLoss, *, routers: bool = False
+) -> Iterator[Sums]:
+    """Sums over this rank's target tokens of a batch [batch, sequence]; backward belongs inside the `with`."""
+    with model.computing({name: batch[name] for name in _PER_TOKEN if name in batch}) as local:
+        with model.casting():
+            sums: Sums = model.forward(
+                labels=local["labels"], token_loss=token_loss, output_router_logits=routers, **arguments_of(local)
+            )
+        yield sums
+
+
+@contextmanager
+def forward_own(
+    model: Model, batch: Batch, loss: OwnLoss, *, of: OutputsOf = "logits", routers: bool = False
+) -> Iterator[OwnSums]:
+    """The sums of a loss of one's own over this rank's part of a batch; backward belongs inside the `with`."""
+    if model.context is None:
+        moved = {name: _moved(values, model.mesh.device) for name, values in batch.items()}
+        outputs = model.own_outputs(moved)
+        yield _sums(outputs, loss, moved, model.mesh, ())
+        return
+    with model.computing(batch) as local:
+        token_loss = token_loss_of(model, model.mesh) if of == "log_probabilities" else None
+        found = model.outputs(local, of, token_loss=token_loss, routers=routers)
+        yield _sums(found.values, loss, local, model.mesh, found.router_logits)
+
+
+def _moved(values: Any, device: torch.device) -> Any:
+    return values.to(device, non_blocking=True).contiguous() if isinstance(values, Tensor) else values
+
+
+def measures_of(loss: OwnLoss | None) -> tuple[str, ...]:
+    """The names of what a loss of one's own tells besides its sum and count."""
+    return getattr(loss, "measures", ())
+
+
+def _sums(outputs: Any, loss: OwnLoss, batch: Batch, mesh: Mesh, router_logits: tuple[Tensor, ...]) -> OwnSums:
+    answer: Any = loss(outputs, batch)
+    told = []
+    if measures_of(loss):
+        *answer, measured = answer
+        told.append(measured.to(mesh.device, torch.float64))
+    total, count = _checked(answer)
+    # Every rank goes backward through the whole model, whatever its part of the loss depends on: there are collectives.
+    reached = [leaf for leaf in _leaves(outputs) if leaf.requires_grad]
+    objective = total.to(mesh.device, torch.float32 if total.dtype != torch.float64 else None)
+    for leaf in reached:
+        objective = objective + leaf.reshape(-1)[:0].sum().to(objective.dtype)
+    if torch.is_grad_enabled() and not objective.requires_grad:
+        raise ConfigError(
+            "the loss has no gradient: neither it nor what the model returned depends on a parameter",
+            expected="a sum that is computed from the outputs, with their gradients",
+            fix="leave out .detach(), .item() and torch.no_grad() in the loss and in forward",
+        )
+    totals = torch.stack([torch.as_tensor(each, dtype=torch.float64, device=mesh.device) for each in (total, count)])
+    rows: Tensor | None = getattr(loss, "of_rows", None)
+    return OwnSums(objective, torch.cat([totals, *told]).detach(), router_logits, rows)
+
+
+def _leaves(outputs: Any) -> list[Tensor]:
+    plain = dict(outputs) if isinstance(outputs, Mapping) else outputs
+    return [leaf for leaf in tree_leaves(plain) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _checked(answer: Any) -> tuple[Tensor, Tensor | float]:
+    """The sum and the count, if they are that.
+
+    Raises:
+        ConfigError: the loss gave something else.
+    """
+    problem = None
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        problem = f"gave {_described(answer)}"
+    elif not isinstance(total := answer[0], Tensor) or total.ndim or not total.is_floating_point():
+        problem = f"gave {_described(answer[0])} as its sum"
+    elif not _is_count(answer[1]):
+        problem = f"gave {_described(answer[1])} as its count"
+    if problem is None:
+        return answer[0], answer[1]
+    raise ConfigError(
+        f"the loss {problem}",
+        expected="(sum, count): the sum over this rank's part of the batch, a scalar tensor, and how many terms it has "
+        "(a mean could not be combined with those of other ranks and micro-batches)",
+        fix="return losses.sum(), losses.numel()",
+    )
+
+
+def _is_count(count: Any) -> bool:
+    if isinstance(count, Tensor):
+        return not count.ndim and not count.is_complex()
+    return isinstance(count, int | float) and not isinstance(count, bool) and math.isfinite(count) and count >= 0
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, int | float):
+        return repr(value)
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple | list) else "")
+
+
+def token_loss_of(model: Model, mesh: Mesh, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> TokenLoss:
+    """The loss of tokens whose logits this model gives on this rank."""
+    return TokenLoss(
+        group=mesh.group("tp"),
+        vocabulary_start=model.tensor.vocabulary_start,
+        vocabulary=model.module.config.get_text_config().vocab_size,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+    )
+
+
+def counted_tokens(batch: Batch, mesh: Mesh) -> Tensor:
+    """[rows x sequence / cp] of this rank's tokens in the order in which it holds them: 1.0, or 0.0 for padding."""
+    rows, sequence = batch["input_ids"].shape
+    if (padding := batch.get("padding")) is None:
+        return torch.ones(rows * sequence // mesh.size("cp"), device=mesh.device)
+    own = local_positions(sequence, cp_size=mesh.size("cp"), cp_rank=mesh.cp_rank)
+    return (
+        (~padding[:, own.to(padding.device, non_blocking=True)])
+        .flatten()
+        .to(mesh.device, torch.float32, non_blocking=True)
+    )
+
+
+def warm_up_buckets(model: Model, mesh: Mesh, *, rows: int, seq_len: int) -> None:
+    """One backward over [rows, seq_len] tokens, as a micro-batch has, without any trace. Every rank calls it.
+
+    torch's DistributedDataParallel lays out its buckets again after the first backward, in the order in which the
+    gradients came. The place of a gradient in a bucket decides in which order the ranks' parts of it are added. Without
+    this, the first step of a resumed run on more than two ranks would have other sums than that of an unbroken run.
+    """
+    if not isinstance(model.forward, DistributedDataParallel):
+        return
+    tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
+    batch = {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(seq_len).expand(rows, -1)}
+    with (
+        torch.random.fork_rng(devices=[mesh.device] if mesh.device.type == "cuda" else []),
+        forward_sums(model, batch, mesh, token_loss_of(model, mesh)) as sums,
+    ):
+        sums.objective.backward()
+    model.module.zero_grad(set_to_none=True)

@@ -1,0 +1,146 @@
+"""Gradients after the last backward: completed over tp and copies of the model, one norm over all axes, clipped."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from threefold.model.collectives import local_part
+from threefold.model.data_parallel import is_sharded
+from threefold.model.exact_sums import exact_norm
+from threefold.model.model import Model
+
+# Gradients that copies of a model average in one collective.
+_TOGETHER_BYTES = 64 * 1024**2
+
+
+class Gradients:
+    """The gradients of one model; every rank calls these in the same order."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._mesh = model, model.mesh
+
+    def average(self) -> None:
+        """Averages over the dp ranks, each of which holds the whole model; where one has no gradient it counts as 0."""
+        if (group := self._mesh.group("dp")) is None:
+            return
+        parameters = [parameter for parameter in self._model.module.parameters() if parameter.requires_grad]
+        present = torch.tensor([parameter.grad is not None for parameter in parameters], device=self._mesh.device)
+        anywhere = present.int()
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)
+        pending: list[Tensor] = []
+        for parameter, any_rank in zip(parameters, anywhere.tolist(), strict=True):
+            if any_rank:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                if pending and (pending[0].dtype != parameter.grad.dtype or _bytes(pending) > _TOGETHER_BYTES):
+                    self._average(pending, group)
+                    pending = []
+                pending.append(parameter.grad)
+        if pending:
+            self._average(pending, group)
+
+    def _average(self, gradients: list[Tensor], group: dist.ProcessGroup) -> None:
+        together = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(together, group=group)
+        parts = together.div_(group.size()).split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [p.view_as(own) for p, own in zip(parts, gradients, strict=True)])
+
+    def complete(
+        self, *, clip: float, scale: Tensor | None = None, observe: Callable[[], None] | None = None
+    ) -> Tensor:
+        """Completes the gradients over tp and clips them; returns their norm before that.
+
+        Args:
+            clip: the norm above which they are scaled down; 0: never.
+            scale: of all gradients, before anything else.
+            observe: called when they are complete and not yet clipped.
+        """
+        parameters = dict(self._model.module.named_parameters())
+        if isinstance(self._model.forward, FSDPModule) and (group := self._mesh.group("loss")) is not None:
+            # What ranks hold whole beside their shards (`model.precision`).
+            kept = [each.grad for each in parameters.values() if each.grad is not None and not is_sharded(each)]
+            if kept:
+                self._average([local_part(gradient) for gradient in kept], group)
+        if scale is not None:
+            every = [local_part(parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
+            _multiply(every, scale.float())
+        self._sum_partial([parameters[name].grad for name in self._model.tensor.partial_gradients])
+        split = self._model.tensor.placements
+        # By whether tp splits them, and whether fsdp does.
+        gradients: dict[tuple[bool, bool], list[Tensor]] = collections.defaultdict(list)
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                _place_as_parameter(parameter)
+                over_tp = name in split and not split[name].is_replicate()
+                gradients[over_tp, is_sharded(parameter)].append(local_part(parameter.grad))
+        norm = self._norm(gradients)
+        if observe is not None:
+            observe()
+        if clip:
+            factor = (clip / (norm + 1e-6)).clamp(max=1.0)
+            _multiply([each for own in gradients.values() for each in own], factor)
+        return norm
+
+    def _norm(self, gradients: dict[tuple[bool, bool], list[Tensor]]) -> Tensor:
+        if self._model.exact is None:
+            return self._global_norm(gradients)
+        split, whole = ([*gradients[over_tp, True], *gradients[over_tp, False]] for over_tp in (True, False))
+        return exact_norm(split, whole, self._mesh)
+
+    def _sum_partial(self, gradients: Sequence[Tensor | None]) -> None:
+        """Sums over tp the gradients that each rank knows only in part; once a step, in one collective."""
+        tp = self._mesh.group("tp")
+        own = [local_part(gradient) for gradient in gradients if gradient is not None]
+        if tp is None or not own:
+            return
+        # With exact sums: two ranks add the same numbers in either order (`mesh.exact`).
+        together = torch.cat([gradient.flatten() for gradient in own]).to(self._mesh.device)
+        dist.all_reduce(together, group=tp)
+        parts = together.split([gradient.numel() for gradient in own])
+        torch._foreach_copy_(own, [part.view_as(gradient) for part, gradient in zip(parts, own, strict=True)])
+
+    def _global_norm(self, gradients: dict[tuple[bool, bool], list[Tensor]]) -> Tensor:
+        """Norm of the whole gradient; what tp does not split is the same on each of its ranks and counts once."""
+        device = self._mesh.device
+        squares = torch.stack([_square_sum(gradients[over_tp, True], device) for over_tp in (True, False)])
+        # Replicas have equal gradients; only ranks that share one copy hold different parts.
+        if (fsdp := self._mesh.group("fsdp")) is not None:
+            dist.all_reduce(squares, group=fsdp)
+        squares = squares + torch.stack([_square_sum(gradients[over_tp, False], device) for over_tp in (True, False)])
+        if (tp := self._mesh.group("tp")) is None:
+            return squares.sum().sqrt()
+        # The second is 0, or NaN if `whole` is not finite on one tp rank alone: all must know.
+        parts = torch.stack([squares[0], squares[1] - squares[1]])
+        dist.all_reduce(parts, group=tp)
+        return (parts.sum() + squares[1]).sqrt()
+
+
+def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
+    # Shards may be in the host's memory.
+    for device in dict.fromkeys(each.device for each in tensors):
+        torch._foreach_mul_([each for each in tensors if each.device == device], factor.to(device))
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _place_as_parameter(parameter: nn.Parameter) -> None:
+    """Gives a gradient its parameter's placement; autograd may leave it as a pending sum (for embeddings it does)."""
+    gradient = parameter.grad
+    both_split = isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
+    if both_split and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def _square_sum(tensors: list[Tensor], device: torch.device) -> Tensor:
+    if not tensors:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).square().sum().to(device)

@@ -1,0 +1,68 @@
+"""What a step has computed: on the device, and as numbers of the global batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from threefold.mesh.mesh import Mesh
+
+
+class StepNumbers(NamedTuple):
+    """Of the global batch, the same on every rank: mean loss of what it counts, gradient norm before clipping."""
+
+    loss: float
+    grad_norm: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step computed, still on the device.
+
+    Attributes:
+        loss_sum: cross entropy (or a loss of one's own) of this rank; sum it over the `loss` group for the step's own.
+        target_tokens: number of target tokens (or the count of a loss of one's own) of the global batch.
+        grad_norm: of the global gradient, before clipping.
+        aux_loss: this rank's share of the routers' loss, or None if the model has none.
+        micro_losses: what this rank minimised in each micro-batch.
+        of_rows: this rank's part of the loss of each row, [rows] of each micro-batch; empty: it is not known.
+        measured: [measures]: sums of this rank, of what a loss of one's own tells besides; None: nothing.
+    """
+
+    loss_sum: Tensor
+    target_tokens: Tensor
+    grad_norm: Tensor
+    aux_loss: Tensor | None = None
+    micro_losses: tuple[Tensor, ...] = ()
+    measured: Tensor | None = None
+    of_rows: tuple[Tensor, ...] = ()
+
+
+def mean_loss(result: StepResult, mesh: Mesh) -> float:
+    """The step's own loss: one small collective, then a wait for the device."""
+    total = over_ranks(result.loss_sum.clone(), mesh)
+    return (total / result.target_tokens).item() if result.target_tokens.item() else math.nan
+
+
+def mean_measures(result: StepResult, mesh: Mesh) -> list[float]:
+    """What a loss of one's own told besides, as means of the global batch; as `mean_loss`."""
+    if result.measured is None or not len(result.measured):
+        return []
+    total: list[float] = (over_ranks(result.measured.clone(), mesh) / result.target_tokens).tolist()
+    return total
+
+
+def mean_aux_loss(result: StepResult, mesh: Mesh) -> float | None:
+    """The routers' loss of the step, or None if the model has none; as `mean_loss`."""
+    return None if result.aux_loss is None else over_ranks(result.aux_loss, mesh).item()
+
+
+def over_ranks(part: Tensor, mesh: Mesh) -> Tensor:
+    total = part.double()  # itself, if it is already
+    if (group := mesh.group("loss")) is not None:
+        dist.all_reduce(total, group=group)
+    return total

@@ -1,0 +1,263 @@
+"""Checkpoints of a loop of one's own: as `threefold train` writes them, by the same saver, in `FOLDER/checkpoints`.
+
+Sealed by checksums and free of any mesh: weights and moments as named tensors, the loader's place and further values as
+JSON. Nothing is pickled. `threefold export FOLDER --to DIR` reads them like those of a run.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from threefold.checkpoint import state as run_state
+from threefold.checkpoint.boxes import Index
+from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, checkpoint_at, damaged
+from threefold.checkpoint.manifest import architecture_of, read_manifest, refuse_other, refuse_other_base
+from threefold.checkpoint.saver import Job, Saver
+from threefold.checkpoint.seal import Seal
+from threefold.checkpoint.tensors import Part
+from threefold.config.paths import with_absolute_paths
+from threefold.config.schema import Config
+from threefold.data.permutation import seed_of
+from threefold.errors import CheckpointError, ConfigError, DataError
+from threefold.mesh.mesh import Mesh
+from threefold.model import load as weights
+from threefold.model import noise
+from threefold.model.model import Model
+from threefold.training.optimizer import begin_state
+from threefold.training.plain_values import (
+    digests_of,
+    optimizer_of,
+    rates_of,
+    refuse_other_buffers,
+    refuse_other_values,
+    set_rates,
+    state_of_loader,
+)
+from threefold.training.step import TrainStep
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded: the step after which it was saved, and the `extra` values that were saved with it."""
+
+    step: int
+    extra: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A save that may still be under way."""
+
+    path: Path
+    _saver: Saver = field(repr=False)
+
+    def wait(self) -> Path:
+        """Returns the checkpoint's folder when it is complete; RunError on every rank if it could not be written."""
+        self._saver.wait()
+        return self.path
+
+
+def save(
+    folder: str | Path,
+    *,
+    model: Model,
+    step: int,
+    optimizer: torch.optim.Optimizer | TrainStep | None = None,
+    loader: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    wait: bool = True,
+    keep: int | None = None,
+) -> Saving:
+    """Saves the state after `step` in `FOLDER/checkpoints`; every rank calls it.
+
+    Args:
+        folder: one that all ranks see.
+        step: the number of the last step done, which names the checkpoint.
+        optimizer: the optimizer, or the TrainStep that has it.
+        loader: what has `state_dict()` of plain values, the same on every rank: a loader or sampler of threefold.
+        extra: plain values by name, the same on every rank: a scheduler's state, a best loss.
+        wait: return when it is on the disk; False: when its copy is made. The next save, `.wait()` of what is returned
+            and `mesh.close()` wait for it.
+        keep: remove all but the newest so many checkpoints afterwards; None: keep all.
+
+    Raises:
+        ConfigError: something that cannot be saved, before anything is written; on every rank.
+        RunError: it could not be written; of a save in the background, at the next of these calls.
+    """
+    _check(model, step, keep)
+    mesh = model.mesh
+    rates = rates_of(optimizer)
+    described = {"loader": state_of_loader(loader), "extra": dict(extra or {}), "optimizer": rates}
+    mesh.decide_on("what is saved", lambda: digests_of(described, step), lambda parts: refuse_other_values(parts))
+    refuse_other_buffers(model)
+    saver = _saver_of(model, optimizer_of(optimizer), background=not wait)
+    checkpoints, manifest = CheckpointFolder(Path(folder)), _manifest(model, described)
+
+    def commit(seals: Mapping[str, Seal]) -> None:
+        checkpoints.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
+        if keep is not None:
+            checkpoints.prune(keep)
+
+    begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
+    saver.save(Job(step, checkpoints.partial(step) / "state", begin, commit, abandon))
+    return Saving(checkpoints.path / f"step-{step:08d}", saver)
+
+
+def load(
+    folder: str | Path,
+    *,
+    model: Model,
+    optimizer: torch.optim.Optimizer | TrainStep | None = None,
+    loader: Any = None,
+) -> Loaded | None:
+    """Loads the newest checkpoint of a folder, or the one that is named, on any mesh; every rank calls it.
+
+    Weights, moments and the loader's place are loaded in place, and on the mesh that saved them the random states; on
+    another one these begin anew. Nothing is changed before sizes and checksums of all files were compared.
+
+    Returns:
+        None where there is no checkpoint yet.
+
+    Raises:
+        CheckpointError: it is torn, damaged, or of another model or optimizer. DataError: of other data.
+    """
+    mesh = model.mesh
+    path = mesh.share("newest checkpoint", lambda: _newest(Path(folder)))
+    if path is None:
+        return None
+    checkpoint = checkpoint_at(Path(path))
+    if (reason := run_state.damage_found(checkpoint, mesh)) is not None:
+        raise damaged(checkpoint, reason)
+    manifest = read_manifest(checkpoint)
+    _refuse_other_model(manifest, model, checkpoint)
+    saved = manifest.get("loop", {"loader": manifest["data"], "extra": {}, "optimizer": None})
+    if loader is not None and not saved["loader"]:
+        raise DataError(
+            f"{checkpoint.path} has no place of a loader",
+            expected="one that was saved: threefold.save(..., loader=loader)",
+            fix="leave loader out, and begin with the first rows again",
+        )
+    index = Index.read(checkpoint.state)
+    if (inner := optimizer_of(optimizer)) is not None:
+        begin_state(model.module, inner, index)
+    state = _state(model, optimizer_of(optimizer))
+    run_state.fit(state, index, fix="load it with the model and the optimizer that were saved, or without optimizer=")
+    set_rates(optimizer, saved["optimizer"], checkpoint)
+    if loader is not None:
+        loader.load_state_dict(saved["loader"])
+    run_state.read_into(state, checkpoint.state, index, mesh)
+    place = noise.places(mesh, model.tensor.sequence_group)
+    seed = seed_of("a resume on another mesh", manifest["seed"], checkpoint.step, *place)
+    run_state.restore_or_draw_random(checkpoint, manifest["mesh"], index, mesh, seed)
+    # Until every rank has read the checkpoint, no rank may start anything that could remove it.
+    mesh.decide("loaded", "", lambda parts: "")
+    return Loaded(checkpoint.step, saved["extra"])
+
+
+def _check(model: Model, step: int, keep: int | None) -> None:
+    if not isinstance(model, Model):
+        raise ConfigError(
+            f"model is a {type(model).__name__}", expected="a threefold.Model", fix="model=threefold.load_model(...)"
+        )
+    if type(step) is not int or step < 0:
+        raise ConfigError(f"step = {step!r}", expected="the number of the last step done", fix="step=100")
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ConfigError(f"keep = {keep!r}", expected="how many checkpoints to keep, at least 1", fix="keep=3")
+
+
+def _state(model: Model, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    if optimizer is None:
+        return run_state.model_state(model.module)
+    return run_state.state_of(model.module, optimizer)
+
+
+def _saver_of(model: Model, optimizer: torch.optim.Optimizer | None, *, background: bool) -> Saver:
+    """The saver of these tensors, made at the first save; an earlier one of others is waited for."""
+    key = id(optimizer) if optimizer is not None else None, background
+    known = model.savers.get(key)
+    for other in model.savers.values():
+        if other is not known:
+            other.wait()
+    if known is None:
+
+        def parts() -> list[Part]:
+            state = _state(model, optimizer)
+            return run_state.parts(state, run_state.holdings(state, model.mesh), model.mesh)
+
+        known = model.savers[key] = Saver(model.mesh, parts, background=background, continue_on_error=False)
+        model.mesh.before_close(known.wait)
+    saver: Saver = known
+    return saver
+
+
+def _manifest(model: Model, described: Mapping[str, Any]) -> dict[str, Any]:
+    config = model.asked or Config()
+    adapted = model.asked is not None and bool(config.model.lora.r)
+    base = model.mesh.once_per_host("base", lambda: weights.fingerprint(config.model)) if adapted else None
+    return {
+        "mesh": list(model.mesh.topology.sizes),
+        "device": model.mesh.device.type,
+        "data": described["loader"],
+        "seed": config.train.seed,
+        "architecture": architecture_of(model.architecture) if model.architecture is not None else {},
+        "config": with_absolute_paths(config).model_dump(mode="json"),
+        "base": base,
+        "loop": dict(described),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions that results depend on."""
+    return {
+        "threefold": sys.modules["threefold"].__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "cpu": f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
+    }
+
+
+def _processor() -> str:
+    """The processor's name, whose libraries choose their kernels by it."""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
+    return platform.processor()
+
+
+def _newest(folder: Path) -> str | None:
+    """The checkpoint that a path names; None where nothing was ever saved."""
+    if (folder / "manifest.json").exists() or folder.name.startswith("step-"):
+        return str(folder)
+    checkpoints = CheckpointFolder(folder)
+    if (newest := checkpoints.newest()) is not None:
+        return str(newest.path)
+    if torn := checkpoints.all():
+        raise CheckpointError(
+            f"{torn[-1].path} is not complete, and there is no other checkpoint in {folder}",
+            expected="a checkpoint with its marker, which is written last",
+            fix=f"rm -r {torn[-1].path}   to begin anew, or copy it again from its source",
+        )
+    return None
+
+
+def _refuse_other_model(manifest: Mapping[str, Any], model: Model, checkpoint: Checkpoint) -> None:
+    if model.asked is None or model.architecture is None:
+        return  # the tensors of a module of one's own are compared by name, shape and type
+    seed = manifest["seed"]
+    config = model.asked.model_copy(update={"train": model.asked.train.model_copy(update={"seed": seed})})
+    refuse_other(manifest, config, model.architecture, checkpoint)
+    if config.model.lora.r:
+        mesh: Mesh = model.mesh
+        base = mesh.once_per_host("base", lambda: weights.fingerprint(config.model))
+        refuse_other_base(manifest, base, config, checkpoint)

@@ -1,0 +1,92 @@
+"""How a run is asked to stop: by signals to any rank, or by a hook; all ranks end after the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import uuid
+from collections import deque
+from typing import Any
+
+from threefold.mesh.mesh import Mesh
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_KEY = "threefold/stop-after"  # and who asks: the store may outlive a restart, and hold an older request
+# A terminal sends Ctrl-C to every process and a launcher passes it on: within this time it is one request.
+_ONE_REQUEST_S = 1.0
+# So many signals of one kind within that time end the process at once, whatever it is doing.
+_AT_ONCE = 3
+
+
+class StopRequest:
+    """Listens for stop signals while it is open: a signal to any rank lets all of them finish the same step.
+
+    A second Ctrl-C leaves a step that does not end. Once the last save has begun (`saving`), further signals change
+    nothing; three of one kind within a second end the process at once, and say so.
+
+    No collective is spent on it. The rank that is signalled in step s publishes s + 2 in the rendezvous store before it
+    enters step s + 1; no other rank can finish step s + 1 without it, so every rank reads the same answer at the end of
+    that step at the latest.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.saving = False
+        self._asked: dict[int, deque[float]] = {number: deque(maxlen=_AT_ONCE) for number in SIGNALS}
+        self._first_s: float | None = None
+        self._by_hook = False
+        self._stop_after: int | None = None
+        self.by = "signal"
+        self._key = f"{_KEY}/{mesh.share('stop requests', lambda: uuid.uuid4().hex)}"
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        # Python gives signals to the main thread alone; who calls from another, as Ray Train does, stops by a hook.
+        for number in SIGNALS if threading.current_thread() is threading.main_thread() else ():
+            self._previous[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: object) -> None:
+        times, now = self._asked[number], time.monotonic()
+        # A launcher that is interrupted twice passes the second on as SIGTERM.
+        again = self._first_s is not None and now - self._first_s > _ONE_REQUEST_S
+        if again and not self.saving and self._asked[signal.SIGINT]:
+            os._exit(128 + signal.SIGINT)
+        self._first_s = self._first_s or now
+        times.append(now)
+        if len(times) == _AT_ONCE and now - times[0] <= _ONE_REQUEST_S:
+            name = signal.Signals(number).name
+            os.write(2, f"ended at once by {_AT_ONCE} x {name}: what was being saved is lost\n".encode())
+            os._exit(128 + number)
+
+    def ask(self) -> None:
+        """Asks for a stop as a signal does; for one rank, or several of them."""
+        self._by_hook = True
+
+    @property
+    def _is_asked(self) -> bool:
+        return self._by_hook or any(self._asked.values())
+
+    @property
+    def _why(self) -> str:
+        return "hook" if self._by_hook and not any(self._asked.values()) else "signal"
+
+    def after(self, step: int) -> bool:
+        """Whether the run stops after `step`, which this rank has just finished."""
+        store = self._mesh.store
+        if store is None:
+            self.by = self._why
+            return self._is_asked
+        if self._stop_after is None:
+            if self._is_asked:
+                store.compare_set(self._key, "", f"{step + 2} {self._why}")
+            if store.check([self._key]):
+                last, self.by = store.get(self._key).decode().split()
+                self._stop_after = int(last)
+        return self._stop_after is not None and step >= self._stop_after

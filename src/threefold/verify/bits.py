@@ -1,0 +1,141 @@
+"""`threefold verify --bits`: the same steps on several numbers of data ranks, and whether their weights are equal.
+
+What `train.reduce: exact` promises, shown on the user's own model, data and settings. After each step every tensor is
+gathered and hashed, so that the first step and the first tensor that differ can be named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch.distributed.tensor import DTensor
+
+from threefold.checkpoint.tensors import bytes_of
+from threefold.config.peak_rate import peak_rate, with_rate
+from threefold.config.schema import Config
+from threefold.errors import ConfigError
+from threefold.mesh import environment
+from threefold.mesh.mesh import Mesh, join_mesh
+from threefold.mesh.topology import Topology
+from threefold.model.build import build
+from threefold.model.model import Model
+from threefold.run import assemble, request
+from threefold.run.failure import report_failure
+from threefold.run.process import compute_alike, quieten_libraries
+from threefold.run.sources import with_packing
+from threefold.training.batches import micro_batches, with_noise
+from threefold.training.forward import token_loss_of
+from threefold.training.numbers import mean_loss
+from threefold.training.schedule import learning_rate
+from threefold.training.step import TrainStep
+from threefold.verify.comparison import Options
+from threefold.verify.mesh_side import cut
+
+# Of one step: loss and norm as written by `repr`, and the SHA-256 of each tensor after it, in the model's order.
+Step: TypeAlias = dict[str, Any]
+_DATA_RANKS = ((1, 1), (1, 2), (2, 2))
+
+
+def refuse_fast(config: Config) -> None:
+    """ConfigError unless the config asks for what is compared here."""
+    if config.train.reduce != "exact":
+        size = 1 if config.train.micro_batch == "auto" else config.train.micro_batch
+        raise ConfigError(
+            f"verify --bits with train.reduce = {config.train.reduce}",
+            expected="a run that promises the same bits on any number of data ranks",
+            fix=f"--train.reduce exact --train.micro_batch {size}",
+        )
+
+
+def meshes_of(config: Config, topology: Topology) -> list[Topology]:
+    """1, 2 and 4 data ranks that the global batch can be dealt to, with the cp and tp of `topology`; and that mesh."""
+    size = config.train.micro_batch
+    assert size != "auto", "mesh.exact refuses it"
+    found = [Topology(*sizes, topology.cp, topology.tp) for sizes in _DATA_RANKS]
+    found = [each for each in found if config.train.global_batch % (each.dp * size) == 0]
+    return [*(each for each in found if each != topology), topology]
+
+
+def bits_rank(config: Config, options: Options, topology: Topology, answer: str) -> int:
+    """Trains as one rank and returns its exit code; rank 0 writes the steps to `answer`."""
+    quieten_libraries()
+    mesh: Mesh | None = None
+    info = environment.current()
+    try:
+        mesh = join_mesh(topology, info, device=config.mesh.device, timeout_s=config.mesh.timeout_s)
+        found = steps_on(mesh, config, options)
+        if mesh.rank == 0:
+            Path(answer).write_text(json.dumps(found))
+        mesh.barrier()
+        mesh.close()
+        return 0
+    except Exception as error:
+        return report_failure(error, mesh, info.rank)
+
+
+def steps_on(mesh: Mesh, config: Config, options: Options) -> list[Step]:
+    """The first steps of a run on an existing mesh; every rank calls it."""
+    compute_alike(config)
+    config = with_rate(config, peak_rate(config)[0])
+    tokenizer, architecture = request.model_of(config)
+    config, architecture = cut(config, architecture, options)
+    config = with_packing(config, mesh)
+    request.check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
+    rows = assemble.rows_of(config, tokenizer, mesh, vocab_size=architecture.get_text_config().vocab_size)
+    model, train = build(config, architecture, mesh), config.train
+    optimizer, ema = assemble.optimizer_of(config, model, mesh), assemble.average_of(config, model)
+    loss = token_loss_of(model, mesh, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
+    step = TrainStep(model, optimizer, token_loss=loss, grad_clip=train.grad_clip, ema=ema)
+    loader, found = iter(assemble.loader_of(config, rows, mesh)), list[Step]()
+    exact, size = train.reduce == "exact", train.micro_batch
+    for number in range(1, options.steps + 1):
+        batch = next(loader)
+        pieces = micro_batches(batch, len(batch["labels"]) if size == "auto" else size, spread=exact)
+        lr = learning_rate(number, num_steps=options.steps, config=config.optimizer)
+        result = step.run(with_noise(pieces, model, seed=train.seed, step=number, spread=exact), lr=lr)
+        told = {"loss": repr(mean_loss(result, mesh)), "gradient norm": repr(result.grad_norm.item())}
+        found.append({**told, "weights": _hashes(model)})
+    return found
+
+
+def _hashes(model: Model) -> dict[str, str]:
+    """Of each tensor, whole; every rank calls it."""
+    found = {}
+    for name, parameter in model.module.named_parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        found[name] = hashlib.sha256(bytes_of(whole.detach().cpu().contiguous())).hexdigest()
+    return found
+
+
+def compared(found: Mapping[str, Sequence[Step]]) -> tuple[list[str], bool]:
+    """The steps of each mesh as lines, and whether all are those of the first."""
+    first, *others = found.values()
+    lines = [f"{'mesh':<44}  {'last loss':<20}  {'last gradient norm':<20}  SHA-256 of all tensors"]
+    for name, steps in found.items():
+        last = steps[-1]
+        whole = hashlib.sha256("".join(last["weights"].values()).encode()).hexdigest()
+        lines.append(f"{name:<44}  {last['loss']:<20}  {last['gradient norm']:<20}  {whole[:16]}")
+    names = list(found)[1:]
+    differing = [(name, text) for name, steps in zip(names, others, strict=True) if (text := _difference(first, steps))]
+    if not differing:
+        lines.append(f"equal: {len(first[0]['weights'])} tensors, losses and norms, in each of {len(first)} steps")
+    lines += [f"not equal: {name} and {next(iter(found))}: {text}" for name, text in differing]
+    return lines, not differing
+
+
+def _difference(first: Sequence[Step], other: Sequence[Step]) -> str | None:
+    """The first step and tensor that differ."""
+    for number, (one, two) in enumerate(zip(first, other, strict=True), start=1):
+        told = [name for name in ("loss", "gradient norm") if one[name] != two[name]]
+        tensors = [name for name, own in one["weights"].items() if two["weights"].get(name) != own]
+        if tensors:
+            more = f" and {len(tensors) - 1} more of {len(one['weights'])} tensors" if len(tensors) > 1 else ""
+            so = f"; so does its {' and its '.join(told)}" if told else ""
+            return f"step {number} differs first, in {tensors[0]}{more}{so}"
+        if told:
+            return f"step {number} differs first, in its {' and its '.join(told)}"
+    return None

@@ -1,0 +1,134 @@
+"""What a run's rows hold: their documents in the source's store, and their text, while the store is there. No torch."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from threefold.audit.record import Segment
+from threefold.config import loading
+from threefold.config.paths import RUN_CONFIG, tokenizer_name
+from threefold.config.schema import Config
+from threefold.data.rows.known_rows import PackedRows, Part, parts_of
+from threefold.data.rows.packing import MixedRows, Packing
+from threefold.data.store.remembered import known
+from threefold.data.store.store import TokenStore
+from threefold.data.tokens import Tokenizer, load_tokenizer
+from threefold.errors import ThreefoldError
+from threefold.mesh.environment import cache_folder
+
+# Characters of a row's text that are shown.
+SHOWN = 240
+# Documents of a row that are looked for elsewhere, and others as long that each is compared with.
+_COMPARED, _MOST_ALIKE = 3, 10_000
+# Categories of Unicode: controls, formats, surrogates, private and unassigned ones; separators of lines.
+_OBEYED = ("C", "Zl", "Zp")
+# Among these, what texts need: lines, tabs, and the joiners of Persian, Hindi and emoji.
+_HARMLESS = "\n\t\u200c\u200d"
+
+
+class Contents:
+    """The rows that a run's record describes, opened where its stores were.
+
+    Attributes:
+        missing: why documents and texts are not known; None: they are.
+    """
+
+    def __init__(self, run: Path, segments: Sequence[Segment]) -> None:
+        self._run, self._segments = run, segments
+        self.missing: str | None = None
+        self._has_texts = True
+        try:
+            self._parts = self._opened()
+        except (ThreefoldError, OSError, ValueError, KeyError) as error:
+            self._parts, self.missing = [], str(error).splitlines()[0]
+
+    def _opened(self) -> list[Part]:
+        if not self._segments or not (start := self._segments[-1].start).stores:
+            raise ValueError("the run's record does not say where its data lay")
+        packing = Packing.of(self._config.data)
+        rows = {name: packing.pack(_store(Path(prefix), digest)) for name, digest, prefix in start.stores}
+        whole = next(iter(rows.values())) if start.mixture is None else MixedRows(rows)
+        if whole.fingerprint != start.data:
+            raise ValueError("the data is no longer what the run has read")
+        return parts_of(whole)
+
+    @cached_property
+    def _config(self) -> Config:
+        return loading.load(str(self._run / RUN_CONFIG), environ={}).config
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return load_tokenizer(tokenizer_name(self._config)[0], revision=self._config.model.revision)
+
+    def _place(self, row: int) -> tuple[PackedRows, int] | None:
+        """The rows of the row's source, and its number there."""
+        if row < 0 or not self._parts:
+            return None
+        part = [each for each in self._parts if each.first_row <= row][-1]
+        return part.rows, row - part.first_row
+
+    def documents(self, row: int) -> list[int]:
+        """The documents of a row by number in its source's store; [] if they are not known."""
+        if (place := self._place(row)) is None:
+            return []
+        rows, number = place
+        ends, found = rows.store.document_ends, []
+        for start, stop in rows.stretches(number):
+            # The last token may be a label alone, the first of what follows.
+            first, last = np.searchsorted(ends, (start, max(start, stop - 2)), side="right").tolist()
+            found += [each for each in range(first, last + 1) if each not in found]
+        return found
+
+    def seen(self, row: int | None) -> str | None:
+        """How often a row's documents stand in their source, if one stands there more than once."""
+        if row is None or (place := self._place(row)) is None:
+            return None
+        store, told = place[0].store, []
+        lengths = np.diff(store.document_ends, prepend=0)
+        for document in self.documents(row)[:_COMPARED]:
+            alike = np.flatnonzero(lengths == lengths[document])[:_MOST_ALIKE].tolist()
+            ends = store.document_ends
+            own = store.read(int(ends[document] - lengths[document]), int(ends[document]))
+            others = (store.read(int(ends[each] - lengths[each]), int(ends[each])) for each in alike)
+            if (copies := sum(np.array_equal(own, other) for other in others)) > 1:
+                told.append(f"document {document} stands {copies:,} times in its source")
+        return "; ".join(told) or None
+
+    def text(self, row: int, *, most: int = SHOWN) -> str | None:
+        """The beginning of a row's text, as it is; `visible` makes it fit to be shown. None if it is not known."""
+        if (place := self._place(row)) is None or not self._has_texts:
+            return None
+        rows, number = place
+        stretches = ((start, min(stop, start + 4 * most)) for start, stop in rows.stretches(number))
+        parts = [rows.store.read(start, stop) for start, stop in stretches]
+        try:
+            text = self._tokenizer.decode(np.concatenate(parts).tolist())
+        except (ThreefoldError, OSError, ImportError) as error:
+            self.missing, self._has_texts = str(error).splitlines()[0], False
+            return None
+        return text if len(text) <= most else f"{text[:most]} ..."
+
+
+def _store(prefix: Path, digest: str) -> TokenStore:
+    """A store whose bytes are those that were read, as far as they are looked at; ValueError if they are not."""
+    store = TokenStore(prefix)
+    found = known(store, cache=cache_folder())
+    if found.change is not None or (digest and found.blocks.digest != digest):
+        raise ValueError(f"{prefix}.bin and .idx are no longer the bytes that the run has read")
+    return store
+
+
+def visible(text: str) -> str:
+    """Text without anything that a terminal would obey or hide: control characters and the like are spelled out."""
+
+    def shown(character: str) -> str:
+        if character in _HARMLESS or not unicodedata.category(character).startswith(_OBEYED):
+            return character
+        return character.encode("unicode_escape", errors="backslashreplace").decode("ascii")
+
+    return "".join(map(shown, text))

@@ -1,0 +1,184 @@
+"""What a run has left behind that can say why: losses of rows, metrics, the order, the journal. Read only; no torch.
+
+Lines that were superseded by a later start are left out, and what is damaged is left out and named.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from threefold.audit import record, row_losses
+from threefold.audit.lookup import ordered_rows, ordered_step
+from threefold.audit.record import Segment
+from threefold.audit.row_losses import Float64, Int64, RowLosses
+from threefold.checkpoint.lineage import Journal
+from threefold.errors import ConfigError
+
+METRICS = "metrics.jsonl"
+# Steps whose rows are computed together.
+_AT_A_TIME = 256
+
+
+@dataclass
+class Lookback:
+    """A run, looked back at.
+
+    Attributes:
+        segments: its history that stands; empty: it has no record, and no row can be named.
+        kept: the losses of its rows.
+        logged: the lines of its logged steps, by step, ascending.
+        skipped: what was said of steps without an update, by step.
+        events: the lines of its journal.
+        damaged: what could not be read, in words.
+    """
+
+    run: Path
+    segments: Sequence[Segment]
+    kept: RowLosses
+    logged: dict[int, dict[str, Any]] = field(default_factory=dict)
+    skipped: dict[int, str] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, run: Path) -> Lookback:
+        """Reads a run's folder.
+
+        Raises:
+            ConfigError: nothing in it says what the run did.
+            RunError: its audit.jsonl is damaged.
+        """
+        segments = record.read(run / record.FILE) if (run / record.FILE).exists() else []
+        found = cls(run, segments, row_losses.read(run, segments), events=Journal(run).lines())
+        found.damaged += found.kept.damaged
+        found._read_metrics()
+        if not found.logged and not found.kept.steps:
+            raise ConfigError(
+                f"{run} has no logged step yet",
+                expected=f"a run that has trained: {METRICS}, and {row_losses.FOLDER}/ with the losses of its rows",
+                fix=f"wait for its first step, or check the path: ls {run}",
+            )
+        return found
+
+    def _read_metrics(self) -> None:
+        with suppress(OSError):
+            lines = (self.run / METRICS).read_bytes().split(b"\n")
+            for number, content in enumerate(lines, start=1):
+                if content.strip() and (wrong := self._add(content)):
+                    self.damaged.append(f"{self.run / METRICS}, line {number}: {wrong}, and is left out")
+
+    def _add(self, content: bytes) -> str | None:
+        try:
+            line = json.loads(content)
+        except (ValueError, RecursionError):
+            return "is not what a run writes"
+        step = line.get("step") if isinstance(line, dict) else None
+        if type(step) is not int or not 0 <= step < 1 << 53:
+            return "has no step"
+        if "loss" in line and self.logged and step <= next(reversed(self.logged)):
+            for lines in (self.logged, self.skipped):
+                for later in [each for each in lines if each >= step]:
+                    del lines[later]  # type: ignore[attr-defined]
+        if "skipped" in line:
+            self.skipped[step] = str(line["skipped"])
+        elif "loss" in line:
+            self.logged[step] = line
+        return None
+
+    @property
+    def last_step(self) -> int:
+        return max([*self.kept.steps[-1:], *list(self.logged)[-1:]])
+
+    @cached_property
+    def table(self) -> Table:
+        return Table.of(self)
+
+    def number(self, step: int, name: str) -> float | None:
+        """A number of a logged step; None if it is not there, or not finite."""
+        value: Any = self.logged.get(step, {}).get(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+        return float(value) if is_number else None
+
+    def series(self, name: str) -> tuple[Int64, Float64]:
+        """(steps, values) of a number of the logged steps, where it is one."""
+        found = [(step, value) for step in self.logged if (value := self.number(step, name)) is not None]
+        return np.array([step for step, _ in found], np.int64), np.array([value for _, value in found])
+
+    def rows_of(self, step: int) -> Int64 | None:
+        """The row at each place of a step, [global batch], -1 where there is none; None if the order is not known."""
+        read = ordered_step(self.segments, step)
+        return None if read is None else read.rows
+
+    @cached_property
+    def sources(self) -> tuple[list[str], Int64]:
+        """(names of the sources, one past the last row of each)."""
+        mixture = self.segments[-1].start.mixture if self.segments else None
+        if mixture is None:
+            return ["source"], np.array([self.segments[-1].start.num_rows if self.segments else 1 << 62], np.int64)
+        return [name for name, *_ in mixture], np.cumsum([size for _, size, _ in mixture], dtype=np.int64)
+
+    def sources_of(self, steps: list[int], width: int) -> Int64:
+        """The number of the source at each place of some steps, ascending, [steps, width]; 0 where there is no row."""
+        found, rows, begin = np.zeros((len(steps), width), np.int64), None, 0
+        for number, step in enumerate(steps if len(self.sources[0]) > 1 else ()):
+            if rows is None or step - begin >= len(rows):
+                begin, rows = step, ordered_rows(self.segments, step, _AT_A_TIME)
+            if rows is not None:
+                own = self.source_of(rows[step - begin, :width])
+                found[number, : len(own)] = own
+        return found
+
+    def source_of(self, rows: Int64) -> Int64:
+        """The number of each row's source."""
+        return np.searchsorted(self.sources[1], rows, side="right")
+
+
+@dataclass(frozen=True)
+class Table:
+    """The loss of a target of every row that was kept, [steps, places]; NaN where there is none, or it is not finite.
+
+    Attributes:
+        steps: [steps], ascending.
+        counts: targets, [steps, places].
+        sources: number of the row's source, [steps, places].
+        broken: (step, place) of rows with a loss that is not finite.
+    """
+
+    steps: Int64
+    means: Float64
+    counts: Int64
+    sources: Int64
+    broken: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, run: Lookback) -> Table:
+        steps = np.array(run.kept.steps, np.int64)
+        found = [losses for step in steps.tolist() if (losses := run.kept.of(step)) is not None]
+        width = max((len(each.sums) for each in found), default=0)
+        means, counts = np.full((len(steps), width), np.nan), np.zeros((len(steps), width), np.int64)
+        sources = run.sources_of(steps.tolist(), width)
+        for number, losses in enumerate(found):
+            means[number, : len(losses.sums)], counts[number, : len(losses.sums)] = losses.means, losses.counts
+        wrong = np.argwhere((counts > 0) & ~np.isfinite(means)).tolist()
+        means[~np.isfinite(means)] = np.nan
+        return cls(steps, means, counts, sources, [(int(steps[number]), place) for number, place in wrong])
+
+    def losses(self) -> Float64:
+        """The loss of each step, [steps]; NaN where a row has none."""
+        counted = np.where(np.isnan(self.means), 0, self.counts)
+        total = np.nansum(self.means * self.counts, axis=1)
+        return np.divide(total, counted.sum(1), out=np.full(len(self.steps), np.nan), where=counted.sum(1) > 0)
+
+    def index(self, step: int) -> int | None:
+        """The line of a step; None if nothing was kept of it."""
+        at = int(np.searchsorted(self.steps, step))
+        return at if at < len(self.steps) and self.steps[at] == step else None

@@ -1,0 +1,103 @@
+"""The system's Chromium, driven by Playwright; where one of them is missing, the tests are skipped with the reason."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+ARGUMENTS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("no Chromium on this machine (Debian: chromium)")
+    if find_spec("playwright") is None or find_spec("axe_core_python") is None:
+        pytest.skip("playwright or axe-core-python is not installed (tests/browser/requirements.txt)")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=found, args=ARGUMENTS)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Path], str]]:
+    """Serves folders until the test is over, and its pages are closed."""
+    with ExitStack() as stack:
+        yield lambda folder: stack.enter_context(served(folder))
+
+
+@pytest.fixture
+def visit(browser: Any, serve: Any) -> Iterator[Callable[..., Any]]:
+    """Opens a page; the test fails if it says anything on the console, raises, opens a dialog, or asks elsewhere."""
+    wrong: list[str] = []
+    contexts = []
+
+    def go(address: str, **options: Any) -> Any:
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: wrong.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
+        own = "file://" if address.startswith("file://") else "http://127.0.0.1:"
+        page.on("request", lambda request: None if request.url.startswith(own) else wrong.append(request.url))
+        page.goto(address)
+        page.wait_for_selector("html[data-ready=yes]", state="attached")
+        return page
+
+    yield go
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address at which `threefold view` shows a folder, in this process."""
+    import uvicorn
+
+    from threefold.report.server import View, app_of, opened
+
+    listening, view = opened(None), View(folder)
+    config = uvicorn.Config(app_of(view, token="t"), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/?token=t"
+    finally:
+        view.ends.set()
+        server.should_exit = True
+        thread.join(20)
+
+
+@pytest.fixture
+def faults() -> Callable[[Any], list[str]]:
+    """The serious and critical faults that axe-core finds in a page."""
+
+    def found(page: Any) -> list[str]:
+        import axe_core_python
+
+        page.evaluate((Path(axe_core_python.__file__).parent / "axe.min.js").read_text())
+        result = page.evaluate("() => axe.run()")
+        return [
+            f"{each['id']}: {each['nodes'][0]['html'][:200]} {each['nodes'][0].get('failureSummary', '')}"
+            for each in result["violations"]
+            if each["impact"] in ("serious", "critical")
+        ]
+
+    return found

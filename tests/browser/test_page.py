@@ -1,0 +1,323 @@
+"""The page of a run in a real browser: drawn, without an error, usable with a keyboard, readable by everyone, live."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser.conftest import served
+from report_runs import eventful_run, make_run, step_line, write_lines
+from threefold.report.document import report
+from threefold.report.gathered import gather
+
+pytestmark = pytest.mark.browser
+SIZES = {"tiny": 20, "short": 10_000, "long": 100_000}
+# Pixels of a chart that are not empty: axes alone have fewer.
+DRAWN = """() => [...document.querySelectorAll('.chart canvas')].map((canvas) => {
+  const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+  const colours = new Set();
+  for (let at = 0; at < data.length; at += 4) {
+    if (data[at + 3] > 200) colours.add(data[at] << 16 | data[at + 1] << 8 | data[at + 2]);
+  }
+  return colours.size;
+})"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of 20, 10,000 and 100,000 steps, each with a spike; and one with everything that can happen."""
+    runs = tmp_path_factory.mktemp("runs")
+    for name, size in SIZES.items():
+        lines = [step_line(step) for step in range(1, size + 1)]
+        lines[size // 2] = step_line(size // 2 + 1, loss=8.0)
+        make_run(runs / name, lines)
+    eventful_run(runs / "eventful")
+    return runs
+
+
+@pytest.fixture(scope="module", params=["report", "view"])
+def address_of(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: Any) -> Iterator[Callable[..., str]]:
+    """The address of a page of some runs: a file on the disk, or of a server."""
+    if request.param == "view":
+        with served(folder) as address:
+            yield lambda *names: address.replace("?", "run?" + "".join(f"run={name}&" for name in names))
+        return
+    pages = tmp_path_factory.mktemp("pages")
+
+    def written(*names: str) -> str:
+        target = pages / f"{'-'.join(names)}.html"
+        if not target.exists():
+            target.write_bytes(report([gather(folder / name) for name in names]))
+        return target.as_uri()
+
+    yield written
+
+
+def shown(page: Any) -> None:
+    page.wait_for_selector(".chart canvas")
+    page.wait_for_function("() => document.querySelector('.chart .read').textContent.includes('at step')")
+
+
+@pytest.mark.parametrize("name", [*SIZES, "eventful"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_is_drawn_and_has_no_serious_fault(
+    name: str, scheme: str, address_of: Any, visit: Any, faults: Any
+) -> None:
+    page = visit(address_of(name), color_scheme=scheme)
+    shown(page)
+    colours = page.evaluate(DRAWN)
+    assert len(colours) >= 8 and min(colours) > 5
+    assert page.evaluate("window.hacked") is None
+    page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    assert faults(page) == []
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_page_can_be_used_with_a_keyboard(name: str, address_of: Any, visit: Any) -> None:
+    page = visit(address_of(name))
+    shown(page)
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.getAttribute('aria-roledescription')") == "chart":
+            break
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
+    read = page.locator(".chart .read").first
+    page.keyboard.press("Home")
+    assert "at step 1 " in f"{read.inner_text()} "
+    page.keyboard.press("ArrowRight")
+    assert ("at step 2" if name == "tiny" else "at step") in read.inner_text()  # of a long run some steps are points
+    assert not read.inner_text().endswith("at step 1")
+    page.keyboard.press("End")
+    assert f"at step {SIZES[name]:,}" in read.inner_text()
+    reset = page.get_by_role("button", name="show all")
+    assert reset.is_disabled()
+    page.keyboard.press("Home")
+    page.keyboard.press("+")
+    page.wait_for_function("() => !document.querySelector('#controls button').disabled")
+    page.keyboard.press("0")
+    page.wait_for_function("() => document.querySelector('#controls button').disabled")
+    page.keyboard.press("Home")
+    page.keyboard.press("Enter")
+    assert "Step 1\n" in page.locator("#chosen").inner_text()
+    assert page.evaluate("document.activeElement.id") == "chosen"
+    page.get_by_role("button", name="close").press("Enter")
+    assert page.evaluate("document.activeElement.getAttribute('aria-roledescription')") == "chart"
+
+
+def test_smoothing_logarithms_and_zoom(address_of: Any, visit: Any) -> None:
+    page = visit(address_of("short"))
+    shown(page)
+    before = page.evaluate("document.querySelector('.chart canvas').toDataURL()")
+    for label, act in (("smoothing", "fill"), ("log y", "check"), ("log x", "check")):
+        control = page.get_by_label(label)
+        control.fill("0.9") if act == "fill" else control.check()
+        page.wait_for_function("(before) => document.querySelector('.chart canvas').toDataURL() !== before", arg=before)
+        before = page.evaluate("document.querySelector('.chart canvas').toDataURL()")
+    page.get_by_label("log x").uncheck()
+    for by, said in (("tokens", "at token "), ("seconds", " s"), ("step", "at step ")):
+        page.get_by_role("combobox").select_option(by)
+        page.wait_for_function("(by) => document.querySelector('.chart .read').textContent.includes(by)", arg=said)
+    box = page.locator(".u-over").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 50, steps=5)
+    page.mouse.up()
+    page.wait_for_function("() => !document.querySelector('#controls button').disabled")
+    assert page.locator("#chosen").count() == 0  # a drag is no click
+    page.get_by_role("button", name="show all").click()
+    page.wait_for_function("() => document.querySelector('#controls button').disabled")
+
+
+def test_a_spike_is_shown_at_every_size_and_a_click_names_its_step(address_of: Any, visit: Any) -> None:
+    page = visit(address_of("long"))
+    shown(page)
+    box = page.locator(".u-over").first.bounding_box()
+    for x in range(int(box["width"] / 2) - 6, int(box["width"] / 2) + 7):
+        page.mouse.move(box["x"] + x, box["y"] + 8)
+        if "loss 8 at step 50,001" in page.locator(".chart .read").first.inner_text():
+            break
+    page.mouse.click(box["x"] + x, box["y"] + 8)
+    assert "Step 50,001\n" in page.locator("#chosen").inner_text()
+
+
+def test_a_live_page_asks_for_the_points_between_when_it_is_zoomed(folder: Path, serve: Any, visit: Any) -> None:
+    address = serve(folder)
+    page = visit(address.replace("?", "run?run=long&"))
+    shown(page)
+    page.locator("[aria-roledescription=chart]").first.focus()
+    with page.expect_response(lambda answer: "step=" in answer.url):
+        for _ in range(12):
+            page.keyboard.press("+")  # around the last point
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_function("() => document.querySelector('.chart .read').textContent.includes('at step 99,999')")
+    page.keyboard.press("0")
+    page.wait_for_function("() => document.querySelector('#controls button').disabled")
+    page.wait_for_function("() => document.querySelector('.chart .read').textContent.includes('at step 100,000')")
+    page.keyboard.press("Home")
+    assert page.locator(".chart .read").first.inner_text().strip().endswith("at step 1")
+
+
+def test_runs_are_laid_over_one_another(address_of: Any, visit: Any, faults: Any) -> None:
+    page = visit(address_of("tiny", "eventful"))
+    shown(page)
+    read = page.locator(".chart .read").first
+    assert "tiny: loss" in read.inner_text() and "eventful: loss" in read.inner_text()
+    page.get_by_role("checkbox", name="tiny").uncheck()
+    page.wait_for_function("() => !document.querySelector('.chart .read').textContent.includes('tiny')")
+    assert faults(page) == []
+
+
+@pytest.mark.parametrize("name", ["tiny", "eventful"])
+def test_a_phone_and_a_sheet_of_paper(name: str, address_of: Any, visit: Any, faults: Any) -> None:
+    page = visit(address_of(name), viewport={"width": 360, "height": 700}, is_mobile=True, has_touch=True)
+    shown(page)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert faults(page) == []
+    page.emulate_media(media="print")
+    assert not page.locator("#controls").is_visible() and page.locator(".chart canvas").first.is_visible()
+    assert page.pdf()[:4] == b"%PDF"
+
+
+def test_what_happened_to_a_run_is_on_its_page(address_of: Any, visit: Any) -> None:
+    page = visit(address_of("eventful"))
+    shown(page)
+    text = page.locator("main").inner_text()
+    for said in ("done", "Damaged lines", "metrics.jsonl", "Samples", "Late ranks", "What stands out", "4 ranks"):
+        assert said in text, said
+    assert "</script><script>window.hacked = 1</script>" in text
+    page.get_by_text("All numbers, exactly").click()
+    assert page.locator("caption", has_text="Every curve in numbers").is_visible()
+
+
+def test_a_logged_step_is_on_the_screen_within_2_seconds(tmp_path: Path, serve: Any, visit: Any) -> None:
+    run = make_run(tmp_path / "run", [step_line(step) for step in range(1, 21)])
+    address = serve(tmp_path)
+    page = visit(address.replace("?", "run?run=run&"))
+    shown(page)
+    page.wait_for_selector("[data-part=data]")  # everything that is there has been sent
+    page.get_by_text("All numbers, exactly").click()
+    for step, loss in ((21, 3.25), (22, math.nan), (23, 3.125), (10, 2.0625)):  # the last one is a rewind
+        began = time.monotonic()
+        write_lines(run / "metrics.jsonl", [step_line(step, loss=loss)], append=True)
+        told = "NaN" if math.isnan(loss) else str(loss)
+        page.wait_for_function(
+            "([step, loss]) => { const figures = [...document.querySelectorAll('.figures dd')];"
+            "return figures[0].textContent.startsWith(step) && figures[1].textContent === loss; }",
+            arg=[str(step), told],
+        )
+        if not math.isnan(loss):
+            page.wait_for_function(
+                "(said) => document.querySelector('.chart .read').textContent.includes(said)",
+                arg=f"loss {NUMBERS[loss]} at step {step}",
+            )
+        assert time.monotonic() - began < 2
+    assert page.locator("details[data-keep=numbers]").get_attribute("open") is not None
+    write_lines(run / "metrics.jsonl", [{"step": 10, "eval_loss": 1.5, "time": "x"}], append=True)
+    page.wait_for_function("() => document.querySelector('.chart .read').textContent.includes('eval_loss')")
+    (run / "metrics.jsonl").unlink()
+    write_lines(run / "metrics.jsonl", [step_line(step) for step in range(1, 41)])
+    page.wait_for_function("() => document.querySelector('.chart .read').textContent.includes('at step 40')")
+
+
+NUMBERS = {3.25: "3.25", 3.125: "3.125", 2.0625: "2.0625"}
+
+
+def test_a_folder_is_listed_and_its_runs_are_compared(folder: Path, serve: Any, visit: Any, faults: Any) -> None:
+    address = serve(folder)
+    page = visit(address)
+    page.wait_for_selector(".spark path")
+    assert "token" not in page.url
+    assert faults(page) == []
+    page.get_by_label("compare tiny").check()
+    page.get_by_label("compare eventful").check()
+    write_lines(folder / "short" / "metrics.jsonl", [step_line(SIZES["short"] + 1)], append=True)
+    page.wait_for_function("() => document.body.textContent.includes('10,001')")
+    assert page.locator("input:checked").count() == 2
+    assert page.evaluate("document.activeElement.value") == "eventful"
+    page.get_by_role("button", name="compare").click()
+    shown(page)
+    assert page.locator("h1").inner_text() == "2 runs"
+    page.get_by_role("link", name="all runs").click()
+    page.get_by_role("link", name="tiny").click()
+    shown(page)
+
+
+def test_a_run_that_goes_shows_where_its_ranks_are(tmp_path: Path, serve: Any, visit: Any) -> None:
+    config = {
+        "model.config": "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
+        "num_attention_heads: 4, num_key_value_heads: 2}",
+        "data.seq_len": "64", "mesh.dp": "2", "train.steps": "100000", "train.global_batch": "4", "log.every": "1",
+        "log.dir": str(tmp_path / "run"),
+    }  # fmt: skip
+    words = [word for key, value in config.items() for word in (f"--{key}", value)]
+    command = [sys.executable, "-m", "threefold", "train", *words]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}) as training:
+        try:
+            until = time.monotonic() + 120
+            while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < until:
+                assert training.poll() is None
+                time.sleep(0.2)
+            address = serve(tmp_path)
+            page = visit(address.replace("?", "run?run=run&"))
+            shown(page)
+            page.wait_for_selector(".mesh .computes, .mesh .waits, .mesh .other")
+            page.wait_for_function("() => document.querySelector('.state').textContent === 'running'")
+            page.wait_for_selector("[data-part=data] .good")
+            assert "8 probes" in page.locator("main").inner_text() or "probes hold" in page.locator("main").inner_text()
+            training.terminate()
+            assert training.wait(60) == 75
+            page.wait_for_function("() => document.querySelector('.state').textContent === 'stopped'")
+            assert page.locator(".mesh .computes, .mesh .waits, .mesh .other").count() == 0
+        finally:
+            training.kill()
+
+
+def test_phases_are_told_by_the_pointer_and_by_keys(address_of: Any, visit: Any, faults: Any) -> None:
+    page = visit(address_of("eventful"))
+    shown(page)
+    part = page.locator("[data-part=timeline]")
+    part.scroll_into_view_if_needed()
+    read, region = part.locator(".read"), part.locator(".timeline")
+    assert read.inner_text().startswith("steps 10 to 13: ")
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        colours = part.evaluate(
+            "(part) => [...part.querySelectorAll('rect')].map((each) => getComputedStyle(each).fill)"
+        )
+        assert len(set(colours)) == 5 and "rgb(0, 0, 0)" not in colours
+    part.locator("svg").nth(1).locator("rect").nth(2).hover()
+    assert read.inner_text() == "rank 1: backward of step 10, 60 ms, from 32 ms on"
+    page.mouse.move(0, 0)
+    region.focus()
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
+    for key, told in (
+        ("Home", "rank 1: data of step 10, 2 ms, from 0 ms on"), ("ArrowRight", "rank 1: forward of step 10"),
+        ("ArrowLeft", "rank 1: data"), ("ArrowLeft", "rank 1: data"),
+        ("ArrowUp", "rank 0: data"), ("ArrowUp", "rank 0: data"),
+        ("ArrowDown", "rank 1: data"), ("ArrowDown", "rank 2: data"), ("ArrowDown", "rank 3: data"),
+        ("ArrowDown", "rank 3: data"), ("End", "rank 3: </script><script>"),
+    ):  # fmt: skip
+        page.keyboard.press(key)
+        assert read.inner_text().startswith(told), (key, read.inner_text())
+    width = "(region) => region.scrollWidth / region.clientWidth"
+    assert region.evaluate(width) == 1
+    page.keyboard.press("+")
+    page.keyboard.press("+")
+    assert (
+        region.evaluate(width) > 3.5 and region.evaluate("(region) => region.scrollLeft") > 100
+    )  # the bar is in sight
+    page.keyboard.press("0")
+    assert region.evaluate(width) == 1
+    part.get_by_role("button", name="wider").click()
+    assert region.evaluate(width) > 1.8
+    page.emulate_media(media="print")
+    assert region.evaluate(width) == 1 and not part.locator(".zooms").is_visible()
+    assert page.evaluate("window.hacked") is None and faults(page) == []

@@ -1,0 +1,303 @@
+"""Texts of what a loop of one's own can get wrong, each raised before anything is computed or written."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import threefold
+from ranks.reference import TINY_LLAMA
+from ranks.spawn import run_ranks
+from threefold.errors import CheckpointError, ConfigError, RunError, ThreefoldError
+
+IDS = torch.randint(67, (4, 9), generator=torch.Generator().manual_seed(0))
+BATCH = {"input_ids": IDS[:, :-1], "labels": IDS[:, 1:]}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Any:
+    return threefold.init_mesh(dp=1)
+
+
+@pytest.fixture(scope="module")
+def model(mesh: Any) -> Any:
+    return threefold.load_model(config=TINY_LLAMA, mesh=mesh, admission="off")
+
+
+@pytest.fixture(autouse=True)
+def _closed(mesh: Any) -> Iterator[None]:
+    yield
+    mesh.close()
+
+
+def what(error: pytest.ExceptionInfo[ThreefoldError]) -> str:
+    (problem,) = error.value.problems
+    assert problem.expected and problem.fix
+    return problem.what
+
+
+MASK = torch.ones(4, 8, dtype=torch.int64)
+HOLES = MASK.clone()
+HOLES[:, :3] = 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ([IDS], "the batch is a list"),
+        ({}, "the batch has nothing for input_ids"),
+        ({"input_ids": IDS.int(), "labels": IDS}, "the batch has int32 [4, 9] for input_ids"),
+        ({"input_ids": IDS[0], "labels": IDS[0]}, "the batch has int64 [9] for input_ids"),
+        ({"input_ids": IDS[:0], "labels": IDS[:0]}, "the batch has int64 [0, 9] for input_ids"),
+        ({"input_ids": IDS}, "the batch has no labels"),
+        ({"input_ids": IDS, "labels": IDS}, "the labels are the input_ids themselves, not shifted by one token"),
+        (
+            {"input_ids": IDS, "labels": IDS.where(IDS > 20, -100)},
+            "the labels are the input_ids themselves, not shifted by one token",
+        ),
+        ({**BATCH, "labels": IDS[:, 2:]}, "the batch has int64 [4, 7] for labels, and [4, 8] input_ids"),
+        ({**BATCH, "position_ids": torch.arange(8)}, "the batch has int64 [8] for position_ids, and [4, 8] input_ids"),
+        ({**BATCH, "attention_mask": HOLES}, "the batch has an attention_mask that is not all ones"),
+        ({**BATCH, "weights": MASK}, "the batch has 'weights', which the step does not know"),
+        ({**BATCH, "labels": BATCH["labels"] + 60}, "the batch has "),
+        ({**BATCH, "input_ids": BATCH["input_ids"] - 60}, "the batch has "),
+        ({**BATCH, "labels": BATCH["labels"].float()}, "the batch has float32 [4, 8] for labels"),
+        ({**BATCH, "document_ids": BATCH["labels"].int()}, "the batch has int32 [4, 8] for document_ids"),
+        ({**BATCH, "padding": MASK}, "the batch has int64 [4, 8] for padding"),
+        ({**BATCH, "indices": torch.arange(3)}, "the batch has int64 [3] for indices, and 4 rows"),
+    ],
+)
+def test_batches_that_would_be_misread_are_refused(model: Any, batch: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        threefold.TrainStep(model)(batch)
+    assert what(error) == said or (said.endswith("has ") and " among its " in what(error))
+
+
+def test_batches_that_are_right_pass(model: Any) -> None:
+    step = threefold.TrainStep(model, lr=0.0)
+    plain = step(BATCH)
+    assert step({**BATCH, "attention_mask": MASK, "position_ids": None}) == plain
+    assert step({**BATCH, "padding": MASK == 0, "indices": torch.arange(4)}) == plain
+    same = torch.full((2, 8), 5)
+    assert math.isfinite(step({"input_ids": same, "labels": same}).loss)  # shifted or not: there is no difference
+    # The fix of the refusal of masks, as it is printed.
+    batch = {**BATCH, "attention_mask": HOLES, "labels": BATCH["labels"].where(HOLES == 1, -100)}
+    batch["document_ids"] = batch.pop("attention_mask") - 1
+    left_padded = step(batch).loss
+    alone = step({name: rows[:, 3:] for name, rows in BATCH.items()}).loss
+    assert left_padded == pytest.approx(alone, abs=1e-6)
+
+
+def loss_giving(answer: Any) -> Any:
+    return lambda outputs, batch: answer(outputs)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda x: x.mean(), "the loss gave a tensor [] of float32"),
+        (lambda x: (x.mean(-1), 4), "the loss gave a tensor [4, 8] of float32 as its sum"),
+        (lambda x: (x.sum().item(), 4), "the loss gave "),
+        (lambda x: (x.sum(), 4, 5), "the loss gave a tuple of 3"),
+        (lambda x: None, "the loss gave a NoneType"),
+        (lambda x: (x.sum(), "4"), "the loss gave a str as its count"),
+        (lambda x: (x.sum(), -1), "the loss gave -1 as its count"),
+        (lambda x: (x.sum(), math.nan), "the loss gave nan as its count"),
+        (lambda x: (x.sum(), x[0, 0]), "the loss gave a tensor [67] of float32 as its count"),
+        (lambda x: (x.sum().long(), 4), "the loss gave a tensor [] of int64 as its sum"),
+    ],
+)
+def test_a_loss_must_give_a_sum_and_a_count(model: Any, answer: Any, said: str) -> None:
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(ConfigError) as error:
+        threefold.TrainStep(model, loss=loss_giving(answer))(BATCH)
+    assert what(error).startswith(said)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda x: (x.sum() * math.nan, 4),
+        lambda x: (x.sum(), 0),
+        lambda x: (0.0 * x.sum(), torch.zeros(())),
+    ],
+)
+def test_what_is_not_a_number_updates_nothing(model: Any, answer: Any) -> None:
+    before = [parameter.clone() for parameter in model.parameters()]
+    for optimizer in (None, torch.optim.SGD(model.parameters(), lr=0.1)):
+        numbers = threefold.TrainStep(model, optimizer, loss=loss_giving(answer), lr=0.1)(BATCH)
+        assert math.isnan(numbers.loss) and math.isnan(numbers.grad_norm)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_negative_count_on_the_device_is_refused_after_it_is_known(model: Any) -> None:
+    with pytest.raises(RunError, match=r"the loss has the count -4.0 over all ranks"):
+        threefold.TrainStep(model, loss=lambda outputs, batch: (outputs.sum(), torch.tensor(-4.0)))(BATCH)
+
+
+def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> None:
+    own = threefold.load_model(nn.Linear(3, 2), mesh=mesh)
+
+    def loss(outputs: Any, batch: Any) -> Any:
+        return outputs.sum(), 4
+
+    others = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    mine = torch.optim.SGD(model.parameters(), lr=0.1)
+    cases = [
+        (lambda: threefold.TrainStep(nn.Linear(2, 2)), "TrainStep was given a Linear"),
+        (lambda: threefold.TrainStep(own), "a Linear has no loss of ours"),
+        (lambda: threefold.EvalStep(own), "a Linear has no loss of ours"),
+        (lambda: threefold.TrainStep(model, others), "the optimizer has 2 parameters that are not the model's, which "),
+        (lambda: threefold.TrainStep(model, "adamw"), "the optimizer is a str"),
+        (lambda: threefold.TrainStep(model, grad_clip=-1.0), "grad_clip = -1.0"),
+        (lambda: threefold.TrainStep(model, lr=-1.0), "lr = -1.0"),
+        (lambda: threefold.TrainStep(model, weight_decay=math.nan), "weight_decay = nan"),
+        (lambda: threefold.TrainStep(model, micro_batch=0), "micro_batch = 0"),
+        (lambda: threefold.TrainStep(model, loss=loss, loss_on="states"), "loss_on = 'states'"),
+        (
+            lambda: threefold.TrainStep(own, loss=loss, loss_on="hidden_states"),
+            "loss_on = 'hidden_states', but Linear",
+        ),
+        (lambda: setattr(threefold.TrainStep(model, mine), "lr", 0.1), "step.lr = 0.1, but the optimizer is one of "),
+        (lambda: threefold.TrainStep(own, loss=loss)({"pixels": torch.ones(4, 3)}), "the batch has 'pixels'; Linear."),
+        (lambda: threefold.load_model(nn.Linear(3, 2), mesh=mesh, seq_len=8), "load_model was given a module and seq"),
+        (
+            lambda: threefold.load_model(nn.Linear(3, 2).half(), mesh=mesh),
+            "the parameter weight of a Linear is float16",
+        ),
+        (lambda: model(labels=IDS), "the model is called with labels"),
+        (lambda: model(position_ids=IDS), "the model is called without input_ids"),
+        (lambda: model(input_ids=IDS, attention_mask=IDS), "the model is called with attention_mask"),
+        (lambda: own.save_pretrained("x"), "save_pretrained: a Linear is a module of your own"),
+        (lambda: own.generate(IDS), "generate: a Linear is a module of your own"),
+        (
+            lambda: threefold.TrainStep(model).load_state_dict({"lr": 1}),
+            "this is not the state of such a step: it has ",
+        ),
+    ]
+    for do, said in cases:
+        with pytest.raises(ConfigError) as error:
+            do()
+        assert what(error).startswith(said)
+
+
+def test_a_loss_without_a_gradient_is_refused(mesh: Any) -> None:
+    own = threefold.load_model(nn.Linear(3, 2), mesh=mesh)
+    own.module.forward = torch.no_grad()(lambda input: nn.Linear.forward(own.module, input))
+    with pytest.raises(ConfigError, match="the loss has no gradient"):
+        threefold.TrainStep(own, loss=lambda outputs, batch: (outputs.sum(), 4))({"input": torch.ones(4, 3)})
+
+
+def test_the_state_of_a_step_goes_into_another(model: Any) -> None:
+    step = threefold.TrainStep(model, lr=0.0)
+    step(BATCH)
+    other = threefold.TrainStep(model, lr=0.5)
+    other.load_state_dict(step.state_dict())
+    assert other.lr == 0.0
+    assert other.optimizer.state_dict()["state"].keys() == step.optimizer.state_dict()["state"].keys()
+
+
+def test_saves_that_cannot_be_kept_are_refused(model: Any, tmp_path: Path) -> None:
+    counting = torch.optim.SGD(model.parameters(), lr=0.1)
+    counting.state[next(model.module.parameters())]["steps"] = 3
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"model": model.module}, "model is a LlamaForCausalLM"),
+        ({"step": -1}, "step = -1"),
+        ({"keep": 0}, "keep = 0"),
+        ({"extra": {"best": torch.ones(2)}}, "extra has a Tensor under 'best'"),
+        ({"loader": [1, 2]}, "loader is a list, which has no state"),
+        (
+            {"optimizer": counting},
+            "the optimizer SGD has a state that cannot be kept: steps of model.embed_tokens.weight is no tensor, but 3",
+        ),
+    ]
+    for given, said in cases:
+        with pytest.raises(ConfigError) as error:
+            threefold.save(tmp_path, **{"model": model, "step": 1, **given})
+        assert what(error) == said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_torn_and_foreign_saves_are_refused(model: Any, mesh: Any, tmp_path: Path) -> None:
+    assert threefold.load(tmp_path, model=model) is None
+    step = threefold.TrainStep(model)
+    path = threefold.save(tmp_path, model=model, step=1, optimizer=step, wait=False).wait()
+    assert threefold.load(tmp_path, model=model, optimizer=step) == threefold.load(path, model=model)
+    with pytest.raises(ThreefoldError, match="has no place of a loader"):
+        threefold.load(path, model=model, loader=threefold.DistributedSampler(range(8), num_replicas=1, rank=0))
+    smaller = threefold.load_model(config={**TINY_LLAMA, "num_hidden_layers": 1}, mesh=mesh, admission="off")
+    with pytest.raises(CheckpointError, match="num_hidden_layers = 2, this run 1"):
+        threefold.load(path, model=smaller)
+    own = threefold.load_model(nn.Linear(3, 2), mesh=mesh)
+    with pytest.raises(CheckpointError, match=r"the checkpoint has nothing for model.weight"):
+        threefold.load(path, model=own)
+    file = next((path / "state").glob("*.safetensors"))
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(CheckpointError, match=r"is damaged: the content of state/rank-00000.safetensors has changed"):
+        threefold.load(tmp_path, model=model)
+    file.write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "loop": {}}))
+    with pytest.raises(CheckpointError, match="the marker was written for another manifest"):
+        threefold.load(tmp_path, model=model)
+    (path / "COMPLETE").unlink()
+    with pytest.raises(CheckpointError, match="is not complete, and there is no other checkpoint"):
+        threefold.load(tmp_path, model=model)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def _on_tp_ranks() -> list[str]:
+    mesh = threefold.init_mesh(tp=2)
+    model = threefold.load_model(config=TINY_LLAMA, mesh=mesh, admission="off")
+    said = []
+    own = BATCH if mesh.rank else {name: rows.roll(1, 0) for name, rows in BATCH.items()}
+    cases: list[Any] = [
+        lambda: threefold.TrainStep(model, loss=lambda x, batch: (x.sum() * (1 + mesh.rank), 4))(BATCH),
+        lambda: threefold.TrainStep(model)(own),
+        lambda: threefold.TrainStep(model, micro_batch=1 + mesh.rank)(BATCH),
+        lambda: threefold.TrainStep(model)(BATCH if mesh.rank else {"input_ids": IDS}),
+    ]
+    for do in cases:
+        with pytest.raises(ThreefoldError) as error:
+            do()
+        said.append(str(error.value).splitlines()[0])
+    assert math.isfinite(threefold.TrainStep(model)(BATCH).loss)
+    mesh.close()
+    return said
+
+
+def test_ranks_that_disagree_are_told_on_all_of_them() -> None:
+    for said in run_ranks(_on_tp_ranks, 2):
+        assert said[0].startswith("tp ranks compute different losses from the same outputs: ")
+        assert said[1] == "ranks 0 and 1 belong to dp rank 0 and give different rows"
+        assert said[2] == "the first batch is cut into 2 micro-batches on rank 1, into 4 on rank 0"
+        assert said[3] == "the batch has no labels"
+
+
+def _rows_of_cp() -> str:
+    mesh = threefold.init_mesh(cp=2)
+    model = threefold.load_model(config=TINY_LLAMA, mesh=mesh, admission="off")
+    with pytest.raises(ConfigError) as error:
+        threefold.TrainStep(model)({"input_ids": IDS[:, :6], "labels": IDS[:, 1:7]})
+    with pytest.raises(ConfigError, match="rows of 6 tokens"):
+        model(input_ids=IDS[:, :6])
+    mesh.close()
+    return str(error.value)
+
+
+def test_rows_that_cp_cannot_split_are_refused() -> None:
+    assert run_ranks(_rows_of_cp, 2)[0] == (
+        "the batch has rows of 6 tokens\n"
+        "  expected: a multiple of 4 on dp=1 x cp=2 x tp=1: each cp rank takes two equal chunks\n"
+        "  fix: pad the rows to 8 tokens, with labels of -100"
+    )

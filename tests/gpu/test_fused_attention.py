@@ -1,0 +1,54 @@
+"""Causal attention without a mask in memory on a CUDA device: each kernel's gradients, and what it holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from threefold.model.context_parallel import kernels
+from threefold.model.context_parallel.attention import attend
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: its attention kernels are not run"),
+]
+
+
+def _attended(queries: int, keys: int, kernel: str, dtype: torch.dtype, mask: Tensor | None) -> tuple[Tensor, ...]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = ((2, 8, queries, 64), (2, 4, keys, 64), (2, 4, keys, 64))
+    given = [torch.randn(*shape, generator=generator, device="cuda") for shape in shapes]
+    query, key, value = (each.to(dtype).requires_grad_() for each in given)
+    module = nn.Module()
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    with kernels.first(kernel):
+        output, _ = attend(module, query, key, value, mask)
+        output.float().square().sum().backward()
+    assert query.grad is not None and key.grad is not None and value.grad is not None
+    return output.detach(), query.grad, key.grad, value.grad
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(512, 512), (256, 1024)])
+@pytest.mark.parametrize(("kernel", "dtype"), [("cudnn", torch.bfloat16), ("", torch.bfloat16), ("", torch.float32)])
+def test_causal_kernels_give_what_a_mask_gives(queries: int, keys: int, kernel: str, dtype: torch.dtype) -> None:
+    mask = torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril(keys - queries)[None, None]
+    found = _attended(queries, keys, kernel, dtype, None)
+    expected = _attended(queries, keys, "", torch.float32, mask)
+    bound = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    for each, other in zip(found, expected, strict=True):
+        assert (each.float() - other).norm() <= bound * other.norm()
+
+
+def test_a_chunk_of_a_long_row_holds_no_mask() -> None:
+    queries, keys = 8192, 131072
+
+    def peak(mask: Tensor | None) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        _attended(queries, keys, "flash", torch.bfloat16, mask)
+        return torch.cuda.max_memory_allocated() - held
+
+    # as much as attention over keys that are all seen, which has no mask; one would take 1 GiB
+    everything = torch.ones(1, device="cuda", dtype=torch.bool)[None, None, None].expand(1, 1, queries, keys)
+    assert peak(None) < peak(everything) + 2**29

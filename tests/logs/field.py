@@ -1,0 +1,493 @@
+"""The logs of field/: where each is from, its cause, and its half.
+
+`python tests/logs/field.py` prints the figures of the half to write from, and what is not right in it;
+`python tests/logs/field.py judge` those of the judged half, and no name. README.md counts how often that was done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FIELD = Path(__file__).with_name("field")
+# Logs that rules were mended by, after they were judged or at once: they count as `write` whatever their names say.
+SEEN = frozenset(
+    {
+        "aaw-1581",
+        "access-om2-100",
+        "alpaca-lora-280",
+        "ambar-149",
+        "anki-14005",
+        "anomalygpt-19",
+        "antistorm-9",
+        "anygpt-19",
+        "arduino-esp32-4870",
+        "argo-3645",
+        "autocompressors-24",
+        "awsome-185",
+        "awsome-195",
+        "axolotl-1473",
+        "axolotl-592",
+        "basicsr-737",
+        "behindthescenes-23",
+        "bigdata-133",
+        "billiard-380",
+        "bitnami-28789",
+        "blender-vscode-191",
+        "blurface-4",
+        "bonito-78",
+        "bvae-tts-3",
+        "c3nl-61",
+        "c4conf-2",
+        "caffe2-1283",
+        "capreolus-172",
+        "casskop-20",
+        "celery-1406",
+        "celery-3631",
+        "celery-9239",
+        "cnp-flux-28772",
+        "cobrar-12",
+        "colvars-588",
+        "containerd-12138",
+        "containerd-7790",
+        "containerd-cri-1014",
+        "contrastive-htc-21",
+        "cosmos-1324",
+        "covizu-350",
+        "crowddet-17",
+        "darknet-1937",
+        "datasetinsights-107",
+        "db-gel-2316",
+        "dcgm-149",
+        "dcnv2-19",
+        "dd-58",
+        "deep-feature-flow-62",
+        "deepops-1179",
+        "deepvariant-920",
+        "della-2",
+        "dept-4",
+        "depth-from-motion-13",
+        "desitarget-628",
+        "deviot-191",
+        "devpod-63",
+        "dft-26",
+        "diffusers-5354",
+        "distillery-118",
+        "dlrover-374",
+        "dmlcloud-61",
+        "docker-airflow-448",
+        "docker-django-12",
+        "docker-for-linux-569",
+        "dockermonitor-42",
+        "docui-119",
+        "dolphinscheduler-2052",
+        "dsmr-209",
+        "dstack-2348",
+        "dwconv3d-3",
+        "easyconfigs-14463",
+        "elasticsearch-41061",
+        "electron-32489",
+        "electron-39449",
+        "element-call-978",
+        "elixir-13615",
+        "envs-4",
+        "ert-8647",
+        "erxes-2055",
+        "espnet-1667",
+        "espnet-4240",
+        "espnet-4842",
+        "fairscale-601",
+        "fairseq-2386",
+        "fairseq-2401",
+        "faststream-1988",
+        "fasttext-604",
+        "fedml-594",
+        "fgt-21",
+        "fkf-31",
+        "flan-alpaca-10",
+        "flash-attention-234",
+        "flash-attention-508",
+        "flavr-58",
+        "flood-forecasting-87",
+        "flutter-36655",
+        "fluxgym-156",
+        "former-dfer-1",
+        "functional-diffusion-4",
+        "gdrnet-109",
+        "genai-examples-706",
+        "gendl-9",
+        "gln-14",
+        "gnn-tracking-353",
+        "godot-85451",
+        "goproxy-40",
+        "gpt-neox-1079",
+        "gpu-manager-24",
+        "gpud-46",
+        "grizzly-416",
+        "grx-gym-6",
+        "gunicorn-3136",
+        "gunicorn-3233",
+        "gunicorn-76",
+        "h2o-llmstudio-98",
+        "ha-culligan-8",
+        "ha-iec-216",
+        "ha-windhager-31",
+        "hashcat-2221",
+        "hear-eval-247",
+        "hemelb-813",
+        "hf-notebooks-136",
+        "hifiles-135",
+        "hku-dasc-2",
+        "horovod-1680",
+        "horovod-347",
+        "horovod-465",
+        "horovod-850",
+        "hostg-7",
+        "hub-1643",
+        "humangaussian-4",
+        "instanceloc-20",
+        "instructlab-2341",
+        "instructlab-training-520",
+        "intro-to-go-1",
+        "ipex-llm-5059",
+        "itemphysic-1",
+        "jade-194",
+        "joblib-812",
+        "julia-53858",
+        "k8s-device-1431",
+        "kair-103",
+        "katib-1112",
+        "keras-tuner-390",
+        "kmcuda-80",
+        "kohya-1151",
+        "kohya-521",
+        "kohya-897",
+        "koku-4562",
+        "ktrain-160",
+        "kubeblocks-4703",
+        "kubeflow-1261",
+        "kubeform-138",
+        "kubernetes-54381",
+        "kubernetes-56891",
+        "kubernetes-97131",
+        "lastz-chains-48",
+        "libfabric-10001",
+        "lightning-9242",
+        "liqudnet-6",
+        "llama-cookbook-186",
+        "llamafactory-3534",
+        "llamafactory-4557",
+        "llamafactory-4849",
+        "llamafactory-8261",
+        "llava-1422",
+        "llava-969",
+        "log4r-12",
+        "logerrors-14",
+        "longchat-31",
+        "lora-253",
+        "lsqb-61",
+        "lumi-guide-3",
+        "mace-819",
+        "mammotion-80",
+        "maskground-7",
+        "maskrcnn-158",
+        "mcinabox-49",
+        "mcmicro-163",
+        "mcp-reborn-391",
+        "megatron-1525",
+        "megatron-176",
+        "megatron-deepspeed-400",
+        "mgfn-35",
+        "mimickit-107",
+        "mm-det-20",
+        "mmdetection-1997",
+        "mmdetection-7876",
+        "mmengine-1155",
+        "mmengine-155",
+        "mmvp-26",
+        "modernmt-216",
+        "mooncake-573",
+        "mpi-operator-647",
+        "ms-swift-2247",
+        "multihuman-2",
+        "naifu-35",
+        "nanogpt-525",
+        "nccl-1029",
+        "nccl-1105",
+        "nccl-258",
+        "nccl-426",
+        "nccl-583",
+        "nccl-mesh-56",
+        "nccl-tests-107",
+        "nccl-tests-29",
+        "nccl-tests-71",
+        "nemo-14829",
+        "nemo-5819",
+        "nemo-6457",
+        "nequip-67",
+        "neuron-samples-52",
+        "neuronx-nemo-28",
+        "nextcloud-32825",
+        "nginx-unit-285",
+        "nservicebus-86",
+        "oak-905",
+        "ockam-294",
+        "ofa-271",
+        "ofi-nccl-156",
+        "ompi-12038",
+        "ompi-12146",
+        "ontohub-335",
+        "open-clip-283",
+        "open-llava-next-15",
+        "opennmt-373",
+        "openrlhf-187",
+        "openrlhf-312",
+        "openshot-2812",
+        "opensloth-17",
+        "optimum-neuron-425",
+        "paxcounter-635",
+        "pgo-776",
+        "pip-3024",
+        "pipedream-28",
+        "plmfit-40",
+        "prime-rl-3399",
+        "ps-mt-10",
+        "psifx-16",
+        "pybnf-118",
+        "pytorch-105287",
+        "pytorch-108732",
+        "pytorch-113496",
+        "pytorch-128680",
+        "pytorch-134212",
+        "pytorch-136726",
+        "pytorch-1967",
+        "pytorch-2542",
+        "pytorch-29482",
+        "pytorch-52208",
+        "pytorch-69197",
+        "pytorch-75658",
+        "pytorch-85949",
+        "pytorch-examples-540",
+        "qwen-vl-103",
+        "rabbitmq-operator-684",
+        "ray-31828",
+        "ray-52223",
+        "realm-338",
+        "redis-operator-1056",
+        "remora-226",
+        "remote-ha-249",
+        "replicate-117",
+        "repvit-65",
+        "returnn-1486",
+        "rheos-59",
+        "ros2-demos-658",
+        "rrhf-35",
+        "rust-59122",
+        "sagemaker-examples-1234",
+        "sagemaker-sdk-658",
+        "saige-53",
+        "sam2-492",
+        "scream-2337",
+        "scylladb-2099",
+        "sd-scripts-550",
+        "sd-scripts-567",
+        "sdps-net-16",
+        "second-253",
+        "sedfoam-156",
+        "sentence-transformers-3256",
+        "sfa3d-48",
+        "shine-30",
+        "sidekiq-4323",
+        "simple-grpo-20",
+        "simpletuner-1880",
+        "simswap-370",
+        "singularity-5203",
+        "sleap-365",
+        "slowfast-159",
+        "smv-714",
+        "snakemake-2912",
+        "snparcher-252",
+        "sourceio-467",
+        "specify-6490",
+        "speechbrain-2401",
+        "sst-80",
+        "statbotics-369",
+        "stt-2238",
+        "telescope-745",
+        "tensorflow-20090",
+        "textattack-501",
+        "tinyllava-130",
+        "torch-tutorials-2611",
+        "torchio-1183",
+        "torchtune-2301",
+        "train-deepseek-8",
+        "trainer-1509",
+        "trainer-2034",
+        "trainer-903",
+        "transformers-4122",
+        "trl-3375",
+        "ucx-9908",
+        "unidepth-58",
+        "unsloth-1894",
+        "unsloth-2759",
+        "var-136",
+        "verifiers-96",
+        "verl-1098",
+        "verl-2380",
+        "verl-4921",
+        "vilbert-75",
+        "visdet-95",
+        "vista-61",
+        "vits-397",
+        "vllm-40652",
+        "vulmatch-171",
+        "weathergen-1811",
+        "web3-unity-727",
+        "wlasl-15",
+        "xtuner-387",
+        "yolor-94",
+        "yolov5-475",
+        "zluda-223",
+    }
+)
+
+# Logs of `write` that stay unknown: nothing in them shows that a training job, its node or its launcher wrote the
+# error, or that a warning ended anything, or that a log that ends hangs.
+UNKNOWN = frozenset(
+    {
+        "alpaca-lora-280",
+        "awsome-185",
+        "cogvlm2-207",
+        "colossalai-2748",
+        "cortex-17",
+        "datasets-6315",
+        "desitarget-628",
+        "dockermonitor-42",
+        "e3sm-8699",
+        "fedml-594",
+        "ffdl-74",
+        "flyte-3686",
+        "functional-diffusion-4",
+        "here-sacct-oom",
+        "here-smi-none-text",
+        "here-tcpstore-recv",
+        "horovod-298",
+        "horovod-347",
+        "horovod-410",
+        "horovod-786",
+        "hostg-7",
+        "kubeflow-1261",
+        "kubernetes-91600",
+        "lightning-17066",
+        "llama-cpp-3230",
+        "llm-foundry-511",
+        "megatron-176",
+        "megatron-deepspeed-400",
+        "nccl-1027",
+        "nccl-1706",
+        "nccl-447",
+        "nextflow-5932",
+        "nnunet-1343",
+        "operate-first-1352",
+        "paddle-17558",
+        "paddle-models-4064",
+        "pytorch-75658",
+        "pytorch-85949",
+        "ray-52223",
+        "realm-338",
+        "sagemaker-examples-3827",
+        "sematic-853",
+        "snakemake-slurm-371",
+        "spawn-cbio-232",
+        "toil-4706",
+        "trixie-35",
+        "trixie-45",
+        "unidepth-58",
+        "video-llava-13",
+        "vllm-5645",
+        "yolact-346",
+        "zetta-671",
+    }
+)
+
+
+@dataclass(frozen=True)
+class FieldLog:
+    """One log; `cause` is the name of a page, None for a log without a failure of a training job, or `other`.
+
+    `other` is a failure of a training job that no page covers: right would be to say unknown, so it never counts as
+    right, and any page named as sure or likely is wrong.
+    """
+
+    name: str
+    source: str
+    cause: str | None
+    text: str
+    late: bool = False
+
+    @property
+    def half(self) -> str:
+        """`judge` or `write`: by the name alone; `late`: filed after the rules, from searches of other words."""
+        if self.late:
+            return "late"
+        odd = hashlib.sha256(self.name.encode()).digest()[0] % 2
+        return "judge" if odd and self.name not in SEEN else "write"
+
+
+def read(path: Path) -> FieldLog:
+    """A file of field/: `source: ...`, `cause: ...`, an empty line, the log."""
+    head, _, text = path.read_text(encoding="utf-8").partition("\n\n")
+    source, cause = (line.partition(": ")[2] for line in head.splitlines())
+    return FieldLog(path.stem, source, None if cause == "none" else cause, text, path.parent.name == "late")
+
+
+def logs(half: str) -> Iterator[FieldLog]:
+    """The logs of one half, by name."""
+    return (log for log in map(read, sorted(FIELD.rglob("*.log"))) if log.half == half)
+
+
+def judged(log: FieldLog) -> tuple[str, str | None]:
+    """(right, wrong, symptom, unknown, quiet or false alarm, the name that `explain` gives).
+
+    `symptom`: another name than the log's cause, told as only a symptom. It claims no cause, so it is not wrong, and it
+    finds none, so it is not right: `main` counts it as unknown, and says how many. On a log without a failure it is a
+    false alarm like any other.
+    """
+    from threefold.explain.explain import Confidence, explain
+
+    found = explain(log.text)
+    name = found.known.name if found is not None else None
+    if log.cause is None:
+        return ("quiet" if name is None else "false alarm"), name
+    if found is None or name == log.cause:
+        return ("unknown" if name is None else "right"), name
+    return ("symptom" if found.confidence is Confidence.SYMPTOM else "wrong"), name
+
+
+def figures(half: str) -> Counter[str]:
+    """How many logs of a half are right, wrong, symptom, unknown, quiet, false alarms."""
+    return Counter(judged(log)[0] for log in logs(half))
+
+
+def main() -> None:
+    for half in sys.argv[1:] or ["write"]:
+        found = figures(half)
+        unknown = found["unknown"] + found["symptom"]
+        failures = found["right"] + found["wrong"] + unknown
+        print(
+            f"{half}: {found['right']} of {failures} right ({100 * found['right'] / failures:.0f} %), "
+            f"{found['wrong']} wrong, {unknown} unknown ({found['symptom']} of them told as only a symptom); "
+            f"{found['false alarm']} false alarms in {found['false alarm'] + found['quiet']}"
+        )
+        for log in logs(half) if half == "write" else ():  # a judged log stays unread
+            verdict, name = judged(log)
+            if verdict not in ("right", "quiet"):
+                print(f"  {log.name}: {verdict}, {name} for {log.cause}")
+
+
+if __name__ == "__main__":
+    main()

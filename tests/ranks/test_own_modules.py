@@ -1,0 +1,257 @@
+"""Modules of one's own on data ranks: the same numbers and gradients as in one process, whatever they hold."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ranks.loops import whole
+from ranks.spawn import run_ranks
+from threefold.errors import ConfigError
+
+MESHES: list[dict[str, int]] = [{"dp": 2}, {"dp": 2, "dp_shard": 2}, {"dp": 4, "dp_shard": 2}]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Any) -> Any:
+        return x + torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """Blocks, a buffer, a parameter that nothing uses, and one that only some rows use."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, 5)
+        self.rare = nn.Linear(width, 5)
+        self.unused = nn.Parameter(torch.ones(7))
+        self.register_buffer("scale", torch.full((width,), 0.5))
+
+    def forward(self, pixels: Any, rare: Any = None) -> dict[str, Any]:
+        x = pixels * self.scale
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        # Only where a rank has such rows: its other ranks have no gradient of it.
+        return {"logits": logits + self.rare(x) if rare is not None and bool(rare.any()) else logits}
+
+
+def loss(outputs: Any, batch: Any) -> tuple[Any, Any]:
+    losses = nn.functional.cross_entropy(outputs["logits"].float(), batch["labels"], reduction="none")
+    return (losses * batch["weights"]).sum(), batch["weights"].sum()
+
+
+def batch_of(step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    rows = {"pixels": torch.randn(8, 12, generator=generator), "labels": torch.randint(5, (8,), generator=generator)}
+    return {**rows, "weights": torch.rand(8, generator=generator)}
+
+
+def _train(sizes: dict[str, int], folder: str) -> Any:
+    import threefold
+
+    mesh = threefold.init_mesh(**sizes)
+    torch.manual_seed(mesh.rank)  # rank 0's values are those of all
+    model = threefold.load_model(Net(), mesh=mesh)
+    first: dict[str, Any] = {}
+
+    def observe() -> None:
+        if not first:
+            first.update({n: whole(p.grad).numpy() for n, p in model.named_parameters() if p.grad is not None})
+
+    # Groups of one's own keep their rates, and a scheduler of torch sets them.
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    groups = [{"params": matrices, "lr": 1e-2}, {"params": [p for p in model.parameters() if p.ndim < 2], "lr": 1e-3}]
+    optimizer = torch.optim.AdamW(groups)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    step = threefold.TrainStep(model, optimizer, loss=loss, micro_batch=3, observe=observe)
+    found = threefold.load(folder, model=model, optimizer=step)
+    numbers = []
+    for number in range(found.step if found else 0, 4):
+        own = {name: rows[mesh.dp_rank :: mesh.dp_size] for name, rows in batch_of(number).items()}
+        if mesh.dp_size <= 2 and sizes.get("dp_shard", 1) == 1:
+            own["rare"] = torch.full((len(own["labels"]),), mesh.dp_rank == 0)
+            if not sizes:
+                own["rare"] = torch.ones(8, dtype=torch.bool)
+        numbers.append(tuple(step(own)))
+        scheduler.step()
+        if number == 1:
+            threefold.save(folder, model=model, optimizer=optimizer, step=2, extra={"rates": scheduler.state_dict()})
+    rates = [group["lr"] for group in optimizer.param_groups]
+    evaluated = threefold.EvalStep(model, loss=loss)([own])
+    mesh.close()
+    return numbers, first, rates, tuple(evaluated)
+
+
+def _plainly(step: int = 0) -> Any:
+    torch.manual_seed(0)
+    net = Net()
+    batch = batch_of(step)
+    total, count = loss(net(batch["pixels"]), batch)
+    (total / count).backward()
+    return (total / count).item(), {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("sizes", MESHES[1:], ids=str)
+def test_a_module_follows_one_process_and_goes_on_on_another_mesh(sizes: dict[str, int], tmp_path: Path) -> None:
+    ranks = run_ranks(_train, sizes["dp"], sizes, str(tmp_path))
+    value, gradients = _plainly()
+    assert ranks[0][0][0][0] == pytest.approx(value, abs=1e-6)
+    assert ranks[0][1].keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert abs(ranks[0][1][name] - gradient.numpy()).max() <= 1e-3 * gradient.abs().max().item(), name
+    assert all(rank[0] == ranks[0][0] and rank[3] == ranks[0][3] for rank in ranks)
+    resumed = run_ranks(_train, 2, {"dp": 2, "dp_shard": 2}, str(tmp_path))[0]
+    for a, b in zip(resumed[0], ranks[0][0][2:], strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    assert ranks[0][2] == pytest.approx([1e-2 / 16, 1e-3 / 16])
+
+
+def test_what_only_one_rank_uses_has_its_gradient_on_all(tmp_path: Path) -> None:
+    ranks = run_ranks(_train, 2, {"dp": 2}, str(tmp_path))
+    assert "rare.weight" in ranks[0][1] and "unused" not in ranks[0][1]
+    assert ranks[0][0] == ranks[1][0]
+
+
+def _transformers(sizes: dict[str, int], folder: str) -> Any:
+    from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
+
+    import threefold
+
+    mesh = threefold.init_mesh(**sizes)
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        torch.manual_seed(0)
+        sizes_of_bert = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        sizes_of_bert |= {"intermediate_size": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        sizes_of_t5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+        t5 = T5Config(**sizes_of_t5, dropout_rate=0.0, decoder_start_token_id=0)
+        classifier = BertForSequenceClassification(BertConfig(**sizes_of_bert))
+        generator = torch.Generator().manual_seed(5)
+        ids = torch.randint(64, (8, 10), generator=generator)
+        for module, labels in (
+            (classifier, ids[:, 0] % 2),
+            (T5ForConditionalGeneration(t5), ids),
+        ):
+            model = threefold.load_model(module, mesh=mesh, dtype=dtype)
+            batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+
+            def own(outputs: Any, batch: Any) -> tuple[Any, Any]:
+                logits = outputs.logits.flatten(0, -2).float()
+                losses = nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
+                return losses, batch["labels"].numel()
+
+            step = threefold.TrainStep(model, loss=own, lr=1e-2)
+            rows = {name: values[mesh.dp_rank :: mesh.dp_size] for name, values in batch.items()}
+            found.append((dtype, [tuple(step(rows)) for _ in range(3)]))
+            to = Path(folder) / f"{dtype}-{len(found)}"
+            assert model.save_pretrained(to).verified == "reloaded: equal weights"
+            with pytest.raises(ConfigError, match="is not empty"):
+                model.save_pretrained(to)
+    mesh.close()
+    return found
+
+
+def test_a_classifier_and_t5_follow_one_process(tmp_path: Path) -> None:
+    alone = run_ranks(_transformers, 1, {}, str(tmp_path))[0]
+    for sizes in MESHES[:2]:
+        ranks = run_ranks(_transformers, 2, sizes, str(tmp_path / str(len(sizes))))
+        for (dtype, found), (_, expected) in zip(ranks[0], alone, strict=True):
+            bound = 1e-4 if dtype == "float32" else 3e-2
+            assert all(a == pytest.approx(b, rel=bound) for a, b in zip(found, expected, strict=True)), (sizes, dtype)
+
+
+def _refused(sizes: dict[str, int], folder: str) -> list[str]:
+    import threefold
+
+    mesh = threefold.init_mesh(**sizes)
+    said = []
+
+    def tell(do: Any) -> None:
+        try:
+            do()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        else:
+            said.append("nothing")
+
+    tell(lambda: threefold.load_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), mesh=mesh))
+    tell(lambda: threefold.load_model(nn.Linear(2, 2 + mesh.rank), mesh=mesh))
+    model = threefold.load_model(Net(), mesh=mesh)
+    model.module.scale += mesh.rank
+    tell(lambda: threefold.save(folder, model=model, step=1))
+    model.module.scale -= mesh.rank
+    tell(lambda: threefold.save(folder, model=model, step=1, extra={"rank": mesh.rank}))
+    tell(lambda: threefold.EvalStep(model, loss=loss)([batch_of(0)] if mesh.rank else []))
+    mesh.close()
+    return said
+
+
+def test_what_would_differ_between_data_ranks_is_refused(tmp_path: Path) -> None:
+    ranks = run_ranks(_refused, 2, {"dp": 2}, str(tmp_path))
+    for norm, other, buffer, extra, _ in ranks:
+        assert norm.startswith(
+            "ConfigError: 1 normalises over the rows of a rank, of which 2 dp ranks have each their own"
+        )
+        assert other.startswith("ConfigError: rank 1 gives load_model another Linear than rank 0")
+        assert buffer.startswith("ConfigError: the buffer scale differs between the ranks")
+        assert extra.startswith("ConfigError: ranks 0 and 1 save different values as extra")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def _split(sizes: dict[str, int]) -> str:
+    import threefold
+
+    mesh = threefold.init_mesh(**sizes)
+    try:
+        threefold.load_model(Net(), mesh=mesh)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        mesh.close()
+    return ""
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_axes_that_a_module_cannot_have_are_refused_by_name(axis: str) -> None:
+    assert run_ranks(_split, 2, {axis: 2}) == 2 * [
+        f"mesh.{axis} = 2, but a Net is a module of your own\n"
+        "  expected: data ranks alone: how its layers or its rows could be split is not known\n"
+        f"  fix: threefold.init_mesh(dp=2, {axis}=1)   (dp_shard=2 shards its parameters)"
+    ]
+
+
+def _sums(sizes: dict[str, int]) -> list[float]:
+    import torch.distributed as dist
+
+    import threefold
+
+    mesh = threefold.init_mesh(**sizes)
+    found = []
+    for name in ("dp", "cp", "tp", "loss"):
+        value = torch.tensor([float(mesh.rank)])
+        axis = mesh.device_mesh(name)
+        assert (axis is None) == (mesh.size(name) == 1)
+        if axis is not None:
+            assert axis.mesh_dim_names == (name,) and axis.size() == mesh.size(name)
+            dist.all_reduce(value, group=axis.get_group())
+        found.append(value.item())
+    with pytest.raises(ConfigError, match=r"mesh.device_mesh\('data'\): no such axis"):
+        mesh.device_mesh("data")
+    mesh.close()
+    return found
+
+
+def test_collectives_of_ones_own_along_an_axis() -> None:
+    assert run_ranks(_sums, 4, {"dp": 2, "tp": 2}) == [[2, 0, 1, 2], [4, 1, 1, 4], [2, 2, 5, 2], [4, 3, 5, 4]]
+    assert math.isclose(run_ranks(_sums, 1, {})[0][0], 0.0)

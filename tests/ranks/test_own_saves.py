@@ -1,0 +1,172 @@
+"""Saves of a loop of one's own: stop on one mesh and go on on another, in the background, sealed, and as a folder."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks import loops
+from ranks.reference import TINY_LLAMA
+from ranks.spawn import run_ranks
+
+MESHES: list[dict[str, int]] = [
+    {},
+    {"dp": 2, "dp_shard": 2},
+    {"tp": 2},
+    {"cp": 2},
+    {"dp": 2, "cp": 2, "tp": 2},
+]
+STEPS, STOP = 6, 3
+
+
+class Windows:
+    """Rows whose number says what is in them."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        import torch
+
+        tokens = torch.randint(67, (17,), generator=torch.Generator().manual_seed(number))
+        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+
+def ranks_of(sizes: dict[str, int]) -> int:
+    return math.prod(size for axis, size in sizes.items() if axis != "dp_shard")
+
+
+def _loop(sizes: dict[str, int], folder: str, until: int, wait: bool) -> tuple[int, list[float], Any]:
+    """(steps done before, losses, extra) of a loop that goes on from the folder's newest checkpoint, and saves."""
+    from torch.utils.data import DataLoader
+
+    import threefold
+
+    mesh = threefold.init_mesh(**sizes)
+    model = threefold.load_model(config=TINY_LLAMA, mesh=mesh, admission="off")
+    step = threefold.TrainStep(model, lr=1e-2)
+    loader = threefold.distribute(DataLoader(Windows(), batch_size=8 // mesh.dp_size, shuffle=True, drop_last=True))
+    found = threefold.load(folder, model=model, optimizer=step, loader=loader)
+    done = before = found.step if found is not None else 0
+    losses: list[float] = []
+    while done < until:
+        for batch in loader:
+            losses.append(step(batch).loss)
+            done += 1
+            if done % STOP == 0:
+                step.lr = 5e-3
+                said = {"best": min(losses)}
+                threefold.save(
+                    folder, model=model, step=done, optimizer=step, loader=loader, extra=said, wait=wait, keep=2
+                )
+            if done == until:
+                break
+    mesh.close()
+    return before, losses, found.extra if found is not None else None
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return run_ranks(_loop, 1, {}, str(tmp_path_factory.mktemp("unbroken")), STEPS, True)[0][1]
+
+
+# Both ways between one process and a full mesh are always run, the others with the long cases.
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.examples) for n in (1, 2, 3)), 4])
+def test_a_loop_goes_on_on_another_mesh(number: int, tmp_path: Path, unbroken: list[float]) -> None:
+    first, then = MESHES[number], MESHES[(number + 1) % len(MESHES)]
+    _, begun, nothing = run_ranks(_loop, ranks_of(first), first, str(tmp_path), STOP, bool(number % 2))[0]
+    before, rest, extra = run_ranks(_loop, ranks_of(then), then, str(tmp_path), STEPS, True)[0]
+    assert (before, nothing, extra) == (STOP, None, {"best": min(begun)})
+    assert [*begun, *rest] == pytest.approx(unbroken, abs=1e-4)
+
+
+def test_the_same_mesh_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    sizes = {"dp": 2, "tp": 2}
+    whole = run_ranks(_loop, 4, sizes, str(tmp_path / "whole"), STEPS, False)[0][1]
+    begun = run_ranks(_loop, 4, sizes, str(tmp_path / "parts"), STOP, False)[0][1]
+    rest = run_ranks(_loop, 4, sizes, str(tmp_path / "parts"), STEPS, True)[0][1]
+    assert [*begun, *rest] == whole
+
+
+def _with_an_optimizer(sizes: dict[str, int], folder: str, until: int) -> Any:
+    """Losses with an optimizer and a scheduler of one's own, of steps of which one is not a number on one rank."""
+    import torch
+
+    import threefold
+
+    mesh = threefold.init_mesh(**sizes)
+    model = threefold.load_model(config=TINY_LLAMA, mesh=mesh, admission="off", dtype="float32")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.9))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def loss(logits: Any, batch: Any) -> Any:
+        total, count = loops.weighted(logits, batch)
+        return (total * float("nan") if bad and mesh.dp_rank == mesh.cp_rank == 0 else total), count
+
+    step = threefold.TrainStep(model, optimizer, loss=loss)
+    found = threefold.load(folder, model=model, optimizer=optimizer)
+    if found is not None:
+        scheduler.load_state_dict(found.extra["scheduler"])
+    numbers = []
+    for number in range(found.step if found else 0, until):
+        bad = number == 1
+        numbers.append(tuple(step(loops.share(loops.batches(6)[number], mesh))))
+        scheduler.step()
+    extra = {"scheduler": scheduler.state_dict()}
+    threefold.save(folder, model=model, step=until, optimizer=optimizer, extra=extra)
+    mesh.close()
+    return numbers, [group["lr"] for group in optimizer.param_groups]
+
+
+def test_an_optimizer_and_a_scheduler_of_ones_own_go_on(tmp_path: Path) -> None:
+    sizes = {"dp": 2, "cp": 2, "tp": 2}
+    alone, rates = run_ranks(_with_an_optimizer, 1, {}, str(tmp_path / "alone"), 5)[0]
+    begun, _ = run_ranks(_with_an_optimizer, 8, sizes, str(tmp_path / "split"), 3)[0]
+    rest, rates_then = run_ranks(_with_an_optimizer, 1, {}, str(tmp_path / "split"), 5)[0]
+    assert all(map(math.isnan, begun[1])) and all(map(math.isnan, alone[1]))
+    for a, b in zip([*begun[:1], *begun[2:], *rest], [*alone[:1], *alone[2:]], strict=True):
+        assert a == pytest.approx(b, rel=1e-3)
+    assert rates_then == rates
+
+
+def _folder_and_text(sizes: dict[str, int], folder: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import threefold
+
+    mesh = threefold.init_mesh(**sizes)
+    found = []
+    for name, lora in (("plain", None), ("adapters", {"r": 2, "target_modules": "all-linear"})):
+        model = threefold.load_model(config=TINY_LLAMA, mesh=mesh, admission="off", lora=lora)
+        step = threefold.TrainStep(model, lr=1e-2)
+        batch = loops.share(loops.batches(1)[0], mesh)
+        batch.pop("weights")
+        step(batch)
+        to = Path(folder) / name
+        done = model.save_pretrained(to)
+        assert done.verified == "reloaded: equal logits", done
+        prompt = torch.arange(4)[None]
+        before = torch.get_rng_state()
+        written = model.generate(prompt, max_new_tokens=5, do_sample=True, pad_token_id=0)
+        assert torch.equal(torch.get_rng_state(), before)
+        with torch.no_grad():
+            logits = model(input_ids=torch.arange(16)[None])
+            reloaded = AutoModelForCausalLM.from_pretrained(to)(input_ids=torch.arange(16)[None]).logits
+        found.append((written.tolist(), (logits - reloaded).abs().max().item()))
+        assert [*model.state_dict()] == [name for name, _ in model.named_parameters()] or lora
+    mesh.close()
+    return found
+
+
+def test_a_model_leaves_any_mesh_as_a_folder_and_as_text(tmp_path: Path) -> None:
+    alone = run_ranks(_folder_and_text, 1, {}, str(tmp_path / "alone"))[0]
+    split = run_ranks(_folder_and_text, 8, {"dp": 2, "cp": 2, "tp": 2}, str(tmp_path / "split"))
+    assert all(each == split[0] for each in split), "ranks disagree"
+    for (text, near), (expected, _) in zip(split[0], alone, strict=True):
+        assert text == expected
+        assert near <= 1e-4
+    assert sorted(path.name for path in (tmp_path / "split").iterdir()) == ["adapters", "plain"]

@@ -1,0 +1,122 @@
+"""A run against the memory that is free: what is refused, what would fit, and the micro-batch that is chosen."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from threefold.config.loading import validate
+from threefold.errors import ConfigError
+from threefold.mesh.topology import Topology, resolve
+from threefold.model import load
+from threefold.plan.accelerators import ACCELERATORS
+from threefold.plan.decoder import decoder_of
+from threefold.plan.peak import peak
+from threefold.plan.setup import Setup, setup_of
+from threefold.run.fits import Fitted, fitted_into
+from threefold.run.request import Asked
+
+_8B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+}  # fmt: skip
+_H100 = ACCELERATORS["h100-80gb"]
+_FREE = 78 * 2**30
+
+
+def _fitted(free: int, *, device: Any = _H100, **sections: dict[str, Any]) -> tuple[Fitted, Setup, Any]:
+    values: dict[str, Any] = {
+        "model": {"config": _8B, "dtype": "bfloat16"},
+        "data": {"seq_len": 4096},
+        "mesh": {"dp": 8, "dp_shard": 8, **sections.get("mesh", {})},
+        "train": {"global_batch": 64, "compile": False, **sections.get("train", {})},
+    }
+    config = validate(values)
+    topology, _ = resolve(config.mesh, launched_world_size=8, num_devices=None)
+    architecture = load.read_config(config.model)
+    decoder = decoder_of(architecture.to_dict())
+    asked: Any = Asked(config, None, architecture)  # type: ignore[arg-type]
+    setup = setup_of(config, decoder, topology, device)
+    return fitted_into(asked, decoder, setup, free), setup, decoder
+
+
+def test_the_largest_micro_batch_that_fits() -> None:
+    found, setup, decoder = _fitted(_FREE)
+    chosen = found.asked.config.train.micro_batch
+    assert chosen in (1, 2, 4) and found.said[0][0] == f"micro-batch: {chosen} rows, {8 // chosen} of them a step"
+
+    def held(rows: int) -> float:
+        fields = {**vars(setup), "micro_batch": rows, "num_batches": 8 // rows}
+        return peak(decoder, Setup(**fields)).total
+
+    assert held(chosen) <= _FREE < held(2 * chosen)
+    assert found.asked.estimated_bytes == round(held(chosen))
+
+
+def test_all_rows_at_once_where_they_fit() -> None:
+    """The config stays as it was asked for."""
+    found, _, _ = _fitted(int(1e13))
+    assert found.asked.config.train.micro_batch == "auto"
+    found, _, _ = _fitted(int(1e13), device=None, train={"compile": False})
+    assert found.asked.config.train.micro_batch == "auto" and not found.said
+
+
+@pytest.mark.parametrize(
+    ("free", "sections", "said"),
+    [
+        (_FREE, {"train": {"micro_batch": 8}}, "--train.micro_batch"),
+        ((30 * 2**30), {"train": {"micro_batch": 1}}, "--train.activation_checkpointing"),
+        (_FREE, {"train": {"micro_batch": 1}, "mesh": {"dp_shard": 1}}, "--mesh.dp_shard 8"),
+    ],
+)
+def test_what_is_refused_and_would_fit(free: int, sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        _fitted(free, **sections)
+    (problem,) = error.value.problems
+    assert "are free" in problem.what and said in problem.fix and "--train.memory_check false" in problem.fix
+    # What is told does fit.
+    keys = dict(re.findall(r"--(\S+) (\S+)", problem.fix.split("(or")[0]))
+    given: dict[str, dict[str, Any]] = {name: dict(values) for name, values in sections.items()}
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        given.setdefault(section, {})[name] = int(value) if value.isdigit() else value == "true" or value
+    assert _fitted(free, **given)[0].asked.estimated_bytes <= free  # type: ignore[operator]
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(ConfigError) as error:
+        _fitted(2**30)
+    assert "threefold plan shows what fits" in str(error.value)
+
+
+def test_the_check_can_be_left_out() -> None:
+    found, _, _ = _fitted(2**30, train={"micro_batch": 8, "memory_check": False})
+    assert found.asked.config.train.micro_batch == 8 and (found.asked.estimated_bytes or 0) > 2**30
+
+
+def test_a_run_that_nearly_fits_is_not_refused() -> None:
+    """The estimate may be too high by a tenth."""
+    found, _, _ = _fitted(int(1e13), train={"micro_batch": 2})
+    assert found.asked.estimated_bytes is not None
+    _fitted(int(found.asked.estimated_bytes / 1.05), train={"micro_batch": 2})
+    with pytest.raises(ConfigError):
+        _fitted(int(found.asked.estimated_bytes / 1.25), train={"micro_batch": 2})
+
+
+def test_topology_is_the_one_that_is_told() -> None:
+    assert _fitted(int(1e13))[1].topology == Topology(1, 8)
+
+
+def test_doctor_says_what_a_rank_would_hold() -> None:
+    from threefold.commands.doctor import _memory
+
+    config = validate({"model": {"config": _8B, "dtype": "bfloat16"}, "mesh": {"dp": 2}})
+    gpus = [{"name": "NVIDIA L4", "memory": 24 * 2**30, "free": 23 * 2**30}]
+    (found,) = _memory(config, Topology(2), gpus, 2)
+    assert found.level == "warning" and "GiB in the" in found.what and "23.00 GiB" in found.expected
+    (found,) = _memory(config, Topology(2), [{**gpus[0], "memory": 10**12, "free": 10**12}], 2)
+    assert found.level == "ok"
+    assert _memory(validate({}), Topology(2), gpus, 2) == []
+    assert _memory(validate({"model": {"config": {"model_type": "mamba"}}}), Topology(), [], 1) == []

@@ -1,0 +1,146 @@
+"""Schedulers and clouds that reserve several hosts: their ranks are read, and no process trains alone on each host."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from threefold.errors import ConfigError
+from threefold.mesh.environment import LaunchInfo, read
+from threefold.mesh.launchers.clusters import CLUSTERS
+
+VERTEX = json.dumps(
+    {"cluster": {"workerpool0": ["cmle-0:2222"], "workerpool1": ["cmle-1:2222"]}, "task": {"type": "workerpool1"}}
+)
+SEVERAL_HOSTS = {
+    "SkyPilot": {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"},
+    "dstack": {"DSTACK_NODES_NUM": "2", "DSTACK_NODE_RANK": "0", "DSTACK_MASTER_NODE_IP": "10.0.0.4"},
+    "Vertex AI": {"CLUSTER_SPEC": VERTEX},
+    "Azure Batch": {"AZ_BATCH_NODE_LIST": "10.0.0.4;10.0.0.5"},
+    "LSF": {"LSB_JOBID": "81", "LSB_MCPU_HOSTS": "a 16 b 16"},
+    "an Indexed Job": {"JOB_COMPLETION_INDEX": "1", "KUBERNETES_SERVICE_HOST": "10.96.0.1"},
+    "SageMaker": {"SM_HOSTS": '["algo-1", "algo-2"]'},
+}
+ONE_HOST = {
+    "SkyPilot": {"SKYPILOT_NODE_IPS": "10.0.0.4", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1"},
+    "dstack": {"DSTACK_NODES_NUM": "1", "DSTACK_NODE_RANK": "0", "DSTACK_MASTER_NODE_IP": "10.0.0.4"},
+    "Vertex AI": {"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["cmle-0:2222"]}}'},
+    "Azure Batch": {"AZ_BATCH_NODE_LIST": "10.0.0.4"},
+    "LSF": {"LSB_JOBID": "81", "LSB_MCPU_HOSTS": "a 16"},
+    "LSF, a launch node": {"LSB_JOBID": "81", "LSB_MCPU_HOSTS": "batch3 1 a 42"},
+    "an Indexed Job": {"JOB_COMPLETION_INDEX": "0", "KUBERNETES_SERVICE_HOST": "10.96.0.1"},
+    "an array of another kind": {"JOB_COMPLETION_INDEX": "3"},
+    "PBS": {"PBS_NODEFILE": "/nowhere", "PBS_JOBID": "9.head"},
+    "SageMaker": {"SM_HOSTS": '["algo-1"]'},
+    "damaged": {"CLUSTER_SPEC": "[]", "SM_HOSTS": "{", "DSTACK_NODES_NUM": "two", "LSB_MCPU_HOSTS": "a"},
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL_HOSTS)
+def test_process_of_several_hosts_does_not_train_alone(name: str) -> None:
+    cluster = CLUSTERS[name]
+    with pytest.raises(ConfigError) as refused:
+        read(SEVERAL_HOSTS[name])
+    (problem,) = refused.value.problems
+    assert problem.what.startswith(cluster.variable)
+    assert "no launcher has started this process" in problem.what
+    assert cluster.fix in problem.fix and f"unset {cluster.variable}" in problem.fix
+
+
+@pytest.mark.parametrize("name", [*SEVERAL_HOSTS])
+def test_neither_does_a_torchrun_that_knows_of_no_other(name: str) -> None:
+    torchrun = {
+        "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "h",
+        "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "1",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="but this torchrun has 4 ranks on one host"):
+        read({**SEVERAL_HOSTS[name], **torchrun})
+    assert read({**SEVERAL_HOSTS[name], **torchrun, "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2"}).world_size == 8
+
+
+@pytest.mark.parametrize("name", ONE_HOST)
+def test_one_host_is_no_matter(name: str) -> None:
+    assert read(ONE_HOST[name]) == LaunchInfo()
+
+
+def test_hosts_of_pbs(tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes"
+    environ = {"PBS_NODEFILE": str(nodes), "PBS_JOBID": "17.head"}
+    nodes.write_text("a\na\na\n")
+    assert read(environ) == LaunchInfo()
+    nodes.write_text("a\na\nb\nb\n")
+    with pytest.raises(ConfigError, match="PBS_NODEFILE has 2 hosts"):
+        read(environ)
+    pals = {"PALS_RANKID": "3", "PMI_RANK": "3", "PMI_SIZE": "4", "PALS_LOCAL_RANKID": "1", "PMI_LOCAL_SIZE": "2"}
+    found = read({**environ, **pals})
+    assert found == LaunchInfo(3, 4, 1, 2, master_addr="a", master_port=found.master_port, launcher="pals")
+    assert read({**environ, **pals, "PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0"}).master_port == found.master_port
+
+
+def test_jsrun() -> None:
+    environ = {
+        "LSB_JOBID": "81", "LSB_MCPU_HOSTS": "batch3 1 a 42 b 42",
+        "JSM_NAMESPACE_RANK": "7", "JSM_NAMESPACE_SIZE": "12",
+        "JSM_NAMESPACE_LOCAL_RANK": "1", "JSM_NAMESPACE_LOCAL_SIZE": "6",
+        # It sets Open MPI's too.
+        "OMPI_COMM_WORLD_RANK": "7", "OMPI_COMM_WORLD_SIZE": "12",
+    }  # fmt: skip
+    found = read(environ)
+    assert found == LaunchInfo(7, 12, 1, 6, master_addr="a", master_port=found.master_port, launcher="jsrun")
+    assert 15000 <= (found.master_port or 0) < 29000
+
+
+def test_mvapich() -> None:
+    names = {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
+    environ = {f"MV2_COMM_WORLD_{part}": value for part, value in names.items()}
+    with pytest.raises(ConfigError, match="8 ranks on several hosts, but MASTER_ADDR is not set"):
+        read(environ)
+    found = read({**environ, "MASTER_ADDR": "a"})
+    assert found == LaunchInfo(5, 8, 1, 4, master_addr="a", master_port=29500, launcher="mvapich")
+
+
+def test_flux() -> None:
+    environ = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "2"}
+    # Its PMI is there too.
+    environ |= {"PMI_RANK": "3", "PMI_SIZE": "4", "MASTER_ADDR": "a"}
+    assert read(environ) == LaunchInfo(3, 4, 1, 2, master_addr="a", master_port=29500, launcher="flux")
+    with pytest.raises(ConfigError, match="flux run --env=MASTER_ADDR=HOST"):
+        read({name: value for name, value in environ.items() if name != "MASTER_ADDR"})
+    with pytest.raises(ConfigError, match="FLUX_JOB_SIZE = 5 tasks on FLUX_JOB_NNODES = 2 hosts"):
+        read({**environ, "FLUX_JOB_SIZE": "5"})
+    alone = {
+        "PMI_RANK": "0",
+        "PMI_SIZE": "1",
+        "FLUX_TASK_RANK": "0",
+        "FLUX_JOB_SIZE": "1",
+        "FLUX_TASK_LOCAL_ID": "0",
+        "FLUX_JOB_NNODES": "1",
+    }
+    assert read(alone) == LaunchInfo()
+    with pytest.raises(ConfigError, match="FLUX_JOB_NNODES not set"):
+        read({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0"})
+
+
+def test_mpirun_of_a_cloud_names_the_first_host() -> None:
+    names = {"RANK": "9", "SIZE": "16", "LOCAL_RANK": "1", "LOCAL_SIZE": "8"}
+    mpi = {f"OMPI_COMM_WORLD_{part}": value for part, value in names.items()}
+    found = read({**mpi, "AZ_BATCH_MASTER_NODE": "10.0.0.4:6105"})
+    assert (found.master_addr, found.master_port, found.launcher) == ("10.0.0.4", 6105, "open-mpi")
+    assert read({**mpi, "SM_HOSTS": '["algo-1", "algo-2"]'}).master_addr == "algo-1"
+    assert read({**mpi, "AZ_BATCH_MASTER_NODE": "10.0.0.4:6105", "MASTER_ADDR": "own"}).master_addr == "own"
+
+
+def test_ranks_of_a_host_follow_from_the_hosts() -> None:
+    plain = {"RANK": "9", "WORLD_SIZE": "16", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    for environ in (
+        {**plain, "LOCAL_RANK": "1", "LOCAL_SIZE": "8"},  # deepspeed
+        {**plain, "LOCAL_RANK": "1", **SEVERAL_HOSTS["Azure Batch"]},
+        {**plain, **SEVERAL_HOSTS["Vertex AI"]},
+    ):
+        found = read(environ)
+        assert (found.local_rank, found.local_world_size) == (1, 8)
+    # Vertex AI's own RANK is the host's.
+    found = read({**plain, "RANK": "1", "WORLD_SIZE": "2", **SEVERAL_HOSTS["Vertex AI"]})
+    assert (found.rank, found.local_rank, found.local_world_size) == (1, 0, 1)

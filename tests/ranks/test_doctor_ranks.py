@@ -68,7 +68,7 @@ def _measure_without(how: str) -> str | None:
     try:
         links.measure(mesh, limit_s=1.0, hosts=["a", "a"])
     except links.StuckError as error:
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 40
         mesh.store.set("test is over", "")
         return "\n".join(error.finding(1.0).lines())
     return "measured"

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -96,9 +95,7 @@ def test_hang_that_lasts_ends_the_run(tmp_path: Path, hang: Hang) -> None:
     prepare(tmp_path)
     with hanging(tmp_path, [hang], "--log.dir", "run", "--mesh.dp", "2", "--train.steps", "6", *ENDING) as run:
         process = run.reach(hang)
-        begun = time.monotonic()
-        assert run.running.wait(40) == 1, run.err
-        assert time.monotonic() - begun < 15
+        assert run.running.wait(40) == 1, run.err  # before the collectives' limit of 60 s
         named = re.findall(r"^no progress for \d+ s: (.*)$", run.err, re.MULTILINE)
         assert len(named) == 2, run.err  # once for the stall, once for the end
         for line in named:

@@ -285,7 +285,7 @@ def hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_one_limit_for_all_questions() -> None:
     begun = time.monotonic()
     seen = nvidia.look()
-    assert seen.smi.late and time.monotonic() - begun < 5
+    assert seen.smi.late and time.monotonic() - begun < 40  # not the program's 60 s
     report = ranks.look_at_machine(validate({}), several_machines=False)
     assert "driver" in [each.check for each in report.findings if each.level == "stop"]
     # What a run on CPUs does not use does not stop it.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from threefold.explain.bearing import ended, is_talk, only_mild, said_to_hang, telling
+from threefold.explain.bearing import ended, is_mild, is_talk, only_mild, said_to_hang, telling
 from threefold.explain.course import Course
 from threefold.explain.known import PAGES, KnownError, Sign, Tier, known_errors
 from threefold.explain.log import Line, Log
@@ -202,7 +202,7 @@ def _hits(log: Log, errors: Sequence[Raised], known: Iterable[KnownError]) -> It
         if ordered:
             first = ordered[0]
             most = min(sign.most for signs in shown.values() for sign in signs)
-            if first.index not in ended and all(_is_overtaken_warning(line, last) for line in ordered):
+            if first.index not in ended and all(is_mild(line) or _is_overtaken_warning(line, last) for line in ordered):
                 most = Tier.SYMPTOM
             generic = all(sign.generic for sign in shown[first.index])
             yield Hit(one, ordered, ended.get(first.index), most, generic)

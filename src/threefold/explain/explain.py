@@ -202,8 +202,10 @@ def _hits(log: Log, errors: Sequence[Raised], known: Iterable[KnownError]) -> It
         if ordered:
             first = ordered[0]
             most = min(sign.most for signs in shown.values() for sign in signs)
-            if first.index not in ended and all(is_mild(line) or _is_overtaken_warning(line, last) for line in ordered):
+            if first.index not in ended and all(_is_overtaken_warning(line, last) for line in ordered):
                 most = Tier.SYMPTOM
+            elif first.index not in ended and all(map(is_mild, ordered)):
+                most = max(most, Tier.HINT)
             generic = all(sign.generic for sign in shown[first.index])
             yield Hit(one, ordered, ended.get(first.index), most, generic)
 

@@ -74,12 +74,18 @@ _GOES_ON = re.compile(
     r"|\bus(?:e|ing) (?:eager|sdpa|vanilla|xformers) "
 )
 
+_RETRY = re.compile(r"\[W\S* .*socket\.cpp")
 _TELLING = ("rror", "atal", "ailed", "xception", "WARN", "illed", "bort", "anic", "timed out", "refused", "denied")
 
 
 def is_mild(line: Line | str) -> bool:
     """Whether the line says that it is a warning or an information."""
     return _MILD.search(line if isinstance(line, str) else line.text) is not None
+
+
+def is_retry(line: Line) -> bool:
+    """Whether torch says that it tries to connect, and will again."""
+    return _RETRY.search(line.text) is not None
 
 
 def ended(log: Log) -> bool:

@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from threefold.explain.bearing import ended, is_mild, is_talk, only_mild, said_to_hang, telling
+from threefold.explain.bearing import ended, is_mild, is_retry, is_talk, only_mild, said_to_hang, telling
 from threefold.explain.course import Course
 from threefold.explain.known import PAGES, KnownError, Sign, Tier, known_errors
 from threefold.explain.log import Line, Log
 from threefold.explain.programs import is_of_launcher, is_other, is_training
 from threefold.explain.tracebacks import Raised, ignored_lines, is_error, raised
 
-_RETRY = re.compile(r"\[W\S* .*socket\.cpp")
 _WARNING = re.compile(
     r"^(?!.*NCCL WARN).*(?:Warning\b|\bWARN(?:ING)?\b|\d\d:\d\d:\d\d\.\d+: [WI] |^[WI] \w+/|^[WI]\d{4} )"
 )
@@ -68,8 +67,7 @@ class Hit:
     """A known error in a log: the lines that show it, in order, and whether the first ended a traceback.
 
     Attributes:
-        most: the tier that its lines prove at most: they may follow from several causes, or be warnings that an error
-            came after.
+        most: the tier that its lines prove at most: they may have several causes, or be warnings before an error.
         generic: the first line has only words that other programs write too.
     """
 
@@ -129,7 +127,7 @@ def examine(log: Log, *, pages: Path = PAGES) -> Finding:
         hits = []  # what ended it is that program's own
     hits += _derived(log, course, known, hits, errors)
     left, own = _not_made_good(course, hits, errors)
-    if not errors and all(hit.tier > Tier.WIDE and all(map(_is_retry, hit.lines)) for hit in left):
+    if not errors and all(hit.tier > Tier.WIDE and all(map(is_retry, hit.lines)) for hit in left):
         left = []  # torch warns of attempts to connect that succeed later
     claims = [hit.lines for hit in left if hit.known.name not in _DERIVED]
     if claims and not own and only_mild(claims) and not ended(log):
@@ -172,10 +170,14 @@ def _explained(log: Log, hits: Sequence[Hit], errors: Sequence[Raised]) -> Expla
 
 
 def _confidence(first: Hit, others: Sequence[Hit], unknown: Sequence[Raised]) -> Confidence:
-    """`unknown`: errors that no page describes; what ended in one of them may not have ended by the first hit."""
+    """What ended in an error that no page (`unknown`) or only a wide one describes may not have ended by the first."""
     rivals = [hit for hit in others if hit.tier is Tier.CAUSE and hit.lines[0].index != first.lines[0].index]
     brings_others = first.known.name in _BRING_OTHERS
-    if first.tier > Tier.WIDE or ((rivals or (unknown and first.raised is None)) and not brings_others):
+    wide = [hit for hit in others if hit.raised is not None and hit.tier in (Tier.WIDE, Tier.HINT)]
+    ended_otherwise = first.raised is None and (unknown or wide)
+    if first.tier > Tier.WIDE or ((rivals or ended_otherwise) and not brings_others):
+        return Confidence.SYMPTOM
+    if first.tier is Tier.WIDE and first.generic and first.raised is None and not is_error(first.lines[0]):
         return Confidence.SYMPTOM
     if first.tier is Tier.WIDE or rivals:
         return Confidence.LIKELY
@@ -321,7 +323,3 @@ def _own_words(log: Log, hits: Sequence[Hit]) -> bool:
     """Whether a line that is no known error names an error."""
     known = {line.index for hit in hits for line in hit.lines}
     return any(_ERROR_WORD.match(line) and places[0] not in known for line, places in log.shapes_containing("rror"))
-
-
-def _is_retry(line: Line) -> bool:
-    return _RETRY.search(line.text) is not None

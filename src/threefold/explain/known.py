@@ -60,14 +60,8 @@ class Tier(IntEnum):
     CONSEQUENCE = 4
 
 
-# The lists of signs of a page, and the tier that a line of each proves at most.
-_KINDS = {
-    "signs": Tier.CAUSE,
-    "generic": Tier.CAUSE,
-    "weak": Tier.SYMPTOM,
-    "unsure": Tier.HINT,
-    "generic unsure": Tier.HINT,
-}
+_KINDS = ("signs", "generic", "weak", "unsure", "generic unsure")  # the lists of signs of a page
+_PROVED = {"weak": Tier.SYMPTOM, "unsure": Tier.HINT}
 _PAGE = re.compile(
     r"---\ntier: (?P<tier>\w+)\n(?:facts: (?P<facts>\w+)\n)?check: (?P<check>.+)\n"
     + "".join(rf"(?:{kind}: \|\n(?P<{kind.replace(' ', '_')}>(?:  .+\n)+))?" for kind in _KINDS)
@@ -78,14 +72,8 @@ _PAGE = re.compile(
 
 @dataclass(frozen=True)
 class Sign:
-    """What shows an error in a line.
-
-    Attributes:
-        anchor: a literal part of the line.
-        generic: other programs write this too.
-        most: the tier that the line proves at most: `SYMPTOM` if it follows from several causes, `HINT` if mostly from
-            this one.
-    """
+    """What shows an error in a line: `anchor` is a literal part of it; `generic`: other programs write this too;
+    `most`: the tier that it proves at most, `SYMPTOM` if it follows from several causes, `HINT` if mostly from this."""
 
     pattern: re.Pattern[str]
     anchor: str
@@ -140,8 +128,8 @@ def read_page(path: Path) -> KnownError:
     if page is None:
         raise ValueError(f"{path} is not written as threefold/explain/known.py describes a page")
     signs = [
-        Sign(re.compile(text[2:]), anchor(text[2:]), kind.startswith("generic"), most)
-        for kind, most in _KINDS.items()
+        Sign(re.compile(text[2:]), anchor(text[2:]), "generic" in kind, _PROVED.get(kind.split()[-1], Tier.CAUSE))
+        for kind in _KINDS
         for text in (page[kind.replace(" ", "_")] or "").splitlines()
     ]
     if short := [sign.pattern.pattern for sign in signs if len(sign.anchor) < SHORTEST_ANCHOR]:

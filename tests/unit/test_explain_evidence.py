@@ -306,7 +306,7 @@ def test_cause_that_ended_no_traceback_beside_an_unknown_one_is_not_claimed() ->
     found = explain(warned + unknown)
     assert found is not None and (found.known.name, found.confidence) == ("nccl-duplicate-gpu", Confidence.SYMPTOM)
     found = explain("torch\nXid (PCI:0000:3b:00): 79, GPU has fallen off the bus\n" + unknown)
-    assert found is not None and (found.known.name, found.confidence) == ("gpu-lost", Confidence.SURE)
+    assert found is not None and (found.known.name, found.confidence) == ("gpu-lost", Confidence.LIKELY)
 
 
 def test_two_causes_claim_neither_unless_the_machine_brought_the_other_about() -> None:

@@ -34,7 +34,7 @@ _DERIVED = frozenset({"nan-loss", "silent-hang"})  # told by the whole log, not 
 # What happens to a machine, a disk or a job brings errors of many kinds about, and none of them brings it about.
 _BRING_OTHERS = frozenset(
     {"gpu-ecc", "gpu-lost", "nvlink-error", "ib-link-down", "oom-killed", "preempted", "time-limit", "pod-evicted"}
-    | {"disk-full", "quota", "slurm-prolog", "node-failure", "out-of-memory"}
+    | {"slurm-prolog", "node-failure"}
 )
 _ERROR_WORD = re.compile(r"\W*(?:fatal |FATAL )?(?:error|Error|ERROR)\b", re.ASCII)
 _MOST_MESSAGES = 1000
@@ -172,16 +172,16 @@ def _explained(log: Log, hits: Sequence[Hit], errors: Sequence[Raised]) -> Expla
 def _confidence(first: Hit, others: Sequence[Hit], unknown: Sequence[Raised]) -> Confidence:
     """What ended in an error that no page (`unknown`) or only a wide one describes may not have ended by the first."""
     rivals = [hit for hit in others if hit.tier is Tier.CAUSE and hit.lines[0].index != first.lines[0].index]
-    brings_others = first.known.name in _BRING_OTHERS
-    wide = [hit for hit in others if hit.raised is not None and hit.tier in (Tier.WIDE, Tier.HINT)]
-    ended_otherwise = first.raised is None and (unknown or wide)
-    if first.tier > Tier.WIDE or ((rivals or ended_otherwise) and not brings_others):
+    # A line that other programs write too does not explain an error that it does not stand in.
+    worst = Tier.SYMPTOM if first.generic else Tier.HINT
+    otherwise = bool(unknown) or any(hit.raised is not None and Tier.CAUSE < hit.tier <= worst for hit in others)
+    doubts = bool(rivals) or (first.raised is None and otherwise)
+    if first.tier > Tier.WIDE or (doubts and first.known.name not in _BRING_OTHERS):
         return Confidence.SYMPTOM
     if first.tier is Tier.WIDE and first.generic and first.raised is None and not is_error(first.lines[0]):
         return Confidence.SYMPTOM
-    if first.tier is Tier.WIDE or rivals:
-        return Confidence.LIKELY
-    return Confidence.LIKELY if first.generic and first.raised is None else Confidence.SURE
+    unclear = first.tier is Tier.WIDE or doubts or (first.generic and first.raised is None)
+    return Confidence.LIKELY if unclear else Confidence.SURE
 
 
 def _hits(log: Log, errors: Sequence[Raised], known: Iterable[KnownError]) -> Iterator[Hit]:

@@ -14,7 +14,7 @@ An error needs only a page: the command reads the pages and prints from them. Th
       DataLoader worker .* exited unexpectedly     told as a symptom)
     unsure: |                                    (the same, of lines that this error mostly writes, and others too: told
       \[Errno 2\] No such file                      as a symptom, but before other symptoms and own errors)
-    generic unsure: |                            (both)
+    generic unsure: |                            (both; so too `generic weak`)
       json\.decoder\.JSONDecodeError
     ---
 
@@ -60,7 +60,7 @@ class Tier(IntEnum):
     CONSEQUENCE = 4
 
 
-_KINDS = ("signs", "generic", "weak", "unsure", "generic unsure")  # the lists of signs of a page
+_KINDS = ("signs", "generic", "weak", "unsure", "generic weak", "generic unsure")  # the lists of signs of a page
 _PROVED = {"weak": Tier.SYMPTOM, "unsure": Tier.HINT}
 _PAGE = re.compile(
     r"---\ntier: (?P<tier>\w+)\n(?:facts: (?P<facts>\w+)\n)?check: (?P<check>.+)\n"

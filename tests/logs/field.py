@@ -83,6 +83,7 @@ SEEN = frozenset(
         "docker-airflow-448",
         "docker-django-12",
         "docker-for-linux-569",
+        "docker-node-761",
         "dockermonitor-42",
         "docui-119",
         "dolphinscheduler-2052",

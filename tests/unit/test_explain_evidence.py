@@ -300,6 +300,13 @@ def test_usual_cause_of_a_line_is_told_as_such_before_other_errors() -> None:
     assert "the usual cause, which no line proves" in text(Finding(Status.FAILURE, found))
 
 
+def test_library_that_cannot_be_opened_is_no_proof_of_another_version() -> None:
+    found = explain(
+        "import torch\nImportError: libcublas.so.11: cannot open shared object file: No such file or directory"
+    )
+    assert found is not None and (found.known.name, found.confidence) == ("cuda-libraries", Confidence.SYMPTOM)
+
+
 def test_cause_that_ended_no_traceback_beside_an_unknown_one_is_not_claimed() -> None:
     unknown = "Traceback (most recent call last):\n  File \"train.py\", line 3, in main\nKeyError: 'loss'\n"
     warned = "torch: Duplicate GPU detected : rank 1 and rank 0\n"

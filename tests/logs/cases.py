@@ -82,7 +82,6 @@ UNRELATED = (
     "package-manager",
     "script",
     "secure-shell",
-    "shapes-of-ones-own",
     "training-that-goes-well",
     "warnings-only",
     "web-server",

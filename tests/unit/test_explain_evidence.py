@@ -290,6 +290,40 @@ def test_line_that_several_causes_bring_about_is_told_as_a_symptom() -> None:
     assert "only a symptom, its cause is not in this log" in text(Finding(Status.FAILURE, found))
 
 
+def test_usual_cause_of_a_line_is_told_as_such_before_other_errors() -> None:
+    found = explain(
+        "[rank0]: Traceback (most recent call last):\n"
+        "[rank0]: FileNotFoundError: [Errno 2] No such file or directory: 'a.json'\n"
+        "[rank1]: Traceback (most recent call last):\n[rank1]: KeyError: 'loss'\n"
+    )
+    assert found is not None and (found.known.name, found.confidence) == ("missing-file", Confidence.SYMPTOM)
+    assert "the usual cause, which no line proves" in text(Finding(Status.FAILURE, found))
+
+
+def test_library_that_cannot_be_opened_is_no_proof_of_another_version() -> None:
+    found = explain(
+        "import torch\nImportError: libcublas.so.11: cannot open shared object file: No such file or directory"
+    )
+    assert found is not None and (found.known.name, found.confidence) == ("cuda-libraries", Confidence.SYMPTOM)
+
+
+def test_cause_that_ended_no_traceback_beside_an_unknown_one_is_not_claimed() -> None:
+    unknown = "Traceback (most recent call last):\n  File \"train.py\", line 3, in main\nKeyError: 'loss'\n"
+    warned = "torch: Duplicate GPU detected : rank 1 and rank 0\n"
+    found = explain(warned + unknown)
+    assert found is not None and (found.known.name, found.confidence) == ("nccl-duplicate-gpu", Confidence.SYMPTOM)
+    found = explain("torch\nXid (PCI:0000:3b:00): 79, GPU has fallen off the bus\n" + unknown)
+    assert found is not None and (found.known.name, found.confidence) == ("gpu-lost", Confidence.LIKELY)
+
+
+def test_two_causes_claim_neither_unless_the_machine_brought_the_other_about() -> None:
+    two = "Duplicate GPU detected : rank 1 and rank 0\nRuntimeError: Default process group has not been initialized"
+    found = explain(two)
+    assert found is not None and found.confidence is Confidence.SYMPTOM
+    found = explain("torch\nslurmstepd: error: Detected 1 oom_kill event in StepId=1.0\n" + two)
+    assert found is not None and (found.known.name, found.confidence) == ("oom-killed", Confidence.LIKELY)
+
+
 def test_proof_comes_before_what_several_causes_bring_about() -> None:
     log = (
         "RuntimeError: CUDA error: an illegal memory access was encountered\n"

@@ -76,7 +76,8 @@ def _explanation(found: Explanation) -> str:
         lines.append(f"  at {found.frame}")
     lines += [f"  {fact}" for fact in found.facts]
     symptom = found.confidence is Confidence.SYMPTOM
-    told = "only a symptom, its cause is not in this log" if symptom else "cause"
+    unproved = "the usual cause, which no line proves" if found.hint else "only a symptom, its cause is not in this log"
+    told = unproved if symptom else "cause"
     lines += ["", f"{told}: {known.cause}", f"confidence: {found.confidence}", "what to do:"]
     lines += [f"  {number}. {step}" for number, step in enumerate(known.steps, 1)]
     lines.append(f"to settle it: {known.check}")

@@ -74,10 +74,18 @@ _GOES_ON = re.compile(
     r"|\bus(?:e|ing) (?:eager|sdpa|vanilla|xformers) "
 )
 
+_RETRY = re.compile(r"\[W\S* .*socket\.cpp")
+_TELLING = ("rror", "atal", "ailed", "xception", "WARN", "illed", "bort", "anic", "timed out", "refused", "denied")
+
 
 def is_mild(line: Line | str) -> bool:
     """Whether the line says that it is a warning or an information."""
     return _MILD.search(line if isinstance(line, str) else line.text) is not None
+
+
+def is_retry(line: Line) -> bool:
+    """Whether torch says that it tries to connect, and will again."""
+    return _RETRY.search(line.text) is not None
 
 
 def ended(log: Log) -> bool:
@@ -118,3 +126,17 @@ def is_talk(line: str, anchor: str) -> bool:
         return any(map(str.isalnum, outside)) and not _QUOTED.search(quoted) and not _MET.search(said)
     in_quotes = before.count('"') % 2 == 1 and '"' in after and _PROSE.search(before) is not None
     return in_quotes and not _TROUBLE.search(before.rpartition('"')[0])
+
+
+def telling(log: Log, ends: Sequence[Line]) -> list[Line]:
+    """The three lines of an unknown log that say most: `ends` of tracebacks, lines of trouble, the last ones."""
+    chosen = {line.index: line for line in ends[-3:]}
+    if len(chosen) < 3:
+        trouble = {places[0] for words in _TELLING for _, places in log.shapes_containing(words)}
+        for index in sorted(trouble)[:2] + sorted(trouble)[-3:]:
+            if len(chosen) < 3:
+                chosen.setdefault(index, log.line(index))
+    for index in range(len(log.raw) - 1, max(-1, len(log.raw) - 50), -1):
+        if len(chosen) < 3 and sum(map(str.isalpha, log.raw[index])) > 2:
+            chosen.setdefault(index, log.line(index))
+    return [chosen[index] for index in sorted(chosen)]

@@ -15,24 +15,27 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from threefold.explain.bearing import ended, is_talk, only_mild, said_to_hang
+from threefold.explain.bearing import ended, is_mild, is_retry, is_talk, only_mild, said_to_hang, telling
 from threefold.explain.course import Course
 from threefold.explain.known import PAGES, KnownError, Sign, Tier, known_errors
 from threefold.explain.log import Line, Log
 from threefold.explain.programs import is_of_launcher, is_other, is_training
 from threefold.explain.tracebacks import Raised, ignored_lines, is_error, raised
 
-_RETRY = re.compile(r"\[W\S* .*socket\.cpp")
 _WARNING = re.compile(
     r"^(?!.*NCCL WARN).*(?:Warning\b|\bWARN(?:ING)?\b|\d\d:\d\d:\d\d\.\d+: [WI] |^[WI] \w+/|^[WI]\d{4} )"
 )
 _THREE_PARTS = re.compile(r"^.+\n  expected: (?P<expected>.+)\n  fix: (?P<fix>.+)$", re.MULTILINE)
-_TELLING = ("rror", "atal", "ailed", "xception", "WARN", "illed", "bort", "anic", "timed out", "refused", "denied")
 # What the ranks of a job that has finished say of one another, or of the launcher that ends them.
 _CLOSING = frozenset({"own-stop", "peer-gone", "stopped", "store-lost"})
 # Launchers start any program: after lines of one that does not train, they say nothing of training.
 _LAUNCHERS = frozenset({"mpi-daemon", "mpi-pmi", "mpi-slots", "slurm-refused", "slurm-prolog", "unschedulable", "ucx"})
 _DERIVED = frozenset({"nan-loss", "silent-hang"})  # told by the whole log, not by the words of a line
+# What happens to a machine, a disk or a job brings errors of many kinds about, and none of them brings it about.
+_BRING_OTHERS = frozenset(
+    {"gpu-ecc", "gpu-lost", "nvlink-error", "ib-link-down", "oom-killed", "preempted", "time-limit", "pod-evicted"}
+    | {"slurm-prolog", "node-failure"}
+)
 _ERROR_WORD = re.compile(r"\W*(?:fatal |FATAL )?(?:error|Error|ERROR)\b", re.ASCII)
 _MOST_MESSAGES = 1000
 _CONTINUED = 2  # lines that may continue the message of an error
@@ -64,20 +67,20 @@ class Hit:
     """A known error in a log: the lines that show it, in order, and whether the first ended a traceback.
 
     Attributes:
-        weak: no line proves it: each follows from several causes, or is a warning that an error came after.
+        most: the tier that its lines prove at most: they may have several causes, or be warnings before an error.
         generic: the first line has only words that other programs write too.
     """
 
     known: KnownError
     lines: Sequence[Line]
     raised: Raised | None = None
-    weak: bool = False
+    most: Tier = Tier.CAUSE
     generic: bool = False
 
     @property
     def tier(self) -> Tier:
-        """The page's; what is not proved is at most a symptom."""
-        return max(self.known.tier, Tier.SYMPTOM) if self.weak else self.known.tier
+        """The page's, unless the lines prove less."""
+        return max(self.known.tier, self.most)
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class Explanation:
         frame: place in the program, if a traceback names one.
         facts: sentences with the log's numbers.
         others: known errors that follow from this one, or occur next to it.
+        hint: told as a symptom, but the line mostly follows from what the page says.
     """
 
     known: KnownError
@@ -97,6 +101,7 @@ class Explanation:
     frame: str | None = None
     facts: Sequence[str] = ()
     others: Sequence[Hit] = ()
+    hint: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ def examine(log: Log, *, pages: Path = PAGES) -> Finding:
         hits = []  # what ended it is that program's own
     hits += _derived(log, course, known, hits, errors)
     left, own = _not_made_good(course, hits, errors)
-    if not errors and all(hit.tier > Tier.WIDE and all(map(_is_retry, hit.lines)) for hit in left):
+    if not errors and all(hit.tier > Tier.WIDE and all(map(is_retry, hit.lines)) for hit in left):
         left = []  # torch warns of attempts to connect that succeed later
     claims = [hit.lines for hit in left if hit.known.name not in _DERIVED]
     if claims and not own and only_mild(claims) and not ended(log):
@@ -133,14 +138,14 @@ def examine(log: Log, *, pages: Path = PAGES) -> Finding:
         return Finding(Status.FINISHED, telling=[log.line(course.finished[-1])])
     if hits and not left and course.progress:
         return Finding(Status.SURVIVED, telling=[hit.lines[0] for hit in hits[:3]])
-    return Finding(Status.UNKNOWN, telling=_telling(log, errors))
+    return Finding(Status.UNKNOWN, telling=telling(log, [error.line for error in errors]))
 
 
 def _explanation(
     log: Log, hits: Sequence[Hit], errors: Sequence[Raised], known: dict[str, KnownError]
 ) -> Explanation | None:
-    if hits and hits[0].tier <= Tier.WIDE:
-        return _explained(log, hits)
+    if hits and hits[0].tier <= Tier.HINT:
+        return _explained(log, hits, errors)
     text = log.sources[0].text if len(log.sources) == 1 else "\n".join(source.text for source in log.sources)
     if "  expected: " in text and (ours := _THREE_PARTS.search(text)) is not None:
         what = ours[0].split("\n", 1)[0]
@@ -150,27 +155,33 @@ def _explanation(
         return Explanation(known["threefold"], line, Confidence.SURE, None, facts, hits)
     if (mine := _own_error(log, errors, hits)) is not None:
         facts = [f"it ended rank {mine.line.rank}"] if mine.line.rank is not None else []
-        # What a library raised, or its native code within the program's frame, may have its cause elsewhere.
-        own = (mine.own or not mine.file) and mine.is_of_python
-        confidence = Confidence.LIKELY if own else Confidence.SYMPTOM
-        return Explanation(known["own-error"], mine.line, confidence, mine.frame, facts, hits)
-    return _explained(log, hits) if hits else None
+        # Even a name that is missing follows from an import that failed, an unbound one from a loop without rows.
+        return Explanation(known["own-error"], mine.line, Confidence.SYMPTOM, mine.frame, facts, hits)
+    return _explained(log, hits, errors) if hits else None
 
 
-def _explained(log: Log, hits: Sequence[Hit]) -> Explanation:
+def _explained(log: Log, hits: Sequence[Hit], errors: Sequence[Raised]) -> Explanation:
     first, *others = hits
     frame = first.raised.frame if first.raised is not None else None
     facts = first.known.facts(log, first.lines)
-    return Explanation(first.known, first.lines[0], _confidence(first, others), frame, facts, others)
+    confidence = _confidence(first, others, _unknown(errors, hits))
+    hint = confidence is Confidence.SYMPTOM and first.tier <= Tier.HINT
+    return Explanation(first.known, first.lines[0], confidence, frame, facts, others, hint)
 
 
-def _confidence(first: Hit, others: Sequence[Hit]) -> Confidence:
-    if first.tier > Tier.WIDE:
-        return Confidence.SYMPTOM
-    if first.tier is Tier.WIDE:
-        return Confidence.LIKELY
+def _confidence(first: Hit, others: Sequence[Hit], unknown: Sequence[Raised]) -> Confidence:
+    """What ended in an error that no page (`unknown`) or only a wide one describes may not have ended by the first."""
     rivals = [hit for hit in others if hit.tier is Tier.CAUSE and hit.lines[0].index != first.lines[0].index]
-    return Confidence.LIKELY if rivals or (first.generic and first.raised is None) else Confidence.SURE
+    # A line that other programs write too does not explain an error that it does not stand in.
+    worst = Tier.SYMPTOM if first.generic else Tier.HINT
+    otherwise = bool(unknown) or any(hit.raised is not None and Tier.CAUSE < hit.tier <= worst for hit in others)
+    doubts = bool(rivals) or (first.raised is None and otherwise)
+    if first.tier > Tier.WIDE or (doubts and first.known.name not in _BRING_OTHERS):
+        return Confidence.SYMPTOM
+    if first.tier is Tier.WIDE and first.generic and first.raised is None and not is_error(first.lines[0]):
+        return Confidence.SYMPTOM
+    unclear = first.tier is Tier.WIDE or doubts or (first.generic and first.raised is None)
+    return Confidence.LIKELY if unclear else Confidence.SURE
 
 
 def _hits(log: Log, errors: Sequence[Raised], known: Iterable[KnownError]) -> Iterator[Hit]:
@@ -192,11 +203,13 @@ def _hits(log: Log, errors: Sequence[Raised], known: Iterable[KnownError]) -> It
             continue
         if ordered:
             first = ordered[0]
-            weak = all(sign.weak for signs in shown.values() for sign in signs) or (
-                first.index not in ended and all(_is_overtaken_warning(line, last) for line in ordered)
-            )
+            most = min(sign.most for signs in shown.values() for sign in signs)
+            if first.index not in ended and all(_is_overtaken_warning(line, last) for line in ordered):
+                most = Tier.SYMPTOM
+            elif first.index not in ended and all(map(is_mild, ordered)):
+                most = max(most, Tier.HINT)
             generic = all(sign.generic for sign in shown[first.index])
-            yield Hit(one, ordered, ended.get(first.index), weak, generic)
+            yield Hit(one, ordered, ended.get(first.index), most, generic)
 
 
 def _follows_a_program(log: Log, line: Line) -> bool:
@@ -289,8 +302,7 @@ def _not_made_good(course: Course, hits: Sequence[Hit], errors: Sequence[Raised]
 
 def _own_error(log: Log, errors: Sequence[Raised], hits: Sequence[Hit]) -> Raised | None:
     """The first error that no page describes: of a rank, or that a training program of one process raised itself."""
-    known = {line.index for hit in hits for line in hit.lines}
-    own = [error for error in errors if error.line.index not in known and not error.reports_another]
+    own = _unknown(errors, hits)
     several = hits or any(error.line.rank is not None for error in errors) or log.has("torch.distributed")
     if not several:
         own = [error for error in own if error.own] if is_training(log) and not is_other(log) else []
@@ -301,25 +313,13 @@ def _own_error(log: Log, errors: Sequence[Raised], hits: Sequence[Hit]) -> Raise
     return (named or own)[0]
 
 
+def _unknown(errors: Sequence[Raised], hits: Sequence[Hit]) -> list[Raised]:
+    """The errors that no page describes, without those that only report another one."""
+    known = {line.index for hit in hits for line in hit.lines}
+    return [error for error in errors if error.line.index not in known and not error.reports_another]
+
+
 def _own_words(log: Log, hits: Sequence[Hit]) -> bool:
     """Whether a line that is no known error names an error."""
     known = {line.index for hit in hits for line in hit.lines}
     return any(_ERROR_WORD.match(line) and places[0] not in known for line, places in log.shapes_containing("rror"))
-
-
-def _is_retry(line: Line) -> bool:
-    return _RETRY.search(line.text) is not None
-
-
-def _telling(log: Log, errors: Sequence[Raised]) -> list[Line]:
-    """The three lines of an unknown log that say most: ends of tracebacks, lines of trouble, the last ones."""
-    chosen = {error.line.index: error.line for error in errors[-3:]}
-    if len(chosen) < 3:
-        trouble = {places[0] for words in _TELLING for _, places in log.shapes_containing(words)}
-        for index in sorted(trouble)[:2] + sorted(trouble)[-3:]:
-            if len(chosen) < 3:
-                chosen.setdefault(index, log.line(index))
-    for index in range(len(log.raw) - 1, max(-1, len(log.raw) - 50), -1):
-        if len(chosen) < 3 and sum(map(str.isalpha, log.raw[index])) > 2:
-            chosen.setdefault(index, log.line(index))
-    return [chosen[index] for index in sorted(chosen)]

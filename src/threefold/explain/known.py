@@ -3,7 +3,7 @@ r"""Each known error is one Markdown page in `pages/`: the lines that show it, i
 An error needs only a page: the command reads the pages and prints from them. The file name is the error's name.
 
     ---
-    tier: cause                                  (or wide, symptom, consequence: see `Tier`)
+    tier: cause                                  (or wide, hint, symptom, consequence: see `Tier`)
     facts: gpu_memory                            (optional: a function of `facts.py`)
     check: nvidia-smi                            (the one command that would settle whether it is this)
     signs: |                                     (regular expressions, each found in one line of a log)
@@ -12,6 +12,10 @@ An error needs only a page: the command reads the pages and prints from them. Th
       No space left on device                     the log of a training job only)
     weak: |                                      (the same, of lines that follow from several causes: alone they are
       DataLoader worker .* exited unexpectedly     told as a symptom)
+    unsure: |                                    (the same, of lines that this error mostly writes, and others too: told
+      \[Errno 2\] No such file                      as a symptom, but before other symptoms and own errors)
+    generic unsure: |                            (both; so too `generic weak`)
+      json\.decoder\.JSONDecodeError
     ---
 
     # what happened, in one line
@@ -39,12 +43,6 @@ from threefold.explain import facts
 from threefold.explain.log import Line, Log
 
 PAGES = Path(__file__).with_name("pages")
-_PAGE = re.compile(
-    r"---\ntier: (?P<tier>\w+)\n(?:facts: (?P<facts>\w+)\n)?check: (?P<check>.+)\n"
-    r"(?:signs: \|\n(?P<signs>(?:  .+\n)+))?(?:generic: \|\n(?P<generic>(?:  .+\n)+))?"
-    r"(?:weak: \|\n(?P<weak>(?:  .+\n)+))?---\n\n"
-    r"# (?P<title>.+)\n\n    (?P<example>.+)\n\n(?P<cause>.+)\n\n(?P<steps>(?:\d+\. .+\n)+)"
-)
 # Parts of a regular expression that are no literal text: groups, classes, escapes, repeated characters.
 _NO_LITERAL = re.compile(
     r"\((?:[^()\\]|\\.|\((?:[^()\\]|\\.)*\))*\)[?*+]?|\[(?:[^\]\\]|\\.)*\][?*+]?(?:\{[\d,]*\})?|\\[A-Za-z][?*+]?(?:\{[\d,]*\})?|.[?*+]|.\{[\d,]*\}|[.^$|]"
@@ -57,19 +55,30 @@ class Tier(IntEnum):
 
     CAUSE = 0
     WIDE = 1  # a cause, told in words that wrap others: "failed to import X because of ..."
-    SYMPTOM = 2
-    CONSEQUENCE = 3
+    HINT = 2  # what mostly causes such a line, but not always: no cause is claimed
+    SYMPTOM = 3
+    CONSEQUENCE = 4
+
+
+_KINDS = ("signs", "generic", "weak", "unsure", "generic weak", "generic unsure")  # the lists of signs of a page
+_PROVED = {"weak": Tier.SYMPTOM, "unsure": Tier.HINT}
+_PAGE = re.compile(
+    r"---\ntier: (?P<tier>\w+)\n(?:facts: (?P<facts>\w+)\n)?check: (?P<check>.+)\n"
+    + "".join(rf"(?:{kind}: \|\n(?P<{kind.replace(' ', '_')}>(?:  .+\n)+))?" for kind in _KINDS)
+    + r"---\n\n"
+    r"# (?P<title>.+)\n\n    (?P<example>.+)\n\n(?P<cause>.+)\n\n(?P<steps>(?:\d+\. .+\n)+)"
+)
 
 
 @dataclass(frozen=True)
 class Sign:
     """What shows an error in a line: `anchor` is a literal part of it; `generic`: other programs write this too;
-    `weak`: it follows from several causes."""
+    `most`: the tier that it proves at most, `SYMPTOM` if it follows from several causes, `HINT` if mostly from this."""
 
     pattern: re.Pattern[str]
     anchor: str
     generic: bool
-    weak: bool
+    most: Tier
 
 
 @dataclass(frozen=True)
@@ -119,9 +128,9 @@ def read_page(path: Path) -> KnownError:
     if page is None:
         raise ValueError(f"{path} is not written as threefold/explain/known.py describes a page")
     signs = [
-        Sign(re.compile(text[2:]), anchor(text[2:]), kind == "generic", kind == "weak")
-        for kind in ("signs", "generic", "weak")
-        for text in (page[kind] or "").splitlines()
+        Sign(re.compile(text[2:]), anchor(text[2:]), "generic" in kind, _PROVED.get(kind.split()[-1], Tier.CAUSE))
+        for kind in _KINDS
+        for text in (page[kind.replace(" ", "_")] or "").splitlines()
     ]
     if short := [sign.pattern.pattern for sign in signs if len(sign.anchor) < SHORTEST_ANCHOR]:
         raise ValueError(f"{path}: no literal part of {SHORTEST_ANCHOR} characters in {short[0]}")

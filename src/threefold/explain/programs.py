@@ -24,7 +24,7 @@ def _words(text: str) -> _Words:
 
 # Words that only training writes, and inference with the same libraries.
 _TRAINING = _words(r"""
-    torch(?!light|wood|ed\b)  _ZN(?:3c10|5torch)  c10d  NCCL  \[rank\d
+    torch(?!light|wood|ed\b)  _ZN(?:3c10|5torch)  c10d  NCCL  nccl[A-Z]\w  jax\.readthedocs  \[rank\d
     transformers(?:[/._=<>`']|[ ](?:does|version|import|library|requires))(?!js)  [Hh]ugging[Ff]ace  [Dd]eep[Ss]peed
     (?<![A-Za-z])accelerate(?![a-z])  threefold  (?<![a-z])peft(?![a-z])  flash_attn  vllm  mp_size  world[_ ]size
     fairseq  [Mm]egatron  espnet  learning_rate  tensorflow  tensorboard  RayTrain  horovod  safetensors  models--\w

@@ -27,9 +27,6 @@ _REPORTING = (
     "SystemExit",
 )
 
-# Errors that nothing but the program's own line makes: a missing key or attribute may come of data or of versions.
-_OF_PYTHON = frozenset({"NameError", "UnboundLocalError", "ZeroDivisionError"})
-
 
 @dataclass(frozen=True)
 class Raised:
@@ -45,11 +42,6 @@ class Raised:
     frame: str | None = None
     own: bool = False
     file: str = ""
-
-    @property
-    def is_of_python(self) -> bool:
-        """Whether nothing but the line that raised it makes such an error."""
-        return self.kind in _OF_PYTHON
 
     @property
     def reports_another(self) -> bool:

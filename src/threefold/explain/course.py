@@ -19,17 +19,9 @@ _PROGRESS = re.compile(
     re.IGNORECASE,
 )
 _MEASURING = ("%|", "loss", "Loss", "LOSS", "iteration", "Iteration", "step", "Normal ", "norm")
-_FINISHED = (
-    "Finished training",
-    "Finished Training",
-    "train_runtime",
-    "`Trainer.fit` stopped",
-    "worker group successfully finished",
-    "WorkerState.SUCCEEDED",
-    "Application startup complete",
-    "OK (expected failures",
-    " passed in ",
-)
+_FINISHED = ("Finished training", "Finished Training", "train_runtime", "`Trainer.fit` stopped", "WorkerState.SUCCEEDED",
+             "worker group successfully finished", "Application startup complete", "OK (expected failures",
+             " passed in ")  # fmt: skip
 _FINISHED_FORM = re.compile(
     r"(?:^|INFO threefold: )done: \d+ steps, |^Status:\s+Succeeded|^\s+Reason:\s+Completed|^\d+\s+\S+\s+COMPLETED\s+0:0"
     r"|^=+ .*\d+ passed.* in |^\d+ passed\b(?!.*(?:fail|error)).* in [\d.]+s|^OK(?: \(|$)"
@@ -37,36 +29,18 @@ _FINISHED_FORM = re.compile(
     r"|\b(?:[Jj]ob|[Rr]un|Pod|Task) \S{0,60} ?(?:has )?(?:successfully )?"
     r"(?:succeeded|completed|finished) ?(?:successfully)?(?:[.!]|$)"
 )
-_FORM_WORDS = (
-    "done: ",
-    "Succeeded",
-    "Completed",
-    "COMPLETED",
-    " passed",
-    "OK",
-    "raining ",
-    "succeeded",
-    "completed",
-    "finished",
-)
+_FORM_WORDS = ("done: ", "Succeeded", "Completed", "COMPLETED", " passed", "OK", "raining ", "succeeded", "completed",
+               "finished")  # fmt: skip
 _NOT_FINITE = re.compile(
-    r"\b(?:loss|grad[ _]?norm)\w*['\"]?\s*[:=]?\s*nan\b|Nan grad norm|\bloss is (?:nan|not finite)", re.IGNORECASE
+    r"(?:\b|(?<!val)(?<!eval)(?<!test)_)(?:loss|grad[ _]?norm)\w*['\"]?\s*[:=]?\s*nan\b|Nan grad norm|\bloss is (?:nan|not finite)",
+    re.IGNORECASE,
 )
 _FINITE_LOSS = re.compile(r"loss\w*['\"]?\s*[:=]\s*\d", re.IGNORECASE)
 _NORM = re.compile(r"grad(?:ient)?[ _]?norm\w*['\"]?\s*[:=]?\s*nan\b", re.IGNORECASE)
-_MEASURED = re.compile(r"\b(?:loss|grad[ _]?norm)\w*['\"]?\s*[:=]?\s*(?:nan|\d)", re.IGNORECASE)
+_MEASURED = re.compile(r"(?:\b|_)(?:loss|grad[ _]?norm)\w*['\"]?\s*[:=]?\s*(?:nan|\d)", re.IGNORECASE)
 # Another way was found.
-_MENDED = (
-    "NET/OFI Selected ",
-    "Rendezvous complete",
-    "econnected ",
-    "econnection successful",
-    "alling back to",
-    "ell back to",
-    "alls back to",
-    "onnection re-established",
-    "onnection restored",
-)
+_MENDED = ("NET/OFI Selected ", "Rendezvous complete", "econnected ", "econnection successful", "alling back to",
+           "ell back to", "alls back to", "onnection re-established", "onnection restored")  # fmt: skip
 _GOES_ON = 2  # lines of progress that show that trouble was made good
 
 

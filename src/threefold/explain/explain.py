@@ -252,12 +252,13 @@ def _messages(log: Log, errors: Sequence[Raised]) -> dict[int, str]:
     return found
 
 
-def _precedence(log: Log, hit: Hit) -> tuple[int, bool, str, bool, int, bool, int]:
+def _precedence(log: Log, hit: Hit) -> tuple[int, bool, bool, str, bool, int, bool, int]:
     time = log.time(hit.lines[0].index) if len(log.sources) > 1 else None
     text = hit.lines[0].text
     told = max((len(sign.anchor) for sign in hit.known.signs if sign.pattern.search(text)), default=0)
     return (
         hit.tier,
+        hit.tier > hit.known.tier,  # its lines follow from several causes
         hit.raised is None,
         time or "",
         hit.generic and hit.tier is Tier.SYMPTOM,

@@ -32,7 +32,7 @@ _NCCL_HOST = re.compile(r"^(?:\[[^\]]*\] )?(?P<host>[A-Za-z][\w.-]*):\d+:\d+ \[\
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _WITHOUT_DIGITS = dict.fromkeys(map(ord, "0123456789"))
 # A line with a time, a host, a rank or an error's name is no rest of the line before.
-_NEW_LINE = re.compile(r"\S+:\d+:\d+ \[|\[|Traceback|\d{4}-\d\d-\d\d|\w*Error:|\S+/\d+ \[|\w+: ")
+_NEW_LINE = re.compile(r"\S+:\d+:\d+ \[|\[|Traceback|\d{4}-\d\d-\d\d|\S+/\d+ \[|\w+: |\s*\d+%\|")
 _LONGEST = 4000
 _MOST_PLACES = 4096
 

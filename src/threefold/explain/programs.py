@@ -36,7 +36,7 @@ _TRAINING = _words(r"""
     axolotl  unsloth  DTensor  DeviceMesh  aten\.\w  aten::  gloo/transport  TrainingArguments  reported to Coordinator
     PyTorchJob  MPIJob  TrainJob  [Ss]age[Mm]aker  [Tt]raining job  tensor parallel
     \[[EWIF]\d{3,4} \d\d:\d\d:\d\d\.\d{6,9} \w+\.cpp:\d+\]  triton[._/]\w  RuntimeError: CUDA error  TORCH_USE_CUDA_DSA
-    CUDA kernel errors might  [Ll]earning rate  [Ll]ibfabric EFA
+    CUDA kernel errors might  [Ll]earning rate  [Ll]ibfabric EFA  (?:train|val|eval)/loss
 """)
 # Words of launchers and of scripts that train, where no other program shows.
 _LAUNCHED = _words(r"""

@@ -516,7 +516,6 @@ UNKNOWN = frozenset(
         "trixie-45",
         "unidepth-58",
         "vllm-5645",
-        "yolact-346",
         "zetta-671",
     }
 )

@@ -19,17 +19,9 @@ _PROGRESS = re.compile(
     re.IGNORECASE,
 )
 _MEASURING = ("%|", "loss", "Loss", "LOSS", "iteration", "Iteration", "step", "Normal ", "norm")
-_FINISHED = (
-    "Finished training",
-    "Finished Training",
-    "train_runtime",
-    "`Trainer.fit` stopped",
-    "worker group successfully finished",
-    "WorkerState.SUCCEEDED",
-    "Application startup complete",
-    "OK (expected failures",
-    " passed in ",
-)
+_FINISHED = ("Finished training", "Finished Training", "train_runtime", "`Trainer.fit` stopped",
+             "WorkerState.SUCCEEDED", "worker group successfully finished", "Application startup complete",
+             "OK (expected failures", " passed in ")  # fmt: skip
 _FINISHED_FORM = re.compile(
     r"(?:^|INFO threefold: )done: \d+ steps, |^Status:\s+Succeeded|^\s+Reason:\s+Completed|^\d+\s+\S+\s+COMPLETED\s+0:0"
     r"|^=+ .*\d+ passed.* in |^\d+ passed\b(?!.*(?:fail|error)).* in [\d.]+s|^OK(?: \(|$)"
@@ -37,36 +29,24 @@ _FINISHED_FORM = re.compile(
     r"|\b(?:[Jj]ob|[Rr]un|Pod|Task) \S{0,60} ?(?:has )?(?:successfully )?"
     r"(?:succeeded|completed|finished) ?(?:successfully)?(?:[.!]|$)"
 )
-_FORM_WORDS = (
-    "done: ",
-    "Succeeded",
-    "Completed",
-    "COMPLETED",
-    " passed",
-    "OK",
-    "raining ",
-    "succeeded",
-    "completed",
-    "finished",
-)
+_FORM_WORDS = ("done: ", "Succeeded", "Completed", "COMPLETED", " passed", "OK", "raining ", "succeeded", "completed",
+               "finished")  # fmt: skip
 _NOT_FINITE = re.compile(
-    r"\b(?:loss|grad[ _]?norm)\w*['\"]?\s*[:=]?\s*nan\b|Nan grad norm|\bloss is (?:nan|not finite)", re.IGNORECASE
+    r"(?:\b|(?<!val)(?<!eval)(?<!test)_)(?:loss|grad[ _]?norm)\w*['\"]?\s*[:=]?\s*nan\b"
+    r"|Nan grad norm|\bloss is (?:nan|not finite)",
+    re.IGNORECASE,
 )
 _FINITE_LOSS = re.compile(r"loss\w*['\"]?\s*[:=]\s*\d", re.IGNORECASE)
 _NORM = re.compile(r"grad(?:ient)?[ _]?norm\w*['\"]?\s*[:=]?\s*nan\b", re.IGNORECASE)
-_MEASURED = re.compile(r"\b(?:loss|grad[ _]?norm)\w*['\"]?\s*[:=]?\s*(?:nan|\d)", re.IGNORECASE)
-# Another way was found.
-_MENDED = (
-    "NET/OFI Selected ",
-    "Rendezvous complete",
-    "econnected ",
-    "econnection successful",
-    "alling back to",
-    "ell back to",
-    "alls back to",
-    "onnection re-established",
-    "onnection restored",
+_MEASURED = re.compile(r"(?:\b|_)(?:loss|grad[ _]?norm)\w*['\"]?\s*[:=]?\s*(?:nan|\d)", re.IGNORECASE)
+# The loss scale cannot shrink any more, or is no number that scales.
+_SMALLEST = re.compile(
+    r"loss scale: (\d+(?:\.0)?), reducing to \1(?:\.0)?\b|reducing loss scale to (?:0\.0\b|[\d.]+e-[1-9]\d)"
 )
+_SKIPPED = 3  # steps in a row
+# Another way was found.
+_MENDED = ("NET/OFI Selected ", "Rendezvous complete", "econnected ", "econnection successful", "alling back to",
+           "ell back to", "alls back to", "onnection re-established", "onnection restored")  # fmt: skip
 _GOES_ON = 2  # lines of progress that show that trouble was made good
 
 
@@ -137,6 +117,17 @@ class Course:
             return []
         last = _last_measured(self.log, bad, measured)
         return [self.log.line(index) for index in bad] if last or len(bad) * 5 >= measured + len(bad) > 2 else []
+
+    def smallest_scale(self) -> list[Line]:
+        """The lines of skipped steps whose loss scale is the smallest, if no step follows them."""
+        bad = {index for words in ("loss scale: ", "loss scale to ") for _, places in self.log.shapes_containing(words)
+               for index in places if _SMALLEST.search(self.log.raw[index])}  # fmt: skip
+        lines = sorted(bad)
+        return (
+            [self.log.line(index) for index in lines]
+            if len(bad) >= _SKIPPED and _last_measured(self.log, lines, 1)
+            else []
+        )
 
 
 def _last_measured(log: Log, bad: Sequence[int], measured: int) -> bool:

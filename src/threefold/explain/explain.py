@@ -30,7 +30,7 @@ _THREE_PARTS = re.compile(r"^.+\n  expected: (?P<expected>.+)\n  fix: (?P<fix>.+
 _CLOSING = frozenset({"own-stop", "peer-gone", "stopped", "store-lost"})
 # Launchers start any program: after lines of one that does not train, they say nothing of training.
 _LAUNCHERS = frozenset({"mpi-daemon", "mpi-pmi", "mpi-slots", "slurm-refused", "slurm-prolog", "unschedulable", "ucx"})
-_DERIVED = frozenset({"nan-loss", "silent-hang"})  # told by the whole log, not by the words of a line
+_DERIVED = frozenset({"loss-scale", "nan-loss", "silent-hang"})  # told by the whole log, not by the words of a line
 # What happens to a machine, a disk or a job brings errors of many kinds about, and none of them brings it about.
 _BRING_OTHERS = frozenset(
     {"gpu-ecc", "gpu-lost", "nvlink-error", "ib-link-down", "oom-killed", "preempted", "time-limit", "pod-evicted"}
@@ -252,12 +252,13 @@ def _messages(log: Log, errors: Sequence[Raised]) -> dict[int, str]:
     return found
 
 
-def _precedence(log: Log, hit: Hit) -> tuple[int, bool, str, bool, int, bool, int]:
+def _precedence(log: Log, hit: Hit) -> tuple[int, bool, bool, str, bool, int, bool, int]:
     time = log.time(hit.lines[0].index) if len(log.sources) > 1 else None
     text = hit.lines[0].text
     told = max((len(sign.anchor) for sign in hit.known.signs if sign.pattern.search(text)), default=0)
     return (
         hit.tier,
+        hit.tier is Tier.SYMPTOM > hit.known.tier,  # its lines follow from several causes
         hit.raised is None,
         time or "",
         hit.generic and hit.tier is Tier.SYMPTOM,
@@ -274,6 +275,8 @@ def _derived(
     found = []
     if not hits and "nan-loss" in known and (lines := course.not_finite()):
         found.append(Hit(known["nan-loss"], lines))
+    if not hits and "loss-scale" in known and (lines := course.smallest_scale()):
+        found.append(Hit(known["loss-scale"], lines))
     if not hits and "silent-hang" in known and not course.finished and not errors and (last := said_to_hang(log)):
         found.append(Hit(known["silent-hang"], [last]))
     return found
@@ -287,7 +290,7 @@ def _not_made_good(course: Course, hits: Sequence[Hit], errors: Sequence[Raised]
             continue
         lines = (
             hit.lines
-            if hit.known.name == "nan-loss"
+            if hit.known.name in ("loss-scale", "nan-loss")
             else [line for line in hit.lines if not course.made_good(line.index)]
         )
         if lines:

@@ -62,9 +62,9 @@ def nccl_timeout(log: Log, lines: Sequence[Line]) -> list[str]:
 
 
 def _group(text: str) -> str:
-    """The process group that a line of NCCL's watchdog names; the default group if none."""
+    """The process group that a line of NCCL's watchdog names; empty if none."""
     found = _PROCESS_GROUP.search(text)
-    return (found[1] or found[2]).lstrip("0") if found else ""
+    return str(int(found[1] or found[2])) if found else ""
 
 
 def _operations(log: Log) -> dict[str, tuple[dict[int, tuple[int, str]], dict[int, int]]]:
@@ -81,6 +81,11 @@ def _operations(log: Log) -> dict[str, tuple[dict[int, tuple[int, str]], dict[in
             first[int(named)] = min(first.get(int(named), place), place)
         if last and rank is not None:
             enqueued[rank] = int(last[1])
+    named = [name for name in groups if name in ("0", *(list(groups) if len(groups) == 2 else ())) and name]
+    if "" in groups and named:  # some forms of these lines name no group: the default one, or the only one
+        groups[""][0].update(groups[named[0]][0])
+        groups[""][1].update(groups[named[0]][1])
+        groups[named[0]] = groups[""]
     return groups
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 # torch's own handler and its C++ log, torchrun --tee, srun --label, Open MPI, Megatron, kubectl --prefix, Ray.
 _PREFIX = re.compile(
@@ -30,6 +31,8 @@ _TASK = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<task>\d+)")
 _NCCL_HOST = re.compile(r"^(?:\[[^\]]*\] )?(?P<host>[A-Za-z][\w.-]*):\d+:\d+ \[\d+\] ")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _WITHOUT_DIGITS = dict.fromkeys(map(ord, "0123456789"))
+# A line with a time, a host, a rank or an error's name is no rest of the line before.
+_NEW_LINE = re.compile(r"\S+:\d+:\d+ \[|\[|Traceback|\d{4}-\d\d-\d\d|\S+/\d+ \[|\w+: |\s*\d+%\|")
 _LONGEST = 4000
 _MOST_PLACES = 4096
 
@@ -210,6 +213,8 @@ def _unwrapped(lines: Sequence[str]) -> tuple[list[str], list[int]] | None:
     width = max(map(len, lines), default=0)
     full = Counter(map(len, lines))[width]
     if not 70 <= width <= 400 or full < 2 or any(line[-1:] in "-=*#_ │╮╯]}" for line in lines if len(line) == width):
+        return None
+    if any(_NEW_LINE.match(after) for line, after in pairwise(lines) if len(line) == width):
         return None
     joined: list[str] = []
     numbers: list[int] = []

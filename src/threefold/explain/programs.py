@@ -36,7 +36,10 @@ _TRAINING = _words(r"""
     axolotl  unsloth  DTensor  DeviceMesh  aten\.\w  aten::  gloo/transport  TrainingArguments  reported to Coordinator
     PyTorchJob  MPIJob  TrainJob  [Ss]age[Mm]aker  [Tt]raining job  tensor parallel
     \[[EWIF]\d{3,4} \d\d:\d\d:\d\d\.\d{6,9} \w+\.cpp:\d+\]  triton[._/]\w  RuntimeError: CUDA error  TORCH_USE_CUDA_DSA
-    CUDA kernel errors might
+    CUDA kernel errors might  [Ll]earning rate  [Ll]ibfabric EFA  (?:train|val|eval)/loss  torch_npu  HCCL  RCCL  oneCCL
+    mmseg  mmpretrain  mmaction  (?<![a-z])(?:timm|trl|flax)[./]\w  optax  jax/_src  [Pp]addle(?:Seg|Detection|NLP|Clas)
+    paddle[./](?:fluid|distributed|nn)  MASTER_ADDR  nproc_per_node  gradient_accumulation  lr_scheduler  model_parallel
+    tensor_parallel  pipeline_parallel  train_dataloader  trainer\.(?:train|fit)\(  model\.fit\(  RayJob  TFJob
 """)
 # Words of launchers and of scripts that train, where no other program shows.
 _LAUNCHED = _words(r"""
@@ -49,7 +52,7 @@ _LAUNCHED = _words(r"""
 _LEARNING = _words(r"""
     checkpoint  datasets/  [Ee]pochs?(?![a-z])  (?<![A-Za-z])loss(?:es)?(?![A-Za-z]|:? \d+%)  \d%\|.*(?:it/s|s/it)
     [Ee]valuat  [Dd]ataset  [Oo]ptimizer  [Gg]radient  [/_]train[/_.]  \.ckpt  \.pth\b  \.pt\b  ckpt  tokenizer
-    inference  [Tt]raining(?![a-z])  kubeflow
+    inference  [Tt]raining(?![a-z])  kubeflow  omegaconf  hydra[._/]\w  num_workers  DataLoader\b
 """)
 _MACHINES = _words(r"""
     (?<![A-Za-z])gloo(?![a-z])  (?<![A-Za-z])cuda(?![a-z])  CUDA  GPUs?(?![A-Za-z])  nvidia  slurm  mpirun  numpy

@@ -14,9 +14,9 @@ from threefold.explain.known import SHORTEST_ANCHOR, anchor, known_errors
 RIGHT_AT_LEAST = 0.95
 WRONG_AT_MOST = 0.01
 
-LATE_RIGHT_AT_LEAST = 0.65
+LATE_RIGHT_AT_LEAST = 0.8
 LATE_WRONG_AT_MOST = 0.01
-LATE_FALSE_ALARMS_AT_MOST = 1
+LATE_FALSE_ALARMS_AT_MOST = 0
 
 WRITTEN = list(field.logs("write"))
 LATE = list(field.logs("late"))

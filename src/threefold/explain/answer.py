@@ -14,6 +14,7 @@ from threefold.explain.log import Line, Log
 
 SCHEMA = 1  # of --json: grows when a key changes its meaning or goes
 _SHOWN = 300
+_UNPROVED = {"": "only a symptom, its cause is not in this log", "own-error": "first error, its cause may be earlier"}
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # What a difference between dumps means.
 _OF_DIFFERENCE = {"different": "collective-mismatch", "absent": "nccl-timeout", "unfinished": "nccl-timeout"}
@@ -75,9 +76,8 @@ def _explanation(found: Explanation) -> str:
     if found.frame:
         lines.append(f"  at {found.frame}")
     lines += [f"  {fact}" for fact in found.facts]
-    symptom = found.confidence is Confidence.SYMPTOM
-    unproved = "the usual cause, which no line proves" if found.hint else "only a symptom, its cause is not in this log"
-    told = unproved if symptom else "cause"
+    unproved = "the usual cause, which no line proves" if found.hint else _UNPROVED.get(known.name, _UNPROVED[""])
+    told = unproved if found.confidence is Confidence.SYMPTOM else "cause"
     lines += ["", f"{told}: {known.cause}", f"confidence: {found.confidence}", "what to do:"]
     lines += [f"  {number}. {step}" for number, step in enumerate(known.steps, 1)]
     lines.append(f"to settle it: {known.check}")

@@ -116,7 +116,7 @@ def _long(name: str, sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 LONG, LONG_WIDER = _long("long", ODD), _long("long wide", EVEN)
-OFTEN = ("long llama float32", "long mixtral float32", "long adapters bfloat16")
+OFTEN = ("long llama float32",)
 # On two cp ranks, on two tp ranks, on both.
 WIDER: dict[str, dict[str, Any]] = {
     "wide llama": {"model": {"config": {**EVEN, "attention_dropout": 0.1}}},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import os
 import re
@@ -286,6 +288,23 @@ def test_run_saves_and_ends_when_all_its_processes_are_asked_to(folder: Path, nu
         assert saved is not None and saved.step == last_step(run) and saved.damage() is None
         assert f"stopped by a signal after step {saved.step}; the checkpoint is saved" in going.output()
         assert "Traceback" not in going.output() and "Warning" not in going.output()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_signals_after_the_last_save_do_not_change_the_exit_code(folder: Path, ranks: int) -> None:
+    """To the end of the process: Python gives its signals back to the system long before."""
+    run, asked = folder / f"late-{ranks}", ("--mesh.dp", str(ranks), "--train.steps", "100000")
+    with started(folder, "train", "config.yaml", *asked, "--mesh.tp", "1", "--log.dir", run.name) as going:
+        wait_for(lambda: last_step(run) >= 2, f"step 2: {going.output()}")
+        os.kill(going.launcher, signal.SIGTERM)
+        wait_for(lambda: "resume: threefold resume" in going.output(), "the last line")
+        for number in itertools.cycle((signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(going.launcher, number)
+            time.sleep(0.4)  # three of a kind within a second would be a wish to end at once
+            if not going.running():
+                break
+        assert going.wait(1) == 75, going.output()
 
 
 def test_server_of_the_ranks_that_is_killed_is_named_and_leaves_no_rank(folder: Path) -> None:

@@ -37,5 +37,5 @@ def command(
     folder, checkpoint = run_and_checkpoint(run)
     back = ("--checkpoint.resume", str(checkpoint)) if checkpoint is not None else ()
     loaded = load_config([str(folder / "config.yaml"), *back, *context.args])
-    loaded = replace(loaded, accept_changes=accept_changes, quiet=quiet)
+    loaded = replace(loaded, accept_changes=accept_changes, quiet=quiet, last=True)
     sys.exit(train_command(loaded, max_restarts=max_restarts, force=force))

@@ -50,5 +50,5 @@ def command(
         return
     from threefold.run.start import train_command
 
-    loaded = replace(loaded, accept_changes=accept_changes, quiet=quiet)
+    loaded = replace(loaded, accept_changes=accept_changes, quiet=quiet, last=True)
     sys.exit(train_command(loaded, max_restarts=max_restarts, force=force))

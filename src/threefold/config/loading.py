@@ -34,6 +34,7 @@ class Loaded:
         accept_changes: a resumed run may be trained on with keys that change what is trained.
         quiet: nothing is printed but errors.
         given: objects of a program that calls `threefold.train` (`run.given.Given`), or None.
+        last: the process ends with the run, as that of a command and of a rank does.
     """
 
     config: Config
@@ -41,6 +42,7 @@ class Loaded:
     accept_changes: bool = False
     quiet: bool = False
     given: Any = None
+    last: bool = False
 
     def describe(self) -> Iterator[tuple[str, Any, str]]:
         """(section.key, value, origin) of every key, in the order of the schema."""

@@ -25,9 +25,8 @@ from typing import Any, Self
 
 from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST, Problem
 from threefold.mesh.environment import LOOPBACK, stay_on_loopback
+from threefold.mesh.signals import PASSED_ON, Signals, ignore
 
-# Passed on to the ranks, unless they are ignored here, as SIGHUP is under nohup.
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 # A restart would not change these: a wrong request, and a requested stop.
 _FINAL = (EXIT_WRONG_REQUEST, EXIT_STOPPED_WITH_CHECKPOINT)
 # What the server imports first.
@@ -63,7 +62,7 @@ def start_server(modules: Sequence[str]) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         for ensure_running in (resource_tracker.ensure_running, forkserver.ensure_running):
-            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # inherited; the first one lifts it
+            signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # inherited; the first one lifts it
             ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -71,59 +70,32 @@ def start_server(modules: Sequence[str]) -> None:
 
 def let_children_take_signals() -> None:
     """For such a server."""
-    os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS))
+    os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON))
 
 
 def start_ranks(
-    entry: Callable[..., None], args: Sequence[Any], *, num_ranks: int, grace_s: int = 110, max_restarts: int = 0
+    entry: Callable[..., None],
+    args: Sequence[Any],
+    *,
+    num_ranks: int,
+    grace_s: int = 110,
+    max_restarts: int = 0,
+    last: bool = False,
 ) -> int:
     """Runs `entry(*args)` in `num_ranks` local processes with torchrun's variables set; returns the exit code.
 
     When a rank fails, the others are stopped and all are started again, up to `max_restarts` times. A signal to this
-    process is passed on to the ranks, which have `grace_s` seconds to finish their step and save.
+    process is passed on to the ranks, which have `grace_s` seconds to finish their step and save; with `last`, this
+    process ends with them, and what asks it to stop later changes nothing.
     """
     code = EXIT_FAILED
-    with _Signals() as signals:
+    with Signals(last=last) as signals:
         for restart in range(max_restarts + 1):
             with _Ranks(entry, args, num_ranks, restart, max_restarts) as ranks:
                 code, again = ranks.run(signals, grace_s)
             if not again:
                 break
     return code
-
-
-class _Signals:
-    """The signals that arrive while it is open; `reader` becomes readable when one does."""
-
-    def __init__(self) -> None:
-        self.reader, self._writer = os.pipe()
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        os.set_blocking(self._writer, False)
-        os.set_blocking(self.reader, False)
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {
-                number: signal.signal(number, self._note)
-                for number in _SIGNALS
-                if signal.getsignal(number) is not signal.SIG_IGN
-            }
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        os.close(self.reader)
-        os.close(self._writer)
-
-    def _note(self, number: int, frame: object) -> None:
-        os.write(self._writer, bytes([number]))
-
-    def arrived(self) -> bytes:
-        """The numbers of the signals since the last call, in order."""
-        with contextlib.suppress(BlockingIOError):
-            return os.read(self.reader, 1024)
-        return b""
 
 
 class _Ranks:
@@ -166,7 +138,7 @@ class _Ranks:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process.pid, signal.SIGKILL)
 
-    def run(self, signals: _Signals, grace_s: float) -> tuple[int, bool]:
+    def run(self, signals: Signals, grace_s: float) -> tuple[int, bool]:
         """Starts the ranks and waits for their end; returns the exit code, and whether another start could help."""
         with _main_left_out() if self._own else contextlib.nullcontext():
             for process in self._all:
@@ -216,7 +188,7 @@ class _Ranks:
                 os.kill(process.pid, number)
 
 
-def _wait(processes: Sequence[BaseProcess], signals: _Signals, until: float) -> None:
+def _wait(processes: Sequence[BaseProcess], signals: Signals, until: float) -> None:
     """Returns when a signal has arrived or any of `processes` has ended, be it before this call, or at `until`."""
     patience = None if until == float("inf") else max(0.0, until - time.monotonic())
     connection.wait([signals.reader, *(process.sentinel for process in processes)], patience)
@@ -294,8 +266,7 @@ def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int,
 
 def serve_one_rank(worker: int) -> None:
     """For a loader's worker: it ends with its rank, and what asks a group of processes to stop is for ranks."""
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    ignore(PASSED_ON)
     die_with_creator()
 
 

@@ -126,7 +126,7 @@ def _train(loaded: Loaded, mesh: Mesh, why: str, lock: RunLock, watch: Watchdog)
             mesh.close()
             return 0
         # Until the end, so that no signal can interrupt what is being saved.
-        with StopRequest(mesh) as stop:
+        with StopRequest(mesh, last=loaded.last) as stop:
             audit = _accept(console, run, lock)
             hooks = Hooks(run.given.callbacks if mesh.rank == 0 else (), run.folder.path, stop.ask)
             outcome = _followed(run, audit, console, stop, besides, hooks, watch)

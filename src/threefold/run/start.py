@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from threefold.config.schema import Config, DataConfig, value_at
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST, ConfigError, Problem, RunError
 from threefold.mesh import environment, local_ranks
 from threefold.mesh.shares import refuse_impossible
+from threefold.mesh.signals import ignore
 from threefold.mesh.topology import Topology, resolve
 from threefold.run.folder import new_path
 from threefold.run.given import PLACES, Given, callbacks_of, check, place_of, refuse_unsendable, with_rows
@@ -136,6 +138,8 @@ def train_command(loaded: Loaded, *, max_restarts: int = 0, force: bool = False)
         force: start more ranks here than the machine has room for.
     """
     info = environment.current()
+    if loaded.last:
+        atexit.register(ignore)
     if info.launcher is not None:
         _refuse_unrestartable(loaded.config, info, max_restarts)
         if force:
@@ -175,6 +179,7 @@ def train_command(loaded: Loaded, *, max_restarts: int = 0, force: bool = False)
         num_ranks=topology.world_size,
         grace_s=loaded.config.checkpoint.grace_s,
         max_restarts=max_restarts,
+        last=loaded.last,
     )
     return code or deliver(loaded.config)
 
@@ -244,4 +249,4 @@ def _run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
 
 
 def _rank_entry(loaded: Loaded, topology: Topology, why: str) -> None:
-    sys.exit(_run_rank(loaded, topology, why))
+    sys.exit(_run_rank(replace(loaded, last=True), topology, why))

@@ -11,8 +11,8 @@ from collections import deque
 from typing import Any
 
 from threefold.mesh.mesh import Mesh
+from threefold.mesh.signals import STOPS
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _KEY = "threefold/stop-after"  # and who asks: the store may outlive a restart, and hold an older request
 # A terminal sends Ctrl-C to every process and a launcher passes it on: within this time it is one request.
 _ONE_REQUEST_S = 1.0
@@ -31,10 +31,13 @@ class StopRequest:
     that step at the latest.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, *, last: bool = False) -> None:
+        """Args:
+        last: the process ends after it; until then further signals change nothing.
+        """
+        self._mesh, self._last = mesh, last
         self.saving = False
-        self._asked: dict[int, deque[float]] = {number: deque(maxlen=_AT_ONCE) for number in SIGNALS}
+        self._asked: dict[int, deque[float]] = {number: deque(maxlen=_AT_ONCE) for number in STOPS}
         self._first_s: float | None = None
         self._by_hook = False
         self._stop_after: int | None = None
@@ -44,12 +47,13 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         # Python gives signals to the main thread alone; who calls from another, as Ray Train does, stops by a hook.
-        for number in SIGNALS if threading.current_thread() is threading.main_thread() else ():
+        for number in STOPS if threading.current_thread() is threading.main_thread() else ():
             self._previous[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
+        self.saving = True
+        for number, handler in self._previous.items() if not self._last else ():
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: object) -> None:

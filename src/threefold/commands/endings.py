@@ -25,7 +25,11 @@ _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ),
     ),
     "resume": (_MORE_KEYS, _TRAINED, ("threefold resume runs/a", "threefold resume runs/a --train.steps 2000")),
-    "eval": (_MORE_KEYS, _DONE, ("threefold eval runs/a --eval.source held-out.jsonl",)),
+    "eval": (
+        _MORE_KEYS,
+        _DONE,
+        ("threefold eval runs/a --eval.source held-out.jsonl", "threefold eval runs/a --eval.tasks '[hellaswag]'"),
+    ),
     "sample": (
         _OPTIONS,
         _DONE,

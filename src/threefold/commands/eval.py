@@ -1,4 +1,4 @@
-"""`threefold eval`: the loss of a run's checkpoint over held-out data."""
+"""`threefold eval`: the loss of a run's checkpoint over held-out data, and what it does in tasks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def command(
         bool, typer.Option("--ema", help="Evaluate the moving average of the weights (optimizer.ema).")
     ] = False,
 ) -> None:
-    """Evaluate a run: threefold eval RUN [--eval.source SOURCE] [--section.key value ...].
+    """Evaluate a run: threefold eval RUN [--eval.source SOURCE] [--eval.tasks '[NAME]'] [--section.key value ...].
 
     The newest checkpoint, or the one that is named, is evaluated exactly, every row once, on the run's mesh or on the
-    one that is given. The run's folder stays as it is.
+    one that is given, and in the tasks of lm-evaluation-harness that eval.tasks names. The run's folder stays as it is.
     """
     from threefold.checkpoint.layout import find
     from threefold.commands.arguments import load_config, run_and_checkpoint
@@ -34,9 +34,9 @@ def command(
 
     folder, _ = run_and_checkpoint(run)
     loaded = load_config([str(folder / "config.yaml"), *context.args])
-    if loaded.config.eval.source is None:
-        what, fix = f"the run in {folder} has no eval.source", "--eval.source FILE_OR_FOLDER"
-        raise ConfigError(what, expected="held-out data to evaluate on", fix=fix)
+    if loaded.config.eval.source is None and not loaded.config.eval.tasks:
+        what, fix = f"the run in {folder} has no eval.source", "--eval.source FILE_OR_FOLDER, or --eval.tasks '[NAME]'"
+        raise ConfigError(what, expected="held-out data or tasks to evaluate on", fix=fix)
     checkpoint, info = find(run), environment.current()
     if info.launcher is not None:
         topology, _ = resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None)

@@ -1,4 +1,4 @@
-"""One rank of an evaluation: a run's checkpoint on a mesh, over held-out rows. The run's folder stays as it is."""
+"""One rank of an evaluation: a run's checkpoint on a mesh, over held-out rows and tasks. The run is left as it is."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from threefold.checkpoint.layout import Checkpoint, damaged
 from threefold.checkpoint.manifest import read_manifest, refuse_other
 from threefold.checkpoint.tensors import read_whole
 from threefold.config.loading import Loaded
+from threefold.config.schema import Config
 from threefold.data.loader import evaluation_batches
 from threefold.data.rows.concat import Rows
 from threefold.errors import ThreefoldError
@@ -19,19 +20,21 @@ from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
 from threefold.model import float8
 from threefold.model.build import build
+from threefold.model.model import Model
 from threefold.run import assemble
+from threefold.run.eval_tasks import EvalTasks
 from threefold.run.failure import report_failure
 from threefold.run.pairs import evaluation_of, pairs_of
 from threefold.run.process import compute_alike, facts_of, quieten_libraries
 from threefold.run.request import Asked, asked_of
-from threefold.run.terminal import evaluated
+from threefold.run.terminal import evaluated, evaluated_tasks
 from threefold.training.admission.admit import admit
 from threefold.training.evaluation import EvalStep
 from threefold.training.loop import eval_metrics
 
 
 def evaluate_rank(loaded: Loaded, topology: Topology, checkpoint: Checkpoint, *, ema: bool = False) -> int:
-    """Evaluates as one rank of `topology`, and returns its exit code; rank 0 prints the loss.
+    """Evaluates as one rank of `topology`, and returns its exit code; rank 0 prints what was found.
 
     Args:
         ema: evaluate the moving average of the weights.
@@ -44,7 +47,9 @@ def evaluate_rank(loaded: Loaded, topology: Topology, checkpoint: Checkpoint, *,
         mesh = join_mesh(topology, info, device=asked.device, timeout_s=asked.timeout_s, facts=facts_of(config))
         found = _evaluated(asked_of(config, mesh), mesh, checkpoint, ema=ema)
         if mesh.rank == 0:
-            print(f"{checkpoint.path}{': moving average' if ema else ''}: {evaluated(found, digits=6)}", flush=True)
+            said = [evaluated(found, digits=6)] if "eval_loss" in found else []
+            said += [tasks] if (tasks := evaluated_tasks(found)) else []
+            print(f"{checkpoint.path}{': moving average' if ema else ''}: {'; '.join(said)}", flush=True)
         mesh.barrier()
         mesh.close()
         return 0
@@ -64,9 +69,17 @@ def _evaluated(asked: Asked, mesh: Mesh, checkpoint: Checkpoint, *, ema: bool) -
         raise damaged(checkpoint, reason)
     refuse_other(read_manifest(checkpoint), config, asked.architecture, checkpoint)
     admit(config, asked.architecture, mesh)
-    vocabulary = asked.architecture.get_text_config().vocab_size
-    rows = assemble.rows_of(config, asked.tokenizer, mesh, held_out=True, vocab_size=vocabulary)
-    evaluate = _evaluation(asked, mesh, checkpoint, rows, ema=ema)
+    rows = None
+    if config.eval.source is not None:
+        vocabulary = asked.architecture.get_text_config().vocab_size
+        rows = assemble.rows_of(config, asked.tokenizer, mesh, held_out=True, vocab_size=vocabulary)
+    model, evaluate = _evaluation(asked, mesh, checkpoint, rows, ema=ema)
+    found = {} if rows is None else _over(rows, evaluate, config, mesh)
+    return {**found, **(EvalTasks(config, model)(checkpoint.step) if config.eval.tasks else {})}
+
+
+def _over(rows: Rows, evaluate: EvalStep, config: Config, mesh: Mesh) -> Metrics:
+    """The metrics of held-out rows, each counted once."""
     size = config.train.micro_batch
     each = max(1, config.train.global_batch // mesh.dp_size) if size == "auto" else size
     batches = evaluation_batches(
@@ -81,19 +94,23 @@ def _evaluated(asked: Asked, mesh: Mesh, checkpoint: Checkpoint, *, ema: bool) -
     return eval_metrics(evaluate, Bars(quiet=mesh.rank != 0).track(batches, "evaluation", total))
 
 
-def _evaluation(asked: Asked, mesh: Mesh, checkpoint: Checkpoint, rows: Rows, *, ema: bool) -> EvalStep:
-    """The evaluation of the checkpoint's weights.
+def _evaluation(
+    asked: Asked, mesh: Mesh, checkpoint: Checkpoint, rows: Rows | None, *, ema: bool
+) -> tuple[Model, EvalStep]:
+    """The checkpoint's model, and its evaluation over rows.
 
     Adapters lie on the weights that the run began with, and pairs of answers are compared with these.
     """
     index = run_state.index_of(checkpoint, ema=ema)
     if asked.config.model.lora.r or asked.config.train.objective == "dpo":
         model = build(asked.config, asked.architecture, mesh)
-        pairs = pairs_of(asked.config, model, rows, None, resumed=checkpoint.path.parents[1], say=print)
+        resumed = checkpoint.path.parents[1]
+        pairs = pairs_of(asked.config, model, rows, None, resumed=resumed, say=print) if rows is not None else None
         state = run_state.model_state(model.module)
         run_state.fit(state, index)
         run_state.read_into(state, checkpoint.state, index, mesh)
-        return EvalStep(model) if pairs is None else evaluation_of(model, pairs.loss)
+        return model, EvalStep(model) if pairs is None else evaluation_of(model, pairs.loss)
     named = {name.removeprefix("model."): entry for name, entry in index.entries.items() if name.startswith("model.")}
     weights = {name: partial(read_whole, checkpoint.state, entry) for name, entry in named.items()}
-    return EvalStep(build(asked.config, asked.architecture, mesh, weights=weights))
+    model = build(asked.config, asked.architecture, mesh, weights=weights)
+    return model, EvalStep(model)

@@ -117,7 +117,8 @@ def _of_pairs(metrics: Metrics, prefix: str = "") -> str:
     return f"margin {margin:.4f}  accuracy {accuracy:.1%}"
 
 
-def _of_tasks(metrics: Metrics) -> str:
+def evaluated_tasks(metrics: Metrics) -> str:
+    """What tasks have found; empty without tasks."""
     found = {name.removeprefix("task_"): value for name, value in metrics.items() if name.startswith("task_")}
     return ", ".join(f"{name} {value:.4f}" for name, value in found.items())
 
@@ -139,7 +140,7 @@ class Terminal:
         if "eval_loss" in metrics:
             kind = "evaluation"
             line = f"evaluation after step {metrics['step']}: {evaluated(metrics)}"
-        elif tasks := _of_tasks(metrics):
+        elif tasks := evaluated_tasks(metrics):
             kind = "tasks"
             line = f"tasks after step {metrics['step']}: {tasks}"
         elif "skipped" in metrics:

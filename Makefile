@@ -13,10 +13,10 @@ TESTS ?= tests
 KILLS ?= 100
 VERSIONS ?=
 
-.PHONY: train test test-faults test-launchers test-examples test-browser test-bits test-families test-versions check docs fix vendor wheel clean help
+.PHONY: train test test-faults test-launchers test-examples test-browser test-long test-families test-versions check docs fix vendor wheel clean help
 
 help:
-	@sed -n 's/^#   //p' Makefile; echo "make test | test-faults | test-launchers | test-examples | test-browser | test-bits | test-families | test-versions | check | docs | fix | vendor | wheel | clean"
+	@sed -n 's/^#   //p' Makefile; echo "make test | test-faults | test-launchers | test-examples | test-browser | test-long | test-families | test-versions | check | docs | fix | vendor | wheel | clean"
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
@@ -39,7 +39,7 @@ train: $(VENV)/.runtime
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 \
-	  -m "not slow and not launchers and not examples and not browser and not bits" $(TESTS)
+	  -m "not slow and not launchers and not examples and not browser and not long" $(TESTS)
 
 # Kills, stalls and lost hosts in their long forms (KILLS=10: a sample). Two hosts need root and iproute2.
 test-faults: $(VENV)/.dev
@@ -63,7 +63,7 @@ test-launchers: $(VENV)/.dev $(LAUNCHERS)/.installed
 	  || echo "$(DEBIAN): not all could be installed; what needs them is skipped"; fi
 	$(BIN)/python -m pytest -q -m launchers tests/launchers
 
-# Every example by the command of its page, and long versions of tests that are short elsewhere.
+# Every example by the command of its page, and longer versions of tests that are short elsewhere.
 test-examples: $(VENV)/.dev
 	$(BIN)/python -m pip install -q --no-deps torchao==0.18.0 || echo "torchao cannot be installed; what needs it is skipped"
 	$(BIN)/python -m pip install -q --no-deps trl==1.16.0 || echo "trl cannot be installed; what needs it is skipped"
@@ -71,7 +71,7 @@ test-examples: $(VENV)/.dev
 	  || echo "mlflow-skinny or lightning-fabric cannot be installed; what needs them is skipped"
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt lm-eval==0.4.13 \
 	  || echo "lm-eval cannot be installed; what needs it is skipped"
-	$(BIN)/python -m pytest -q -m examples tests
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 -m examples tests
 
 # The pages of runs in the system's Chromium. Where it cannot be had, they are skipped with the reason.
 test-browser: $(VENV)/.dev
@@ -81,9 +81,10 @@ test-browser: $(VENV)/.dev
 	  || echo "chromium cannot be installed; what needs it is skipped"; fi
 	$(BIN)/python -m pytest -q -m browser tests/browser
 
-# `train.reduce: exact` for 50 steps on every split of up to 8 data ranks, also on 2 cp or tp ranks each.
-test-bits: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m bits tests
+# `train.reduce: exact` for 50 steps on every split of up to 8 data ranks, also on 2 cp or tp ranks each; the estimate of
+# memory for published models, every family and every mesh. More than half an hour.
+test-long: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m long tests
 
 # Every causal architecture of transformers on every mesh; fails if one is wrong, or fails without being refused by name.
 test-families: $(VENV)/.dev

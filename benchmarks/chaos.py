@@ -122,7 +122,7 @@ def _tormented(folder: Path, run: Path, mesh: str, wanted: int, draw: random.Ran
             else:
                 os.kill(process, signal.SIGKILL)
             if kind in ("launcher", "two signals"):
-                going.wait(10)
+                going.wait(60)
                 _gone(ranks)
                 going.close()
                 going = Command(folder, *arguments)
@@ -158,7 +158,7 @@ def _wait_for_save(run: Path, going: Command) -> None:
 
 
 def _gone(ranks: dict[int, int]) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while any(alive(process) for process in ranks.values()):
         if time.monotonic() > until:
             raise SystemExit(f"orphans: {[process for process in ranks.values() if alive(process)]}")

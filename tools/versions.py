@@ -112,7 +112,7 @@ def versions(python: Path) -> dict[str, str]:
 def tested(python: Path) -> tuple[int, str]:
     """Runs the tests; returns pytest's exit code and its last line."""
     command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
-    command += ["-m", "not slow and not launchers and not examples", *TESTS]
+    command += ["-m", "not slow and not launchers and not examples and not long", *TESTS]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None

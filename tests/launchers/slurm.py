@@ -126,7 +126,7 @@ class Cluster:
         for node in self.nodes:
             self._daemon(node, "slurmd", "-D", "-N", node.hostname)
         try:
-            wait_for(self._idle, "two idle nodes", within_s=30)
+            wait_for(self._idle, "two idle nodes", within_s=120)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self._logs()}") from None
 

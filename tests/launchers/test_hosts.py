@@ -73,7 +73,7 @@ def test_host_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     with hosts("tfhosts", 2) as both:
         # The rank that has nobody to reach comes first, and must try again until the other is there.
         second = start(both[1], 1, tmp_path, tmp_path / "1.txt")
-        wait_for(lambda: _tries(both[1]), "a rank that looks for rank 0", within_s=60)
+        wait_for(lambda: _tries(both[1]), "a rank that looks for rank 0", within_s=180)
         first = start(both[0], 0, tmp_path, tmp_path / "0.txt")
         codes = [first.wait(90), second.wait(90)]
     assert codes == [0, 0], (tmp_path / "0.txt").read_text() + (tmp_path / "1.txt").read_text()

@@ -93,6 +93,6 @@ def check(documents: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
         input=json.dumps(documents),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )

@@ -106,14 +106,14 @@ def test_job_reaches_the_api_and_holds_no_secret(folder: Path, moto: str) -> Non
     options += ["--instance-type", "ml.g5.2xlarge", "--name", "my-job", "--spot", "--secret", "HF_TOKEN=my/token"]
     options += ["--channel", "words=s3://bucket/words"]
     make = [str(sagemaker.PYTHON), "-c", "import boto3; boto3.client('s3').create_bucket(Bucket='bucket')"]
-    subprocess.run(make, env=env, check=True, timeout=60)
+    subprocess.run(make, env=env, check=True, timeout=180)
     done = subprocess.run(
         [sys.executable, "-m", "threefold", "submit", "sagemaker", "config.yaml", *given, *options],
         cwd=folder,
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -124,7 +124,7 @@ def test_job_reaches_the_api_and_holds_no_secret(folder: Path, moto: str) -> Non
         "print(json.dumps([job, keys], default=str))"
     )
     found = subprocess.run(
-        [str(sagemaker.PYTHON), "-c", read], env=env, capture_output=True, text=True, check=True, timeout=60
+        [str(sagemaker.PYTHON), "-c", read], env=env, capture_output=True, text=True, check=True, timeout=180
     )
     job, keys = json.loads(found.stdout)
     assert keys == ["runs/my-job/source/sourcedir.tar.gz"]
@@ -149,7 +149,7 @@ def test_entry_script_fetches_secrets_by_name(folder: Path, moto: str) -> None:
         env={**environment(folder), **keys, "AWS_ENDPOINT_URL": moto},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.stdout.strip() == "{'HF_TOKEN': 'the value'}", done.stderr

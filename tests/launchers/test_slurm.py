@@ -49,17 +49,17 @@ def test_job_that_is_told_to_save_starts_itself_again(cluster: slurm.Cluster, tm
         path = tmp_path / f"test-{job}.out"
         return path.read_text() if path.exists() else ""
 
-    wait_for(lambda: last_step(tmp_path / "run") >= 20, "step 20", within_s=90)
+    wait_for(lambda: last_step(tmp_path / "run") >= 20, "step 20", within_s=180)
     # What Slurm does ahead of the limit: the signal goes to the ranks, not to the script.
     on_node("scancel", "--signal=USR1", job)
-    wait_for(lambda: "stopped by a signal after step" in printed(), "the stop", within_s=60)
+    wait_for(lambda: "stopped by a signal after step" in printed(), "the stop", within_s=180)
     stopped = last_step(tmp_path / "run")
     assert 20 <= stopped < 300
-    wait_for(lambda: "JobState=PENDING" in on_node("scontrol", "show", "job", job), "the job in the queue", within_s=60)
+    wait_for(lambda: "JobState=PENDING" in on_node("scontrol", "show", "job", job), "the queued job", within_s=180)
     # A job that was put back waits for two minutes. An administrator may shorten that, but not to nothing: within a
     # second nodes still take the new start for the old one, whose right to run has ended.
     on_node("scontrol", "update", f"JobId={job}", "StartTime=now+5seconds")
-    wait_for(lambda: "done: 300 steps" in printed(), "the run's end", within_s=120)
+    wait_for(lambda: "done: 300 steps" in printed(), "the run's end", within_s=180)
     text = printed()
     assert "restart 1: by slurm" in text and "resumed from run/checkpoints/step-" in text
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")

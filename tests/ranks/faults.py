@@ -26,7 +26,7 @@ MESH = ("--mesh.dp", "2", "--mesh.tp", "2")
 def planted(folder: Path, plant: str, *arguments: str, sizes: tuple[int, int] = (2, 2)) -> subprocess.CompletedProcess:
     """A whole run of dp x tp ranks, in each of which a function of `ranks.plants` was called with the rank first."""
     words = (plant, str(sizes[0]), str(sizes[1]), *arguments)
-    return run(_train_planted, folder, words, environment(folder), timeout_s=90)
+    return run(_train_planted, folder, words, environment(folder), timeout_s=180)
 
 
 def _train_planted() -> None:
@@ -105,7 +105,7 @@ def started(folder: Path, *arguments: str) -> Iterator[Command]:
         run.close()
 
 
-def wait_for(what: Callable[[], Any], why: str, *, within_s: float = 60.0) -> Any:
+def wait_for(what: Callable[[], Any], why: str, *, within_s: float = 120.0) -> Any:
     """What `what` returns as soon as that is true; an AssertionError with `why` after `within_s`."""
     until = time.monotonic() + within_s
     while time.monotonic() < until:

@@ -48,7 +48,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def command(
-    folder: Path, *arguments: str, timeout_s: float = 120, first: Callable[[], None] | None = None
+    folder: Path, *arguments: str, timeout_s: float = 300, first: Callable[[], None] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """`threefold ...` run to its end in `folder`, forked from the server of the tests' ranks.
 
@@ -58,7 +58,7 @@ def command(
     return run(warm.threefold, folder, arguments, environment(folder), timeout_s=timeout_s, first=first)
 
 
-def cold_command(folder: Path, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+def cold_command(folder: Path, *arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
     """As `command`, started by a new interpreter: where the start itself is what is tested."""
     return subprocess.run(
         [sys.executable, "-m", "threefold", *arguments],
@@ -70,7 +70,7 @@ def cold_command(folder: Path, *arguments: str, timeout_s: float = 120) -> subpr
     )
 
 
-def torchrun(folder: Path, num_ranks: int, script: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+def torchrun(folder: Path, num_ranks: int, script: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
     """`torchrun --nproc-per-node NUM_RANKS SCRIPT` in `folder`, its agent and its ranks forked from that server."""
     warm_ranks = ("--start-method", "forkserver", "--run-path")
     arguments = ("--nproc-per-node", str(num_ranks), *warm_ranks, str(folder / script))
@@ -83,7 +83,7 @@ def run(
     arguments: Sequence[str],
     environ: Mapping[str, str],
     *,
-    timeout_s: float = 120,
+    timeout_s: float = 300,
     first: Callable[[], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """A program of `ranks.warm` run to its end."""

@@ -69,7 +69,7 @@ def fork_from_own_server() -> None:
     forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
     """Calls `function(*args)` on `num_ranks` gloo ranks and returns their results in rank order.
 
     Raises:

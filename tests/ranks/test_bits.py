@@ -116,7 +116,6 @@ def _long(name: str, sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 LONG, LONG_WIDER = _long("long", ODD), _long("long wide", EVEN)
-OFTEN = ("long llama float32",)
 # On two cp ranks, on two tp ranks, on both.
 WIDER: dict[str, dict[str, Any]] = {
     "wide llama": {"model": {"config": {**EVEN, "attention_dropout": 0.1}}},
@@ -257,14 +256,13 @@ def test_and_so_for_what_is_admitted(name: str) -> None:
     _refuse_several(name, ALL, MORE)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.examples if name in OFTEN else pytest.mark.bits) for name in LONG]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", LONG)
 def test_and_so_after_50_steps_on_up_to_8_data_ranks(name: str) -> None:
     _refuse_several(name, _splits(1, 2, 4, 8), [name])
 
 
-@pytest.mark.bits
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("axes", [{"cp": 2}, {"tp": 2}], ids=str)
 @pytest.mark.parametrize("name", LONG_WIDER)

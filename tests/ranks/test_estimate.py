@@ -108,7 +108,7 @@ def test_estimate_is_what_is_traced() -> None:
         _values(_SMALL, mesh, mode, dtype=dtype, seq_len=256, rows=2, batches=batches)
         for batches, (mesh, mode, dtype) in enumerate(QUICK, start=1)
     ]
-    _agree(run_ranks(both, 1, cases, timeout_s=120)[0], [str(each["mesh"]) for each in cases])
+    _agree(run_ranks(both, 1, cases)[0], [str(each["mesh"]) for each in cases])
 
 
 # Sections besides, mesh, checkpointing, type.
@@ -139,13 +139,13 @@ def test_estimate_of_adapters_and_averages() -> None:
     _agree(run_ranks(both, 1, [_with_besides(each, 2) for each in cases])[0], list(map(str, cases)))
 
 
-@pytest.mark.examples
+@pytest.mark.long
 def test_estimate_of_adapters_and_averages_on_every_mesh() -> None:
     cases = [(each, batches) for each in BESIDES for batches in (1, 3)]
     _agree(run_ranks(both, 1, [_with_besides(*each) for each in cases], timeout_s=500)[0], list(map(str, cases)))
 
 
-@pytest.mark.examples
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_estimate_of_published_shapes(case: tuple[str, dict[str, Any], str, int, int, int]) -> None:
     name, mesh, mode, seq_len, rows, batches = case
@@ -178,7 +178,7 @@ def test_ranks_choose_the_same_rows() -> None:
     assert first[2] == f"micro-batch: {first[0]} rows, {64 // first[0]} of them a step"
 
 
-@pytest.mark.examples
+@pytest.mark.long
 def test_estimate_of_every_family() -> None:
     """Without checkpointing and with all of it: what each family's layers keep."""
     from threefold.plan.families import FAMILIES
@@ -261,7 +261,7 @@ def estimated(sizes: dict[str, int]) -> list[float]:
     return found
 
 
-@pytest.mark.examples
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", ON_RANKS, ids=str)
 def test_estimate_is_what_ranks_hold(sizes: dict[str, int]) -> None:
     """A model of 107 million parameters, in steps that are really made."""

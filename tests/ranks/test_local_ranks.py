@@ -111,7 +111,7 @@ def ended(
     """(exit code, standard error, the ranks that ran: restart-rank)."""
     (folder / "seen").mkdir()
     given = (name, "seen", str(restarts), str(grace_s))
-    done = run(_start, folder, given, environment(folder), timeout_s=60, first=first)
+    done = run(_start, folder, given, environment(folder), timeout_s=120, first=first)
     return done.returncode, done.stderr, sorted(path.name for path in (folder / "seen").iterdir())
 
 

@@ -45,7 +45,7 @@ def test_host_that_is_cut_off_is_named_and_the_run_goes_on_after_a_restart(tmp_p
         def output(rank: int, attempt: int) -> str:
             return (tmp_path / f"host-{rank}-{attempt}.txt").read_text()
 
-        wait_for(lambda: last_step(tmp_path / "run") >= 30, f"step 30: {output(0, 1)}", within_s=120)
+        wait_for(lambda: last_step(tmp_path / "run") >= 30, f"step 30: {output(0, 1)}", within_s=180)
         both[1].cut_off()
         assert first[0].wait(90) == 1
         gone = (
@@ -54,7 +54,7 @@ def test_host_that_is_cut_off_is_named_and_the_run_goes_on_after_a_restart(tmp_p
         )
         assert re.search(gone, output(0, 1)), output(0, 1)
         assert "expected: progress within train.timeout_s = 8 s" in output(0, 1)
-        wait_for(lambda: "this host is cut off" in output(1, 1), "the other host's own report", within_s=60)
+        wait_for(lambda: "this host is cut off" in output(1, 1), "the other host's own report", within_s=180)
         assert re.search(r"rank 1 of host tfhost-2, in \w+ of step \d+, has not reached the run's store", output(1, 1))
         both[1].kill_all()
         both[1].connect()
@@ -102,6 +102,6 @@ def test_who_can_join_a_run_on_two_hosts(tmp_path: Path, token: str | None) -> N
             return
         assert "  hosts  2: only ranks with the token can join" in head
         asked = third.command([sys.executable, str(tmp_path / "stranger.py"), first.address])
-        heard = subprocess.run(asked, capture_output=True, text=True, timeout=60)
+        heard = subprocess.run(asked, capture_output=True, text=True, timeout=180)
         # A greeting, a random number, and that it was refused.
         assert heard.stdout == f"{b'threefold door 1' + bytes([10])!r} {17 + 32 + 1}\n", heard.stderr

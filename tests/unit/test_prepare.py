@@ -247,7 +247,7 @@ def test_one_process_makes_it_while_the_others_wait(corpus: Path, tmp_path: Path
     processes = [context.Process(target=_open_cached, args=arguments, daemon=True) for _ in range(3)]
     for process in processes:
         process.start()
-    answers = sorted(results.get(timeout=60) for _ in processes)
+    answers = sorted(results.get(timeout=180) for _ in processes)
     for process in processes:
         process.join(30)
     assert answers == [(False, 480), (True, 480), (True, 480)]

@@ -18,7 +18,7 @@ from threefold.data.tokens import ByteTokenizer
 from threefold.errors import EXIT_WRONG_REQUEST, CheckpointError, ConfigError, Problem, RunError, ThreefoldError
 from threefold.mesh import environment
 from threefold.mesh.topology import Topology, resolve
-from threefold.model.load import plan_of, read_config
+from threefold.model.load import outline, read_config
 from threefold.model.reduced import reduced
 from threefold.model.tensor_parallel.plan import plan_problems
 from threefold.run.folder import open_run
@@ -585,7 +585,7 @@ def test_key_value_heads_by_tp() -> None:
 def test_size_to_paste_divides_heads_of_both_kinds() -> None:
     """8 heads alone could be split over 4 ranks, 2 key-value heads not."""
     model = architecture(num_attention_heads=8)
-    found = plan_problems(model, 5, plan=plan_of(model))
+    found = plan_problems(model, 5, plan=outline(model).tp_plan or {})
     assert [str(one) for one in found] == [
         problem(
             f"mesh.tp = 5 cannot divide the {heads} of 'llama'", "whole heads on every rank: one of 1, 2", "--mesh.tp 2"
@@ -602,9 +602,9 @@ def test_model_without_a_plan(model_type: str) -> None:
         "a model whose layers can be split, or one tp rank",
         "--mesh.tp 1   (use mesh.dp, mesh.dp_shard or mesh.cp instead)",
     )
-    assert [str(one) for one in plan_problems(model, 2, plan=plan_of(model))] == [no_plan]
+    assert [str(one) for one in plan_problems(model, 2, plan=outline(model).tp_plan or {})] == [no_plan]
     assert text(checking(Topology(tp=2), model)) == no_plan
-    assert plan_problems(model, 1, plan=plan_of(model)) == []
+    assert plan_problems(model, 1, plan=outline(model).tp_plan or {}) == []
     checking(Topology(dp_replicate=2), model)()
 
 

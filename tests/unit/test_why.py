@@ -17,7 +17,7 @@ from threefold.checkpoint.lineage import Journal
 from threefold.data.mixture import Mixture
 from threefold.errors import ConfigError, RunError
 from threefold.why import said
-from threefold.why.batch_rows import Batches, rows_of_step
+from threefold.why.batch_rows import Batches
 from threefold.why.contents import visible
 from threefold.why.found import Finding, findings
 from threefold.why.lookback import Lookback
@@ -73,7 +73,7 @@ def test_a_row_that_makes_a_spike_is_named_first_with_its_share(tmp_path: Path, 
 
     run = write(tmp_path / "run", plant, seed=seed)
     (first,) = found(run)
-    expected = rows_of_step(run, step)[place]
+    expected = Batches(Lookback.of(run)).rows_of(step)[place]
     assert first.steps == [step] and first.rows[0] == expected and expected.score > 20
     if step > 80:  # before, steps differ by as much from those before them
         assert first.kind == "spike"
@@ -153,7 +153,7 @@ def test_a_run_without_losses_of_rows_has_spikes_of_its_steps(tmp_path: Path) ->
     (run / FOLDER / "rank-0000.bin").unlink()
     (spike,) = found(run)
     assert (spike.kind, spike.steps, spike.rows) == ("spike", [71], [])
-    rows = rows_of_step(run, 71)
+    rows = Batches(Lookback.of(run)).rows_of(71)
     assert len(rows) == ROWS and {row.loss for row in rows} == {None}
     assert "without losses of rows" in next(said.run_lines(Batches(Lookback.of(run))))
 
@@ -175,7 +175,7 @@ def test_a_step_is_told_with_its_rows_and_an_unknown_one_refused(tmp_path: Path)
     assert sum(line.startswith("  row ") for line in lines) == ROWS
     for step in (0, -1, STEPS + 1, 10**20):
         with pytest.raises(ConfigError, match=f"nothing is kept of step {step} of"):
-            rows_of_step(run, step)
+            Batches(Lookback.of(run)).rows_of(step)
     values = json.loads(json.dumps(said.values(Batches(Lookback.of(run)), 30), allow_nan=False))
     assert len(values["rows"]) == ROWS and values["findings"] == [] and values["missing"]
 

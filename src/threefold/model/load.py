@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -139,11 +139,6 @@ def outline(config: PretrainedConfig, *, trust_remote_code: bool = False, dtype:
             expected="sizes that fit one another, and the packages that the architecture uses",
             fix="see the architecture's config page in the transformers documentation",
         ) from error
-
-
-def plan_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Mapping[str, str]:
-    """The tensor-parallel plan that transformers has for this architecture, if any."""
-    return dict(outline(config, trust_remote_code=trust_remote_code).tp_plan or {})
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import math
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 
-from threefold.plan.decoder import Decoder, Layer, Weight
+from threefold.plan.decoder import Decoder, Weight
 from threefold.plan.setup import UNIT_BYTES
 
 
@@ -80,8 +80,3 @@ def _unit(weights: tuple[Weight, ...], tp: int, shards: int, *, layers: int) -> 
 
 def _sum(one: Unit, other: Unit) -> Unit:
     return Unit(*(a + b for a, b in zip(astuple(one), astuple(other), strict=True)))
-
-
-def layer_part(layer: Layer, tp: int) -> int:
-    """Numbers of a layer's parameters on a tp rank."""
-    return sum(math.prod(weight.local(tp)) for weight in layer.weights)

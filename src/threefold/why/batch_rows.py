@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -116,16 +115,6 @@ class Batches:
             values = (loss, int(counts[place]), _number(like[place]), float(scores[place]))
             found.append(BatchRow(step, place, row, source, *values, self.contents))
         return found
-
-
-def rows_of_step(run: Path, step: int) -> list[BatchRow]:
-    """The rows that a step of a run has read, in their order.
-
-    Raises:
-        ConfigError: nothing is known of the step, or of the run.
-        RunError: its audit.jsonl is damaged.
-    """
-    return Batches(Lookback.of(run)).rows_of(step)
 
 
 def _number(value: float) -> float | None:

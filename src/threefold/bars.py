@@ -19,6 +19,13 @@ T = TypeVar("T")
 
 # Shorter than this nothing is shown; and between two lines where there is no terminal.
 _SHOWN_AFTER_S, _LINES_EVERY_S = 1.0, 10.0
+_silent = False
+
+
+def silence() -> None:
+    """No bar is shown in this process any more."""
+    global _silent
+    _silent = True
 
 
 class Bar:
@@ -82,7 +89,7 @@ class Bars:
     @contextmanager
     def show(self, what: str, total: float | None = None, *, done: float = 0) -> Iterator[Bar]:
         """Shows `what` while the block runs, which tells how much of `total` is done; None: it is not known."""
-        if self.quiet:
+        if self.quiet or _silent:
             yield Bar()
         elif self.console.is_terminal:
             live = self._begun()

@@ -83,3 +83,12 @@ def test_quiet_ones_show_nothing(clock: Clock) -> None:
     for _ in quiet.track(iter(range(50)), "evaluation", 50):
         clock.now += 5
     assert out.getvalue() == ""
+
+
+def test_silent_process_shows_nothing(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bars, "_silent", False)
+    bars.silence()
+    found, out = shown(terminal=False)
+    for _ in found.track(list(range(40)), "preparing"):
+        clock.now += 1
+    assert out.getvalue() == ""

@@ -16,7 +16,7 @@ NAMED_AFTER_OTHERS = ("commands", "integrations/huggingface")
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_PARAMETERS = 8
 MOST_LINES_OF_A_FILE = 330
-MOST_LINES = 51_900
+MOST_LINES = 51_950
 
 # Signatures that users write: each parameter is a setting of theirs.
 PUBLIC_SIGNATURES = {

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from threefold import bars
 from threefold.audit.compare import Audit
 from threefold.checkpoint import run_template
 from threefold.config.loading import Loaded
@@ -68,6 +69,8 @@ def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
     """Trains as one rank of `topology` and returns its exit code; failures are printed once for all ranks."""
     config, info = loaded.config, environment.current()
     quieten_libraries(shown=info.rank == 0 and not loaded.quiet)
+    if loaded.quiet:
+        bars.silence()
     asked, mesh = config.mesh, None
     timeout_s = config.train.timeout_s or _REPORT_BEFORE * asked.timeout_s
     environment.record_collectives()

@@ -152,7 +152,8 @@ def test_run_tells_what_the_harness_finds_of_its_export(mesh: dict[str, int], tm
     assert last["task_choose_acc_norm"] == theirs["choose"]["acc_norm,none"]
     assert last["task_roll_byte_perplexity"] == pytest.approx(theirs["roll"]["byte_perplexity,none"], rel=1e-5)
     assert last["task_word_perplexity"] == pytest.approx(theirs["word"]["perplexity,none"], rel=1e-5)
-    again = command(tmp_path, "eval", "run", "--mesh.dp", "2")
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    again = command(elsewhere, "eval", "../run", "--mesh.dp", "2")
     assert f": choose_acc {last['task_choose_acc']:.4f}, " in again.stdout and "loss" not in again.stdout, again.stderr
     both = command(tmp_path, "eval", "run", "--eval.source", "corpus", "--eval.tasks", f"[{names[2]}]")
     assert re.search(r": loss \d.*; word_perplexity \d", both.stdout) and "choose" not in both.stdout, both.stderr

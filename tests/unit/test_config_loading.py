@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from threefold.config import loading
 from threefold.config.loading import Loaded, validate
+from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config, OptimizerConfig, TrainConfig
 from threefold.config.text import as_yaml, dump
 from threefold.errors import ConfigError
@@ -408,3 +409,10 @@ def test_section_defaults_hold_alone() -> None:
     """Every default is a value that the config itself accepts."""
     assert validate(Config().model_dump(mode="json")) == Config()
     assert OptimizerConfig().betas == (0.9, 0.95)
+
+
+def test_files_of_tasks_are_found_from_another_folder_and_names_stay(folder: Path) -> None:
+    (folder / "own.yaml").write_text("task: own\n")
+    (folder / "hellaswag").mkdir()
+    config = validate({"eval": {"tasks": ["own.yaml", "hellaswag"], "every": 5}})
+    assert with_absolute_paths(config).eval.tasks == (str(folder / "own.yaml"), "hellaswag")

@@ -55,11 +55,19 @@ def with_absolute_paths(config: Config) -> Config:
             "chat_template": _absolute(data.chat_template),
             "mixture": mixture,
         },
-        "eval": {"source": _absolutes(config.eval.source)},
+        "eval": {
+            "source": _absolutes(config.eval.source),
+            "tasks": tuple(_absolute(each) if is_task_file(each) else each for each in config.eval.tasks),
+        },
     }
     return config.model_copy(
         update={section: getattr(config, section).model_copy(update=values) for section, values in updates.items()}
     )
+
+
+def is_task_file(named: str) -> bool:
+    """Whether one of `eval.tasks` is a file, not a name."""
+    return named.endswith((".yaml", ".yml"))
 
 
 def _absolutes(named: Sources | None) -> Sources | None:

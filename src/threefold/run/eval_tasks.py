@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from threefold.config.paths import is_task_file
 from threefold.config.schema import Config
 from threefold.config.text import parse
 from threefold.errors import ConfigError, Problem
@@ -90,10 +91,10 @@ def _loaded(names: Sequence[str]) -> Any:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)  # what fails is told once, with its reason
     logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
-    manager = TaskManager(include_defaults=not all(map(_is_file, names)))  # to list the harness' own takes its time
+    manager = TaskManager(include_defaults=not all(map(is_task_file, names)))  # to list the harness' own takes its time
     known = set(manager.all_tasks)
     for name in names:
-        if not _is_file(name) and name not in known:
+        if not is_task_file(name) and name not in known:
             expected = "a name that `lm-eval ls tasks` lists, or the path of a task's .yaml"
             raise ConfigError(f"eval.tasks has {name}, which is not known", expected=expected, fix="check the name")
     asked = [name if name in known else _own(Path(name)) for name in names]
@@ -111,10 +112,6 @@ def _loaded(names: Sequence[str]) -> Any:
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
     return loaded
-
-
-def _is_file(name: str) -> bool:
-    return name.endswith((".yaml", ".yml"))
 
 
 def _own(path: Path) -> dict[str, Any]:

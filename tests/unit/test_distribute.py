@@ -296,7 +296,7 @@ def test_other_arguments_are_kept() -> None:
         num_workers=1,
         collate_fn=sum,
         drop_last=True,
-        timeout=180,
+        timeout=60,
         worker_init_fn=start_worker,
         generator=generator,
         prefetch_factor=3,

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,6 +18,7 @@ from threefold.mesh.signals import Signals, ignore
 
 atexit.register(ignore)
 number = int(sys.argv[1])
+signal.signal(number, signal.SIG_DFL)  # a shell's background job ignores SIGINT, as do its children
 
 
 class Late:
@@ -33,14 +35,35 @@ sys.exit(75)
 """
 
 
-def test_program_that_goes_on_has_its_own_handlers_again() -> None:
+@pytest.fixture
+def own_handlers() -> Iterator[list[object]]:
+    """The system's, whatever the process ignores that started the tests."""
     before = [signal.getsignal(number) for number in PASSED_ON]
+    for number in PASSED_ON:
+        signal.signal(number, signal.SIG_DFL)
+    yield [signal.SIG_DFL] * len(PASSED_ON)
+    for number, handler in zip(PASSED_ON, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_program_that_goes_on_has_its_own_handlers_again(own_handlers: list[object]) -> None:
     with Signals(last=False) as signals:
         for number in PASSED_ON:
             os.kill(os.getpid(), number)
         assert sorted(signals.arrived()) == sorted(PASSED_ON)
         assert signals.arrived() == b""
-    assert [signal.getsignal(number) for number in PASSED_ON] == before
+    assert [signal.getsignal(number) for number in PASSED_ON] == own_handlers
+
+
+def test_what_is_ignored_stays_ignored(own_handlers: list[object]) -> None:
+    """nohup's SIGHUP, and the SIGINT of a shell's background job."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    with Signals(last=False) as signals:
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert signals.arrived() == bytes([signal.SIGTERM])
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 @pytest.mark.parametrize("number", STOPS, ids=lambda number: number.name)

@@ -13,10 +13,10 @@ TESTS ?= tests
 KILLS ?= 100
 VERSIONS ?=
 
-.PHONY: train test test-faults test-launchers test-examples test-browser test-long test-families test-versions check docs fix vendor wheel clean help
+.PHONY: train test test-ranks test-faults test-launchers test-examples test-browser test-long test-families test-versions check docs fix vendor wheel clean help
 
 help:
-	@sed -n 's/^#   //p' Makefile; echo "make test | test-faults | test-launchers | test-examples | test-browser | test-long | test-families | test-versions | check | docs | fix | vendor | wheel | clean"
+	@sed -n 's/^#   //p' Makefile; echo "make test | test-ranks | test-faults | test-launchers | test-examples | test-browser | test-long | test-families | test-versions | check | docs | fix | vendor | wheel | clean"
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
@@ -37,9 +37,15 @@ $(VENV)/.dev: $(VENV)/.runtime
 train: $(VENV)/.runtime
 	$(BIN)/threefold train $(ARGS)
 
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+ELSEWHERE := slow or launchers or examples or browser or long
+
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 \
-	  -m "not slow and not launchers and not examples and not browser and not long" $(TESTS)
+	$(PYTEST) -m "not (ranks or $(ELSEWHERE))" $(TESTS)
+
+# Whole runs and meshes that take longer: some ten seconds a file, or more.
+test-ranks: $(VENV)/.dev
+	$(PYTEST) -m "ranks and not ($(ELSEWHERE))" tests/ranks
 
 # Kills, stalls and lost hosts in their long forms (KILLS=10: a sample). Two hosts need root and iproute2.
 test-faults: $(VENV)/.dev
@@ -71,7 +77,7 @@ test-examples: $(VENV)/.dev
 	  || echo "mlflow-skinny or lightning-fabric cannot be installed; what needs them is skipped"
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt lm-eval==0.4.13 \
 	  || echo "lm-eval cannot be installed; what needs it is skipped"
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 -m examples tests
+	$(PYTEST) -m examples tests
 
 # The pages of runs in the system's Chromium. Where it cannot be had, they are skipped with the reason.
 test-browser: $(VENV)/.dev

@@ -11,6 +11,8 @@ import pytest
 from ranks.spawn import run_ranks
 from threefold.errors import ThreefoldError
 
+pytestmark = pytest.mark.ranks
+
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 64,

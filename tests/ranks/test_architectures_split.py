@@ -9,6 +9,8 @@ import pytest
 from ranks.spawn import run_ranks
 from threefold.verify.comparison import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
+pytestmark = pytest.mark.ranks
+
 # Positions that are numbered, or counted from the padding's number; chunks; two sets of factors; one key for all heads.
 CP = ("llama", "bart", "whisper", "roberta", "llama4", "phi3", "gpt_bigcode", "gemma3")
 # Documents that run alone through layers that are split or sharded, and attention that is the model's own.

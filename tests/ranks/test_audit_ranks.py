@@ -19,6 +19,8 @@ from threefold.data.rows.concat import ConcatRows
 from threefold.data.store.store import StoreInfo, TokenStore
 from threefold.data.store.writer import StoreWriter
 
+pytestmark = pytest.mark.ranks
+
 MESH = ("--mesh.dp", "2", "--mesh.tp", "2")
 SIZES = {"dp": 2, "tp": 2}
 GLOBAL_BATCH, SEQ_LEN, FIRST, LAST = 8, 8, 3, 16

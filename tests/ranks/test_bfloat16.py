@@ -9,6 +9,8 @@ import pytest
 from ranks.reference import TINY_LLAMA, make_batches
 from ranks.spawn import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 Sizes = tuple[int, int, int, int]
 Curve = list[tuple[float, float]]
 STEPS, ROWS, SEQ_LEN, LR = 20, 8, 16, 1e-3

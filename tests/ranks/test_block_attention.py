@@ -14,6 +14,8 @@ from threefold.errors import ConfigError
 from threefold.model import load
 from threefold.model.context_parallel import flex
 
+pytestmark = pytest.mark.ranks
+
 WINDOW = {**TINY_LLAMA, "model_type": "mistral", "sliding_window": 5}
 CAPPED = {**TINY_LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8}
 CAPPED |= {"attn_logit_softcapping": 2.0}

@@ -14,6 +14,8 @@ from ranks.shared_memory import as_if_shared
 from ranks.spawn import run_ranks
 from threefold.model.compiled import MANY, Recompiled, compiles
 
+pytestmark = pytest.mark.ranks
+
 SIZES: dict[str, Any] = {
     "vocab_size": 67,
     "hidden_size": 32,

@@ -20,6 +20,8 @@ from ranks.runs import command, curve, environment
 from ranks.spawn import run_ranks
 from threefold.data.tokens import ByteTokenizer
 
+pytestmark = pytest.mark.ranks
+
 MODEL = {**TINY_LLAMA, "vocab_size": 257, "max_position_embeddings": 128}
 SEQ_LEN, ROWS = 64, 4
 LOSS_TOLERANCE, RELATIVE_TOLERANCE = 1e-4, 1e-3  # DESIGN's parity for float32

@@ -21,6 +21,8 @@ from threefold.checkpoint.layout import find
 from threefold.checkpoint.manifest import read_manifest
 from threefold.checkpoint.tensors import read_whole
 
+pytestmark = pytest.mark.ranks
+
 PROGRAM = Path(__file__).with_name("dcp_program.py")
 
 

@@ -16,6 +16,8 @@ from ranks.spawn import run_ranks
 from threefold.doctor.links import Measured, StuckError, Timing, judge, paired_ranks, rounds
 from threefold.mesh.mesh import Mesh
 
+pytestmark = pytest.mark.ranks
+
 
 def test_mesh_is_started_here_and_every_axis_measured(tmp_path: Path) -> None:
     done = command(tmp_path, "doctor", "--json", "--mesh.dp", "2", "--mesh.tp", "2")

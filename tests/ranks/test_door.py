@@ -21,6 +21,8 @@ from threefold.mesh import door
 from threefold.mesh import environment as this_process
 from threefold.mesh.launchers.info import LaunchInfo
 
+pytestmark = pytest.mark.ranks
+
 TOKEN = b"a token that nobody guesses"
 
 

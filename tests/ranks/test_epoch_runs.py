@@ -10,6 +10,8 @@ import pytest
 
 from ranks.runs import CONFIG, command, metrics, stop_after
 
+pytestmark = pytest.mark.ranks
+
 ROWS, EPOCHS = 43, 3
 LAST_STEP = 65  # of 2 rows each: 129 reads, the last step has one
 

@@ -10,6 +10,8 @@ import pytest
 from ranks.held import held_and_sent
 from ranks.spawn import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 _LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 128256, "num_attention_heads": 32, "max_position_embeddings": 8192,
 }  # fmt: skip

@@ -27,6 +27,8 @@ from threefold.errors import ConfigError
 from threefold.model import load
 from threefold.model.tensor_parallel.plan import expert_problems
 
+pytestmark = pytest.mark.ranks
+
 MIXTRAL = {**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN3 = {**TINY_LLAMA, "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2}
 QWEN3 |= {"moe_intermediate_size": 16, "num_key_value_heads": 4}

@@ -26,6 +26,8 @@ from ranks.test_resume_meshes import GPT2, MOE
 from threefold.checkpoint.layout import Checkpoint, find
 from threefold.errors import CheckpointError, ConfigError, RunError
 
+pytestmark = pytest.mark.ranks
+
 TIED = {**LLAMA, "tie_word_embeddings": True}
 STATES = {
     **{"model_type": "granitemoehybrid", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 257},

@@ -24,6 +24,8 @@ from threefold.export.model_folder import described
 from threefold.run import choice
 from threefold.run.resume import rate_of
 
+pytestmark = pytest.mark.ranks
+
 VALUES = (None, -1, 0, 7, 10**30, -(10**30), 1.5, float("inf"), "x", "", "/", "10", [], [[]], {}, {"x": 1}, True)
 
 

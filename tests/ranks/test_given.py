@@ -11,6 +11,8 @@ import pytest
 from ranks import warm
 from ranks.runs import command, environment, run, torchrun
 
+pytestmark = pytest.mark.ranks
+
 OBJECTS = """
 import torch.nn.functional as F
 

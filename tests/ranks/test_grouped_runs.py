@@ -16,6 +16,8 @@ from ranks.reference import TINY_LLAMA
 from ranks.runs import command, curve, metrics
 from ranks.spawn import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 MODEL = {**TINY_LLAMA, "vocab_size": 257, "max_position_embeddings": 128}
 SEQ_LEN = 96
 CONFIG = """

@@ -18,6 +18,8 @@ from threefold.errors import ConfigError, DataError
 from threefold.integrations.huggingface import Trainer
 from threefold.integrations.huggingface.lengths import GroupedSampler
 
+pytestmark = pytest.mark.ranks
+
 
 def test_methods_that_are_set_on_a_trainer_stay(tmp_path: Path) -> None:
     args = arguments(str(tmp_path), max_steps=3, per_device_train_batch_size=4, per_device_eval_batch_size=4)

@@ -20,6 +20,8 @@ from threefold.commands.data import audit_lines
 from threefold.data.permutation import Permutation
 from threefold.integrations.huggingface import Trainer
 
+pytestmark = pytest.mark.ranks
+
 ROWS, SEED = 21, 3  # 21 rows leave 5 for the third step of an epoch: on 2 ranks one has a row less
 
 

@@ -14,6 +14,8 @@ from ranks.huggingface_cases import Sentences, arguments, causal_model, join_lau
 from ranks.spawn import run_ranks
 from ranks.test_huggingface_training import assert_same_curve, curve_of, proved, settings, stopper
 
+pytestmark = pytest.mark.ranks
+
 SIZE, EPOCHS = 29, 2
 
 

@@ -15,6 +15,8 @@ from ranks.huggingface_cases import Reviews, Sentences, arguments, causal_model,
 from threefold.commands.data import audit_lines
 from threefold.data.permutation import Permutation
 
+pytestmark = pytest.mark.ranks
+
 GLOBAL_BATCH, RATE, SEED = 8, 1e-2, 3
 
 

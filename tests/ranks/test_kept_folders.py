@@ -13,6 +13,8 @@ from ranks.runs import command, curve, prepare
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.run.lock import RunLock
 
+pytestmark = pytest.mark.ranks
+
 LARGEST_FILE = 250_000  # bytes; the state of this model has more, all other files of a run have less
 TO_STEP_4 = ("--mesh.dp", "1", "--checkpoint.every", "2", "--train.steps", "4", "--optimizer.schedule", "constant")
 TO_STEP_8 = (*TO_STEP_4, "--train.steps", "8")

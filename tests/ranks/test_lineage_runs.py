@@ -19,6 +19,8 @@ from threefold.checkpoint.layout import CheckpointFolder
 from threefold.checkpoint.lineage import Identity, Journal
 from threefold.checkpoint.tensors import read_whole
 
+pytestmark = pytest.mark.ranks
+
 ALONE = ("train", "config.yaml", "--mesh.dp", "1", "--log.every", "1")
 
 

@@ -18,6 +18,8 @@ from ranks import warm
 from ranks.faults import alive, last_step, rank_processes, started, wait_for
 from ranks.runs import environment, prepare, run
 
+pytestmark = pytest.mark.ranks
+
 LONG = ("train", "config.yaml", "--mesh.dp", "2", "--mesh.device", "cpu", "--train.steps", "100000")
 
 

@@ -20,6 +20,8 @@ from threefold.checkpoint.layout import find
 from threefold.errors import CheckpointError
 from threefold.export.model_folder import export
 
+pytestmark = pytest.mark.ranks
+
 # A larger rate shows the rounding of gradients near 0, of which AdamW's first step takes the sign.
 STEPS, ROWS, SEQ_LEN, LR = 6, 8, 16, 2e-3
 LORA = {"r": 4, "alpha": 6, "target_modules": "all-linear"}

@@ -13,6 +13,8 @@ from threefold.checkpoint.layout import find
 from threefold.checkpoint.state import index_of
 from threefold.checkpoint.tensors import read_whole
 
+pytestmark = pytest.mark.ranks
+
 GROUPS = "[{match: embed, lr: 1e-4, name: slow}]"
 MUON = ("--optimizer.name", "muon", "--optimizer.lr", "1e-3", "--optimizer.ema", "0.5", "--optimizer.groups", GROUPS)
 SCHEDULE = ("--optimizer.schedule", "wsd", "--optimizer.decay_steps", "3", "--optimizer.warmup_steps", "2")

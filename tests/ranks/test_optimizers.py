@@ -12,6 +12,8 @@ import pytest
 from ranks.keeping import LLAMA, Miniature, Sizes, write_corpus
 from ranks.spawn import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 ALONE: Sizes = (1, 1, 1, 1)
 # dp_replicate, dp_shard, cp, tp
 MESHES: list[Sizes] = [(1, 2, 1, 2), (2, 1, 1, 1), (2, 2, 1, 1), (1, 1, 2, 2)]

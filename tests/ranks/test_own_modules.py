@@ -14,6 +14,8 @@ from ranks.loops import whole
 from ranks.spawn import run_ranks
 from threefold.errors import ConfigError
 
+pytestmark = pytest.mark.ranks
+
 MESHES: list[dict[str, int]] = [{"dp": 2}, {"dp": 2, "dp_shard": 2}, {"dp": 4, "dp_shard": 2}]
 
 

@@ -12,6 +12,8 @@ from ranks import loops
 from ranks.reference import TINY_LLAMA
 from ranks.spawn import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 MESHES: list[dict[str, int]] = [
     {},
     {"dp": 2, "dp_shard": 2},

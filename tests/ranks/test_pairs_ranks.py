@@ -12,6 +12,8 @@ import pytest
 from ranks.runs import CONFIG, command, curve, metrics
 from threefold.audit import record, row_losses
 
+pytestmark = pytest.mark.ranks
+
 ONE = ("--mesh.dp", "1", "--mesh.cp", "1", "--mesh.tp", "1", "--mesh.device", "cpu")
 DPO = ("--train.objective", "dpo")
 NUM_PAIRS = 40

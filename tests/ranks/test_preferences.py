@@ -13,6 +13,8 @@ import pytest
 from ranks.reference import TINY_LLAMA
 from ranks.spawn import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 MESHES = [
     {"dp": 2},
     {"dp": 2, "dp_shard": 2},

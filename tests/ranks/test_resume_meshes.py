@@ -11,6 +11,8 @@ import pytest
 from ranks.keeping import Miniature, Sizes, write_corpus
 from ranks.spawn import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 # dp_replicate, dp_shard, cp, tp; and the rows of a micro-batch, which differ as well.
 MESHES: dict[Sizes, int] = {
     (1, 1, 1, 1): 8,

@@ -13,6 +13,8 @@ from threefold.audit import record, row_losses
 from threefold.audit.lookup import find_step
 from threefold.why.contents import visible
 
+pytestmark = pytest.mark.ranks
+
 MESHES = {
     "alone": (),
     "dp2": ("--mesh.dp", "2"),

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ranks.runs import cold_command, command, curve, environment, metrics, prepare, stop_after, torchrun
 
+pytestmark = pytest.mark.ranks
+
 MESH = ("--mesh.dp", "2", "--mesh.tp", "2")
 
 

@@ -13,6 +13,8 @@ from threefold.errors import ConfigError
 from threefold.mesh.topology import Topology
 from threefold.model import data_parallel
 
+pytestmark = pytest.mark.ranks
+
 DEEP = {**LLAMA, "num_hidden_layers": 4}
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from ranks.runs import CONFIG, command, curve
 
+pytestmark = pytest.mark.ranks
+
 ROWS, EPOCHS = 43, 3
 RUN = ("train", "plain.yaml", "--mesh.device", "cpu")
 

@@ -9,6 +9,8 @@ import pytest
 
 from ranks.spawn import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 SIZES: dict[str, Any] = {
     "vocab_size": 257,
     "hidden_size": 32,

@@ -13,6 +13,8 @@ from ranks.held import held_and_sent
 from ranks.runs import command
 from ranks.spawn import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 MODEL = {
     "model_type": "llama", "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 4,

@@ -12,6 +12,8 @@ from threefold.errors import ConfigError
 from threefold.mesh.topology import Topology
 from threefold.verify.comparison import Comparison, compare_runs, diagnose, group_of
 
+pytestmark = pytest.mark.ranks
+
 RIGHT = Comparison([(1.0, 1.0)], [(2.0, 2.0)], {"w": 0.0})
 WRONG = Comparison([(1.0, 1.5)], [(2.0, 2.0)], {"w": 0.0})
 

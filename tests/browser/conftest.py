@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from report_runs import eventful_run, make_run, step_line
+
 ARGUMENTS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
+SIZES = {"tiny": 20, "short": 10_000, "long": 100_000}
 
 
 @pytest.fixture(scope="session")
@@ -101,3 +104,25 @@ def faults() -> Callable[[Any], list[str]]:
         ]
 
     return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of 20, 10,000 and 100,000 steps, each with a spike; and one with everything that can happen."""
+    runs = tmp_path_factory.mktemp("runs")
+    for name, size in SIZES.items():
+        lines = [step_line(step) for step in range(1, size + 1)]
+        lines[size // 2] = step_line(size // 2 + 1, loss=8.0)
+        make_run(runs / name, lines)
+    eventful_run(runs / "eventful")
+    return runs
+
+
+def shown(page: Any) -> None:
+    """Waits until the charts are drawn, and what is judged of the runs has come: the page does not move any more."""
+    page.wait_for_selector(".chart canvas")
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('[data-box]:not([data-box=top])')]"
+        ".every((box) => box.querySelector('[data-part=data]'))"
+    )
+    page.wait_for_function("() => document.querySelector('.chart .read').textContent.includes('at step')")

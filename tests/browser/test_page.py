@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from browser.conftest import served
-from report_runs import eventful_run, make_run, step_line, write_lines
+from browser.conftest import SIZES, served, shown
 from threefold.report.document import report
 from threefold.report.gathered import gather
 
 pytestmark = pytest.mark.browser
-SIZES = {"tiny": 20, "short": 10_000, "long": 100_000}
 # Pixels of a chart that are not empty: axes alone have fewer.
 DRAWN = """() => [...document.querySelectorAll('.chart canvas')].map((canvas) => {
   const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
@@ -29,18 +22,6 @@ DRAWN = """() => [...document.querySelectorAll('.chart canvas')].map((canvas) =>
   }
   return colours.size;
 })"""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of 20, 10,000 and 100,000 steps, each with a spike; and one with everything that can happen."""
-    runs = tmp_path_factory.mktemp("runs")
-    for name, size in SIZES.items():
-        lines = [step_line(step) for step in range(1, size + 1)]
-        lines[size // 2] = step_line(size // 2 + 1, loss=8.0)
-        make_run(runs / name, lines)
-    eventful_run(runs / "eventful")
-    return runs
 
 
 @pytest.fixture(scope="module", params=["report", "view"])
@@ -59,11 +40,6 @@ def address_of(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: A
         return target.as_uri()
 
     yield written
-
-
-def shown(page: Any) -> None:
-    page.wait_for_selector(".chart canvas")
-    page.wait_for_function("() => document.querySelector('.chart .read').textContent.includes('at step')")
 
 
 @pytest.mark.parametrize("name", [*SIZES, "eventful"])
@@ -148,29 +124,6 @@ def test_a_spike_is_shown_at_every_size_and_a_click_names_its_step(address_of: A
     assert "Step 50,001\n" in page.locator("#chosen").inner_text()
 
 
-def test_a_live_page_asks_for_the_points_between_when_it_is_zoomed(folder: Path, serve: Any, visit: Any) -> None:
-    address = serve(folder)
-    page = visit(address.replace("?", "run?run=long&"))
-    shown(page)
-    page.locator("[aria-roledescription=chart]").first.focus()
-    with page.expect_response(lambda answer: "step=" in answer.url):
-        for _ in range(12):
-            page.keyboard.press("+")  # around the last point
-    read = page.locator(".chart .read").first
-    for _ in range(300):  # the answer has come, the points of it are not drawn yet
-        page.keyboard.press("End")
-        page.keyboard.press("ArrowLeft")
-        if "at step 99,999" in read.inner_text():
-            break
-        page.wait_for_timeout(100)
-    assert "at step 99,999" in read.inner_text()
-    page.keyboard.press("0")
-    page.wait_for_function("() => document.querySelector('#controls button').disabled")
-    page.wait_for_function("() => document.querySelector('.chart .read').textContent.includes('at step 100,000')")
-    page.keyboard.press("Home")
-    assert page.locator(".chart .read").first.inner_text().strip().endswith("at step 1")
-
-
 def test_runs_are_laid_over_one_another(address_of: Any, visit: Any, faults: Any) -> None:
     page = visit(address_of("tiny", "eventful"))
     shown(page)
@@ -201,91 +154,6 @@ def test_what_happened_to_a_run_is_on_its_page(address_of: Any, visit: Any) -> N
     assert "</script><script>window.hacked = 1</script>" in text
     page.get_by_text("All numbers, exactly").click()
     assert page.locator("caption", has_text="Every curve in numbers").is_visible()
-
-
-def test_a_logged_step_is_on_the_screen_within_2_seconds(tmp_path: Path, serve: Any, visit: Any) -> None:
-    run = make_run(tmp_path / "run", [step_line(step) for step in range(1, 21)])
-    address = serve(tmp_path)
-    page = visit(address.replace("?", "run?run=run&"))
-    shown(page)
-    page.wait_for_selector("[data-part=data]")  # everything that is there has been sent
-    page.get_by_text("All numbers, exactly").click()
-    took = []
-    for step, loss in ((21, 3.25), (22, math.nan), (23, 3.125), (10, 2.0625)):  # the last one is a rewind
-        began = time.monotonic()
-        write_lines(run / "metrics.jsonl", [step_line(step, loss=loss)], append=True)
-        told = "NaN" if math.isnan(loss) else str(loss)
-        page.wait_for_function(
-            "([step, loss]) => { const figures = [...document.querySelectorAll('.figures dd')];"
-            "return figures[0].textContent.startsWith(step) && figures[1].textContent === loss; }",
-            arg=[str(step), told],
-        )
-        if not math.isnan(loss):
-            page.wait_for_function(
-                "(said) => document.querySelector('.chart .read').textContent.includes(said)",
-                arg=f"loss {NUMBERS[loss]} at step {step}",
-            )
-        took.append(time.monotonic() - began)
-    assert min(took) < 2  # the page waits for nothing longer; a busy machine may
-    assert page.locator("details[data-keep=numbers]").get_attribute("open") is not None
-    write_lines(run / "metrics.jsonl", [{"step": 10, "eval_loss": 1.5, "time": "x"}], append=True)
-    page.wait_for_function("() => document.querySelector('.chart .read').textContent.includes('eval_loss')")
-    (run / "metrics.jsonl").unlink()
-    write_lines(run / "metrics.jsonl", [step_line(step) for step in range(1, 41)])
-    page.wait_for_function("() => document.querySelector('.chart .read').textContent.includes('at step 40')")
-
-
-NUMBERS = {3.25: "3.25", 3.125: "3.125", 2.0625: "2.0625"}
-
-
-def test_a_folder_is_listed_and_its_runs_are_compared(folder: Path, serve: Any, visit: Any, faults: Any) -> None:
-    address = serve(folder)
-    page = visit(address)
-    page.wait_for_selector(".spark path")
-    assert "token" not in page.url
-    assert faults(page) == []
-    page.get_by_label("compare tiny").check()
-    page.get_by_label("compare eventful").check()
-    write_lines(folder / "short" / "metrics.jsonl", [step_line(SIZES["short"] + 1)], append=True)
-    page.wait_for_function("() => document.body.textContent.includes('10,001')")
-    assert page.locator("input:checked").count() == 2
-    assert page.evaluate("document.activeElement.value") == "eventful"
-    page.get_by_role("button", name="compare").click()
-    shown(page)
-    assert page.locator("h1").inner_text() == "2 runs"
-    page.get_by_role("link", name="all runs").click()
-    page.get_by_role("link", name="tiny").click()
-    shown(page)
-
-
-def test_a_run_that_goes_shows_where_its_ranks_are(tmp_path: Path, serve: Any, visit: Any) -> None:
-    config = {
-        "model.config": "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
-        "num_attention_heads: 4, num_key_value_heads: 2}",
-        "data.seq_len": "64", "mesh.dp": "2", "train.steps": "100000", "train.global_batch": "4", "log.every": "1",
-        "log.dir": str(tmp_path / "run"),
-    }  # fmt: skip
-    words = [word for key, value in config.items() for word in (f"--{key}", value)]
-    command = [sys.executable, "-m", "threefold", "train", *words]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}) as training:
-        try:
-            until = time.monotonic() + 120
-            while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < until:
-                assert training.poll() is None
-                time.sleep(0.2)
-            address = serve(tmp_path)
-            page = visit(address.replace("?", "run?run=run&"))
-            shown(page)
-            page.wait_for_selector(".mesh .computes, .mesh .waits, .mesh .other")
-            page.wait_for_function("() => document.querySelector('.state').textContent === 'running'")
-            page.wait_for_selector("[data-part=data] .good")
-            assert "8 probes" in page.locator("main").inner_text() or "probes hold" in page.locator("main").inner_text()
-            training.terminate()
-            assert training.wait(60) == 75
-            page.wait_for_function("() => document.querySelector('.state').textContent === 'stopped'")
-            assert page.locator(".mesh .computes, .mesh .waits, .mesh .other").count() == 0
-        finally:
-            training.kill()
 
 
 def test_phases_are_told_by_the_pointer_and_by_keys(address_of: Any, visit: Any, faults: Any) -> None:

@@ -547,7 +547,7 @@
   const focusable = (part) => [...part.querySelectorAll(FOCUSED)];
   const keyOf = (each) => each.value || each.getAttribute("href") || each.getAttribute("aria-label") || each.textContent;
 
-  /* Puts a part in the place of the one before: what is open, ticked or focused in it stays so. */
+  /* Puts a part in the place of the one before: what is open, ticked, focused, widened or scrolled in it stays so. */
   function replace(before, parsed) {
     for (const details of before.querySelectorAll("details[open]")) {
       const same = parsed.querySelector(`[data-keep="${details.dataset.keep}"]`);
@@ -556,13 +556,23 @@
     const ticked = new Set([...before.querySelectorAll("input:checked")].map((input) => input.value));
     for (const input of parsed.querySelectorAll("input")) input.checked = ticked.has(input.value);
     const active = before.contains(document.activeElement) ? document.activeElement : null;
+    const scrolled = [...before.querySelectorAll(".wide")].map((each) => [each.dataset.wide, each.scrollLeft, each.scrollTop]);
     before.replaceWith(parsed);
+    parsed.querySelectorAll(".wide").forEach((each, number) => {
+      const [wide, left, top] = scrolled[number] || [];
+      if (wide && each.classList.contains("timeline")) widen(each, Number(wide));
+      if (left || top) each.scrollTo({left, top, behavior: "instant"});
+    });
     const next = active && focusable(parsed).find((each) => keyOf(each) === keyOf(active));
     if (next) next.focus({preventScroll: true});
   }
 
-  /* Puts the parts of a box that changed in their places; one in which text is selected waits until it is not. */
-  const latest = new Map();
+  /* Puts the parts of a box that changed in their places; one in which text is selected waits until it is not,
+     one that is already on the page as it is said stays. */
+  const latest = new Map(), onPage = new Map();
+  for (const part of document.querySelectorAll("[data-box] > [data-part]")) {
+    onPage.set(`${part.parentElement.dataset.box} ${part.dataset.part}`, part.outerHTML);
+  }
   function place({box, order, changed}) {
     const inside = document.querySelector(`[data-box="${box}"]`);
     if (!inside) return;
@@ -570,13 +580,15 @@
     for (const [name, part] of there) if (!order.includes(name)) part.remove();
     for (const name of order) {
       if (!(name in changed)) continue;
-      const before = there.get(name), selection = getSelection();
-      latest.set(`${box} ${name}`, changed[name]);
+      const before = there.get(name), selection = getSelection(), key = `${box} ${name}`;
+      const parsed = new DOMParser().parseFromString(changed[name], "text/html").body.firstElementChild;
+      latest.set(key, changed[name]);
+      if (before && onPage.get(key) === parsed.outerHTML) continue;
       if (before && !selection.isCollapsed && before.contains(selection.anchorNode)) {
-        setTimeout(() => place({box, order, changed: {[name]: latest.get(`${box} ${name}`)}}), 1000);
+        setTimeout(() => place({box, order, changed: {[name]: latest.get(key)}}), 1000);
         continue;
       }
-      const parsed = new DOMParser().parseFromString(changed[name], "text/html").body.firstElementChild;
+      onPage.set(key, parsed.outerHTML);
       if (before) {
         replace(before, parsed);
       } else {

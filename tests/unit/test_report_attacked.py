@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from report_runs import eventful_run, make_run, step_line, write_lines
 from threefold.commands import main
+from threefold.errors import ConfigError
 from threefold.report.document import report
 from threefold.report.gathered import gather
 from threefold.report.opened import opened, strange
@@ -24,7 +25,7 @@ from threefold.report.server import View, app_of
 from threefold.report.tail import Tail
 from threefold.report.watched import WatchedRun
 
-main._load(["report"])
+main._load(["report", "why", "data"])
 READ = [
     "metrics.jsonl", "journal.jsonl", "samples.jsonl", "run.json", "config.yaml", "audit.jsonl", "logs/rank-0000.log",
     "timeline/rank-0000.json", "profile/rank-0000.summary.json", "rows/rank-0000.bin", "checkpoints/best.json",
@@ -64,6 +65,16 @@ def test_nobody_waits_for_a_fifo(tmp_path: Path, name: str) -> None:
         return bool(seen.parts())
 
     within(20, watched)
+
+
+@pytest.mark.parametrize("name", ["audit.jsonl", "metrics.jsonl", "rows/rank-0000.bin"])
+@pytest.mark.parametrize("words", [["why"], ["data", "audit"], ["data", "order", "--step", "1"]], ids=" ".join)
+def test_no_command_waits_for_a_fifo(tmp_path: Path, words: list[str], name: str) -> None:
+    run = eventful_run(tmp_path / "run")
+    os.mkfifo(put(run, name))
+    done = CliRunner().invoke(main.app, [*words, str(run)])
+    assert isinstance(done.exception, ConfigError)
+    assert f"{name} is not a file" in str(done.exception)
 
 
 @pytest.mark.parametrize("name", READ)

@@ -79,6 +79,9 @@ def order(
     show: Annotated[bool, typer.Option("--show", help="Also print the rows' text.")] = False,
 ) -> None:
     """Show which steps and ranks have read a row, or which rows a step has read."""
+    from threefold.report.opened import check_files
+
+    check_files(run)
     if sample is not None and step is None:
         lines = sample_lines(run, sample, show=show)
     elif step is not None and sample is None:
@@ -99,6 +102,9 @@ def audit(
     ] = False,
 ) -> None:
     """Prove that every sample was read exactly once an epoch, over all restarts and meshes of a run."""
+    from threefold.report.opened import check_files
+
+    check_files(run)
     for line in audit_lines(run, contents=contents):
         typer.echo(line)
 

@@ -21,11 +21,14 @@ def command(
     with the facts that show it. A run that goes on is only read.
     """
     from threefold.commands.arguments import run_and_checkpoint
+    from threefold.report.opened import check_files
     from threefold.why import said
     from threefold.why.batch_rows import Batches
     from threefold.why.lookback import Lookback
 
-    batches = Batches(Lookback.of(run_and_checkpoint(run)[0]))
+    folder = run_and_checkpoint(run)[0]
+    check_files(folder)
+    batches = Batches(Lookback.of(folder))
     if as_json:
         typer.echo(json.dumps(said.values(batches, step)))
         return

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from threefold.config.paths import RUN_CONFIG
+from threefold.errors import ConfigError
 
 # A page asks for no more of one file at once.
 MOST_BYTES = 1 << 26
@@ -25,6 +26,7 @@ _READ = (
     "*.json", "*.jsonl", "*.yaml", "rows/*", "profile/*.json", "checkpoints/*.json",
     "checkpoints/*-step-*/*", "checkpoints/step-*/*",
 )  # fmt: skip
+_NO_FILE = "it is not a file"
 
 
 def opened(path: Path) -> BinaryIO:
@@ -38,7 +40,7 @@ def opened(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a file", str(path))
+        raise OSError(errno.EINVAL, _NO_FILE, str(path))
     return os.fdopen(descriptor, "rb")
 
 
@@ -62,11 +64,24 @@ def strange(run: Path) -> Iterator[tuple[str, str]]:
             with contextlib.suppress(OSError):  # it is gone, or a link to nothing
                 mode = path.stat().st_mode
                 if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                    yield path.relative_to(run).as_posix(), "it is not a file"
+                    yield path.relative_to(run).as_posix(), _NO_FILE
                 elif path.name == RUN_CONFIG and path.stat().st_size > MOST_OF_CONFIG:
                     yield path.relative_to(run).as_posix(), f"it is larger than {MOST_OF_CONFIG >> 10:,} KiB"
                 elif stat.S_ISREG(mode) and _leads_out(path, run):
                     yield path.relative_to(run).as_posix(), "it is a link that leads out of the run's folder"
+
+
+def check_files(run: Path) -> None:
+    """Before the files of a run are read by who waits for what they hold.
+
+    Raises:
+        ConfigError: one of them is no file: a FIFO or a device, of which nobody can say when it ends.
+    """
+    for name, wrong in strange(run):
+        if wrong == _NO_FILE:
+            what = f"{run / name} is not a file, but a FIFO, a socket or a device"
+            fix = f"was this run copied from somebody? Look at: ls -l {run / name}"
+            raise ConfigError(what, expected="a run as threefold writes it: files and folders", fix=fix)
 
 
 def _leads_out(path: Path, folder: Path) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import queue
+import sys
 import tempfile
 import time
 import traceback
@@ -73,7 +75,7 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_
     """Calls `function(*args)` on `num_ranks` gloo ranks and returns their results in rank order.
 
     Raises:
-        AssertionError: a rank raised (its traceback is shown) or did not answer in time (it is named).
+        AssertionError: a rank raised (its traceback is shown), was ended by a signal, or did not answer in time.
     """
     context = server()
     results = context.Queue()
@@ -86,12 +88,24 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_
             process.start()
         try:
             return _collect(results, num_ranks, timeout_s)
+        except AssertionError as error:
+            # The others of a rank that crashes say first that their connections are closed.
+            ended = {rank: code for rank, code in enumerate(_codes(processes)) if code is not None and code < 0}
+            if not ended:
+                raise
+            raise AssertionError(f"ended by a signal: {ended}, by rank; {error}") from None
         finally:
             for process in processes:
                 process.join(5)
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+def _codes(processes: list[Any]) -> list[int | None]:
+    for process in processes:
+        process.join(1)
+    return [process.exitcode for process in processes]
 
 
 def _collect(results: Any, num_ranks: int, timeout_s: float) -> list[Any]:
@@ -116,6 +130,8 @@ def _rank(
     import torch.distributed as dist
 
     fork_from_own_server()
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # a crash shows where it was
     torch.set_num_threads(1)
     try:
         if num_ranks > 1:

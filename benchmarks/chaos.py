@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -133,22 +135,42 @@ def _tormented(folder: Path, run: Path, mesh: str, wanted: int, draw: random.Ran
 def _asked_twice(run: Path, going: Command, draw: random.Random) -> None:
     """Sends two stop signals at a random distance; a run that has begun must have saved its last step."""
     numbers, pause_s, everyone = draw.choices(STOPS, k=2), draw.uniform(0.0, 2.5), draw.random() < 0.5
-    before = last_step(run)
+    before = _reached(run)
     for number in numbers:
         with contextlib.suppress(ProcessLookupError):
             going.signal_all(number) if everyone else os.kill(going.launcher, number)
         until = time.monotonic() + pause_s
         while going.running() and time.monotonic() < until:
             time.sleep(0.005)
-    code, newest = going.wait(120), CheckpointFolder(run).newest()
+    code, newest, reached = going.wait(120), CheckpointFolder(run).newest(), _reached(run)
     left = signal.SIGINT in numbers and code == 128 + signal.SIGINT
     if code == EXIT_STOPPED_WITH_CHECKPOINT:
-        if newest is None or newest.step != last_step(run) or newest.damage() is not None:
+        if newest is None or newest.step != reached.step or newest.damage() is not None:
             raise SystemExit(
                 f"{run.name}: exit code 75 without its last step saved, after {numbers}:\n{going.output()}"
             )
-    elif code and not left and last_step(run) > before:
+    elif code and not left and reached.made and reached > before:
         raise SystemExit(f"{run.name}: exit code {code} after {numbers}, {pause_s:.2f} s apart:\n{going.output()}")
+
+
+class _Reached(NamedTuple):
+    """Where the last start of a run stands: what earlier ones did and lost does not count."""
+
+    start: int
+    step: int
+    made: bool
+
+
+def _reached(run: Path) -> _Reached:
+    begun = [event for event in _lines(run / "journal.jsonl") if event["event"] == "start"]
+    if not begun:
+        return _Reached(0, 0, False)
+    steps = [line["step"] for line in _lines(run / "metrics.jsonl") if line["time"] >= begun[-1]["time"]]
+    return _Reached(begun[-1]["start"], steps[-1] if steps else begun[-1]["step"], bool(steps))
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1] if line] if path.exists() else []
 
 
 def _wait_for_save(run: Path, going: Command) -> None:

@@ -125,9 +125,9 @@ class Watchdog:
             if not any(thread.is_alive() for thread in self._threads):
                 self._pulse.close()
 
-    def speaks_for_its_host(self) -> bool:
+    def speaks_for_its_host(self, after: float = 1.0) -> bool:
         """Whether no lower rank of this host lives, or has told a reason: one of a host tells what all see."""
-        return not self.told_by_another() and all(peer.silenced_by(self._silent_s) for peer in self._lower())
+        return not self.told_by_another() and all(peer.silenced_by(after * self._silent_s) for peer in self._lower())
 
     def told_by_another(self) -> bool:
         """Whether a lower rank of this host has failed with a reason, which it has told."""
@@ -209,7 +209,7 @@ class Watchdog:
         """Reports in the place of ranks of this host that cannot."""
         for rank, peer in self._peers.items():
             state = peer.silenced_by(_EARLIER * self._silent_s)
-            if state and self.speaks_for_its_host():
+            if state and self.speaks_for_its_host(_EARLIER):
                 store.set(f"{_PREFIX}/instead/{rank}", self._seen_here(rank, peer, state).to_json())
 
     def _seen_here(self, rank: int, peer: Peer, state: str) -> Report:

@@ -118,7 +118,7 @@ def test_a_run_that_goes_shows_where_its_ranks_are(tmp_path: Path, serve: Any, v
             page.wait_for_selector("[data-part=data] .good")
             assert "8 probes" in page.locator("main").inner_text() or "probes hold" in page.locator("main").inner_text()
             training.terminate()
-            assert training.wait(120) == 75
+            assert training.wait(60) == 75
             page.wait_for_function("() => document.querySelector('.state').textContent === 'stopped'")
             assert page.locator(".mesh .computes, .mesh .waits, .mesh .other").count() == 0
         finally:

@@ -10,12 +10,12 @@ def as_if_shared() -> Any:
 
     Returns what keeps it so.
     """
-    import torch
     import torch.distributed._symmetric_memory as symmetric_memory
+    from torch import library
 
     from threefold.model.tensor_parallel import symmetric
 
-    kernels = torch.library.Library("symm_mem", "IMPL")
+    kernels = library.Library("symm_mem", "IMPL")
     for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
         kernels.impl(name, getattr(symmetric_memory, f"_{name}_fallback"), "CPU")
     symmetric.lacking = lambda mesh: None

@@ -210,7 +210,7 @@ def test_rank_with_another_token_is_refused(folder: Path, case: str) -> None:
     first, second, why = REFUSALS[case]
     with ExitStack() as stack:
         ranks = [stack.enter_context(rank) for rank in launched(folder, f"refused-{case}", first, second)]
-        assert ranks[1].wait(120) == 1
+        assert ranks[1].wait(20) == 1
         what, expected, fix = ranks[1].err().splitlines()
         assert what.startswith("rank 1 of host ") and why in what
         assert expected.startswith("  expected: ")
@@ -223,7 +223,7 @@ def test_token_under_torchrun_is_refused(folder: Path) -> None:
     agent = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1"}
     with ExitStack() as stack:
         ranks = [stack.enter_context(rank) for rank in launched(folder, "agent", *[TOKEN.decode()] * 2, **agent)]
-        assert ranks[0].wait(120) == 1
+        assert ranks[0].wait(20) == 1
         assert "THREEFOLD_TOKEN is set, but torchrun's agent keeps the store at" in ranks[0].err()
 
 

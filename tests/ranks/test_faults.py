@@ -132,9 +132,9 @@ def test_killed_launcher_takes_its_ranks_with_it(folder: Path, whole: Path) -> N
         os.kill(ranks[3], signal.SIGSTOP)
         stopped = ranks.pop(3)
         os.kill(going.launcher, signal.SIGKILL)
-        wait_for(lambda: not any(alive(process) for process in ranks.values()), "the end of all ranks", within_s=60)
+        wait_for(lambda: not any(alive(process) for process in ranks.values()), "the end of all ranks", within_s=20)
         os.kill(stopped, signal.SIGCONT)
-        wait_for(lambda: not alive(stopped), "the end of the rank that was frozen", within_s=60)
+        wait_for(lambda: not alive(stopped), "the end of the rank that was frozen", within_s=20)
     done = command(folder, "train", "config.yaml", *MESH, *LONG, "--log.dir", "orphans")
     assert done.returncode == 0, done.stderr
     assert curve(run) == curve(whole)
@@ -336,4 +336,4 @@ def test_second_ctrl_c_leaves_at_once(folder: Path) -> None:
         going.signal_all(signal.SIGINT)
         os.kill(ranks[1], signal.SIGCONT)  # after the signal: else the step could end, and the last save begin
         assert going.wait(20) == 130
-        wait_for(lambda: not any(alive(process) for process in ranks.values()), "the end of all ranks", within_s=60)
+        wait_for(lambda: not any(alive(process) for process in ranks.values()), "the end of all ranks", within_s=20)

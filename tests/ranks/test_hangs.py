@@ -62,7 +62,7 @@ def test_every_hang_is_named(tmp_path: Path, mesh: tuple[str, ...], last: int) -
     with hanging(tmp_path, hangs, "--log.dir", "run", *mesh, *RUN) as run:
         for hang in hangs:
             check(run.named(hang), hang)
-        assert run.running.wait(120) == 0, run.err
+        assert run.running.wait(30) == 0, run.err
 
 
 def test_first_ranks_that_hang_are_named(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_first_ranks_that_hang_are_named(tmp_path: Path) -> None:
     with hanging(tmp_path, hangs, "--log.dir", "run", "--mesh.dp", "2", *steps) as run:
         for hang in hangs:
             check(run.named(hang), hang)
-        assert run.running.wait(120) == 0, run.err
+        assert run.running.wait(30) == 0, run.err
     kept = list((tmp_path / "run/logs").glob("flight_recorder_rank_*.json"))
     assert kept and all(path.read_text().startswith('{"') for path in kept)
 
@@ -156,7 +156,7 @@ def test_ranks_end_with_a_sentence_when_the_launcher_is_frozen(tmp_path: Path) -
         assert "has not reached the run's store" in run.err
         assert "Traceback" not in run.err
         os.kill(run.running.process, signal.SIGCONT)
-        assert run.running.wait(120) == 1
+        assert run.running.wait(20) == 1
 
 
 @pytest.mark.slow
@@ -187,10 +187,10 @@ def test_ranks_end_with_a_sentence_when_rank_0_takes_the_store_with_it(tmp_path:
         wait_for(lambda: last_step(tmp_path / "run") >= 3, "step 3")
         process = rank_processes(tmp_path / "run")[0]
         os.kill(process, number)
-        assert [other.wait(120) for other in others] == [1, 1, 1]
+        assert [other.wait(30) for other in others] == [1, 1, 1]
         if number == signal.SIGSTOP:
             os.kill(process, signal.SIGCONT)
-            first.wait(120)
+            first.wait(30)
         said = "".join(other.err() for other in others)
         assert others[0].err() == said  # by the lowest of those that are left
         assert "Traceback" not in said

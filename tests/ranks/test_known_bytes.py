@@ -162,7 +162,7 @@ def test_hosts_with_different_copies_are_refused(copy: Path, known: bool) -> Non
             )
             for rank, place in enumerate((copy, other))
         ]
-        assert [rank.wait(120) for rank in ranks] == [2, 2], [rank.err() for rank in ranks]
+        assert [rank.wait(30) for rank in ranks] == [2, 2], [rank.err() for rank in ranks]
         said = "".join(rank.err() for rank in ranks)
     if known:
         assert "store/tokens.bin has changed, it is not what was hashed: block 0 of 1 (bytes 0 to " in said

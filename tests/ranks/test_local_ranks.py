@@ -183,20 +183,20 @@ def signalled(folder: Path, name: str, number: int, *, grace_s: int = 100, first
     """Two ranks that were asked to stop as soon as both were there."""
     (folder / "seen").mkdir()
     going = warm.Running(_start, folder, (name, "seen", "2", str(grace_s)), environment(folder), first=first)
-    wait_for(lambda: len(list((folder / "seen").iterdir())) == 2, f"two ranks: {going.err()}", within_s=60)
+    wait_for(lambda: len(list((folder / "seen").iterdir())) == 2, f"two ranks: {going.err()}", within_s=30)
     os.kill(going.process, number)
     return going
 
 
 def test_signal_reaches_the_ranks_and_is_no_failure(tmp_path: Path) -> None:
     with signalled(tmp_path, "saves", signal.SIGTERM) as going:
-        assert going.wait(120) == 75
+        assert going.wait(20) == 75
         assert len(list((tmp_path / "seen").iterdir())) == 2
 
 
 def test_ranks_that_do_not_heed_it_are_killed_after_the_grace(tmp_path: Path) -> None:
     with signalled(tmp_path, "deaf", signal.SIGTERM, grace_s=1) as going:
-        assert going.wait(120) == 128 + signal.SIGTERM
+        assert going.wait(20) == 128 + signal.SIGTERM
         processes = [int(path.read_text()) for path in (tmp_path / "seen").iterdir()]
         assert not any(map(alive, processes))
 
@@ -211,7 +211,7 @@ def test_nohup_protects_the_ranks(tmp_path: Path) -> None:
         time.sleep(2)
         assert going.running()
         os.kill(going.process, signal.SIGTERM)
-        assert going.wait(120) == 128 + signal.SIGTERM
+        assert going.wait(20) == 128 + signal.SIGTERM
 
 
 SCRIPT = """
@@ -323,5 +323,5 @@ def test_killed_launcher_leaves_nothing(folder: Path, tmp_path: Path, monkeypatc
         processes = list(tree(going.launcher))
         assert len(processes) >= 5  # the launcher, its server, the tracker of shared memory, two ranks
         os.kill(going.launcher, signal.SIGKILL)
-        wait_for(lambda: not any(map(alive, processes)), "the end of all processes", within_s=60)
+        wait_for(lambda: not any(map(alive, processes)), "the end of all processes", within_s=15)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("threefold")] == []

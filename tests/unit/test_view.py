@@ -270,5 +270,5 @@ def test_the_command_serves_and_ends_at_ctrl_c_with_a_stream_open(folder: Path) 
         stream = opener.open(f"{base}events?run=a&after=0.0", timeout=20)
         assert stream.readline() == b"event: lines\n"
         process.send_signal(signal.SIGINT)
-        assert process.wait(120) == 0
+        assert process.wait(20) == 0
         assert process.stderr.read() == ""

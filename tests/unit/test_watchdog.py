@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from threefold.run.main_thread import MainThread
 from threefold.run.pulse import Peer, Pulse
 from threefold.run.stall import Report, Seen, Stall, find
+from threefold.run.watchdog import Watchdog
 from threefold.training.progress import DeviceForward, Lag, OwnTime, Phase, Progress, slowest
 
 WORKING = "  File loader.py, line 1, in read\n    file.read()"
@@ -285,3 +287,32 @@ def test_pulse_is_read_by_another_of_the_host() -> None:
     another = Peer(pulse.address | {"since": "1"})
     assert another.silenced_by(5.0) == "gone"  # its number belongs to another process now
     pulse.close()
+
+
+class SilentPeer:
+    """Rank 0 of this host, which one call has held for `silent_s`."""
+
+    process, place, silent_s = 100, Phase(17, 4, "forward"), 0.0
+    last_beat = 0.0, 3
+
+    def silenced_by(self, silent_s: float) -> str:
+        return "held" if self.silent_s > silent_s else ""
+
+    def stack(self) -> str:
+        return WORKING
+
+    def where_in_the_kernel(self) -> str:
+        return ""
+
+
+def test_what_its_host_sees_of_the_lowest_rank_is_there_before_the_judge_finds_it_silent() -> None:
+    watchdog, peer, told = Watchdog(1, stall_s=2.0, timeout_s=100.0), SilentPeer(), dict[str, str]()
+    watchdog._hosts, watchdog._peers = ["a", "a"], {0: peer}  # type: ignore[assignment, dict-item]
+    store: Any = SimpleNamespace(set=told.__setitem__)
+    watchdog._report_for_the_silent(store)
+    assert told == {}
+    peer.silent_s = 0.75 * watchdog._silent_s
+    watchdog._report_for_the_silent(store)
+    (report,) = map(Report.from_json, told.values())
+    assert (report.rank, report.state, report.phase, report.beat) == (0, "held", "forward", 3)
+    assert not watchdog.speaks_for_its_host()  # it may come back

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,7 +81,7 @@ def check_files(run: Path) -> None:
     for name, wrong in strange(run):
         if wrong == _NO_FILE:
             what = f"{run / name} is not a file, but a FIFO, a socket or a device"
-            fix = f"was this run copied from somebody? Look at: ls -l {run / name}"
+            fix = f"was this run copied from somebody? Look at: ls -l {shlex.quote(str(run / name))}"
             raise ConfigError(what, expected="a run as threefold writes it: files and folders", fix=fix)
 
 

@@ -126,7 +126,7 @@ class Watchdog:
                 self._pulse.close()
 
     def speaks_for_its_host(self, after: float = 1.0) -> bool:
-        """Whether no lower rank of this host lives, or has told a reason: one of a host tells what all see."""
+        """Whether no lower rank of this host lives (`after`: so many times `_silent_s`), or has told a reason."""
         return not self.told_by_another() and all(peer.silenced_by(after * self._silent_s) for peer in self._lower())
 
     def told_by_another(self) -> bool:

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from architectures import NAMES, NOT_RUN, config_of, perturbed
 from ranks import spawn
 from threefold.__main__ import main as threefold
+from threefold.check.compare import Bound, Comparison, Training, compare_tensors, compare_trainings
 from threefold.errors import ThreefoldError
 from threefold.mesh import environment
 from threefold.mesh.topology import Topology
@@ -58,6 +59,8 @@ WHOLE = "the command"
 SAMPLE = ("llama", "gemma3_text", "gpt_oss", "mixtral", "phi3", "falcon", "mamba2", "bart")
 _OWNER = "owner"
 _STEPS = 2
+# Of equal weights, but for where they lie in memory.
+_SAME_LOGITS = Bound("logits", 1e-5, "a hundred roundings of float32, of the largest logit")
 _SEQ_LEN = 32
 _CASE_S = 60.0
 _TRAIN_S = 120.0
@@ -338,9 +341,9 @@ def _batches(config: Any, mesh: Any) -> tuple[Any, Iterator[Any]]:
 def _alone(name: str, kind: str, folder: Path) -> dict[str, Any]:
     """Losses, norms and first gradients of transformers' own model, which is given one document at a time."""
     import torch
-    import torch.nn.functional as F
     from transformers import AutoModelForCausalLM
 
+    from threefold.check.reference import train_alone
     from threefold.mesh.mesh import join_mesh
     from threefold.training.optimizer import build_optimizer
 
@@ -349,41 +352,25 @@ def _alone(name: str, kind: str, folder: Path) -> dict[str, Any]:
     rows, loader = _batches(config, mesh)
     model = AutoModelForCausalLM.from_pretrained(folder / name, attn_implementation="eager", dtype=torch.float32)
     model.train()
-    optimizer = build_optimizer(model, config.optimizer)
-    found: dict[str, Any] = {"losses": [], "norms": [], "gradients": {}}
-    for step in range(_STEPS):
-        batch = {key: torch.from_numpy(value) for key, value in rows.rows(next(loader)["indices"].numpy()).items()}
-        targets = (batch["labels"] != -100).sum()
-        total = 0.0
-        for row, documents in enumerate(batch["document_ids"]):
-            for document in documents.unique().tolist():
-                place = documents == document
-                if document == -1 or not (batch["labels"][row, place] != -100).any():
-                    continue
-                logits = model(input_ids=batch["input_ids"][row, place][None], use_cache=False).logits[0].float()
-                loss = F.cross_entropy(logits, batch["labels"][row, place], ignore_index=-100, reduction="sum")
-                (loss / targets).backward()
-                total += loss.item()
-        gradients = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
-        if step == 0:
-            found["gradients"] = {key: value.clone() for key, value in gradients.items()}
-        found["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip).item())
-        for group in optimizer.param_groups:
-            group["lr"] = config.optimizer.lr
-        optimizer.step()
-        optimizer.zero_grad()
-        found["losses"].append(total / targets.item())
-    return found
+    read = (rows.rows(next(loader)["indices"].numpy()) for _ in range(_STEPS))
+    training = train_alone(
+        model,
+        ({key: torch.from_numpy(value) for key, value in batch.items()} for batch in read),
+        optimizer=build_optimizer(model, config.optimizer),
+        lr=lambda step: config.optimizer.lr,
+        grad_clip=config.train.grad_clip,
+    )
+    return {"losses": training.losses, "norms": training.norms, "gradients": training.gradients}
 
 
 def _compare(name: str, kind: str, folder: Path, mesh: Any, column: str) -> str:
     """The product's own check, build and steps on a mesh against `_alone`; every rank calls it."""
     import torch
-    from torch.distributed.tensor import DTensor
 
+    from threefold.check.admit import admit
+    from threefold.check.gradients import complete_gradients
     from threefold.model.build import build
     from threefold.run import request
-    from threefold.training.admission.admit import admit
     from threefold.training.batches import micro_batches
     from threefold.training.numbers import mean_loss
     from threefold.training.optimizer import build_optimizer
@@ -397,35 +384,32 @@ def _compare(name: str, kind: str, folder: Path, mesh: Any, column: str) -> str:
     if config.model.admission != "off":
         admit(config, asked.architecture, mesh)
     model = build(config, asked.architecture, mesh)
-    worst = {"loss": 0.0, "norm": 0.0}
-    floor = 1e-4 * max((float(value.abs().max()) for value in expected["gradients"].values()), default=1.0)
+    actual = Training()
 
     def observe() -> None:
-        if len(worst) > 2:
-            return
-        for key, parameter in model.module.named_parameters():
-            gradient = parameter.grad
-            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            wanted = expected["gradients"].get(key)
-            if whole is None and wanted is None:
-                continue
-            whole = torch.zeros_like(wanted) if whole is None else whole
-            wanted = torch.zeros_like(whole) if wanted is None else wanted
-            worst[key] = float((whole - wanted).abs().max() / wanted.abs().max().clamp(min=floor)) / 1e-3
+        if not actual.gradients:
+            actual.gradients.update((key, gradient.clone()) for key, gradient in complete_gradients(model))
 
     step = TrainStep(
         model, build_optimizer(model.module, config.optimizer), grad_clip=config.train.grad_clip, observe=observe
     )
     _, loader = _batches(config, mesh)
     assert isinstance(config.train.micro_batch, int)
-    for number in range(_STEPS):
+    for _ in range(_STEPS):
         result = step.run(micro_batches(next(loader), config.train.micro_batch), lr=config.optimizer.lr)
-        loss, norm = expected["losses"][number], expected["norms"][number]
-        worst["loss"] = max(worst["loss"], abs(mean_loss(result, mesh) - loss) / 1e-4)
-        worst["norm"] = max(worst["norm"], abs(result.grad_norm.item() / max(norm, 1e-12) - 1) / 1e-3)
+        actual.losses.append(mean_loss(result, mesh))
+        actual.norms.append(result.grad_norm.item())
     mesh.barrier()
-    key, value = max(worst.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
-    return f"{value:.3f}" if value <= 1 else f"wrong: {value:.3g} ({re.sub(r'[.][0-9]+[.]', '.*.', key)})"
+    return cell_of(compare_trainings(actual, Training(**expected)))
+
+
+def cell_of(comparison: Comparison) -> str:
+    """The largest difference in units of its bound; with its quantity and parameter where it exceeds the bound."""
+    worst = comparison.worst()
+    if (first := comparison.first) is None:
+        return f"{worst.figure / worst.bound:.3f}"
+    where = re.sub(r"[.][0-9]+[.]", ".*.", first.place or first.quantity)
+    return f"wrong: {first.figure / first.bound:.3g} ({first.quantity if where.startswith('step') else where})"
 
 
 def _by_command(name: str, rows: str, folder: Path, mesh: Any, column: str) -> str:
@@ -468,9 +452,9 @@ def _by_command(name: str, rows: str, folder: Path, mesh: Any, column: str) -> s
     with torch.no_grad():
         ids = torch.arange(3, 19)[None]
         expected, found = (each(input_ids=ids, use_cache=False).logits for each in (trained, reloaded))
-    # Of equal weights, but for where they lie in memory.
-    difference = ((found - expected).abs().max() / expected.abs().max()).item()
-    return f"{difference / 1e-5:.3f}" if difference <= 1e-5 else f"wrong: logits differ by {difference:.3g}"
+    comparison = Comparison(compare_tensors(_SAME_LOGITS, {"logits": found}, {"logits": expected}))
+    figure = comparison.worst().figure
+    return f"{figure / _SAME_LOGITS.limit:.3f}" if comparison.holds else f"wrong: logits differ by {figure:.3g}"
 
 
 def _command(folder: Path, *arguments: str) -> str:

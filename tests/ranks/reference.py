@@ -1,12 +1,30 @@
-"""A hand-written single-process loop, the curve that every mesh must follow; knows nothing of the package."""
+"""A hand-written single-process loop, the curve that every mesh must follow; it computes nothing with the package."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from threefold.check.compare import GRADIENT, Bounds, Comparison, Difference
+
+# Of models whose parameters all have a gradient that is more than rounding: none is compared with another's size.
+STRICT = replace(GRADIENT, smallest=0.0)
+# Of any architecture: gradients down to this share of the largest are compared with their own size.
+SMALL_TOO = replace(GRADIENT, smallest=1e-5)
+PARITY = Bounds(gradient=STRICT)
+
+
+def require(comparison: Comparison | Sequence[Difference], case: object = "") -> Comparison:
+    """The comparison, which holds; else the test fails with the first difference that exceeds its bound."""
+    comparison = comparison if isinstance(comparison, Comparison) else Comparison(list(comparison))
+    assert comparison.holds, f"{case}: {comparison}"
+    return comparison
+
 
 TINY_LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -149,10 +149,10 @@ def count_padding() -> None:
 
 
 def _admit(mesh: Any, model: dict[str, Any], data: dict[str, Any], admission: str) -> str:
+    from threefold.check.admit import admit
     from threefold.config.loading import validate
     from threefold.errors import ConfigError
     from threefold.model import load
-    from threefold.training.admission.admit import admit
 
     config = validate({"model": {"config": model, "admission": admission}, "data": {"seq_len": 32, **data}})
     try:
@@ -216,9 +216,9 @@ def test_right_models_are_admitted_once(sizes: dict[str, int], data: dict[str, A
 
 def _narrow(model_type: str) -> str:
     from architectures import config_of
+    from threefold.check.admit import admit
     from threefold.config.loading import validate
     from threefold.mesh.mesh import init_mesh
-    from threefold.training.admission.admit import admit
 
     mesh = init_mesh(device="cpu")
     config = validate({"model": {"config": {"model_type": model_type}, "dtype": "bfloat16", "admission": "full"}})

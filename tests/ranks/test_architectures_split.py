@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from ranks.reference import SMALL_TOO, require
 from ranks.spawn import run_ranks
-from threefold.verify.comparison import GRADIENT_TOLERANCE, LOSS_TOLERANCE
+from threefold.check.compare import LOSS, Difference, compare_number, compare_tensors
 
 pytestmark = pytest.mark.ranks
 
@@ -18,11 +19,11 @@ TP = ("qwen3_next", "granitemoehybrid", "nemotron_h", "lfm2_moe", "deepseek_v32"
 SHARDED = ("falcon_h1", "qwen3_next", "mamba2", "rwkv", "hy_v4", "bloom")
 
 
-def _compared(names: tuple[str, ...], axis: str) -> dict[str, tuple[float, float, str]]:
-    """For each (architecture, mask) the difference of the loss, the largest of a gradient, and its parameter."""
+def _compared(names: tuple[str, ...], axis: str) -> dict[str, list[Difference]]:
+    """For each (architecture, mask) the loss and the gradients, compared."""
     import torch
-    from torch.distributed.tensor import DTensor
 
+    from threefold.check.gradients import complete_gradients
     from threefold.config.loading import validate
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
@@ -32,7 +33,7 @@ def _compared(names: tuple[str, ...], axis: str) -> dict[str, tuple[float, float
     from unit.test_architectures_alone import rows, small, theirs
 
     mesh = init_mesh(2, dp_shard=2, device="cpu") if axis == "dp_shard" else init_mesh(1, **{axis: 2}, device="cpu")
-    found = {}
+    compared = {}
     for name in names:
         asked: dict[str, Any] = {"model": {"config": {"model_type": name}}, "data": {"seq_len": 32}}
         config, architecture = validate(asked), small(name)
@@ -44,32 +45,23 @@ def _compared(names: tuple[str, ...], axis: str) -> dict[str, tuple[float, float
             gradients: dict[str, torch.Tensor] = {}
 
             def observe(model: Any = model, gradients: dict[str, torch.Tensor] = gradients) -> None:
-                for each, parameter in model.module.named_parameters():
-                    if (gradient := parameter.grad) is not None:
-                        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-                        gradients[each] = whole.clone()
+                gradients.update((each, whole.clone()) for each, whole in complete_gradients(model))
 
             step = TrainStep(model, build_optimizer(model.module, config.optimizer), grad_clip=0.0, observe=observe)
             loss = mean_loss(step.run([own], lr=0.0), mesh)
             alone = load.whole(config.model, architecture, seed=config.train.seed, dtype=torch.float32).eval()
-            total, expected = theirs(alone, batch)
-            targets = int((batch["labels"] != -100).sum())
-            largest = max(gradient.abs().max() for gradient in expected.values())
-            differences = {
-                each: ((gradients[each] - gradient / targets).abs().max() * targets / gradient.abs().max()).item()
-                for each, gradient in expected.items()
-                if gradient.abs().max() > 1e-5 * largest
-            }
-            worst = max(differences, key=differences.__getitem__)
-            found[f"{name}, {mask}"] = (abs(loss - total / targets), differences[worst], worst)
+            expected_loss, expected = theirs(alone, batch)
+            compared[f"{name}, {mask}"] = [
+                compare_number(LOSS, loss, expected_loss),
+                *compare_tensors(SMALL_TOO, gradients, expected),
+            ]
     mesh.close()
-    return found
+    return compared
 
 
 @pytest.mark.parametrize(
     ("axis", "names"), [("cp", CP), ("tp", TP), ("dp_shard", SHARDED)], ids=["cp", "tp", "dp_shard"]
 )
 def test_ranks_compute_what_one_process_does(axis: str, names: tuple[str, ...]) -> None:
-    for case, (loss, gradient, parameter) in run_ranks(_compared, 2, names, axis)[0].items():
-        assert loss <= LOSS_TOLERANCE, case
-        assert gradient <= GRADIENT_TOLERANCE, (case, parameter)
+    for case, differences in run_ranks(_compared, 2, names, axis)[0].items():
+        require(differences, case)

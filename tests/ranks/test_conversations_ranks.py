@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ranks.reference import TINY_LLAMA
+from ranks.reference import STRICT, TINY_LLAMA, require
 from ranks.runs import command, curve, environment
 from ranks.spawn import run_ranks
+from threefold.check.compare import LOSS, compare_number, compare_tensors
 from threefold.data.tokens import ByteTokenizer
 
 pytestmark = pytest.mark.ranks
 
 MODEL = {**TINY_LLAMA, "vocab_size": 257, "max_position_embeddings": 128}
 SEQ_LEN, ROWS = 64, 4
-LOSS_TOLERANCE, RELATIVE_TOLERANCE = 1e-4, 1e-3  # DESIGN's parity for float32
 # dp (replicas x shards), cp, tp
 MESHES = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (1, 2, 2, 2)]
 TEMPLATE = (
@@ -138,11 +138,8 @@ def test_packed_conversations_follow_one_at_a_time(sizes: tuple[int, int, int, i
     loss, expected = alone
     results = run_ranks(packed_on_mesh, math.prod(sizes), sizes, str(folder / "store/tokens"))
     found, gradients = results[0]
-    differs = {name: float(abs(gradients[name] - each).max() / abs(each).max()) for name, each in expected.items()}
-    worst = max(differs, key=lambda name: differs[name])
-    print(f"conversations {sizes}: loss {abs(found - loss):.1e}, gradient {differs[worst]:.1e} ({worst})")
-    assert abs(found - loss) <= LOSS_TOLERANCE
-    assert differs[worst] <= RELATIVE_TOLERANCE, worst
+    differences = [compare_number(LOSS, found, loss), *compare_tensors(STRICT, gradients, expected)]
+    print(f"conversations {sizes}: {require(differences)}")
     assert all(result[0] == found for result in results), "ranks disagree about the loss"
 
 

@@ -8,20 +8,18 @@ from typing import Any
 import pytest
 
 from ranks.keeping import Miniature, Sizes, write_corpus
-from ranks.reference import TINY_LLAMA, make_batches, train_alone
+from ranks.reference import PARITY, TINY_LLAMA, make_batches, require, train_alone
 from ranks.spawn import run_ranks
 from ranks.test_parity import (
     CLIP,
     DECAY,
-    LOSS_TOLERANCE,
     LR,
-    RELATIVE_TOLERANCE,
     ROWS,
     SEQ_LEN,
     STEPS,
-    differences,
     train_on_mesh,
 )
+from threefold.check.compare import Training, compare_curves, compare_trainings
 from threefold.config.loading import validate
 from threefold.errors import ConfigError
 from threefold.model import load
@@ -47,11 +45,8 @@ def test_whole_experts_follow_one_process(model: dict[str, Any], meshes: list[Si
     expected = train_alone(model, batches, lr=LR, clip=CLIP, decay=DECAY)
     for sizes in meshes:
         found = run_ranks(train_on_mesh, math.prod(sizes), sizes, model, 2, sizes[3])[0]
-        loss, norm, gradient, worst = differences(found, expected)
-        print(f"{model['model_type']} {sizes}: loss {loss:.1e}, norm {norm:.1e}, gradient {gradient:.1e} ({worst})")
-        assert loss <= LOSS_TOLERANCE
-        assert norm <= RELATIVE_TOLERANCE
-        assert gradient <= RELATIVE_TOLERANCE, worst
+        comparison = require(compare_trainings(Training(*found), Training(*expected), PARITY), sizes)
+        print(f"{model['model_type']} {sizes}: {comparison}")
 
 
 def _steps(sizes: Sizes, folder: str, ep: int, steps: int) -> Any:
@@ -69,9 +64,7 @@ def test_whole_experts_are_resumed_as_parts_of_all(tmp_path: Any) -> None:
     begun, _ = run_ranks(_steps, 2, (1, 1, 1, 2), str(tmp_path / "run"), 2, 2)[0]
     resumed, _ = run_ranks(_steps, 2, (1, 1, 1, 2), str(tmp_path / "run"), 1, 2)[0]
     assert begun == whole[:2]
-    for (loss, norm), (expected_loss, expected_norm) in zip(resumed, whole[2:], strict=True):
-        assert abs(loss - expected_loss) <= LOSS_TOLERANCE
-        assert abs(norm - expected_norm) <= RELATIVE_TOLERANCE * expected_norm
+    require(compare_curves(resumed, whole[2:]))
 
 
 def _said(model: dict[str, Any], ep: int, tp: int) -> str:

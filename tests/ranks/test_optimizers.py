@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from ranks.keeping import LLAMA, Miniature, Sizes, write_corpus
+from ranks.reference import require
 from ranks.spawn import run_ranks
+from threefold.check.compare import Bound, Comparison, Difference, compare_curves, compare_tensors
 
 pytestmark = pytest.mark.ranks
 
@@ -69,7 +71,10 @@ def _weights(run: Miniature) -> dict[str, Any]:
 
 
 def _equal(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    return all((found[name] == weights).all() for name, weights in wanted.items())
+    return Comparison(compare_tensors(SAME, found, wanted)).holds
+
+
+SAME = Bound("weight", 0.0, "bit for bit", relative=False)
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +119,10 @@ def test_every_mesh_follows_one_process_and_goes_on(
         assert all(_equal(rank[name][1], weights) for rank in ranks), f"{name}: the ranks have different weights"
         assert then[name][0] == curve[3:] and _equal(then[name][1], weights), f"{name} did not go on bit for bit"
         wanted, wanted_weights = begun[name]
-        furthest = max(abs(weights[each] - values).max() for each, values in wanted_weights.items())
-        assert furthest <= WEIGHTS_BOUND.get(name, 1e-5), (name, furthest)
-        for got, what in ((curve, sizes), (curve[:3] + back[name][0], "then one process")):
-            for number, ((loss, norm, _), (wanted_loss, wanted_norm, _)) in enumerate(zip(got, wanted, strict=True)):
-                assert loss == pytest.approx(wanted_loss, abs=1e-4), (name, what, number)
-                assert norm == pytest.approx(wanted_norm, rel=1e-3), (name, what, number)
+        bound = Bound("weight", WEIGHTS_BOUND.get(name, 1e-5), "rounding, which updates carry on", relative=False)
+        require(compare_tensors(bound, weights, wanted_weights), (name, sizes))
+        require(compare_curves(curve, wanted), (name, sizes))
+        require(compare_curves(curve[:3] + back[name][0], wanted), (name, "then one process"))
 
 
 def _skipped(sizes: Sizes, parent: str, names: list[str]) -> dict[str, bool]:
@@ -171,7 +174,7 @@ def _many_at_a_time() -> dict[str, float]:
     from threefold.training.optimizer_class import kernel_of
 
     kinds = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.RAdam)
-    found = {}
+    found: list[Difference] = []
     for kind in (*kinds, torch.optim.Adamax, torch.optim.ASGD, torch.optim.Adadelta):
         weights = []
         for arguments in ({"foreach": False}, kernel_of(kind, device="cuda", sharded=True)):
@@ -184,9 +187,10 @@ def _many_at_a_time() -> dict[str, float]:
                 optimizer.step()
                 optimizer.zero_grad()
             weights.append(torch.cat([each.full_tensor().flatten() for each in module.parameters()]))
-        found[kind.__name__] = (weights[0] - weights[1]).abs().max().item()
+        bound = Bound("weight", 1e-6, "a rounding of float32", relative=False)
+        found += compare_tensors(bound, {kind.__name__: weights[1]}, {kind.__name__: weights[0]})
     return found
 
 
 def test_operations_on_many_shards_are_those_on_single_ones() -> None:
-    assert max(run_ranks(_many_at_a_time, 2)[0].values()) <= 1e-6
+    require(run_ranks(_many_at_a_time, 2)[0])

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from ranks.reference import TINY_LLAMA, make_batches, train_alone
+from ranks.reference import PARITY, TINY_LLAMA, make_batches, require, train_alone
 from ranks.spawn import run_ranks
+from threefold.check.compare import Training, compare_trainings
 
 STEPS, ROWS, SEQ_LEN, LR, CLIP, DECAY = 20, 8, 16, 3e-3, 1.0, 0.1
-LOSS_TOLERANCE = 1e-4  # absolute, in nats: DESIGN's parity for float32
-RELATIVE_TOLERANCE = 1e-3  # of a gradient and of its norm
 
 MESHES = [
     (1, 1, 1, 1),
@@ -94,25 +93,9 @@ def alone() -> Any:
     return train_alone(TINY_LLAMA, batches, lr=LR, clip=CLIP, decay=DECAY)
 
 
-def differences(found: Any, expected: Any) -> tuple[float, float, float, str]:
-    """Largest difference of the loss, of the norm and of a gradient (relative), and whose gradient that is."""
-    losses, norms, first = found
-    by_parameter = {
-        name: float(abs(first[name] - gradient.numpy()).max() / max(1e-12, float(gradient.abs().max())))
-        for name, gradient in expected[2].items()
-    }
-    worst = max(by_parameter, key=lambda name: by_parameter[name])
-    loss = max(abs(a - b) for a, b in zip(losses, expected[0], strict=True))
-    norm = max(abs(a - b) / b for a, b in zip(norms, expected[1], strict=True))
-    return loss, norm, by_parameter[worst], worst
-
-
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_mesh_follows_one_process(sizes: tuple[int, int, int, int], alone: Any) -> None:
     results = run_ranks(train_on_mesh, math.prod(sizes), sizes, TINY_LLAMA, 2, 1, sizes in SHARED or "auto")
-    loss, norm, gradient, worst = differences(results[0], alone)
-    print(f"parity {sizes}: loss {loss:.1e}, norm {norm:.1e}, gradient {gradient:.1e} ({worst})")
-    assert loss <= LOSS_TOLERANCE
-    assert norm <= RELATIVE_TOLERANCE
-    assert gradient <= RELATIVE_TOLERANCE, worst
+    comparison = require(compare_trainings(Training(*results[0]), Training(*alone), PARITY))
+    print(f"parity {sizes}: {comparison}")
     assert all(result[0] == results[0][0] for result in results), "ranks disagree about the loss"

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 
+from ranks.reference import SMALL_TOO, require
 from ranks.spawn import run_ranks
+from threefold.check.compare import (
+    ROUTERS_LOSS,
+    Bound,
+    compare_curves,
+    compare_number,
+    compare_numbers,
+    compare_tensors,
+)
+from threefold.check.gradients import complete_gradients
+from threefold.check.reference import gradients_of
 
 pytestmark = pytest.mark.ranks
 
@@ -31,12 +42,11 @@ def _compare(tmp: str, sizes: dict[str, int], values: dict[str, Any], steps: int
     from threefold.config.loading import validate
     from threefold.mesh.mesh import init_mesh
     from threefold.verify.comparison import Options
-    from threefold.verify.mesh_side import compare_on
+    from threefold.verify.mesh_side import verify_on
 
     os.environ["XDG_CACHE_HOME"] = tmp
     config = validate({**values, "data": {"source": f"{tmp}/corpus.txt", "seq_len": 32, **values.get("data", {})}})
-    found = compare_on(init_mesh(device="cpu", **sizes), config, Options(steps=steps))
-    return found.loss_difference, found.norm_difference, found.gradient_difference, found.holds, found.gradients
+    return verify_on(init_mesh(device="cpu", **sizes), config, Options(steps=steps))
 
 
 @pytest.fixture
@@ -51,8 +61,8 @@ def _holds(folder: str, sizes: dict[str, int], model: dict[str, Any], steps: int
     sized = model if "hidden_size" in model else {**SIZES, **model}
     settings = {"model": {"config": sized}, **values}
     settings.setdefault("train", {"global_batch": 8})
-    loss, norm, gradient, holds, by_group = run_ranks(_compare, world, folder, sizes, settings, steps)[0]
-    assert holds, (loss, norm, gradient, by_group)
+    verification = run_ranks(_compare, world, folder, sizes, settings, steps)[0]
+    assert verification.holds, verification.comparison
 
 
 def test_tied_embeddings_sharded_unevenly(folder: str) -> None:
@@ -170,10 +180,9 @@ def _router_losses_alone() -> Any:
 def test_router_loss_is_that_of_the_global_batch(folder: str, sizes: dict[str, int], micro_batch: int) -> None:
     world = sizes.get("dp", 1) * sizes.get("cp", 1) * sizes.get("tp", 1)
     found = run_ranks(_router_losses, world, folder, sizes, micro_batch)[0]
-    for (loss, aux, norm), (loss_alone, aux_alone, norm_alone) in zip(found, _router_losses_alone(), strict=True):
-        assert loss == pytest.approx(loss_alone, abs=1e-4)
-        assert aux == pytest.approx(aux_alone, abs=1e-4)
-        assert norm == pytest.approx(norm_alone, rel=1e-3)
+    expected = _router_losses_alone()
+    require(compare_curves([(loss, norm) for loss, _, norm in found], [(loss, norm) for loss, _, norm in expected]))
+    require(compare_numbers(ROUTERS_LOSS, [aux for _, aux, _ in found], [aux for _, aux, _ in expected]))
 
 
 @pytest.mark.parametrize(
@@ -214,19 +223,24 @@ def _split_losses() -> Any:
         found[0].backward()
         assert whole.grad is not None and part.grad is not None
         differences += [
-            (found[0] - expected[0]).abs().item() / expected[0].item(),
-            (found[1] - expected[1]).abs().item() / expected[1].item(),
-            (part.grad - whole.grad[:, start : start + 6]).abs().max().item(),
+            compare_number(SPLIT_LOSS, found[0].item(), expected[0].item(), place="objective"),
+            compare_number(SPLIT_LOSS, found[1].item(), expected[1].item(), place="cross entropy"),
+            *compare_tensors(SPLIT_GRADIENT, {"": part.grad}, {"": whole.grad[:, start : start + 6]}),
         ]
     smoothed = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.2, reduction="sum")
     own = TokenLoss(label_smoothing=0.2)(logits, labels)[0]
-    return max(differences), abs(own.item() - smoothed.item()) / smoothed.item()
+    return [*differences, compare_number(TORCH_LOSS, own.item(), smoothed.item())]
+
+
+SPLIT_LOSS = Bound("loss", 1e-5, "two partial sums in float32")
+SPLIT_GRADIENT = Bound("gradient", 1e-5, "each entry is at most 1", relative=False)
+TORCH_LOSS = Bound("torch's loss", 1e-6, "the same sum of six terms in float32")
 
 
 def test_split_loss_with_smoothing_and_z_loss() -> None:
-    for difference, against_torch in run_ranks(_split_losses, 2):
-        assert difference < 1e-5
-        assert against_torch < 1e-6
+    for differences in run_ranks(_split_losses, 2):
+        assert len(differences) == 4 * 3 + 1
+        require(differences)
 
 
 ROUTED = ("mixtral", "olmoe", "minimax", "ernie4_5_moe", "jetmoe", "dbrx")
@@ -253,7 +267,6 @@ def _routed_config(kind: str) -> Any:
 
 
 def _padded_router_loss(tmp: str, sizes: dict[str, int], kind: str, micro_batch: int) -> Any:
-    from torch.distributed.tensor import DTensor
 
     from threefold.checkpoint.manifest import architecture_of
     from threefold.config.schema import Config
@@ -273,10 +286,7 @@ def _padded_router_loss(tmp: str, sizes: dict[str, int], kind: str, micro_batch:
     gradients: dict[str, Any] = {}
 
     def observe() -> None:
-        for name, parameter in model.module.named_parameters():
-            if parameter.grad is not None:
-                whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-                gradients[name] = whole.clone()
+        gradients.update((name, gradient.clone()) for name, gradient in complete_gradients(model))
 
     step = TrainStep(model, build_optimizer(model.module, config.optimizer), grad_clip=0.0, observe=observe)
     rows, padding = _padded_rows()
@@ -310,10 +320,7 @@ def test_router_loss_leaves_padding_out(folder: str, kind: str, sizes: dict[str,
         _padded_router_loss, sizes.get("dp", 1) * sizes.get("cp", 1), folder, sizes, kind, micro_batch
     )[0]
     assert aux == pytest.approx(output.aux_loss.item(), abs=1e-5)
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and parameter.grad.abs().max() > 1e-7:
-            difference = (torch.from_numpy(gradients[name]) - parameter.grad).abs().max() / parameter.grad.abs().max()
-            assert difference < 1e-3, name
+    require(compare_tensors(SMALL_TOO, gradients, gradients_of(model)))
 
 
 def _noise(sequence_parallel: bool) -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from ranks.reference import TINY_LLAMA, make_batches
+from ranks.reference import STRICT, TINY_LLAMA, make_batches, require
 from ranks.shared_memory import as_if_shared
 from ranks.spawn import run_ranks
+from threefold.check.compare import compare_tensors
 
 LAYERS = TINY_LLAMA["num_hidden_layers"]
-RELATIVE_TOLERANCE = 1e-3  # of a gradient, as in test_parity
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "whole": ({**TINY_LLAMA, "attention_bias": True, "mlp_bias": True}, {}),
     "adapters": (TINY_LLAMA, {"r": 4}),
@@ -83,10 +83,7 @@ def test_split_products_have_the_gradients_of_one_process() -> None:
     assert len(together) == 3 * (len(MODELS) - 1 + len(CHECKPOINTING))
     for (kind, scattered, checkpointing), (gradients, _) in together.items():
         expected = alone[kind, False, "none"][0]
-        assert gradients.keys() == expected.keys()
-        for name, whole in expected.items():
-            difference = abs(gradients[name] - whole).max() / max(1e-6, abs(whole).max())
-            assert difference <= RELATIVE_TOLERANCE, (kind, scattered, checkpointing, name)
+        require(compare_tensors(STRICT, gradients, expected), (kind, scattered, checkpointing))
 
     # Each layer's two sums of an input's gradient are begun before the product that gives a weight its gradient.
     for scattered, begun in ((False, "allreduce_"), (True, "_reduce_scatter_base_")):

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ranks.runs import command, prepare, torchrun
+from threefold.check.compare import Difference
 from threefold.errors import ConfigError
 from threefold.mesh.topology import Topology
-from threefold.verify.comparison import Comparison, compare_runs, diagnose, group_of
+from threefold.verify.comparison import Verification, compare_runs, diagnose, group_of
 
 pytestmark = pytest.mark.ranks
 
-RIGHT = Comparison([(1.0, 1.0)], [(2.0, 2.0)], {"w": 0.0})
-WRONG = Comparison([(1.0, 1.5)], [(2.0, 2.0)], {"w": 0.0})
+SAME = Difference("gradient", 0.0, 1e-3, "w")
+RIGHT = Verification([(1.0, 1.0)], [(2.0, 2.0)], [SAME])
+WRONG = Verification([(1.0, 1.5)], [(2.0, 2.0)], [SAME])
 
 
 @pytest.fixture(scope="module")
@@ -90,27 +93,30 @@ def test_planted_fault_is_found(folder: Path, fault: str) -> None:
 def test_diagnosis_tries_each_axis_alone() -> None:
     tried: list[Topology] = []
 
-    def compare(topology: Topology) -> Comparison:
+    def verify(topology: Topology) -> Verification:
         tried.append(topology)
         return WRONG if topology.cp > 1 else RIGHT
 
     mesh = Topology(dp_shard=2, cp=2, tp=2)
-    assert diagnose(mesh, compare) == (
+    assert diagnose(mesh, verify) == (
         "the mesh differs from the single process: context (dp=1 x cp=2 x tp=1); "
         "correct alone: data (dp=2 (sharded) x cp=1 x tp=1), tensor (dp=1 x cp=1 x tp=2)"
     )
     assert tried == [Topology(dp_shard=2), Topology(cp=2), Topology(tp=2)]
     assert "only if axes are combined" in diagnose(mesh, lambda topology: RIGHT)
-    assert diagnose(Topology(tp=2), compare).endswith("the tensor axis, the only one it has")
+    assert diagnose(Topology(tp=2), verify).endswith("the tensor axis, the only one it has")
+    assert diagnose(Topology(), verify).endswith("on one rank: no axis of it is the cause")
 
 
 def test_comparison_holds_within_the_promised_tolerances() -> None:
     assert RIGHT.holds and not WRONG.holds
-    assert Comparison([(1.0, 1.00009)], [(1.0, 1.0009)], {"w": 9e-4}).holds
-    assert not Comparison([(1.0, 1.00011)], [(1.0, 1.0)], {"w": 0.0}).holds
-    assert not Comparison([(1.0, 1.0)], [(1.002, 1.0)], {"w": 0.0}).holds
-    assert not Comparison([(1.0, 1.0)], [(1.0, 1.0)], {"w": 2e-3}).holds
-    assert not Comparison([(float("nan"), 1.0)], [(1.0, 1.0)], {"w": 0.0}).holds
+    assert Verification([(1.0, 1.00009)], [(1.0, 1.0009)], [replace(SAME, figure=9e-4)]).holds
+    assert not Verification([(1.0, 1.00011)], [(1.0, 1.0)], [SAME]).holds
+    assert not Verification([(1.0, 1.0)], [(1.002, 1.0)], [SAME]).holds
+    assert not Verification([(1.0, 1.0)], [(1.0, 1.0)], [replace(SAME, figure=2e-3)]).holds
+    assert not replace(RIGHT, admitted=False).holds
+    assert Verification.from_record(json.loads(json.dumps(RIGHT.to_record()))).holds
+    assert not Verification.from_record(json.loads(json.dumps(WRONG.to_record()))).holds
     assert group_of("model.layers.11.mlp.experts.0.weight") == "model.layers.*.mlp.experts.*.weight"
 
 

@@ -16,8 +16,8 @@ from threefold.verify.bits import compared, meshes_of
 
 EXACT = ("--train.reduce", "exact", "--train.micro_batch", "2")
 STEPS: list[dict[str, Any]] = [
-    {"loss": "1.5", "gradient norm": "2.5", "weights": {"embedding": "a", "layer": "b", "head": "c"}},
-    {"loss": "1.25", "gradient norm": "2.25", "weights": {"embedding": "d", "layer": "e", "head": "f"}},
+    {"loss": 1.5, "gradient norm": 2.5, "weights": {"embedding": "a", "layer": "b", "head": "c"}},
+    {"loss": 1.25, "gradient norm": 2.25, "weights": {"embedding": "d", "layer": "e", "head": "f"}},
 ]
 
 
@@ -34,8 +34,8 @@ def changed(step: int, **values: Any) -> list[dict[str, Any]]:
         (STEPS, "equal: 3 tensors, losses and norms, in each of 2 steps"),
         (changed(1, layer="x"), "not equal: dp=2 and dp=1: step 1 differs first, in layer"),
         (changed(2, layer="x", head="y"), "step 2 differs first, in layer and 1 more of 3 tensors"),
-        (changed(2, loss="1.3", head="y"), "step 2 differs first, in head; so does its loss"),
-        (changed(1, loss="1.6"), "step 1 differs first, in its loss"),
+        (changed(2, loss=1.3, head="y"), "step 2 differs first, in head; so does its loss"),
+        (changed(1, loss=1.6), "step 1 differs first, in its loss"),
     ],
 )
 def test_the_first_step_and_tensor_that_differ_are_named(other: list[Any], said: str) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from architectures import NAMES, NOT_RUN, config_of, perturbed
+from ranks.reference import SMALL_TOO, require
+from threefold.check.compare import LOSS, compare_number, compare_tensors
+from threefold.check.reference import forward_backward, gradients_of
 from threefold.mesh.mesh import Mesh, init_mesh
 from threefold.model import load, storage
 from threefold.model.context_parallel import backend, limits, recurrence
@@ -20,7 +22,6 @@ from threefold.model.context_parallel.split import ContextParallel
 from threefold.model.head import install
 from threefold.model.reduced import reduced
 from threefold.training.loss import TokenLoss
-from threefold.verify.comparison import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
 SEQ_LEN = 32
 # Their own attention; masks, keys or terms of their own.
@@ -75,17 +76,9 @@ def rows(mask: str, config: PretrainedConfig) -> dict[str, Tensor]:
 
 
 def theirs(model: Any, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of transformers' own model, which is given each document alone, and no positions."""
-    total = torch.zeros(())
-    documents = batch.get("document_ids", torch.zeros_like(batch["input_ids"]))
-    for tokens, labels, numbers in zip(batch["input_ids"], batch["labels"], documents, strict=True):
-        for number in numbers.unique_consecutive():
-            if number >= 0:
-                own = numbers == number
-                logits = model(input_ids=tokens[own][None], use_cache=False).logits[0]
-                total = total + F.cross_entropy(logits, labels[own], ignore_index=-100, reduction="sum")
-    total.backward()
-    return total.item(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    """Mean loss and gradients of transformers' own model, which is given each document alone, and no positions."""
+    sums = forward_backward(model, batch)
+    return sums.loss, gradients_of(model)
 
 
 class Ours:
@@ -139,13 +132,9 @@ def compare(name: str, mesh: Mesh) -> None:
         own.zero_grad()
         loss, gradients = theirs(own, batch)
         targets = int((batch["labels"] != -100).sum())
-        assert abs(ours.loss(batch).item() - loss) / targets <= LOSS_TOLERANCE, mask
-        found = {each: parameter.grad for each, parameter in ours.model.named_parameters()}
-        largest = max(gradient.abs().max() for gradient in gradients.values())
-        for each, gradient in gradients.items():
-            if gradient.abs().max() > 1e-5 * largest:  # a key's bias has none, but for rounding
-                difference = (found[each] - gradient).abs().max() / gradient.abs().max()
-                assert difference <= GRADIENT_TOLERANCE, (mask, each)
+        loss_of_ours = ours.loss(batch).item() / targets
+        actual = {name: gradient / targets for name, gradient in gradients_of(ours.model).items()}
+        require([compare_number(LOSS, loss_of_ours, loss), *compare_tensors(SMALL_TOO, actual, gradients)], mask)
     with torch.no_grad():
         early = rows("causal", config)
         early["labels"][:, 8:] = -100

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from threefold.mesh.mesh import init_mesh
+from threefold.run.make_step import load_model, make_step
 from threefold.training.loss import RouterLoss
-from threefold.training.make_step import load_model, make_step
 
 MIXTRAL = {
     "model_type": "mixtral",

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from threefold.config.loading import Loaded
     from threefold.config.schema import Config
     from threefold.mesh.topology import Topology
-    from threefold.verify.comparison import Comparison, Options
+    from threefold.verify.comparison import Options, Verification
 
 
 def command(
     context: typer.Context,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to compare.")] = 3,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps to compare: 3, or with --against all of both runs.")
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Use only the first N layers.")] = None,
     random: Annotated[bool, typer.Option("--random", help="Random weights instead of the named ones.")] = False,
     force: Annotated[
@@ -49,14 +51,14 @@ def command(
             what, expected = "verify --bits with --against", "one of them: metrics of finished runs have no weights"
             raise ConfigError(what, expected=expected, fix="threefold hash RUN_A RUN_B   (compares their weights)")
 
-        lines, holds = compare_runs(*against)
+        lines, holds = compare_runs(*against, steps=steps)
         typer.echo("\n".join(lines))
         sys.exit(0 if holds else EXIT_FAILED)
     from threefold.commands.arguments import load_config
     from threefold.verify.comparison import Options
 
     verified = bits_command if bits else verify_command
-    sys.exit(verified(load_config(context.args), Options(steps, layers, random), force=force))
+    sys.exit(verified(load_config(context.args), Options(steps or 3, layers, random), force=force))
 
 
 def verify_command(loaded: Loaded, options: Options, *, force: bool = False) -> int:
@@ -83,11 +85,11 @@ def verify_command(loaded: Loaded, options: Options, *, force: bool = False) -> 
     print(f"mesh {topology} on {topology.world_size} ranks ({why}) against one process, float32, {options.steps} steps")
     for line in file_lines(loaded.config):
         print(f"files: {line}")
-    found = on_ranks(loaded.config, options, topology)
-    if isinstance(found, int):
-        return found
-    print("\n".join(table(found)))
-    if found.holds:
+    verification = on_ranks(loaded.config, options, topology)
+    if isinstance(verification, int):
+        return verification
+    print("\n".join(table(verification)))
+    if verification.holds:
         print("the mesh follows the single process")
         return 0
     print(diagnose(topology, lambda smaller: on_ranks(loaded.config, replace(options, admission=False), smaller)))
@@ -126,12 +128,12 @@ def bits_command(loaded: Loaded, options: Options, *, force: bool = False) -> in
     return 0 if equal else EXIT_FAILED
 
 
-def on_ranks(config: Config, options: Options, topology: Topology) -> Comparison | int:
-    """The comparison on local ranks, or the exit code of a failed attempt."""
-    from threefold.verify.comparison import Comparison
+def on_ranks(config: Config, options: Options, topology: Topology) -> Verification | int:
+    """The verification on local ranks, or the exit code of a failed attempt."""
+    from threefold.verify.comparison import Verification
 
-    found = _on_ranks(False, config, options, topology)
-    return found if isinstance(found, int) else Comparison(**found)
+    answer = _on_ranks(False, config, options, topology)
+    return answer if isinstance(answer, int) else Verification.from_record(answer)
 
 
 def _on_ranks(bits: bool, config: Config, options: Options, topology: Topology) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from threefold.bars import Bars
+from threefold.check.admit import admit
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.layout import Checkpoint, damaged
 from threefold.checkpoint.manifest import read_manifest, refuse_other
@@ -28,7 +29,6 @@ from threefold.run.pairs import evaluation_of, pairs_of
 from threefold.run.process import compute_alike, facts_of, quieten_libraries
 from threefold.run.request import Asked, asked_of
 from threefold.run.terminal import evaluated, evaluated_tasks
-from threefold.training.admission.admit import admit
 from threefold.training.evaluation import EvalStep
 from threefold.training.loop import eval_metrics
 

@@ -17,6 +17,7 @@ import torch
 
 from threefold import bars
 from threefold.audit.compare import Audit
+from threefold.check.admit import admit
 from threefold.checkpoint import run_template
 from threefold.config.loading import Loaded
 from threefold.errors import ThreefoldError
@@ -45,7 +46,6 @@ from threefold.run.sources import file_lines
 from threefold.run.stall import CLOSING
 from threefold.run.terminal import Screen
 from threefold.run.watchdog import Watchdog
-from threefold.training.admission.admit import admit
 from threefold.training.evaluation import EvalStep
 from threefold.training.forward import token_loss_of, warm_up_buckets
 from threefold.training.loop import Outcome, Run, train_loop

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from torch.distributed.tensor import DTensor
 
+from threefold.check.compare import Difference, compare_exactly
 from threefold.checkpoint.tensors import bytes_of
 from threefold.config.peak_rate import peak_rate, with_rate
 from threefold.config.schema import Config
@@ -35,7 +36,8 @@ from threefold.training.step import TrainStep
 from threefold.verify.comparison import Options
 from threefold.verify.mesh_side import cut
 
-# Of one step: loss and norm as written by `repr`, and the SHA-256 of each tensor after it, in the model's order.
+# Of one step: `loss`, `gradient norm`, and in `weights` the SHA-256 of each tensor after it, in the model's order, or
+# None of one that is not finite.
 Step: TypeAlias = dict[str, Any]
 _DATA_RANKS = ((1, 1), (1, 2), (2, 2))
 
@@ -67,9 +69,9 @@ def bits_rank(config: Config, options: Options, topology: Topology, answer: str)
     info = environment.current()
     try:
         mesh = join_mesh(topology, info, device=config.mesh.device, timeout_s=config.mesh.timeout_s)
-        found = steps_on(mesh, config, options)
+        steps = steps_on(mesh, config, options)
         if mesh.rank == 0:
-            Path(answer).write_text(json.dumps(found))
+            Path(answer).write_text(json.dumps(steps))
         mesh.barrier()
         mesh.close()
         return 0
@@ -90,52 +92,63 @@ def steps_on(mesh: Mesh, config: Config, options: Options) -> list[Step]:
     optimizer, ema = assemble.optimizer_of(config, model, mesh), assemble.average_of(config, model)
     loss = token_loss_of(model, mesh, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
     step = TrainStep(model, optimizer, token_loss=loss, grad_clip=train.grad_clip, ema=ema)
-    loader, found = iter(assemble.loader_of(config, rows, mesh)), list[Step]()
+    loader, steps = iter(assemble.loader_of(config, rows, mesh)), list[Step]()
     exact, size = train.reduce == "exact", train.micro_batch
     for number in range(1, options.steps + 1):
         batch = next(loader)
         pieces = micro_batches(batch, len(batch["labels"]) if size == "auto" else size, spread=exact)
         lr = learning_rate(number, num_steps=options.steps, config=config.optimizer)
         result = step.run(with_noise(pieces, model, seed=train.seed, step=number, spread=exact), lr=lr)
-        told = {"loss": repr(mean_loss(result, mesh)), "gradient norm": repr(result.grad_norm.item())}
-        found.append({**told, "weights": _hashes(model)})
-    return found
+        numbers = {"loss": mean_loss(result, mesh), "gradient norm": result.grad_norm.item()}
+        steps.append({**numbers, "weights": _hashes(model)})
+    return steps
 
 
-def _hashes(model: Model) -> dict[str, str]:
-    """Of each tensor, whole; every rank calls it."""
-    found = {}
+def _hashes(model: Model) -> dict[str, str | None]:
+    """Of each tensor, whole; None of one that is not finite. Every rank calls it."""
+    hashes = {}
     for name, parameter in model.module.named_parameters():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        found[name] = hashlib.sha256(bytes_of(whole.detach().cpu().contiguous())).hexdigest()
-    return found
+        content = bytes_of(whole.detach().cpu().contiguous())
+        hashes[name] = hashlib.sha256(content).hexdigest() if whole.isfinite().all() else None
+    return hashes
 
 
-def compared(found: Mapping[str, Sequence[Step]]) -> tuple[list[str], bool]:
+def compared(meshes: Mapping[str, Sequence[Step]]) -> tuple[list[str], bool]:
     """The steps of each mesh as lines, and whether all are those of the first."""
-    first, *others = found.values()
+    first_name, first = next(iter(meshes.items()))
     lines = [f"{'mesh':<44}  {'last loss':<20}  {'last gradient norm':<20}  SHA-256 of all tensors"]
-    for name, steps in found.items():
-        last = steps[-1]
-        whole = hashlib.sha256("".join(last["weights"].values()).encode()).hexdigest()
-        lines.append(f"{name:<44}  {last['loss']:<20}  {last['gradient norm']:<20}  {whole[:16]}")
-    names = list(found)[1:]
-    differing = [(name, text) for name, steps in zip(names, others, strict=True) if (text := _difference(first, steps))]
+    for name, steps in meshes.items():
+        last: Step = steps[-1] if steps else {"loss": "", "gradient norm": "", "weights": {}}
+        whole = hashlib.sha256("".join(map(str, last["weights"].values())).encode()).hexdigest()
+        lines.append(f"{name:<44}  {last['loss']!r:<20}  {last['gradient norm']!r:<20}  {whole[:16]}")
+    # The first mesh is compared with itself too: what is not finite is not equal there either.
+    differing = [(name, text) for name, steps in meshes.items() if (text := _difference(first, steps))]
     if not differing:
         lines.append(f"equal: {len(first[0]['weights'])} tensors, losses and norms, in each of {len(first)} steps")
-    lines += [f"not equal: {name} and {next(iter(found))}: {text}" for name, text in differing]
+    for name, text in differing:
+        pair = name if name == first_name else f"{name} and {first_name}"
+        lines.append(f"not equal: {pair}: {text}")
     return lines, not differing
 
 
 def _difference(first: Sequence[Step], other: Sequence[Step]) -> str | None:
     """The first step and tensor that differ."""
-    for number, (one, two) in enumerate(zip(first, other, strict=True), start=1):
-        told = [name for name in ("loss", "gradient norm") if one[name] != two[name]]
-        tensors = [name for name, own in one["weights"].items() if two["weights"].get(name) != own]
+    if len(first) != len(other) or not first:
+        return f"{len(other)} steps, {len(first)} expected"
+    for number, (expected, actual) in enumerate(zip(first, other, strict=True), start=1):
+        numbers = _failing(*({key: step[key] for key in ("loss", "gradient norm")} for step in (actual, expected)))
+        tensors = _failing(actual["weights"], expected["weights"])
         if tensors:
-            more = f" and {len(tensors) - 1} more of {len(one['weights'])} tensors" if len(tensors) > 1 else ""
-            so = f"; so does its {' and its '.join(told)}" if told else ""
-            return f"step {number} differs first, in {tensors[0]}{more}{so}"
-        if told:
-            return f"step {number} differs first, in its {' and its '.join(told)}"
+            more = f" and {len(tensors) - 1} more of {len(expected['weights'])} tensors" if len(tensors) > 1 else ""
+            so = f"; so does its {' and its '.join(difference.place for difference in numbers)}" if numbers else ""
+            known = all(step["weights"].get(tensors[0].place) is not None for step in (actual, expected))
+            reason = "" if known else f" ({tensors[0].detail})"
+            return f"step {number} differs first, in {tensors[0].place}{more}{reason}{so}"
+        if numbers:
+            return f"step {number} differs first, in its {' and its '.join(each.place for each in numbers)}"
     return None
+
+
+def _failing(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Difference]:
+    return [difference for difference in compare_exactly("bits", actual, expected) if not difference.holds]

@@ -1,4 +1,4 @@
-"""The mesh compared with one process: values and tolerances; and two finished runs compared the same way.
+"""The mesh compared with one process, as lines; and two finished runs compared the same way.
 
 A few steps run on the mesh and in one process, in float32, on the same rows; losses, gradient norms, the first step's
 gradients and the layers' outputs are compared.
@@ -6,23 +6,30 @@ gradients and the layers' outputs are compared.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from threefold.check.compare import (
+    FINITE,
+    GRADIENT,
+    GRADIENT_NORM,
+    LOSS,
+    Comparison,
+    Difference,
+    compare_curves,
+    compare_number,
+    compare_numbers,
+    compare_tensors,
+)
 from threefold.errors import ConfigError
 from threefold.jsonl import read_metrics
 from threefold.mesh.topology import Topology
-
-# In float32, as the documentation promises: in nats, and relative to the single process.
-LOSS_TOLERANCE = 1e-4
-NORM_TOLERANCE = 1e-3
-GRADIENT_TOLERANCE = 1e-3
-OUTPUT_TOLERANCE = 1e-3
-# A gradient that is zero but for rounding (of a key's bias) has no relative difference: the least that one is compared
-# with, as a share of the largest.
-SMALLEST_GRADIENT = 1e-4
 
 
 @dataclass(frozen=True)
@@ -36,12 +43,13 @@ class Options:
 
 
 @dataclass
-class Comparison:
+class Verification:
     """Mesh and single process side by side.
 
     Attributes:
         losses, norms: (mesh, alone) of each step.
-        gradients: largest relative difference in each group of parameters (layers taken together).
+        gradients: of each parameter in the first step.
+        not_finite: what was not finite on the mesh, and on which rank.
         departed_layer: number of the first layer whose output differs, from 0, or None.
         admission: what the probes of the architecture found, or why they refuse it.
         admitted: whether they hold.
@@ -49,31 +57,39 @@ class Comparison:
 
     losses: list[tuple[float, float]] = field(default_factory=list)
     norms: list[tuple[float, float]] = field(default_factory=list)
-    gradients: dict[str, float] = field(default_factory=dict)
+    gradients: list[Difference] = field(default_factory=list)
+    not_finite: list[Difference] = field(default_factory=list)
     departed_layer: int | None = None
     admission: str = ""
     admitted: bool = True
 
     @property
-    def loss_difference(self) -> float:
-        return max(abs(mesh - alone) for mesh, alone in self.losses)
-
-    @property
-    def norm_difference(self) -> float:
-        return max(abs(mesh - alone) / max(alone, 1e-12) for mesh, alone in self.norms)
-
-    @property
-    def gradient_difference(self) -> float:
-        return max(self.gradients.values())
+    def comparison(self) -> Comparison:
+        """All differences, step by step; gradients that were not compared do not hold."""
+        losses, norms = (
+            compare_numbers(bound, [pair[0] for pair in pairs], [pair[1] for pair in pairs])
+            for bound, pairs in ((LOSS, self.losses), (GRADIENT_NORM, self.norms))
+        )
+        gradients = self.gradients or compare_tensors(GRADIENT, {}, {})
+        differences = []
+        for number in range(max(len(losses), len(norms))):
+            differences += [*losses[number : number + 1], *norms[number : number + 1]]
+            differences += gradients if number == 0 else []
+            differences += [each for each in self.not_finite if each.place == f"step {number + 1}"]
+        return Comparison(differences)
 
     @property
     def holds(self) -> bool:
-        return (
-            self.admitted
-            and self.loss_difference <= LOSS_TOLERANCE
-            and self.norm_difference <= NORM_TOLERANCE
-            and self.gradient_difference <= GRADIENT_TOLERANCE
-        )
+        return self.admitted and self.comparison.holds
+
+    def to_record(self) -> dict[str, Any]:
+        """Plain values, which `from_record` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Verification:
+        differences = {name: [Difference(**values) for values in record[name]] for name in ("gradients", "not_finite")}
+        return cls(**{**record, **differences})
 
 
 def group_of(parameter: str) -> str:
@@ -81,26 +97,41 @@ def group_of(parameter: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", parameter)
 
 
-def table(found: Comparison) -> list[str]:
-    """The comparison as lines to print."""
+def table(verification: Verification) -> list[str]:
+    """The verification as lines to print."""
     lines = ["step   loss, mesh   loss, alone   difference   norm, mesh   norm, alone   relative difference"]
-    for number, ((loss, alone), (norm, norm_alone)) in enumerate(zip(found.losses, found.norms, strict=True), 1):
-        relative = abs(norm - norm_alone) / max(norm_alone, 1e-12)
+    pairs = zip(verification.losses, verification.norms, strict=True)
+    for number, ((loss, alone), (norm, norm_alone)) in enumerate(pairs, start=1):
+        relative = compare_number(GRADIENT_NORM, norm, norm_alone).figure
         lines.append(
             f"{number:>4}   {loss:>10.6f}   {alone:>11.6f}   {abs(loss - alone):>10.1e}   {norm:>10.5f}   "
             f"{norm_alone:>11.5f}   {relative:>19.1e}"
         )
     lines.append("largest relative difference of the first step's gradients, by group of parameters:")
-    for name, difference in sorted(found.gradients.items(), key=lambda item: -item[1])[:12]:
-        mark = "  <- differs" if difference > GRADIENT_TOLERANCE else ""
-        lines.append(f"  {difference:.1e}  {name}{mark}")
-    if found.departed_layer is not None:
-        lines.append(f"the first layer whose output differs: layer {found.departed_layer} (from 0)")
-    return [*lines, *found.admission.splitlines()]
+    for worst in _by_group(verification.gradients)[:12]:
+        mark = "" if worst.holds else "  <- differs" + (f": {worst.detail}" if worst.detail else "")
+        lines.append(f"  {worst.figure:.1e}  {worst.place}{mark}")
+    if verification.departed_layer is not None:
+        lines.append(f"the first layer whose output differs: layer {verification.departed_layer} (from 0)")
+    lines += [f"{difference.place}: {difference.detail}" for difference in verification.not_finite]
+    if (first := verification.comparison.first) is not None:
+        lines.append(f"the first difference: {first}")
+    return [*lines, *verification.admission.splitlines()]
 
 
-def diagnose(topology: Topology, compare: Callable[[Topology], Comparison | int]) -> str:
+def _by_group(gradients: Sequence[Difference]) -> list[Difference]:
+    """The worst difference of each group of parameters, under the group's name, the largest first."""
+    groups: dict[str, list[Difference]] = {}
+    for difference in gradients:
+        groups.setdefault(group_of(difference.place), []).append(difference)
+    worst = [replace(Comparison(members).worst(), place=group) for group, members in groups.items()]
+    return sorted(worst, key=lambda difference: -difference.figure)
+
+
+def diagnose(topology: Topology, verify: Callable[[Topology], Verification | int]) -> str:
     """Finds which axis differs, by trying each one alone."""
+    if topology.world_size == 1:
+        return "the mesh differs from the single process, on one rank: no axis of it is the cause"
     alone = {
         "data": replace(topology, cp=1, tp=1),
         "context": Topology(cp=topology.cp),
@@ -113,41 +144,70 @@ def diagnose(topology: Topology, compare: Callable[[Topology], Comparison | int]
             continue
         if smaller == topology:
             return f"the mesh differs from the single process: the {axis} axis, the only one it has"
-        found = compare(smaller)
-        (right if not isinstance(found, int) and found.holds else wrong).append(f"{axis} ({smaller})")
+        result = verify(smaller)
+        (right if not isinstance(result, int) and result.holds else wrong).append(f"{axis} ({smaller})")
     if wrong:
         also = f"; correct alone: {', '.join(right)}" if right else ""
         return f"the mesh differs from the single process: {' and '.join(wrong)}{also}"
     return f"the mesh differs from the single process only if axes are combined; correct alone: {', '.join(right)}"
 
 
-def compare_runs(first: Path, second: Path) -> tuple[list[str], bool]:
-    """Lines that compare the metrics of two runs step by step, and whether they are within tolerance.
+def compare_runs(first: Path, second: Path, *, steps: int | None = None) -> tuple[list[str], bool]:
+    """Lines that compare the metrics of two runs step by step, and whether they are within the bounds.
+
+    A step that only one of them logged is a difference, unless the other one logs less often or began later.
+
+    Args:
+        steps: compare the steps up to this one; None: all.
 
     Raises:
         ConfigError: a run has no metrics, or they share no step.
     """
-    curves = []
-    for run in (first, second):
-        path = run / "metrics.jsonl"
-        if not path.exists():
-            fix = "threefold verify --against RUN_A RUN_B"
-            raise ConfigError(f"{run} has no metrics.jsonl", expected="the folders of two runs", fix=fix)
-        curves.append({line["step"]: line for line in read_metrics(path) if "loss" in line})
-    steps = sorted(curves[0].keys() & curves[1].keys())
-    if not steps:
+    curves = [_curve_of(run, steps) for run in (first, second)]
+    common = sorted(curves[0].keys() & curves[1].keys())
+    if not common:
         what = f"{first} and {second} have no logged step in common"
         raise ConfigError(what, expected="two runs that logged the same steps", fix="--log.every 1 in both")
-    found = Comparison(
-        [(curves[0][step]["loss"], curves[1][step]["loss"]) for step in steps],
-        [(curves[0][step]["grad_norm"], curves[1][step]["grad_norm"]) for step in steps],
-        {"(not recorded)": 0.0},
+    logged = (
+        [[curve[step].get(key, math.nan) for key in ("loss", "grad_norm")] for step in common] for curve in curves
     )
-    worst = max(steps, key=lambda step: abs(curves[0][step]["loss"] - curves[1][step]["loss"]))
+    comparison = compare_curves(*logged, places=[f"step {step}" for step in common])
+    missing = [*_missing(curves[1], curves[0], of=second), *_missing(curves[0], curves[1], of=first)]
+    comparison.differences += missing
+    worst = comparison.worst(LOSS.quantity)
     lines = [
-        f"{len(steps)} steps in common, {steps[0]} to {steps[-1]}",
-        f"largest difference of the loss: {found.loss_difference:.1e} nats, at step {worst}",
-        f"largest relative difference of the gradient norm: {found.norm_difference:.1e}",
-        "the runs follow one another" if found.holds else "the runs differ",
+        f"{len(common)} steps in common, {common[0]} to {common[-1]}",
+        f"largest difference of the loss: {worst.figure:.1e} nats, at {worst.place}",
+        f"largest relative difference of the gradient norm: {comparison.worst(GRADIENT_NORM.quantity).figure:.1e}",
     ]
-    return lines, found.holds
+    if (difference := comparison.first) is not None:
+        lines.append(f"the first difference: {difference}")
+    if missing:
+        lines.append(f"to compare the steps before: --steps {common[-1]}")
+    return [*lines, "the runs follow one another" if comparison.holds else "the runs differ"], comparison.holds
+
+
+def _curve_of(run: Path, steps: int | None) -> dict[int, dict[str, Any]]:
+    """The last line of each training step, by step."""
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        fix = "threefold verify --against RUN_A RUN_B"
+        raise ConfigError(f"{run} has no metrics.jsonl", expected="the folders of two runs", fix=fix)
+    lines = [line for line in read_metrics(path) if "loss" in line]
+    return {line["step"]: line for line in lines if steps is None or line["step"] <= steps}
+
+
+def _missing(curve: dict[int, Any], other: dict[int, Any], *, of: Path) -> list[Difference]:
+    """The steps that a run should have logged, as the other one did, and did not."""
+    logged, begin = sorted(curve), max(min(curve), min(other))
+    # The distance of most steps from the next; the first and the last step are logged wherever they are.
+    gaps = Counter(later - earlier for earlier, later in pairwise(logged))
+    every = max(gaps, key=lambda gap: (gaps[gap], gap), default=1)
+    lost = [step for step in other if step > begin and step % every == 0 and step not in curve]
+    if not lost and max(other) > max(curve):
+        lost = [max(other)]
+    if not lost:
+        return []
+    more = f" and {len(lost) - 1} more steps" if len(lost) > 1 else ""
+    detail = f"only the other run logged step {min(lost)}{more}"
+    return [Difference("metrics", math.inf, FINITE.limit, str(of), detail)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from threefold.bars import Bars
+from threefold.check.admit import RefusedError, admit
+from threefold.check.compare import FINITE, GRADIENT, OUTPUT, Difference, TensorComparison, Training, compare_tensors
+from threefold.check.gradients import complete_gradients
+from threefold.check.reference import run_alone
 from threefold.checkpoint.manifest import architecture_of, with_infinities
 from threefold.config.loading import validate
 from threefold.config.paths import tokenizer_name
@@ -26,7 +30,7 @@ from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
 from threefold.model import load
 from threefold.model.build import build
-from threefold.model.collectives import gather_parts
+from threefold.model.collectives import gather_parts, local_part
 from threefold.model.context_parallel.split import gathered_positions
 from threefold.model.load import layers_of
 from threefold.model.model import Model
@@ -35,14 +39,12 @@ from threefold.run.failure import report_failure
 from threefold.run.pairs import pairs_of
 from threefold.run.process import quieten_libraries
 from threefold.run.sources import file_lines, with_packing
-from threefold.training.admission.admit import RefusedError, admit
 from threefold.training.batches import micro_batches
-from threefold.training.numbers import mean_loss
+from threefold.training.numbers import StepResult, mean_loss
 from threefold.training.optimizer import build_optimizer
 from threefold.training.schedule import learning_rate
 from threefold.training.step import TrainStep
-from threefold.verify.comparison import OUTPUT_TOLERANCE, SMALLEST_GRADIENT, Comparison, Options, group_of, table
-from threefold.verify.single_process import Curve, run_alone
+from threefold.verify.comparison import Options, Verification, table
 
 
 def verify_rank(config: Config, options: Options, topology: Topology, answer: str | None) -> int:
@@ -52,14 +54,14 @@ def verify_rank(config: Config, options: Options, topology: Topology, answer: st
     info = environment.current()
     try:
         mesh = join_mesh(topology, info, device=config.mesh.device, timeout_s=config.mesh.timeout_s)
-        found = compare_on(mesh, config, options)
+        verification = verify_on(mesh, config, options)
         code = 0
         if mesh.rank == 0 and answer is not None:
-            Path(answer).write_text(json.dumps(vars(found)))
+            Path(answer).write_text(json.dumps(verification.to_record()))
         elif mesh.rank == 0:
-            print("\n".join([*(f"files: {line}" for line in file_lines(config)), *table(found)]))
-            print(f"the mesh {'follows' if found.holds else 'differs from'} the single process")
-            code = 0 if found.holds else EXIT_FAILED
+            print("\n".join([*(f"files: {line}" for line in file_lines(config)), *table(verification)]))
+            print(f"the mesh {'follows' if verification.holds else 'differs from'} the single process")
+            code = 0 if verification.holds else EXIT_FAILED
         mesh.barrier()
         mesh.close()
         return code
@@ -79,16 +81,16 @@ def _as_compared(config: Config, topology: Topology) -> Config:
     return validate(values)
 
 
-def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
+def verify_on(mesh: Mesh, config: Config, options: Options) -> Verification:
     """Compares an existing mesh with one process; the result is complete on rank 0. Every rank calls it."""
     config = _as_compared(with_rate(config, peak_rate(config)[0]), mesh.topology)
     tokenizer, architecture = request.model_of(config)
     config, architecture = cut(config, architecture, options)
     config = with_packing(config, mesh)
     request.check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
-    found = Comparison()
+    verification = Verification()
     if options.admission:
-        found.admitted, found.admission = _admission(config, architecture, mesh)
+        verification.admitted, verification.admission = _admission(config, architecture, mesh)
     rows = assemble.rows_of(config, tokenizer, mesh, vocab_size=architecture.get_text_config().vocab_size)
     observed = config.train.global_batch // mesh.dp_size
 
@@ -99,15 +101,15 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
         first = [place for dp in range(mesh.dp_size) for place in range(dp, config.train.global_batch, mesh.dp_size)]
         batches = [{name: values[first] for name, values in next(loader).items()} for _ in range(options.steps)]
         batches = [{name: values for name, values in batch.items() if name != "indices"} for batch in batches]
-        curves.append(run_alone(config, architecture, batches, num_steps=options.steps, observed_rows=observed))
-        return [curves[0].losses, curves[0].norms]
+        trainings.append(run_alone(config, architecture, batches, num_steps=options.steps, observed_rows=observed))
+        return [trainings[0].losses, trainings[0].norms]
 
-    curves: list[Curve] = []
+    trainings: list[Training] = []
     bars = Bars(quiet=mesh.rank != 0)
     with bars.show("one process"):
         losses, norms = mesh.share("alone", alone)
     model = build(config, architecture, mesh)
-    observe = _compare_gradients(model, curves[0].gradients if curves else {}, found, mesh)
+    observe = _gradient_comparison(model, trainings[0].gradients if trainings else {}, verification, mesh)
     optimizer = build_optimizer(model.module, config.optimizer, mesh)
     pairs = pairs_of(config, model, rows, None, resumed=None, say=print if mesh.rank == 0 else lambda line: None)
     own: dict[str, Any] = {"loss": pairs.loss, "loss_on": "log_probabilities"} if pairs is not None else {}
@@ -119,11 +121,13 @@ def compare_on(mesh: Mesh, config: Config, options: Options) -> Comparison:
         batch = next(loader)
         lr = learning_rate(number, num_steps=options.steps, config=config.optimizer)
         result = step.run(micro_batches(batch, micro_batch), lr=lr)
-        found.losses.append((mean_loss(result, mesh), losses[number - 1]))
-        found.norms.append((result.grad_norm.item(), norms[number - 1]))
+        verification.losses.append((mean_loss(result, mesh), losses[number - 1]))
+        verification.norms.append((result.grad_norm.item(), norms[number - 1]))
+        verification.not_finite += _not_finite(number, result, model, mesh)
         if number == 1:
-            found.departed_layer = _first_departure(outputs, curves[0].outputs if curves else [], model, mesh)
-    return found
+            expected = trainings[0].outputs if trainings else []
+            verification.departed_layer = _first_departure(outputs, expected, model, mesh)
+    return verification
 
 
 def _admission(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[bool, str]:
@@ -166,28 +170,36 @@ def _watch(model: Any) -> list[list[Tensor]]:
     return outputs
 
 
-def _compare_gradients(model: Model, expected: dict[str, Tensor], found: Comparison, mesh: Mesh) -> Callable[[], None]:
+def _gradient_comparison(
+    model: Model, expected: dict[str, Tensor], verification: Verification, mesh: Mesh
+) -> Callable[[], None]:
     """Compares each complete gradient with the single process' on rank 0, at the first call; every rank calls it."""
-
-    smallest = SMALLEST_GRADIENT * max((wanted.abs().max().item() for wanted in expected.values()), default=0.0)
+    comparison = TensorComparison(GRADIENT, expected)
 
     def observe() -> None:
-        if found.gradients:
+        if verification.gradients:
             return
-        for name, parameter in model.module.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            gradient = parameter.grad
-            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            group = group_of(name)
-            difference = 0.0
-            if mesh.rank == 0 and name in expected:
-                wanted = expected[name]
-                got = whole.cpu() if whole is not None else torch.zeros_like(wanted)
-                difference = (got - wanted).abs().max().item() / max(wanted.abs().max().item(), smallest, 1e-12)
-            found.gradients[group] = max(found.gradients.get(group, 0.0), difference)
+        for name, gradient in complete_gradients(model):
+            if mesh.rank == 0:
+                comparison.add(name, gradient)
+        verification.gradients = comparison.differences()
 
     return observe
+
+
+def _not_finite(number: int, result: StepResult, model: Model, mesh: Mesh) -> list[Difference]:
+    """What is not finite after a step: losses of micro-batches and weights, by rank; every rank calls it."""
+    losses = [place for place, loss in enumerate(result.micro_losses) if not loss.isfinite().all()]
+    local = ((name, local_part(parameter)) for name, parameter in model.module.named_parameters())
+    own = {"losses": losses, "weight": next((name for name, part in local if not part.isfinite().all()), None)}
+    ranks: list[dict[str, Any]] = mesh.decide(f"finite/{number}", own, list)
+    texts = []
+    for rank, part in enumerate(ranks):
+        if part["losses"]:
+            texts.append(f"the loss of rank {rank} is not finite, in micro-batches {part['losses']} (from 0)")
+        if part["weight"] is not None:
+            texts.append(f"the weight {part['weight']} of rank {rank} is not finite after this step")
+    return [Difference(FINITE.quantity, math.inf, FINITE.limit, f"step {number}", text) for text in texts]
 
 
 def _first_departure(outputs: list[list[Tensor]], expected: list[Tensor], model: Model, mesh: Mesh) -> int | None:
@@ -206,7 +218,6 @@ def _first_departure(outputs: list[list[Tensor]], expected: list[Tensor], model:
         if mesh.rank == 0 and departed is None:
             whole = torch.empty_like(expected[number])
             whole[:, gathered_positions(whole.shape[1], cp_size=mesh.size("cp"))] = torch.cat(parts, dim=1).cpu()
-            difference = (whole - expected[number]).abs().max() / expected[number].abs().max()
-            if not difference <= OUTPUT_TOLERANCE:
+            if not all(each.holds for each in compare_tensors(OUTPUT, {"": whole}, {"": expected[number]})):
                 departed = number
     return departed

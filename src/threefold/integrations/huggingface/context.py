@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
+from threefold.check.admit import admit
 from threefold.config.loading import validate
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, Problem
@@ -26,7 +27,6 @@ from threefold.mesh.mesh import Mesh, active_mesh
 from threefold.model.context_parallel import limits
 from threefold.model.context_parallel.split import ContextParallel, choose_method, gathered_positions, split_problems
 from threefold.model.head import first_position
-from threefold.training.admission.admit import admit
 
 # What the Trainer passes to every model, and what changes nothing here.
 _IGNORED_ARGUMENTS = {"num_items_in_batch", "return_dict", "use_cache", "output_attentions", "output_hidden_states"}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from threefold.check.admit import admit
 from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.data.permutation import seed_of
@@ -22,7 +23,6 @@ from threefold.model.context_parallel.split import split_problems
 from threefold.model.model import Model
 from threefold.model.own_module import on_mesh
 from threefold.model.tensor_parallel.plan import plan_problems
-from threefold.training.admission.admit import admit
 from threefold.training.step import TrainStep
 
 Recomputed = Literal["none", "selective", "full", "offload"]

@@ -21,11 +21,12 @@ import torch
 import transformers
 import xxhash
 
+from threefold.check.compare import Comparison, Difference
+from threefold.check.probes import Subject
 from threefold.mesh.environment import cache_folder
 from threefold.mesh.mesh import Mesh
-from threefold.training.admission.probes import Finding, Subject
 
-_OWN_SOURCES = ("model", "training")
+_OWN_SOURCES = ("check", "model", "training")
 
 
 def key_of(subject: Subject, mesh: Mesh) -> str:
@@ -34,7 +35,7 @@ def key_of(subject: Subject, mesh: Mesh) -> str:
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else platform.machine()
     parts: list[Any] = [
         *(version("threefold"), torch.__version__, transformers.__version__, platform.python_version()),
-        _digest_of(Path(__file__).parents[2], *_OWN_SOURCES),
+        _digest_of(Path(__file__).parents[1], *_OWN_SOURCES),
         # The folder of a config's class has its model's sources.
         *(described.__qualname__, _digest_of(Path(inspect.getfile(described)).parent)),
         *(mesh.device.type, device, mesh.topology.sizes, vars(subject.mode), subject.narrow),
@@ -56,22 +57,22 @@ def _digest_of(folder: Path, *parts: str) -> str:
     return seen.hexdigest()
 
 
-def read(key: str) -> list[Finding] | None:
-    """The findings kept under a key, if they can be read and hold."""
+def read(key: str) -> list[Difference] | None:
+    """The results kept under a key, if they can be read and hold."""
     try:
         values = json.loads((_folder() / f"{key}.json").read_text())
-        found = [Finding(**each) for each in values]
-        return found if found and all(each.holds for each in found) else None
+        results = [Difference(**result) for result in values]
+        return results if Comparison(results).holds else None
     except (OSError, ValueError, TypeError):
         return None
 
 
-def keep(key: str, found: list[Finding]) -> None:
-    """Keeps findings under a key; a cache that cannot be written is left as it is."""
+def keep(key: str, results: list[Difference]) -> None:
+    """Keeps results under a key; a cache that cannot be written is left as it is."""
     try:
         _folder().mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=_folder(), suffix=".part", delete=False) as file:
-            file.write(json.dumps([vars(each) for each in found]))
+            file.write(json.dumps([vars(result) for result in results]))
         os.replace(file.name, _folder() / f"{key}.json")
     except OSError:
         return

@@ -15,6 +15,10 @@ from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
+from threefold.check import admission_cache
+from threefold.check.compare import PROBE_GRADIENT, Comparison, Difference
+from threefold.check.probe_rows import Mode, row_length
+from threefold.check.probes import OwnForwardError, Subject, probe
 from threefold.config.schema import Config
 from threefold.errors import ConfigError, ThreefoldError
 from threefold.mesh import environment
@@ -22,9 +26,6 @@ from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
 from threefold.model.context_parallel.split import choose_method
 from threefold.model.reduced import reduced
-from threefold.training.admission import admitted
-from threefold.training.admission.probe_rows import Mode, row_length
-from threefold.training.admission.probes import Finding, OwnForwardError, Subject, failed, findings
 
 # A failure is confirmed with other weights and rows before a model is refused: a router's near tie can fall either way.
 _SEEDS = (0, 1)
@@ -82,12 +83,12 @@ class Admission:
 
 
 class _Tried(NamedTuple):
-    found: list[Finding]
+    results: list[Difference]
     error: Exception | None
 
     @property
     def holds(self) -> bool:
-        return self.error is None and not failed(self.found)
+        return self.error is None and Comparison(self.results).holds
 
 
 def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Admission:
@@ -100,8 +101,8 @@ def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Admissi
         return Admission(("admission: off", "model.admission is off: this model was not checked on this mesh"))
     begun = time.perf_counter()
     known = mesh.share("admission", lambda: _known(config, architecture, mesh))
-    if known["found"]:
-        return Admission(_said([Finding(**each) for each in known["found"]], "found before"))
+    if known["results"]:
+        return Admission(_said([Difference(**values) for values in known["results"]], "found before"))
     subject = _subject_or_refusal(config, architecture, mesh.topology)
     tried = _tried(subject, mesh)
     if not tried.holds:
@@ -110,20 +111,20 @@ def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Admissi
             raise _refusal(config, architecture, mesh, tried)
         tried = next(each for each in again if each.holds)
     if mesh.rank == 0:
-        admitted.keep(known["key"], tried.found)
-    return Admission(_said(tried.found, f"{time.perf_counter() - begun:.1f} s"))
+        admission_cache.keep(known["key"], tried.results)
+    return Admission(_said(tried.results, f"{time.perf_counter() - begun:.1f} s"))
 
 
 def _known(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> dict[str, Any]:
     """The name under which a result is kept, and the result that is there; rank 0 alone looks."""
-    key = admitted.key_of(_subject_or_refusal(config, architecture, mesh.topology), mesh)
-    found = admitted.read(key) if config.model.admission == "auto" else None
-    return {"key": key, "found": [vars(each) for each in found or ()]}
+    key = admission_cache.key_of(_subject_or_refusal(config, architecture, mesh.topology), mesh)
+    results = admission_cache.read(key) if config.model.admission == "auto" else None
+    return {"key": key, "results": [vars(result) for result in results or ()]}
 
 
-def _said(found: list[Finding], when: str) -> tuple[str, str]:
-    num_probes = sum(each.probe != "positions" for each in found)
-    return f"admission: {num_probes} probes hold", f"{_worst(found)}; {when}"
+def _said(results: list[Difference], when: str) -> tuple[str, str]:
+    num_probes = sum(result.quantity != "positions" for result in results)
+    return f"admission: {num_probes} probes hold", f"{_worst(results)}; {when}"
 
 
 def _subject_or_refusal(config: Config, architecture: PretrainedConfig, topology: Topology) -> Subject:
@@ -136,9 +137,9 @@ def _subject_or_refusal(config: Config, architecture: PretrainedConfig, topology
         raise ConfigError(f"{name!r} cannot be reduced: {reason}", expected=expected, fix=_OFF) from error
 
 
-def _worst(found: list[Finding]) -> str:
+def _worst(results: list[Difference]) -> str:
     """The gradients' figure, which is the widest of them."""
-    figure = max((each.figure for each in found if each.probe == "gradients"), default=0.0)
+    figure = Comparison(results).worst(PROBE_GRADIENT.quantity).figure
     return f"causal, and gradients within {figure:.0e} of the model's own in one process"
 
 
@@ -171,9 +172,9 @@ def _subject(config: Config, architecture: PretrainedConfig, topology: Topology)
 
 
 def _tried(subject: Subject, mesh: Mesh) -> _Tried:
-    """The findings, or the error that the model gave instead of them."""
+    """The results, or the error that the model gave instead of them."""
     try:
-        return _Tried(findings(subject, mesh), None)
+        return _Tried(probe(subject, mesh), None)
     except ThreefoldError:
         raise
     except Exception as error:  # whatever a model's code may raise
@@ -195,18 +196,19 @@ def _refusal(config: Config, architecture: PretrainedConfig, mesh: Mesh, tried: 
         expected = "an architecture whose step works there, with the model's own forward to compare it with"
         return ConfigError(f"{name!r} cannot be computed {where}: {reason[:300]}", expected=expected, fix=fix)
     where, fix = _diagnosis(config, architecture, mesh)
-    first, *others = sorted(failed(tried.found), key=lambda each: [*_PROMISES].index(each.probe))
-    what, expected = _PROMISES[first.probe]
-    at = f" ({first.detail})" if first.detail else ""
-    positions = next((each.detail for each in tried.found if each.probe == "positions"), "")
-    if first.probe in ("loss", "gradients") and positions != "reads position_ids":
+    failed = [result for result in tried.results if not result.holds]
+    first, *others = sorted(failed, key=lambda result: [*_PROMISES].index(result.quantity))
+    what, expected = _PROMISES[first.quantity]
+    at = f" ({first.place})" if first.place else ""
+    positions = next((result.detail for result in tried.results if result.quantity == "positions"), "")
+    if first.quantity in ("loss", "gradients") and positions != "reads position_ids":
         at += f" (it {positions})" if positions else ""
-    if first.probe == "causality" and fix == _OFF:
+    if first.quantity == "causality" and fix == _OFF:
         fix = "use another architecture: this one would be trained to read its targets"
-    also = "".join(f", {each.probe} {each.figure:.1e}" for each in others)
+    also = "".join(f", {result.quantity} {result.figure:.1e}" for result in others)
     measured = f"{what.format(first.figure)}{at}" + (f"; also fails: {also[2:]}" if also else "")
     return RefusedError(
-        f"{name!r} fails the probe of {first.probe} {where}: {measured}",
+        f"{name!r} fails the probe of {first.quantity} {where}: {measured}",
         expected=expected.format(first.bound),
         fix=fix,
     )

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from architectures import NAMES, NOT_RUN, config_of, perturbed
 from ranks import spawn
 from threefold.__main__ import main as threefold
-from threefold.check.compare import Bound, Comparison, Training, compare_tensors, compare_trainings
+from threefold.check.compare import SAME_WEIGHT, Bound, Comparison, Training, compare_tensors, compare_trainings
 from threefold.errors import ThreefoldError
 from threefold.mesh import environment
 from threefold.mesh.topology import Topology
@@ -447,8 +447,8 @@ def _by_command(name: str, rows: str, folder: Path, mesh: Any, column: str) -> s
     trained, _ = load_whole(find(run))
     assert find(run).step == 3
     weights, exported = trained.state_dict(), reloaded.state_dict()
-    if other := [key for key, value in weights.items() if not torch.equal(value, exported[key])]:
-        return f"wrong: {other[0]} is exported with other values"
+    if (first := Comparison(compare_tensors(SAME_WEIGHT, exported, weights)).first) is not None:
+        return f"wrong: exported with another {first}"
     with torch.no_grad():
         ids = torch.arange(3, 19)[None]
         expected, found = (each(input_ids=ids, use_cache=False).logits for each in (trained, reloaded))

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from ranks.reference import curve_bounds, require
 from ranks.spawn import run_ranks
+from threefold.check.compare import compare_curves
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,18 +78,14 @@ def _curve(name: str, settings: dict[str, Any], documents: bool, **sections: Any
 def test_blocks_give_the_gradients_of_masks_in_memory(name: str, documents: bool) -> None:
     in_memory = run_ranks(_curve, 1, name, {"attention": "sdpa"}, documents)[0]
     by_blocks = run_ranks(_curve, 1, name, {"attention": "flex"}, documents)[0]
-    for (loss, norm), (expected_loss, expected_norm) in zip(by_blocks, in_memory, strict=True):
-        assert abs(loss - expected_loss) <= 1e-3
-        assert abs(norm - expected_norm) <= 1e-2 * expected_norm
+    require(compare_curves(by_blocks, in_memory, curve_bounds(1e-3, 1e-2, "kernels that sum in another order")))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_bfloat16_follows_float32(name: str) -> None:
     exact = run_ranks(_curve, 1, name, {"dtype": "float32"}, False)[0]
     rounded = run_ranks(_curve, 1, name, {"dtype": "bfloat16"}, False)[0]
-    for (loss, norm), (expected_loss, expected_norm) in zip(rounded, exact, strict=True):
-        assert abs(loss - expected_loss) <= BF16_LOSS
-        assert abs(norm - expected_norm) <= BF16_NORM * expected_norm
+    require(compare_curves(rounded, exact, curve_bounds(BF16_LOSS, BF16_NORM, "sums rounded to bfloat16")))
 
 
 def _with_peak(name: str, sections: dict[str, Any]) -> tuple[list[tuple[float, float]], int]:

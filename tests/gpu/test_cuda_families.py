@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from ranks.reference import curve_bounds, require
 from ranks.spawn import run_ranks
+from threefold.check.compare import compare_curves
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,10 +72,7 @@ def _curve(family: str, dtype: str, device: str, documents: bool = False) -> lis
 def test_device_follows_the_cpu(family: str, documents: bool, dtype: str) -> None:
     expected = run_ranks(_curve, 1, family, "float32", "cpu", documents)[0]
     found = run_ranks(_curve, 1, family, dtype, DEVICE, documents)[0]
-    loss_bound, norm_bound = BOUNDS[dtype]
-    for (loss, norm), (expected_loss, expected_norm) in zip(found, expected, strict=True):
-        assert abs(loss - expected_loss) <= loss_bound
-        assert abs(norm - expected_norm) <= norm_bound * expected_norm
+    require(compare_curves(found, expected, curve_bounds(*BOUNDS[dtype], "kernels of another device")))
 
 
 def _loop(folder: str, device: str, until: int) -> list[float]:
@@ -128,6 +127,4 @@ def test_offloaded_activations_are_those_that_were_kept() -> None:
 def test_offloaded_weights_follow_those_on_the_device() -> None:
     kept = run_ranks(_trained, 1, {}, DEVICE)[0]
     offloaded = run_ranks(_trained, 1, {"mesh": {"cpu_offload": True}}, DEVICE)[0]
-    for (loss, norm), (expected_loss, expected_norm) in zip(offloaded, kept, strict=True):
-        assert abs(loss - expected_loss) <= BOUNDS["float32"][0]
-        assert abs(norm - expected_norm) <= BOUNDS["float32"][1] * expected_norm
+    require(compare_curves(offloaded, kept, curve_bounds(*BOUNDS["float32"], "updates on the host")))

@@ -10,13 +10,18 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from threefold.check.compare import GRADIENT, Bounds, Comparison, Difference
+from threefold.check.compare import GRADIENT, GRADIENT_NORM, LOSS, Bounds, Comparison, Difference
 
 # Of models whose parameters all have a gradient that is more than rounding: none is compared with another's size.
 STRICT = replace(GRADIENT, smallest=0.0)
 # Of any architecture: gradients down to this share of the largest are compared with their own size.
 SMALL_TOO = replace(GRADIENT, smallest=1e-5)
 PARITY = Bounds(gradient=STRICT)
+
+
+def curve_bounds(loss: float, norm: float, reason: str) -> Bounds:
+    """Bounds of a test's own: of losses in nats, and of gradient norms, relative."""
+    return Bounds(replace(LOSS, limit=loss, reason=reason), replace(GRADIENT_NORM, limit=norm, reason=reason))
 
 
 def require(comparison: Comparison | Sequence[Difference], case: object = "") -> Comparison:

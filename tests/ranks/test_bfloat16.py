@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from ranks.reference import TINY_LLAMA, make_batches, require
+from ranks.reference import TINY_LLAMA, curve_bounds, make_batches, require
 from ranks.spawn import run_ranks
-from threefold.check.compare import GRADIENT_NORM, LOSS, Bounds, compare_curves
+from threefold.check.compare import compare_curves
 
 pytestmark = pytest.mark.ranks
 
@@ -56,17 +55,12 @@ MESHES: dict[int, list[Sizes]] = {
 # cp cannot split a recurrence; transformers plans neither of them over tp.
 NOT_SPLIT = {("mamba2", 2), ("mamba2", 3), ("gpt_oss", 3)}
 
-
-def bounds(loss: float, norm: float, reason: str) -> Bounds:
-    return Bounds(replace(LOSS, limit=loss, reason=reason), replace(GRADIENT_NORM, limit=norm, reason=reason))
-
-
 # A rank of the data axes computes what a micro-batch of one process does; only the order of float32 sums is its own.
-DATA = bounds(1e-6, 1e-6, "another order of float32 sums")
+DATA = curve_bounds(1e-6, 1e-6, "another order of float32 sums")
 # tp and cp round partial sums to bfloat16: in the first step, and over 20 steps, in which every update carries it on.
 # One process in two micro-batches instead of one is as far from itself (docs/models.md).
-FIRST = bounds(5e-3, 3e-3, "sums rounded to bfloat16")
-ALL = bounds(6e-2, 5e-2, "sums rounded to bfloat16, carried on by 20 updates")
+FIRST = curve_bounds(5e-3, 3e-3, "sums rounded to bfloat16")
+ALL = curve_bounds(6e-2, 5e-2, "sums rounded to bfloat16, carried on by 20 updates")
 
 
 def curves(world: int, names: list[str], pieces: tuple[int, ...]) -> dict[tuple[str, Sizes, int], Any]:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from ranks.reference import curve_bounds, require
 from ranks.shared_memory import as_if_shared
 from ranks.spawn import run_ranks
+from threefold.check.compare import compare_curves
 from threefold.model.compiled import MANY, Recompiled, compiles
 
 pytestmark = pytest.mark.ranks
@@ -117,9 +119,7 @@ def test_no_graph_breaks_in_a_step(cases: list[Case]) -> None:
     ranks = 1 if cases is ALONE else 2
     for case, (breaks, graphs, own, plain) in zip(cases, run_ranks(_traced, ranks, cases)[0], strict=True):
         assert (breaks, graphs) == ({}, case[3]), case
-        for (loss, norm), (expected_loss, expected_norm) in zip(own, plain, strict=True):
-            assert loss == pytest.approx(expected_loss, abs=1e-5), case
-            assert norm == pytest.approx(expected_norm, rel=1e-4), case
+        require(compare_curves(own, plain, curve_bounds(1e-5, 1e-4, "the same operations, fused")), case)
 
 
 def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from ranks.keeping import Miniature, Sizes, write_corpus
+from ranks.reference import require
 from ranks.spawn import run_ranks
+from threefold.check.compare import compare_curves
 
 pytestmark = pytest.mark.ranks
 
@@ -22,8 +24,6 @@ MESHES: dict[Sizes, int] = {
     (1, 1, 2, 2): 4,
     (2, 2, 1, 1): 1,
 }
-LOSS_TOLERANCE = 1e-4
-NORM_TOLERANCE = 1e-3
 
 
 def _begin(sizes: Sizes, folder: str) -> Any:
@@ -76,9 +76,7 @@ def test_every_mesh_goes_on_on_this_one(target: Sizes, begun: dict[Sizes, tuple[
             uninterrupted = [rank[3:] for rank in begun[target][1]]
             assert curves == uninterrupted, f"{origin} did not go on bit for bit"
         assert _samples(curves, target) == [step[2] for step in alone[3:]], f"{origin} to {target}: other samples"
-        for (loss, norm, _), (wanted_loss, wanted_norm, _) in zip(curves[0], alone[3:], strict=True):
-            assert loss == pytest.approx(wanted_loss, abs=LOSS_TOLERANCE), f"{origin} to {target}"
-            assert norm == pytest.approx(wanted_norm, rel=NORM_TOLERANCE), f"{origin} to {target}"
+        require(compare_curves(curves[0], alone[3:]), f"{origin} to {target}")
 
 
 def test_loader_workers_may_change(begun: dict[Sizes, tuple[str, Any]]) -> None:
@@ -139,6 +137,4 @@ def test_packed_experts_split_over_tp(tmp_path: Path) -> None:
     run_ranks(_experts, 4, (1, 2, 1, 2), folder, 2)
     third = run_ranks(_experts, 2, (1, 1, 1, 2), folder, 3)[0]
     fourth = run_ranks(_experts, 1, (1, 1, 1, 1), folder, 4)[0]
-    for (loss, norm, _), (wanted_loss, wanted_norm, _) in zip(third + fourth, alone[2:], strict=True):
-        assert loss == pytest.approx(wanted_loss, abs=LOSS_TOLERANCE)
-        assert norm == pytest.approx(wanted_norm, rel=NORM_TOLERANCE)
+    require(compare_curves(third + fourth, alone[2:]))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from threefold.check.compare import Bound, Comparison, compare_tensors
 from threefold.config.loading import validate
 from threefold.config.objective import DpoConfig
 from threefold.errors import CheckpointError, ConfigError
@@ -119,7 +120,8 @@ def test_log_probabilities_are_those_of_the_logits_in_any_chunks(mesh: Mesh, kin
         expected = model(input_ids=ids).detach().log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
         torch.testing.assert_close(found, expected * (labels != -100), rtol=1e-5, atol=1e-5)
     whole, chunked = gradients
-    assert (whole - chunked).abs().max() <= 1e-6 * whole.abs().max()
+    bound = Bound("gradient", 1e-6, "the same sums in chunks")
+    assert Comparison(compare_tensors(bound, {"": chunked}, {"": whole})).holds
 
 
 def test_labels_whose_log_probabilities_a_loss_is_given_are_checked(mesh: Mesh) -> None:

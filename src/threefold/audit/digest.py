@@ -53,7 +53,7 @@ def _bytes(values: Int64) -> memoryview:
     return np.ascontiguousarray(values, "<i8").data.cast("B") if values.size else memoryview(b"")
 
 
-class Difference(NamedTuple):
+class TokenDifference(NamedTuple):
     """The first token of a row that is not the source's."""
 
     step: int
@@ -103,7 +103,7 @@ class Window:
         """of each step, [rows]; kept to name the samples if something is wrong."""
         self.samples = 0
         self.contents = 0
-        self.difference: Difference | None = None
+        self.difference: TokenDifference | None = None
         self.checked = 0
         self.changed: Changed | None = None
         self._rows, self._known, self._began_s = rows, known, time.monotonic()
@@ -134,17 +134,17 @@ class Window:
             batch = dict(zip(TOKEN_FIELDS, contents, strict=False))
             self.difference = self._compare(self._rows, step, indices, batch)
 
-    def _compare(self, rows: Rows, step: int, indices: Int64, batch: dict[str, Int64]) -> Difference | None:
+    def _compare(self, rows: Rows, step: int, indices: Int64, batch: dict[str, Int64]) -> TokenDifference | None:
         inside = (indices >= 0) & (indices < rows.num_rows)
         if not inside.all():
             place = int(np.argmin(inside))
-            return Difference(step, int(indices[place]), 0, 0, int(batch["input_ids"][place, 0]), -1)
+            return TokenDifference(step, int(indices[place]), 0, 0, int(batch["input_ids"][place, 0]), -1)
         source = rows.rows(indices)
         for field, name in enumerate(batch):
             if not np.array_equal(batch[name], source[name]):
                 place, column = np.argwhere(batch[name] != source[name])[0].tolist()
                 found, expected = int(batch[name][place, column]), int(source[name][place, column])
-                return Difference(step, int(indices[place]), column, field, found, expected)
+                return TokenDifference(step, int(indices[place]), column, field, found, expected)
         return None
 
     def check_blocks(self) -> None:
@@ -167,7 +167,7 @@ class Window:
 
         [9 + num_steps * rows_per_step] int64; a step with fewer rows is filled up with -1.
         """
-        difference = self.difference or Difference(0, 0, 0, 0, 0, 0)
+        difference = self.difference or TokenDifference(0, 0, 0, 0, 0, 0)
         found = self.changed
         block = (found.part + 1, found.change.block, found.change.size_bytes) if found is not None else (0, 0, 0)
         steps = np.full((self.num_steps, rows_per_step), -1, np.int64)

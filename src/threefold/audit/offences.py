@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from threefold.audit.digest import TOKEN_FIELDS, Difference, Int64, Message
+from threefold.audit.digest import TOKEN_FIELDS, Int64, Message, TokenDifference
 from threefold.data.order import Order, Place
 from threefold.data.rows.known_rows import Changed, KnownRows
 from threefold.data.store.blocks import Change
 from threefold.errors import Problem, ranks_text, rows_text
 from threefold.mesh.topology import Topology
 
-_NUM_DIFFERENCE = len(Difference._fields)
+_NUM_DIFFERENCE = len(TokenDifference._fields)
 # Then the number of the store + 1 (0: none), the block, and the size of the file.
 _HEAD = _NUM_DIFFERENCE + 3
 
@@ -60,9 +60,9 @@ class Evidence:
         """Row indices that a rank read, [num_steps, rows]."""
         return self.values[rank, _HEAD:].reshape(self.num_steps, self._rows_per_step)
 
-    def difference(self, rank: int) -> Difference | None:
+    def difference(self, rank: int) -> TokenDifference | None:
         """The first token of a rank that is not the source's."""
-        found = Difference(*self.values[rank, :_NUM_DIFFERENCE].tolist())
+        found = TokenDifference(*self.values[rank, :_NUM_DIFFERENCE].tolist())
         return found if found.step else None
 
     def changed(self, rank: int) -> Changed | None:
@@ -178,7 +178,7 @@ def _byte_problems(evidence: Evidence, resume: str) -> list[Problem]:
 
 
 def _token_problems(evidence: Evidence, resume: str) -> list[Problem]:
-    ranks_of: dict[Difference, list[int]] = {}
+    ranks_of: dict[TokenDifference, list[int]] = {}
     for rank in range(evidence.topology.world_size):
         if (difference := evidence.difference(rank)) is not None:
             ranks_of.setdefault(difference, []).append(rank)

@@ -65,6 +65,10 @@ BFLOAT16_LOSS = Bound("bfloat16", 0.2, "five times the largest of all architectu
 
 FINITE = Bound("numbers", 0.0, "no comparison holds for what is not finite", relative=False)
 
+# Of what was written and read again, or computed twice by the same operations.
+SAME_WEIGHT = Bound("weight", 0.0, "the same bits are promised", relative=False)
+SAME_LOGITS = Bound("logits", 0.0, "the same weights and operations", relative=False)
+
 
 @dataclass(frozen=True)
 class Difference:

@@ -106,6 +106,8 @@ class Checkpoint:
             seals = self.seals()
         except CheckpointError as error:
             return error.problems[0].what
+        if not seals:
+            return "its manifest lists no files"
         return wrong_sizes(self.path, seals) or wrong_checksums(self.path, seals, shares(seals, share[1])[share[0]])
 
     def _unreadable(self, reason: str) -> CheckpointError:

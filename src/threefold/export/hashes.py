@@ -33,12 +33,19 @@ class Hashed:
 
 
 def hash_of(tensors: Iterable[tuple[str, Tensor]]) -> Hashed:
-    """The hash of named tensors, one at a time in memory, in any order."""
-    lines, numbers = [], 0
+    """The hash of named tensors, one at a time in memory, in any order.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    lines, numbers = list[str](), 0
     for name, tensor in tensors:
         own = hashlib.sha256(bytes_of(tensor.detach().contiguous())).hexdigest()
         lines.append(f"{name} {TYPE_NAMES[tensor.dtype]} {list(tensor.shape)} {own}\n")
         numbers += tensor.numel()
+    if not lines:
+        # Two models without weights would be equal.
+        raise CheckpointError("no tensor to hash", expected="a model's weights", fix="export or download it again")
     return Hashed(hashlib.sha256("".join(sorted(lines)).encode()).hexdigest(), len(lines), numbers)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from threefold.check.compare import SAME_WEIGHT, compare_tensors
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import find
@@ -89,15 +91,20 @@ def _export_own(module: Any, parts: Path, folder: Path, *, verify: bool) -> Expo
     if verify:
         reloaded: Any = kind.from_pretrained(to, dtype=torch.float32)  # type: ignore[attr-defined]
         held = reloaded.state_dict()
-        for name in names:
-            if name not in held or not torch.equal(
-                held[name], read_whole(checkpoint.state, index.entries[f"model.{name}"])
-            ):
-                raise RunError(
-                    f"{folder} reloads to another {name}",
-                    expected="equal weights; nothing was written",
-                    fix="report it with the model's config",
-                )
+        differences = itertools.chain.from_iterable(
+            compare_tensors(
+                SAME_WEIGHT,
+                {name: held[name]} if name in held else {},
+                {name: read_whole(checkpoint.state, index.entries[f"model.{name}"])},
+            )
+            for name in names
+        )
+        if (first := next((each for each in differences if not each.holds), None)) is not None:
+            raise RunError(
+                f"{folder} reloads to another {first}",
+                expected="equal weights; nothing was written",
+                fix="report it with the model's config",
+            )
         verified = "reloaded: equal weights"
     os.replace(to, folder)
     return Exported(checkpoint.step, sum(each.numel() for each in module.parameters()), tuple(files), verified)

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.core_model_loading import revert_weight_conversion
 
 from threefold.bars import Bars
+from threefold.check.compare import SAME_LOGITS, compare_tensors
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import Checkpoint, damaged, find
@@ -240,10 +241,11 @@ def _compare(model: Any, reloaded: Any, to: Path, *, trained: str) -> None:
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
     expected, found = (each.eval()(input_ids=ids, use_cache=False).logits for each in (model, reloaded))
-    if not torch.equal(found, expected):
+    (difference,) = compare_tensors(SAME_LOGITS, {"": found}, {"": expected})
+    if not difference.holds:
+        reason = f": {difference.detail}" if difference.detail else ""
         raise RunError(
-            f"{to} reloads to logits that differ from those of {trained} by up to "
-            f"{(found - expected).abs().max().item():.3g}",
+            f"{to} reloads to logits that differ from those of {trained} by up to {difference.figure:.3g}{reason}",
             expected="equal logits; the folder has been removed",
             fix="report it with the model's config; --no-verify keeps the folder",
         )

@@ -168,10 +168,10 @@ def compare_runs(first: Path, second: Path, *, steps: int | None = None) -> tupl
     if not common:
         what = f"{first} and {second} have no logged step in common"
         raise ConfigError(what, expected="two runs that logged the same steps", fix="--log.every 1 in both")
-    logged = (
+    logged = [
         [[curve[step].get(key, math.nan) for key in ("loss", "grad_norm")] for step in common] for curve in curves
-    )
-    comparison = compare_curves(*logged, places=[f"step {step}" for step in common])
+    ]
+    comparison = compare_curves(logged[0], logged[1], places=[f"step {step}" for step in common])
     missing = [*_missing(curves[1], curves[0], of=second), *_missing(curves[0], curves[1], of=first)]
     comparison.differences += missing
     worst = comparison.worst(LOSS.quantity)

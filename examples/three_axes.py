@@ -36,7 +36,7 @@ def main(dp: int = 2, cp: int = 2, tp: int = 2) -> None:
     mesh = threefold.init_mesh(dp=dp, cp=cp, tp=tp)
     config = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = threefold.load_model(config=config, mesh=mesh, seq_len=LENGTH)
-    step = threefold.make_step(model, mesh, lr=1e-2)
+    step = threefold.TrainStep(model, lr=1e-2)
     loader = threefold.distribute(DataLoader(Windows(), batch_size=ROWS // mesh.dp_size, shuffle=True, drop_last=True))
     read, loss = [], 0.0
     while len(read) < STEPS:

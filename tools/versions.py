@@ -25,7 +25,7 @@ VENVS = ROOT / ".venv-versions"
 TESTS = (
     "tests/ranks/test_parity.py",
     "tests/ranks/test_bfloat16.py",
-    "tests/ranks/test_make_step.py",
+    "tests/ranks/test_train_step.py",
     "tests/ranks/test_resume_meshes.py",
     "tests/ranks/test_saver.py",
     "tests/ranks/test_runs.py",

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from threefold.data.sampler import DistributedSampler as DistributedSampler
     from threefold.mesh.mesh import init_mesh
     from threefold.model.model import Model as Model
-    from threefold.run.make_step import load_model as load_model
-    from threefold.run.make_step import make_step as make_step
+    from threefold.run.load_model import load_model as load_model
     from threefold.run.start import train
     from threefold.training.evaluation import EvalStep as EvalStep
     from threefold.training.saving import load as load
@@ -31,8 +30,7 @@ _HOME_OF_NAME = {
     "generate": "threefold.export.mesh_model",  # as methods of Model
     "init_mesh": "threefold.mesh.mesh",
     "load": "threefold.training.saving",
-    "load_model": "threefold.run.make_step",
-    "make_step": "threefold.run.make_step",
+    "load_model": "threefold.run.load_model",
     "save": "threefold.training.saving",
     "save_pretrained": "threefold.export.mesh_model",
     "train": "threefold.run.start",
@@ -48,7 +46,6 @@ __all__ = [
     "init_mesh",
     "load",
     "load_model",
-    "make_step",
     "save",
     "train",
 ]

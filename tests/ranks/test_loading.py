@@ -63,7 +63,7 @@ def _load(folder: str, sizes: dict[str, int]) -> Any:
     from torch.distributed.tensor import DTensor
 
     from threefold.mesh.mesh import init_mesh
-    from threefold.run.make_step import load_model
+    from threefold.run.load_model import load_model
 
     mesh = init_mesh(device="cpu", **sizes)
     with _AnonymousMemory() as memory:

@@ -11,7 +11,7 @@ from threefold.errors import RunError
 from threefold.mesh.mesh import init_mesh
 from threefold.model.context_parallel.rotary import places_in_documents, text_lengths
 from threefold.model.context_parallel.split import gathered_positions, local_positions
-from threefold.run.make_step import load_model
+from threefold.run.load_model import load_model
 
 CP = st.integers(1, 8)
 UNITS = st.integers(1, 9)

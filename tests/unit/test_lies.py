@@ -404,7 +404,6 @@ COVERED = {
     "run/imported.py": "tests/ranks/test_import.py: tied tensors that differ",
     "training/loss.py": "tests/unit/test_loss.py: a router's loss that is another one",
     "training/optimizer_class.py": "tests/unit/test_optimizer.py: an optimizer that cannot be split",
-    "doctor/burn.py": "tests/unit/test_doctor_burn.py: a product that is wrong",
 }
 # Ids and labels: integers, which have no NaN.
 OF_INTEGERS = {

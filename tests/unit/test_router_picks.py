@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from threefold.mesh.mesh import init_mesh
-from threefold.run.make_step import load_model, make_step
+from threefold.run.load_model import load_model
 from threefold.training.loss import RouterLoss
+from threefold.training.step import TrainStep
 
 MIXTRAL = {
     "model_type": "mixtral",
@@ -33,7 +34,7 @@ def test_picks_are_those_of_the_forwards_that_are_trained(
 ) -> None:
     mesh = init_mesh(device="cpu")
     model = load_model(config={**MIXTRAL, **noise}, mesh=mesh)
-    step = make_step(model, mesh, micro_batch=1)
+    step = TrainStep(model, micro_batch=1)
     given: list[Tensor] = []
     found: list[Tensor] = []
     share = RouterLoss.share

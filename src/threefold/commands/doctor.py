@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from threefold.errors import EXIT_FAILED, ConfigError, ThreefoldError
+from threefold.errors import EXIT_FAILED, ThreefoldError
 
 if TYPE_CHECKING:
     from threefold.config.loading import Loaded
@@ -28,11 +28,10 @@ _PRELOAD = ("torch", "torch.distributed.device_mesh", "transformers", "threefold
 
 @dataclass(frozen=True)
 class Options:
-    """How the report is shown, how long a collective may take, and how long devices are loaded, s (0: not at all)."""
+    """How the report is shown, and how long a collective may take, s."""
 
     as_json: bool = False
     limit_s: float = 30.0
-    burn_s: float = 0.0
 
 
 def command(
@@ -42,12 +41,6 @@ def command(
         bool, typer.Option("--force", help="Start more local ranks than this machine has room for.")
     ] = False,
     limit: Annotated[float, typer.Option(min=0.1, help="Longest time of one test between ranks, s.")] = 30.0,
-    burn: Annotated[
-        bool, typer.Option("--burn", help="Also load every device, core and link, and compare what they compute.")
-    ] = False,
-    minutes: Annotated[
-        float | None, typer.Option(min=0.01, help="How long --burn takes; default: 1.", show_default=False)
-    ] = None,
 ) -> None:
     """Find what would stop a run: threefold doctor [CONFIG.yaml] [--section.key value ...].
 
@@ -56,11 +49,8 @@ def command(
     """
     from threefold.commands.arguments import load_config
 
-    burn_s = 60 * (1.0 if minutes is None else minutes) * burn
     try:
-        if minutes is not None and not burn:
-            raise ConfigError("--minutes without --burn", expected="how long --burn takes", fix="--burn --minutes 10")
-        code = doctor_command(load_config(context.args), Options(as_json, limit, burn_s), force=force)
+        code = doctor_command(load_config(context.args), Options(as_json, limit), force=force)
     except ThreefoldError as error:
         if not as_json:
             raise
@@ -81,8 +71,7 @@ def doctor_command(loaded: Loaded, options: Options, *, force: bool = False) -> 
         return run_rank(loaded.config, topology, options)
     if not any(key in loaded.origins for key in _MESH_KEYS):
         report = look_at_machine(loaded.config, several_machines=False)
-        found = [*report.findings, *_burned_alone(loaded.config, options)]
-        return _show(found, [], {"machine": report.facts}, options)
+        return _show(report.findings, [], {"machine": report.facts}, options)
     from threefold.run.start import topology_here
 
     topology, _ = topology_here(loaded.config, force=force)
@@ -106,7 +95,7 @@ def _rank_entry(config: Config, topology: Topology, options: Options) -> None:
 
 def run_rank(config: Config, topology: Topology, options: Options) -> int:
     """Looks at this machine and, with the other ranks, at the mesh; rank 0 prints for all."""
-    from threefold.doctor.ranks import MeshReport, agree_on_code, burn_mesh, look_at_machine, look_at_mesh
+    from threefold.doctor.ranks import agree_on_code, look_at_machine, look_at_mesh
     from threefold.mesh import environment
 
     info = environment.current()
@@ -124,13 +113,8 @@ def run_rank(config: Config, topology: Topology, options: Options) -> int:
             _show(report.findings, [], {"machine": report.facts}, options)
         raise
     if mesh.store is None:
-        found_alone = [*report.findings, *_burned_alone(config, options)]
-        return _show(found_alone, ["rank 0: the only one"], {"machine": report.facts}, options)
+        return _show(report.findings, ["rank 0: the only one"], {"machine": report.facts}, options)
     found = look_at_mesh(mesh, report, info, limit_s=options.limit_s)
-    if options.burn_s and found.stuck is None:
-        burned = burn_mesh(mesh, info, seconds=options.burn_s, limit_s=options.limit_s)
-        findings, facts = [*found.findings, *burned.findings], {**found.facts, **burned.facts}
-        found = MeshReport(findings, found.ranks, facts, burned.stuck)
     code = _show(found.findings, found.ranks, found.facts, options) if mesh.rank == 0 else None
     code = agree_on_code(mesh, code, found.stuck, limit_s=options.limit_s)
     if found.stuck is not None:
@@ -172,23 +156,6 @@ def _memory(config: Config, topology: Topology, gpus: Sequence[Mapping[str, Any]
     expected = f"at most the {free / 2**30:.2f} GiB that are free for a rank"
     fix = "--train.micro_batch 1, --train.activation_checkpointing full, or another mesh: threefold plan"
     return [warning("memory of a step", told, expected=expected, fix=fix)]
-
-
-def _burned_alone(config: Config, options: Options) -> list[Finding]:
-    """What the devices and cores of this machine compute, one device after the other, if that is asked for."""
-    if not options.burn_s:
-        return []
-    import socket
-
-    import torch
-
-    from threefold.doctor import burn
-
-    count = torch.cuda.device_count() if config.mesh.device != "cpu" and torch.cuda.is_available() else 0
-    devices = [torch.device("cuda", number) for number in range(count)] or [torch.device("cpu")]
-    share = options.burn_s / len(devices)
-    found = [each for device in devices for each in burn.burn(device, share, part=0, parts=1)]
-    return burn.judge([(socket.gethostname(), each) for each in found])
 
 
 def _refused(error: ThreefoldError, findings: Sequence[Finding], facts: dict[str, Any]) -> int:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from threefold.doctor import burn
 from threefold.doctor.findings import Finding, judged, ok, stop
 from threefold.errors import ranks_text, size_text
 from threefold.mesh.mesh import Mesh
@@ -107,16 +106,6 @@ def measure(mesh: Mesh, *, limit_s: float, hosts: Sequence[str]) -> Measured:
             if mesh.rank == own[0]:
                 pairs[str(own[1])] = timing
     return Measured(axes, pairs)
-
-
-def load(mesh: Mesh, *, seconds: float, limit_s: float) -> tuple[int, int]:
-    """(all-reduces of all ranks under load, those whose sum was wrong); all call it.
-
-    Raises:
-        StuckError: one did not end within `limit_s` after that time.
-    """
-    run = _begun(mesh, "all-reduce under load", range(mesh.world_size), seconds + limit_s)
-    return burn.load_links(mesh, seconds, run)
 
 
 def paired_ranks(hosts: Sequence[str]) -> list[int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -127,34 +126,6 @@ def look_at_mesh(mesh: Mesh, report: MachineReport, info: LaunchInfo, *, limit_s
         "measured": {rank: each["measured"] for rank, each in heard.items()},
     }
     return MeshReport(findings, rank_map(reports, mesh.topology), facts, stuck)
-
-
-def burn_mesh(mesh: Mesh, info: LaunchInfo, *, seconds: float, limit_s: float) -> MeshReport:
-    """Loads every rank's device, its part of its host's cores, and the links; every rank calls it."""
-    from threefold.doctor import burn, links
-
-    host = info.host or socket.gethostname()
-    own = burn.burn(mesh.device, 0.8 * seconds, part=info.local_rank, parts=info.local_world_size)
-    loaded, stuck = None, None
-    if mesh.world_size > 1 and not any(each.failed for each in own):
-        try:
-            loaded = links.load(mesh, seconds=0.2 * seconds, limit_s=limit_s)
-        except links.StuckError as error:
-            stuck = error.finding(limit_s)
-    late = asdict(stuck) if stuck else None
-    part = {"host": host, "burned": [asdict(each) for each in own], "loaded": loaded, "stuck": late}
-    texts = _exchange(mesh, "burn", json.dumps(part), 2 * limit_s)
-    if mesh.rank != 0:
-        return MeshReport(stuck=stuck)
-    heard = {rank: json.loads(text) for rank, text in texts.items()}
-    found = [(each["host"], burn.Burned(**values)) for each in heard.values() for values in each["burned"]]
-    rounds = [(rank, *each["loaded"]) for rank, each in heard.items() if each["loaded"]]
-    hung = {each["stuck"]["what"]: Finding(**each["stuck"]) for each in heard.values() if each["stuck"]}
-    findings = [*hung.values(), *burn.judge(found, rounds)]
-    if missing := sorted(set(range(mesh.world_size)) - set(heard)):
-        what, fix = f"no result came from {ranks_text(missing)}", "look at the output of that rank and of its host"
-        findings.append(stop("burn", what, expected="a result from every rank", fix=fix))
-    return MeshReport(findings, facts={"burned": {rank: each["burned"] for rank, each in heard.items()}}, stuck=stuck)
 
 
 def agree_on_code(mesh: Mesh, code: int | None, stuck: Finding | None, *, limit_s: float) -> int:

@@ -196,9 +196,9 @@ def _not_finite(number: int, result: StepResult, model: Model, mesh: Mesh) -> li
     texts = []
     for rank, part in enumerate(ranks):
         if part["losses"]:
-            texts.append(f"the loss of rank {rank} is not finite, in micro-batches {part['losses']} (from 0)")
+            texts.append(f"the loss of rank {rank} is not finite, in micro-batch {part['losses'][0]}")
         if part["weight"] is not None:
-            texts.append(f"the weight {part['weight']} of rank {rank} is not finite after this step")
+            texts.append(f"the weight {part['weight']} of rank {rank} is not finite")
     return [Difference(FINITE.quantity, math.inf, FINITE.limit, f"step {number}", text) for text in texts]
 
 

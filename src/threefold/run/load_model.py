@@ -23,7 +23,6 @@ from threefold.model.context_parallel.split import split_problems
 from threefold.model.model import Model
 from threefold.model.own_module import on_mesh
 from threefold.model.tensor_parallel.plan import plan_problems
-from threefold.training.step import TrainStep
 
 Recomputed = Literal["none", "selective", "full", "offload"]
 
@@ -134,20 +133,3 @@ def _admitted(
         admit(asked.model_copy(update={"data": data}), architecture, mesh)
         return error
     return None
-
-
-def make_step(
-    model: Model,
-    mesh: Mesh,
-    *,
-    lr: float | Literal["auto"] = "auto",
-    weight_decay: float = 0.1,
-    grad_clip: float = 1.0,
-    micro_batch: int | None = None,
-) -> TrainStep:
-    """`TrainStep(model, ...)` with AdamW, by the name that it had first; `mesh` is the model's."""
-    if mesh is not model.mesh:
-        raise ConfigError(
-            "make_step was given another mesh than the model's", expected="model.mesh", fix="threefold.TrainStep(model)"
-        )
-    return TrainStep(model, lr=lr, weight_decay=weight_decay, grad_clip=grad_clip, micro_batch=micro_batch)

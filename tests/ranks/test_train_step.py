@@ -1,4 +1,4 @@
-"""`threefold.make_step`: the global batch's numbers, whatever the ranks and the micro-batches."""
+"""`threefold.TrainStep`: the global batch's numbers, whatever the ranks and the micro-batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _steps(sizes: dict[str, int], micro_batch: int | None, given_positions: bool
 
     mesh = threefold.init_mesh(**sizes)
     model = threefold.load_model(config=CONFIG, mesh=mesh)
-    step = threefold.make_step(model, mesh, lr=1e-2, micro_batch=micro_batch)
+    step = threefold.TrainStep(model, lr=1e-2, micro_batch=micro_batch)
     rows = torch.randint(64, (3, 8, 17), generator=torch.Generator().manual_seed(1))
     numbers = []
     for batch in rows:

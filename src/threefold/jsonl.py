@@ -82,9 +82,3 @@ def cut_torn_line(path: Path) -> None:
     """Removes what a killed run left after the last complete line."""
     if path.exists():
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-
-
-def read_metrics(path: Path) -> list[Metrics]:
-    """Returns the lines of a metrics file, without a torn last one."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    return [json.loads(line) for line in lines]

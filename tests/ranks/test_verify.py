@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,22 @@ PLANTED = {
         ("--mesh.dp", "2"),
         "<- differs",
     ),
+    # a weight of one rank becomes NaN after the first update
+    "not finite": (
+        "import torch\n"
+        "from threefold.training.step import TrainStep\n"
+        "plain = TrainStep.run\n"
+        "def run(self, batches, *, lr=None):\n"
+        "    result = plain(self, batches, lr=lr)\n"
+        "    if torch.distributed.get_rank() == 1:\n"
+        "        weight = next(p for name, p in self.model.module.named_parameters() if 'q_proj' in name)\n"
+        "        weight.data._local_tensor.view(-1)[0] = float('nan')\n"
+        "    return result\n"
+        "TrainStep.run = run\n",
+        ("--mesh.dp", "2", "--mesh.dp_shard", "2"),
+        "step 1: the weight model.layers.0.self_attn.q_proj.weight of rank 1 is not finite\n"
+        "step 2: the loss of rank 0 is not finite, in micro-batch 0\n",
+    ),
 }
 
 
@@ -120,6 +137,39 @@ def test_comparison_holds_within_the_promised_tolerances() -> None:
     assert group_of("model.layers.11.mlp.experts.0.weight") == "model.layers.*.mlp.experts.*.weight"
 
 
+ALL = range(1, 21)
+
+
+@pytest.mark.parametrize(
+    ("logged", "holds"),
+    [
+        (ALL, True),
+        ([1, *range(5, 21, 5)], True),  # log.every 5
+        (range(8, 21), True),  # begun from another run's checkpoint
+        (range(1, 13), False),
+        ([step for step in ALL if step != 7], False),
+        ([step for step in ALL if step not in (7, 8)], False),
+        ([1, 5, 15, 20], False),
+    ],
+    ids=["all", "less often", "later", "ends before", "one missing", "two missing", "one of fewer missing"],
+)
+def test_steps_that_one_run_lacks(logged: Any, holds: bool, tmp_path: Path) -> None:
+    for name, steps in (("a", ALL), ("b", logged)):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": step, "loss": 3.0 - step / 50, "grad_norm": 1.0}) + "\n" for step in steps]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
+    for pair in ("ab", "ba"):
+        lines, equal = compare_runs(tmp_path / pair[0], tmp_path / pair[1])
+        assert equal == holds, lines
+    assert holds or "only the other run logged step" in "\n".join(lines)
+    if min(logged) == 1:
+        assert compare_runs(tmp_path / "a", tmp_path / "b", steps=1)[1]
+
+
+def lines_of(run: Path) -> list[Any]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def test_two_runs_are_compared(tmp_path: Path) -> None:
     for name, shift in (("a", 0.0), ("b", 5e-5), ("c", 0.5)):
         (tmp_path / name).mkdir()
@@ -129,5 +179,15 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     assert holds and lines[0] == "2 steps in common, 1 to 2"
     lines, holds = compare_runs(tmp_path / "a", tmp_path / "c")
     assert not holds and "5.0e-01 nats" in lines[1]
+    assert "the first difference: loss of step 1: 2, expected 2.5: differs by 5.0e-01, bound 1e-04" in lines
+    for name, lines in (
+        ("rewound", [{"step": 3, "loss": 9.0, "grad_norm": 1.0}, *lines_of(tmp_path / "a")]),
+        ("damaged", [*lines_of(tmp_path / "a"), ["not a line of a run"]]),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert compare_runs(tmp_path / "a", tmp_path / "rewound")[1], "step 3 was logged before the run was rewound"
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 3: has no step"):
+        compare_runs(tmp_path / "a", tmp_path / "damaged")
     with pytest.raises(ConfigError, match=r"has no metrics\.jsonl"):
         compare_runs(tmp_path / "a", tmp_path / "nowhere")

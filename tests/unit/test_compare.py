@@ -27,7 +27,6 @@ from threefold.check.compare import (
     compare_numbers,
     compare_tensors,
     compare_trainings,
-    compare_values,
 )
 
 EXPECTED = Training(
@@ -89,7 +88,9 @@ def test_what_only_one_side_has_is_a_difference() -> None:
     one, both = {"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.zeros(2)}
     assert str(Comparison(compare_tensors(GRADIENT, one, both))) == "gradient of b: missing"
     assert str(Comparison(compare_tensors(GRADIENT, both, one))) == "gradient of b: not expected"
-    assert str(Comparison(compare_values(LOSS, {"a": 1.0}, {"b": 1.0}))) == "loss of b: missing, and 1 more differ"
+    assert (
+        str(Comparison(compare_numbers(LOSS, [1.0], [1.0, 2.0, 3.0]))) == "loss of step 2: missing, and 1 more differ"
+    )
     assert not holds(compare_exactly("bits", {"a": "x"}, {"a": "x", "b": "y"}))
     assert not holds(compare_exactly("bits", {"a": "x", "b": "y"}, {"a": "x"}))
     assert not compare_curves([(1.0, 2.0)], [(1.0, 2.0), (0.5, 1.0)]).holds
@@ -100,7 +101,6 @@ def test_nothing_is_no_proof() -> None:
     assert str(Comparison([])) == "comparison: nothing was compared"
     for differences in (
         compare_numbers(LOSS, [], []),
-        compare_values(LOSS, {}, {}),
         compare_tensors(GRADIENT, {}, {}),
         compare_exactly("bits", {}, {}),
         compare_curves([], []).differences,

@@ -390,7 +390,7 @@ def test_a_changed_record_proves_nothing(records: Any, tmp_path: Path) -> None:
 # --- the table is complete --------------------------------------------------------------------------------------------
 
 # What compares: the names of `check.compare`, and what torch and numpy offer.
-COMPARES = {"compare_trainings", "compare_curves", "compare_number", "compare_numbers", "compare_values"}
+COMPARES = {"compare_trainings", "compare_curves", "compare_number", "compare_numbers"}
 COMPARES |= {"compare_tensors", "compare_exactly", "TensorComparison"}
 COMPARES |= {"equal", "array_equal", "allclose", "isclose", "assert_close"}
 COVERED = {

@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threefold.jsonl import MetricsFile, cut_torn_line, read_metrics
+from threefold.jsonl import MetricsFile, cut_torn_line
+from threefold.records import metrics
 from threefold.training.progress import Stopwatch, peak_memory_bytes
 
 LINES = b'{"step": 1}\n{"step": 2}\n'
+
+
+def read_metrics(path: Path) -> list[Any]:
+    """All lines of a file, without a torn last one."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 @settings(deadline=None)
@@ -108,3 +115,41 @@ def test_stopwatch_laps_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_peak_memory_is_in_bytes() -> None:
     assert 10 * 2**20 < peak_memory_bytes("cpu") < 2**40
+
+
+def _logged(run: Path, *lines: Any) -> metrics.LoggedSteps:
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    (run / metrics.FILE).write_text("\n".join(texts) + "\n")
+    return metrics.read(run)
+
+
+def test_what_a_rewind_left_behind_does_not_stand(tmp_path: Path) -> None:
+    def step(number: int, loss: float) -> dict[str, Any]:
+        return {"step": number, "loss": loss}
+
+    logged = _logged(
+        tmp_path,
+        *(step(number, 3.0) for number in range(1, 7)),
+        {"step": 7, "skipped": "the loss is not finite on rank 1"},
+        step(8, 3.0),
+        {"step": 8, "eval_loss": 2.0},
+        *(step(number, 2.0) for number in range(5, 7)),
+    )
+    assert {number: line["loss"] for number, line in logged.steps.items()} == {
+        **dict.fromkeys(range(1, 5), 3.0),
+        **dict.fromkeys(range(5, 7), 2.0),
+    }
+    assert logged.skipped == {} and logged.damaged == []
+
+
+def test_a_damaged_line_is_named_and_left_out(tmp_path: Path) -> None:
+    logged = _logged(tmp_path, {"step": 1, "loss": 2.0}, '{"step": 2, "lo', {"step": "x"}, [], {"step": 3, "loss": 1.0})
+    assert list(logged.steps) == [1, 3]
+    assert [text.partition(": ")[0] for text in logged.damaged] == [
+        f"{tmp_path / metrics.FILE}, line {number}" for number in (2, 3, 4)
+    ]
+    with (tmp_path / metrics.FILE).open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert metrics.read(tmp_path).torn == [f"{tmp_path / metrics.FILE}, line 6: is not whole, and is left out"]
+    assert metrics.read(tmp_path).damaged == logged.damaged
+    assert metrics.read(tmp_path / "nowhere") == metrics.LoggedSteps()

@@ -232,19 +232,6 @@ def compare_numbers(
     return differences
 
 
-def compare_values(bound: Bound, actual: Mapping[str, float], expected: Mapping[str, float]) -> list[Difference]:
-    """Compares two mappings of numbers, name by name, in the order of the expected one; at least one difference."""
-    if not actual and not expected:
-        return [_nothing(bound)]
-    differences = []
-    for name, value in expected.items():
-        if name in actual:
-            differences.append(compare_number(bound, actual[name], value, place=name))
-        else:
-            differences.append(_absent(bound, name, "missing"))
-    return differences + [_absent(bound, name, "not expected") for name in actual if name not in expected]
-
-
 def compare_tensors(bound: Bound, actual: Tensors, expected: Tensors) -> list[Difference]:
     """Compares tensors by name; at least one difference."""
     comparison = TensorComparison(bound, expected)

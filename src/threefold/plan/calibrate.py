@@ -9,7 +9,6 @@ from typing import Any
 from threefold.config.loading import load
 from threefold.config.paths import RUN_CONFIG
 from threefold.errors import ConfigError
-from threefold.jsonl import read_metrics
 from threefold.mesh.topology import resolve
 from threefold.plan.accelerators import Accelerator
 from threefold.plan.decoder import decoder_of
@@ -17,6 +16,7 @@ from threefold.plan.duration import duration
 from threefold.plan.fabric import Fabric
 from threefold.plan.operations import causal_keys
 from threefold.plan.setup import checked
+from threefold.records import metrics
 
 # Of its logged steps, those that warm up are left out.
 _FIRST = 2
@@ -35,7 +35,7 @@ def slower_than_estimated(run: Path, values: dict[str, Any], device: Accelerator
     expected = "the folder of a run of this model on this kind of device, with metrics.jsonl"
     try:
         config = load(str(run / RUN_CONFIG), environ={}).config
-        lines = [line for line in read_metrics(run / "metrics.jsonl") if "step_time_s" in line and "mfu" in line]
+        lines = [line for line in metrics.read(run).steps.values() if "step_time_s" in line and "mfu" in line]
     except (OSError, ValueError) as error:
         raise ConfigError(f"--calibrate {run}: {error}", expected=expected, fix="check the path") from error
     if len(lines) <= _FIRST:

@@ -28,8 +28,8 @@ from threefold.check.compare import (
     compare_tensors,
 )
 from threefold.errors import ConfigError
-from threefold.jsonl import read_metrics
 from threefold.mesh.topology import Topology
+from threefold.records import metrics
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,7 @@ def compare_runs(first: Path, second: Path, *, steps: int | None = None) -> tupl
     if not common:
         what = f"{first} and {second} have no logged step in common"
         raise ConfigError(what, expected="two runs that logged the same steps", fix="--log.every 1 in both")
-    logged = [
-        [[curve[step].get(key, math.nan) for key in ("loss", "grad_norm")] for step in common] for curve in curves
-    ]
+    logged = [[[_number(curve[step], key) for key in ("loss", "grad_norm")] for step in common] for curve in curves]
     comparison = compare_curves(logged[0], logged[1], places=[f"step {step}" for step in common])
     missing = [*_missing(curves[1], curves[0], of=second), *_missing(curves[0], curves[1], of=first)]
     comparison.differences += missing
@@ -188,13 +186,22 @@ def compare_runs(first: Path, second: Path, *, steps: int | None = None) -> tupl
 
 
 def _curve_of(run: Path, steps: int | None) -> dict[int, dict[str, Any]]:
-    """The last line of each training step, by step."""
-    path = run / "metrics.jsonl"
-    if not path.exists():
+    """The lines of the training steps that stand, by step."""
+    if not (run / metrics.FILE).exists():
         fix = "threefold verify --against RUN_A RUN_B"
-        raise ConfigError(f"{run} has no metrics.jsonl", expected="the folders of two runs", fix=fix)
-    lines = [line for line in read_metrics(path) if "loss" in line]
-    return {line["step"]: line for line in lines if steps is None or line["step"] <= steps}
+        raise ConfigError(f"{run} has no {metrics.FILE}", expected="the folders of two runs", fix=fix)
+    logged = metrics.read(run)
+    if logged.damaged:
+        expected = "lines as the run wrote them: no proof rests on a damaged file"
+        raise ConfigError(
+            logged.damaged[0], expected=expected, fix=f"restore {run / metrics.FILE}, or compare another run"
+        )
+    return {step: line for step, line in logged.steps.items() if steps is None or step <= steps}
+
+
+def _number(line: dict[str, Any], key: str) -> float:
+    value = line.get(key)
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _missing(curve: dict[int, Any], other: dict[int, Any], *, of: Path) -> list[Difference]:

@@ -5,10 +5,8 @@ Lines that were superseded by a later start are left out, and what is damaged is
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +20,9 @@ from threefold.audit.record import Segment
 from threefold.audit.row_losses import Float64, Int64, RowLosses
 from threefold.checkpoint.lineage import Journal
 from threefold.errors import ConfigError
+from threefold.records.metrics import FILE as METRICS
+from threefold.records.metrics import read as read_metrics
 
-METRICS = "metrics.jsonl"
 # Steps whose rows are computed together.
 _AT_A_TIME = 256
 
@@ -58,9 +57,9 @@ class Lookback:
             RunError: its audit.jsonl is damaged.
         """
         segments = record.read(run / record.FILE) if (run / record.FILE).exists() else []
-        found = cls(run, segments, row_losses.read(run, segments), events=Journal(run).lines())
-        found.damaged += found.kept.damaged
-        found._read_metrics()
+        metrics, kept = read_metrics(run), row_losses.read(run, segments)
+        damaged = [*kept.damaged, *metrics.damaged, *metrics.torn]
+        found = cls(run, segments, kept, metrics.steps, metrics.skipped, Journal(run).lines(), damaged)
         if not found.logged and not found.kept.steps:
             raise ConfigError(
                 f"{run} has no logged step yet",
@@ -68,31 +67,6 @@ class Lookback:
                 fix=f"wait for its first step, or check the path: ls {run}",
             )
         return found
-
-    def _read_metrics(self) -> None:
-        with suppress(OSError):
-            lines = (self.run / METRICS).read_bytes().split(b"\n")
-            for number, content in enumerate(lines, start=1):
-                if content.strip() and (wrong := self._add(content)):
-                    self.damaged.append(f"{self.run / METRICS}, line {number}: {wrong}, and is left out")
-
-    def _add(self, content: bytes) -> str | None:
-        try:
-            line = json.loads(content)
-        except (ValueError, RecursionError):
-            return "is not what a run writes"
-        step = line.get("step") if isinstance(line, dict) else None
-        if type(step) is not int or not 0 <= step < 1 << 53:
-            return "has no step"
-        if "loss" in line and self.logged and step <= next(reversed(self.logged)):
-            for lines in (self.logged, self.skipped):
-                for later in [each for each in lines if each >= step]:
-                    del lines[later]  # type: ignore[attr-defined]
-        if "skipped" in line:
-            self.skipped[step] = str(line["skipped"])
-        elif "loss" in line:
-            self.logged[step] = line
-        return None
 
     @property
     def last_step(self) -> int:

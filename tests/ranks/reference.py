@@ -10,13 +10,22 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from threefold.check.compare import GRADIENT, GRADIENT_NORM, LOSS, Bounds, Comparison, Difference
+from threefold.check.compare import GRADIENT, GRADIENT_NORM, LOSS, Bounds, Comparison, Difference, compare_tensors
 
 # Of models whose parameters all have a gradient that is more than rounding: none is compared with another's size.
 STRICT = replace(GRADIENT, smallest=0.0)
-# Of any architecture: gradients down to this share of the largest are compared with their own size.
-SMALL_TOO = replace(GRADIENT, smallest=1e-5)
+# A gradient below this share of the largest is zero but for rounding, as that of a key's bias.
+_ROUNDING = 1e-5
 PARITY = Bounds(gradient=STRICT)
+
+
+def compare_gradients(actual: dict[str, Any], expected: dict[str, Any]) -> list[Difference]:
+    """Compares the gradients of any architecture: each one with its own size, unless it is zero but for rounding."""
+    sizes = {name: float(abs(gradient).max()) for name, gradient in expected.items()}
+    least = _ROUNDING * max(sizes.values(), default=0.0)
+    clear = {name: gradient for name, gradient in expected.items() if sizes[name] > least}
+    own = {name: actual[name] for name in clear if name in actual}
+    return [*compare_tensors(GRADIENT, actual, expected), *compare_tensors(STRICT, own, clear)]
 
 
 def curve_bounds(loss: float, norm: float, reason: str) -> Bounds:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ranks.reference import SMALL_TOO, require
+from ranks.reference import compare_gradients, require
 from ranks.spawn import run_ranks
-from threefold.check.compare import LOSS, Difference, compare_number, compare_tensors
+from threefold.check.compare import LOSS, Difference, compare_number
 
 pytestmark = pytest.mark.ranks
 
@@ -53,7 +53,7 @@ def _compared(names: tuple[str, ...], axis: str) -> dict[str, list[Difference]]:
             expected_loss, expected = theirs(alone, batch)
             compared[f"{name}, {mask}"] = [
                 compare_number(LOSS, loss, expected_loss),
-                *compare_tensors(SMALL_TOO, gradients, expected),
+                *compare_gradients(gradients, expected),
             ]
     mesh.close()
     return compared

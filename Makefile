@@ -13,7 +13,7 @@ TESTS ?= tests
 KILLS ?= 100
 VERSIONS ?=
 
-.PHONY: install train test test-ranks test-faults test-launchers test-examples test-browser test-long test-families test-oldest test-versions check docs fix vendor wheel clean help
+.PHONY: install install-oldest train test test-ranks test-faults test-launchers test-examples test-browser test-long test-families test-oldest test-versions check docs fix vendor wheel clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile; echo "make test | test-ranks | test-faults | test-launchers | test-examples | test-browser | test-long | test-families | test-oldest | test-versions | check | docs | fix | vendor | wheel | clean"
@@ -107,7 +107,8 @@ test-browser: install
 	$(BIN)/python -m pytest -q --durations=10 -m "browser and not long" tests/browser
 
 # `train.reduce: exact` for 50 steps on every split of up to 8 data ranks, also on 2 cp or tp ranks each; the estimate of
-# memory for published models, every family and every mesh. More than an hour.
+# memory for published models, every family and every mesh; every launcher with a run, every hang on a second mesh. More
+# than an hour.
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m long tests
 
@@ -116,6 +117,9 @@ test-families: $(VENV)/.dev
 	$(BIN)/python benchmarks/families.py --all --check --write docs/models.md
 
 # What depends on versions, on the oldest Python, torch and transformers that pyproject admits.
+install-oldest: $(VENV)/.python
+	$(BIN)/python tools/versions.py oldest --install
+
 test-oldest: $(VENV)/.python
 	$(BIN)/python tools/versions.py oldest
 

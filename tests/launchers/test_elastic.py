@@ -15,7 +15,7 @@ from ranks.faults import alive, last_step, rank_processes, wait_for
 from ranks.runs import command, curve, environment, metrics, prepare
 from ranks.two_hosts import Host, hosts, why_not
 
-pytestmark = [pytest.mark.launchers, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.launchers, pytest.mark.timing, pytest.mark.timeout(280)]
 
 TORCHRUN = Path(sys.executable).parent / "torchrun"
 RUN = ("--log.every", "1", "--checkpoint.every", "10", "--log.dir")

@@ -192,6 +192,15 @@ def test_lanes_run_side_by_side_and_after_what_comes_first(tmp_path: Path) -> No
     assert code == 0 and order.read_text() == "first\n"
 
 
+def test_stage_waits_for_one_of_the_other_lane(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    later = ci.Stage("later", ("sh", "-c", f"[ -e {there} ]"), ci.COMPUTE, 60, after="earlier")
+    earlier = stage("earlier", f"sleep 0.5; touch {there}", lane=ci.WAIT)
+    assert run(tmp_path, later, earlier)[0] == 0
+    there.unlink()
+    assert run(tmp_path, later)[0] == 1  # alone, it waits for nobody
+
+
 def test_others_do_not_run_without_what_comes_first(tmp_path: Path) -> None:
     code, results, printed = run(
         tmp_path, stage("install", "exit 2", lane=ci.FIRST), stage("test", f"touch {tmp_path / 'ran'}")

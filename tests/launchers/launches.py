@@ -181,7 +181,8 @@ def _accelerate(folder: Path, program: Program, num_ranks: int) -> tuple[int, st
 
 
 def _open_mpi(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
-    place = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", str(num_ranks)]
+    # Two ranks would each be bound to a core, which other tests use too.
+    place = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(num_ranks)]
     return _run([*place, PYTHON, *program.arguments()], folder)
 
 

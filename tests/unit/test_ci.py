@@ -44,11 +44,6 @@ def run(folder: Path, *stages: ci.Stage) -> tuple[int, dict[str, ci.Result], str
     return whole(), whole.results, out.getvalue()
 
 
-def python(code: str) -> str:
-    """A shell command that runs Python code, which stays in its place of the shell."""
-    return f"exec {sys.executable} -c '{code}'"
-
-
 def write_test(folder: Path, text: str) -> str:
     """A shell command that runs pytest on one file, with the project's settings, journal and retries."""
     file = folder / "test_small.py"
@@ -87,25 +82,32 @@ def test_end_of_what_passes_has_pytests_closing_line(tmp_path: Path) -> None:
 
 def test_stage_that_hangs_is_named_with_its_test(tmp_path: Path) -> None:
     started = tmp_path / "child"
-    hangs = write_test(tmp_path, "def test_that_hangs():\n    import time\n    print(1, flush=True); time.sleep(600)\n")
-    code, results, printed = run(
-        tmp_path, stage("hangs", f"sleep 600 & echo $! > {started}; {hangs}", limit_s=10), stage("after", "true")
-    )
+    events = "".join(f'{{"event": "{event}", "test": "{test}"}}\n' for event, test in EVENTS)
+    (tmp_path / "events").write_text(events)
+    script = f'cp {tmp_path / "events"} "${ci.JOURNAL}/tests.jsonl"; sleep 600 & echo $! > {started}; wait'
+    code, results, printed = run(tmp_path, stage("hangs", script, limit_s=4), stage("after", "true"))
     assert code == ci.HUNG
     assert results["hangs"].outcome == "hung" and results["after"].outcome == "passed"
-    assert "no end within 10 s; running: test_small.py::test_that_hangs" in printed
+    assert "no end within 4 s; running: test_small.py::test_that_hangs" in printed
     assert not alive(int(started.read_text()))
+
+
+EVENTS = (
+    ("start", "test_small.py::test_before"),
+    ("finish", "test_small.py::test_before"),
+    ("start", "test_small.py::test_that_hangs"),
+)
 
 
 def test_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers"
     # Both ignore the signal, and the second has a process group of its own, as ranks have.
-    child = "import os, signal, sys, time; signal.signal(15, signal.SIG_IGN); os.fork() or os.setpgid(0, 0); "
-    child += f'open("{numbers}", "a").write(f"{{os.getpid()}}\\n"); time.sleep(600)'
-    code, results, _ = run(tmp_path, stage("deaf", python(child), limit_s=2))
+    deaf = f'trap "" TERM; echo $$ >> {numbers}; sleep 600'
+    code, results, _ = run(tmp_path, stage("deaf", f"setsid sh -c '{deaf}' & {deaf}", limit_s=4))
     assert code == ci.HUNG and results["deaf"].outcome == "hung"
     processes = [int(line) for line in numbers.read_text().split()]
-    assert len(processes) == 2 and not any(alive(process) for process in processes)
+    assert len(processes) == 2
+    wait_for(lambda: not any(alive(process) for process in processes), "their end")
 
 
 def test_process_that_a_stage_leaves_is_killed_and_counted(tmp_path: Path) -> None:
@@ -135,6 +137,8 @@ def test_tests_are_counted_and_named(tmp_path: Path) -> None:
     code, results, printed = run(tmp_path, stage("tests", write_test(tmp_path, tests)))
     tests_of = results["tests"].tests
     assert code == 1 and [tests_of.count(outcome) for outcome in ("passed", "failed", "skipped")] == [1, 2, 1]
+    (journal,) = (tmp_path / "out" / "tests").glob("*.jsonl")
+    assert journal.read_text().count('"start"') == 4 and tests_of.running == []
     assert "  tests: test_small.py::test_bad" in printed and "  tests: test_small.py::test_without_set_up" in printed
     assert "  tests: 1 x no srun here" in printed
 

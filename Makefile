@@ -13,26 +13,51 @@ TESTS ?= tests
 KILLS ?= 100
 VERSIONS ?=
 
-.PHONY: train test test-ranks test-faults test-launchers test-examples test-browser test-long test-families test-versions check docs fix vendor wheel clean help
+.PHONY: install install-oldest train test test-ranks test-faults test-launchers test-examples test-browser test-long test-families test-oldest test-versions check docs fix vendor wheel clean help
 
 help:
-	@sed -n 's/^#   //p' Makefile; echo "make test | test-ranks | test-faults | test-launchers | test-examples | test-browser | test-long | test-families | test-versions | check | docs | fix | vendor | wheel | clean"
+	@sed -n 's/^#   //p' Makefile; echo "make test | test-ranks | test-faults | test-launchers | test-examples | test-browser | test-long | test-families | test-oldest | test-versions | check | docs | fix | vendor | wheel | clean"
+
+# uv, or pip where it cannot be had.
+INSTALL := $(PYTHON) tools/install.py
+
+# What cannot be installed here is skipped with a reason, which tools/ci.py also reads.
+SKIP = { echo "$(1)" | tee -a "$${THREEFOLD_CI_NOTES:-/dev/null}"; }
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) $(VENV)
 	@touch $@
 
 # Torch is installed first and alone: with TORCH_INDEX, it is not held to the constraints' version.
-$(VENV)/.runtime: $(VENV)/.python pyproject.toml constraints.txt
-	$(if $(TORCH_INDEX),$(BIN)/python -m pip install -q --index-url "$(TORCH_INDEX)" "torch>=2.11",)
-	grep -v $(if $(TORCH_INDEX),'^torch==','^$$') $(CONSTRAINTS) > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e .
+$(VENV)/constraints.txt: $(VENV)/.python pyproject.toml constraints.txt
+	$(if $(TORCH_INDEX),$(INSTALL) $(VENV) --index-url "$(TORCH_INDEX)" "torch>=2.11",)
+	grep -v $(if $(TORCH_INDEX),'^torch==','^$$') $(CONSTRAINTS) > $@
+
+$(VENV)/.runtime: $(VENV)/constraints.txt
+	$(INSTALL) $(VENV) -c $< -e .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.runtime
-	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e '.[dev]'
-	@touch $@
+# At once with what a run needs: what is there is not installed a second time.
+$(VENV)/.dev: $(VENV)/constraints.txt
+	$(INSTALL) $(VENV) -c $< -e '.[dev]'
+	@touch $(VENV)/.runtime $@
+
+# What examples and pages in a browser need besides. Tried anew as long as some of it is missing, but not beside tests.
+$(VENV)/.extras: $(VENV)/.dev tests/browser/requirements.txt
+	@rm -f $(VENV)/.missing
+	$(INSTALL) $(VENV) --no-deps torchao==0.18.0 trl==1.16.0 \
+	  || { $(call SKIP,torchao or trl cannot be installed; what needs them is skipped); touch $(VENV)/.missing; }
+	$(INSTALL) $(VENV) -c $(VENV)/constraints.txt mlflow-skinny lightning-fabric \
+	  || { $(call SKIP,mlflow-skinny or lightning-fabric cannot be installed; what needs them is skipped); touch $(VENV)/.missing; }
+	$(INSTALL) $(VENV) -c $(VENV)/constraints.txt lm-eval==0.4.13 \
+	  || { $(call SKIP,lm-eval cannot be installed; what needs it is skipped); touch $(VENV)/.missing; }
+	$(INSTALL) $(VENV) -r tests/browser/requirements.txt \
+	  || { $(call SKIP,playwright cannot be installed; what needs it is skipped); touch $(VENV)/.missing; }
+	@[ -e $(VENV)/.missing ] && [ -z "$${THREEFOLD_CI_NOTES:-}" ] || touch $@
+
+# Everything that goes into .venv, so that nothing changes under tests that run side by side.
+install: $(VENV)/.dev $(VENV)/.extras
 
 train: $(VENV)/.runtime
 	$(BIN)/threefold train $(ARGS)
@@ -49,7 +74,7 @@ test-ranks: $(VENV)/.dev
 
 # Kills, stalls and lost hosts in their long forms (KILLS=10: a sample). Two hosts need root and iproute2.
 test-faults: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m slow tests
+	$(BIN)/python -m pytest -q --durations=10 -m "slow and not long" tests
 	$(BIN)/python benchmarks/chaos.py --kills $(KILLS)
 
 # Real launchers: torchrun, accelerate, mpirun, Slurm, SageMaker's toolkit, two hosts. Their Python parts have their own
@@ -57,38 +82,33 @@ test-faults: $(VENV)/.dev
 LAUNCHERS := .venv-launchers
 DEBIAN := slurm-wlm munge openmpi-bin mpich iproute2
 
+# The system's packages of a list: as root, where one of them is missing.
+APT = if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && ! dpkg -s $(1) > /dev/null 2>&1; then \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(1); } \
+	  || $(call SKIP,$(1): not all could be installed; what needs them is skipped); fi
+
 $(LAUNCHERS)/.installed: tests/launchers/requirements.txt $(VENV)/.python
-	$(PYTHON) -m venv $(LAUNCHERS)
-	$(LAUNCHERS)/bin/python -m pip install -q -r tests/launchers/requirements.txt
-	$(LAUNCHERS)/bin/python -m pip install -q --no-deps sagemaker-train==1.27.0
+	$(INSTALL) $(LAUNCHERS) -r tests/launchers/requirements.txt
+	$(INSTALL) $(LAUNCHERS) --no-deps sagemaker-train==1.27.0
 	@touch $@
 
-test-launchers: $(VENV)/.dev $(LAUNCHERS)/.installed
-	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && ! dpkg -s $(DEBIAN) > /dev/null 2>&1; then \
-	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(DEBIAN); } \
-	  || echo "$(DEBIAN): not all could be installed; what needs them is skipped"; fi
-	$(BIN)/python -m pytest -q -m launchers tests/launchers
+test-launchers: $(VENV)/.dev
+	@$(MAKE) $(LAUNCHERS)/.installed || $(call SKIP,$(LAUNCHERS) cannot be installed; what needs it is skipped)
+	@$(call APT,$(DEBIAN))
+	$(BIN)/python -m pytest -q --durations=10 -m "launchers and not long" tests/launchers
 
 # Every example by the command of its page, and longer versions of tests that are short elsewhere.
-test-examples: $(VENV)/.dev
-	$(BIN)/python -m pip install -q --no-deps torchao==0.18.0 || echo "torchao cannot be installed; what needs it is skipped"
-	$(BIN)/python -m pip install -q --no-deps trl==1.16.0 || echo "trl cannot be installed; what needs it is skipped"
-	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt mlflow-skinny lightning-fabric \
-	  || echo "mlflow-skinny or lightning-fabric cannot be installed; what needs them is skipped"
-	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt lm-eval==0.4.13 \
-	  || echo "lm-eval cannot be installed; what needs it is skipped"
-	$(PYTEST) -m examples tests
+test-examples: install
+	$(PYTEST) -m "examples and not long" tests
 
 # The pages of runs in the system's Chromium. Where it cannot be had, they are skipped with the reason.
-test-browser: $(VENV)/.dev
-	$(BIN)/python -m pip install -q -r tests/browser/requirements.txt || echo "playwright cannot be installed; what needs it is skipped"
-	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && ! command -v chromium > /dev/null; then \
-	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; } \
-	  || echo "chromium cannot be installed; what needs it is skipped"; fi
-	$(BIN)/python -m pytest -q -m browser tests/browser
+test-browser: install
+	@command -v chromium > /dev/null || $(call APT,chromium)
+	$(BIN)/python -m pytest -q --durations=10 -m "browser and not long" tests/browser
 
 # `train.reduce: exact` for 50 steps on every split of up to 8 data ranks, also on 2 cp or tp ranks each; the estimate of
-# memory for published models, every family and every mesh. More than an hour.
+# memory for published models, every family and every mesh; every launcher with a run, every hang on a second mesh. More
+# than an hour.
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m long tests
 
@@ -96,9 +116,16 @@ test-long: $(VENV)/.dev
 test-families: $(VENV)/.dev
 	$(BIN)/python benchmarks/families.py --all --check --write docs/models.md
 
-# The oldest and the newest Python, torch and transformers that pyproject admits; docs/versions.md has the table.
+# What depends on versions, on the oldest Python, torch and transformers that pyproject admits.
+install-oldest: $(VENV)/.python
+	$(BIN)/python tools/versions.py oldest --install
+
+test-oldest: $(VENV)/.python
+	$(BIN)/python tools/versions.py oldest
+
+# Before a release: all of it, on the oldest and on the newest that can be had.
 test-versions: $(VENV)/.python
-	$(BIN)/python tools/versions.py $(VERSIONS)
+	$(BIN)/python tools/versions.py --all $(VERSIONS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -115,8 +142,7 @@ fix: $(VENV)/.dev
 DOCS := .venv-docs
 
 $(DOCS)/.installed: docs/requirements.txt $(VENV)/.python
-	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install -q -r docs/requirements.txt
+	$(INSTALL) $(DOCS) -r docs/requirements.txt
 	@touch $@
 
 docs: $(DOCS)/.installed

@@ -29,7 +29,7 @@ def main() -> int:
                 rows.append(f"| {name} | `{launch.shown}` | {launch.hosts} | not run: {reason} | | |")
                 continue
             run = folder / f"run-{len(rows)}"
-            code, printed = launch.start(folder, run)
+            code, printed = launch.train(folder, run)
             found = curve(run) if code == 0 else []
             expected = expected or found
             same = bool(found) and found == expected

@@ -7,9 +7,12 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from journal import Journal
 
 # Read by torch when it is imported: ranks and workers are as many as there are cores, or more.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -27,9 +30,19 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="threefold-tests-")
     os.environ["XDG_CACHE_HOME"] = folder
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    # Taken out of the environment: neither workers nor what tests start has a journal of its own.
+    if results := os.environ.pop("THREEFOLD_CI_JOURNAL", None):
+        journal = Journal(Path(results))
+        config.pluginmanager.register(journal, "threefold-journal")
+        config.add_cleanup(journal.close)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.pluginmanager.hasplugin("rerunfailures"):
+        for item in items:
+            if item.get_closest_marker("timing"):
+                # One that has used up its time limit hangs: it is not asked again.
+                item.add_marker(pytest.mark.flaky(reruns=1, rerun_except=["Timeout"]))
     items.sort(key=lambda item: FIRST.index(item.path.parent.name) if item.path.parent.name in FIRST else len(FIRST))
 
 

@@ -15,7 +15,7 @@ import pytest
 from browser.conftest import SIZES, shown
 from report_runs import eventful_run, make_run, step_line, write_lines, write_timeline
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.timing]
 
 
 def test_a_live_page_asks_for_the_points_between_when_it_is_zoomed(folder: Path, serve: Any, visit: Any) -> None:

@@ -12,7 +12,7 @@ from browser.conftest import SIZES, served, shown
 from threefold.report.document import report
 from threefold.report.gathered import gather
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.timing]
 # Pixels of a chart that are not empty: axes alone have fewer.
 DRAWN = """() => [...document.querySelectorAll('.chart canvas')].map((canvas) => {
   const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);

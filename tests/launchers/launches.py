@@ -1,18 +1,24 @@
-"""One short run of the default model under every launcher that can be had here, each on the same mesh of four ranks.
+"""Every launcher that can be had here, each with a program of four ranks (or as many as are asked for).
 
-The tests compare their losses with the run that the command launches itself; `docs/generate_launchers.py` makes a table
-of them. Several hosts are network namespaces of this machine (`ranks.two_hosts`).
+The program is either what prints its place (`who.py`), or a short run of the default model. The tests compare the
+places with what is expected, and some runs' losses with those of the run that the command launches itself;
+`docs/generate_launchers.py` makes a table of all runs. Several hosts are network namespaces of this machine
+(`ranks.two_hosts`).
 """
 
 from __future__ import annotations
 
+import io
+import json
 import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from launchers import sagemaker, slurm
 from launchers.processes import free_port
@@ -27,6 +33,7 @@ from threefold.jobs.kubernetes import KubernetesOptions
 from threefold.jobs.sagemaker import SageMakerOptions
 
 PYTHON = sys.executable
+WHO = Path(__file__).parent / "who.py"
 BIN = Path(PYTHON).parent
 STEPS = 5
 MESH = {"mesh.dp": "2", "mesh.tp": "2"}
@@ -42,27 +49,62 @@ SHORT = {
 _LONGEST_S = 150
 
 
+class Start(Protocol):
+    """Runs a program in a folder to its end; returns the exit code and what was printed."""
+
+    def __call__(self, folder: Path, program: Program, num_ranks: int) -> tuple[int, str]: ...
+
+
 @dataclass(frozen=True)
-class Launch:
-    """One way to start it.
+class Program:
+    """What a launcher starts on each rank.
 
     Attributes:
-        shown: the command, as a reader would type it.
+        output: the run's folder, or the folder of `who.py`.
+        mesh: keys of the mesh of a run; None for `who.py`.
+        config: the run's config in the folder where it is started; empty for the default model on its default data.
+    """
+
+    output: Path
+    mesh: Mapping[str, str] | None = None
+    config: str = ""
+
+    def arguments(self) -> list[str]:
+        """Behind the interpreter's or torchrun's name."""
+        if self.mesh is None:
+            return [str(WHO), str(self.output)]
+        keys = {**SHORT, **self.mesh, "log.dir": str(self.output)}
+        flags = [part for key, value in keys.items() for part in (f"--{key}", value)]
+        return ["-m", "threefold", "train", *([self.config] if self.config else []), *flags]
+
+
+def two(run: Path) -> Program:
+    """A run of two ranks, on the tests' small model and corpus."""
+    return Program(run, {"mesh.dp": "2"}, config="config.yaml")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One way to start a program.
+
+    Attributes:
+        shown: the command of the run, as a reader would type it.
         hosts: machines that it runs on.
         why_not: why it cannot be started here, or None.
-        start: runs it in a folder to its end, into the run's folder; returns exit code and what was printed.
+        launcher: as `environment.current()` names it.
+        own_mesh: the launcher's own sizes are the mesh.
     """
 
     shown: str
     hosts: int
     why_not: Callable[[], str | None]
-    start: Callable[[Path, Path], tuple[int, str]]
+    start: Start
+    launcher: str | None
+    own_mesh: bool = False
 
-
-def train(run: Path, *, mesh: Mapping[str, str] = MESH) -> list[str]:
-    """The arguments behind `-m`."""
-    keys = {**SHORT, **mesh, "log.dir": str(run)}
-    return ["threefold", "train", *(part for key, value in keys.items() for part in (f"--{key}", value))]
+    def train(self, folder: Path, run: Path) -> tuple[int, str]:
+        """The short run, on MESH."""
+        return self.start(folder, Program(run, {} if self.own_mesh else MESH), 4)
 
 
 def _run(command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> tuple[int, str]:
@@ -110,102 +152,126 @@ def _needs(program: str, package: str) -> Callable[[], str | None]:
 # --- one host -----------------------------------------------------------------------------------------------------
 
 
-def _self(folder: Path, run: Path) -> tuple[int, str]:
-    return _run([PYTHON, "-m", *train(run)], folder)
+def _self(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
+    return _run([PYTHON, *program.arguments()], folder)
 
 
-def _torchrun(folder: Path, run: Path) -> tuple[int, str]:
-    place = ["--nproc-per-node", "4", "--master-port", str(free_port())]
-    return _run([str(BIN / "torchrun"), *place, "-m", *train(run)], folder)
+def _torchrun(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
+    place = ["--nproc-per-node", str(num_ranks), "--master-port", str(free_port())]
+    return _run([str(BIN / "torchrun"), *place, *program.arguments()], folder)
 
 
-def _torchrun_elastic(folder: Path, run: Path) -> tuple[int, str]:
-    place = ["--nnodes", "1:1", "--nproc-per-node", "4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    return _run([str(BIN / "torchrun"), *place, "-m", *train(run)], folder)
+def _torchrun_elastic(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
+    place = ["--nnodes", "1:1", "--nproc-per-node", str(num_ranks)]
+    place += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    return _run([str(BIN / "torchrun"), *place, *program.arguments()], folder)
 
 
 def _no_accelerate() -> str | None:
     return None if (BIN / "accelerate").exists() else "no accelerate here (pip install accelerate)"
 
 
-def _accelerate(folder: Path, run: Path) -> tuple[int, str]:
-    """Its own sizes are the mesh: no mesh key is given."""
-    sizes = {"dp_replicate": "2", "dp_shard": "1", "tp": "2", "cp": "1"}
-    place = ["--num_processes", "4", "--main_process_port", str(free_port()), "--mixed_precision", "no"]
+def _accelerate(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
+    sizes = {"dp_replicate": str(num_ranks // 2), "dp_shard": "1", "tp": "2", "cp": "1"}
+    place = ["--num_processes", str(num_ranks), "--main_process_port", str(free_port()), "--mixed_precision", "no"]
     place += ["--num_machines", "1", "--dynamo_backend", "no", "--use_fsdp", "--fsdp_version", "2"]
     place.append("--use_parallelism_config")
     place += [part for axis, size in sizes.items() for part in (f"--parallelism_config_{axis}_size", size)]
-    return _run([str(BIN / "accelerate"), "launch", *place, "-m", *train(run, mesh={})], folder)
+    return _run([str(BIN / "accelerate"), "launch", *place, *program.arguments()], folder)
 
 
-def _open_mpi(folder: Path, run: Path) -> tuple[int, str]:
-    place = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "4"]
-    return _run([*place, PYTHON, "-m", *train(run)], folder)
+def _open_mpi(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
+    # Two ranks would each be bound to a core, which other tests use too.
+    place = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(num_ranks)]
+    return _run([*place, PYTHON, *program.arguments()], folder)
 
 
-def _mpich(folder: Path, run: Path) -> tuple[int, str]:
-    return _run(["mpirun.mpich", "-n", "4", PYTHON, "-m", *train(run)], folder, {"MASTER_PORT": str(free_port())})
+def _mpich(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
+    place = ["mpirun.mpich", "-n", str(num_ranks)]
+    return _run([*place, PYTHON, *program.arguments()], folder, {"MASTER_PORT": str(free_port())})
 
 
-def _sagemaker_job(run: Path, num_hosts: int) -> tuple[dict, bytes]:
-    keys = {**SHORT, **MESH, **({"log.dir": str(run)} if num_hosts > 1 else {})}
+def _sagemaker_job(program: Program, num_hosts: int, num_ranks: int) -> tuple[Mapping[str, Any], bytes]:
+    """The request and the source: our own for a run, those of a user's script for `who.py`."""
+    if program.mesh is None:
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+            tar.add(WHO, WHO.name)
+        settings: dict[str, Any] = {
+            "sagemaker_program": WHO.name,
+            "sagemaker_torch_distributed_enabled": True,
+            "sagemaker_instance_type": sagemaker.INSTANCE,
+            "sagemaker_job_name": "test",
+            "sagemaker_container_log_level": 20,
+        }
+        return {"HyperParameters": {key: json.dumps(value) for key, value in settings.items()}}, packed.getvalue()
+    keys = {**SHORT, **program.mesh, **({"log.dir": str(program.output)} if num_hosts > 1 else {})}
     config = submit.read_config(None, list(keys.items()))
-    job = ranks_of(config.mesh, num_hosts=num_hosts, per_host=4 // num_hosts)
+    job = ranks_of(config.mesh, num_hosts=num_hosts, per_host=num_ranks // num_hosts)
     options = SageMakerOptions(
         name="test", image="image", role="role", instance_type=sagemaker.INSTANCE, output="s3://bucket/prefix"
     )
     return clusters_sagemaker.request(job, options, region="us-east-1"), clusters_sagemaker.archive(config, options)
 
 
-def _sagemaker_tree(base: Path, host: str, all_hosts: list[str], num_ranks: int, interface: str, run: Path) -> None:
-    request, source = _sagemaker_job(run, len(all_hosts))
+def _sagemaker_tree(
+    base: Path, host: str, all_hosts: list[str], interface: str, program: Program, num_ranks: int
+) -> dict[str, str]:
+    """Lays out one host's tree; returns variables of the toolkit's environment."""
+    request, source = _sagemaker_job(program, len(all_hosts), num_ranks)
     sagemaker.lay_out(
         base,
         request=request,
         source=source,
         host=host,
         hosts=all_hosts,
-        num_ranks=num_ranks,
+        num_ranks=num_ranks // len(all_hosts),
         interface=interface,
         channels={},
     )
+    # The toolkit hands hyperparameters, not arguments, to a user's script.
+    return {"WHO_FOLDER": str(program.output)}
 
 
-def _sagemaker(folder: Path, run: Path) -> tuple[int, str]:
-    base = folder / "ml-alone"
-    _sagemaker_tree(base, socket.gethostname(), [socket.gethostname()], 4, "lo", run)
-    ended = _run(sagemaker.toolkit_command(), folder, sagemaker.toolkit_environment(folder, base))
-    run.symlink_to(base / "checkpoints")
+def _sagemaker(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
+    base = folder / f"{program.output.name}-ml"
+    variables = _sagemaker_tree(base, socket.gethostname(), [socket.gethostname()], "lo", program, num_ranks)
+    ended = _run(sagemaker.toolkit_command(), folder, {**sagemaker.toolkit_environment(folder, base), **variables})
+    if program.mesh is not None:
+        program.output.symlink_to(base / "checkpoints")
     return ended
 
 
 # --- two hosts ----------------------------------------------------------------------------------------------------
 
 
-def _torchrun_on_hosts(folder: Path, run: Path) -> tuple[int, str]:
+def _torchrun_on_hosts(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
     def command(number: int, both: list[Host]) -> tuple[list[str], dict[str, str]]:
-        place = ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(number)]
+        place = ["--nnodes", "2", "--nproc-per-node", str(num_ranks // 2), "--node-rank", str(number)]
         place += ["--master-addr", both[0].hostname, "--master-port", "29500"]
-        return [str(BIN / "torchrun"), *place, "-m", *train(run)], {}
+        return [str(BIN / "torchrun"), *place, *program.arguments()], {}
 
     return _on_hosts(folder, command)
 
 
-def _torchrun_elastic_on_hosts(folder: Path, run: Path) -> tuple[int, str]:
+def _torchrun_elastic_on_hosts(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
     def command(number: int, both: list[Host]) -> tuple[list[str], dict[str, str]]:
-        place = ["--nnodes", "2:2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
+        place = ["--nnodes", "2:2", "--nproc-per-node", str(num_ranks // 2)]
+        place += ["--rdzv-backend", "c10d", "--rdzv-id", "test"]
         place += ["--rdzv-endpoint", f"{both[0].hostname}:29400", "--local-addr", both[number].address]
         place += ["--rdzv-conf", f"is_host={'true' if number == 0 else 'false'}"]
-        return [str(BIN / "torchrun"), *place, "-m", *train(run)], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return [str(BIN / "torchrun"), *place, *program.arguments()], env
 
     return _on_hosts(folder, command)
 
 
-def _pytorch_job(folder: Path, run: Path) -> tuple[int, str]:
+def _pytorch_job(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
     """The pods of our own manifest, with the variables that Kubeflow's operator sets in them."""
-    config = submit.read_config(None, list({**SHORT, **MESH, "log.dir": str(run)}.items()))
-    job = ranks_of(config.mesh, num_hosts=2, per_host=2)
-    options = KubernetesOptions(name="test", image="image", volumes={"claim": str(run.parent)})
+    mesh = MESH if program.mesh is None else program.mesh
+    config = submit.read_config(None, list({**SHORT, **mesh, "log.dir": str(program.output)}.items()))
+    job = ranks_of(config.mesh, num_hosts=2, per_host=num_ranks // 2)
+    options = KubernetesOptions(name="test", image="image", volumes={"claim": str(program.output.parent)})
     config_map, manifest = kubernetes.manifests(config, job, options)
     (folder / "pods.yaml").write_text(config_map["data"]["config.yaml"])
     replicas = manifest["spec"]["pytorchReplicaSpecs"]
@@ -214,7 +280,7 @@ def _pytorch_job(folder: Path, run: Path) -> tuple[int, str]:
         (container,) = replicas["Master" if number == 0 else "Worker"]["template"]["spec"]["containers"]
         operator = {
             "RANK": str(number),
-            "WORLD_SIZE": "4",
+            "WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": both[0].hostname,
             "MASTER_PORT": "23456",
             "PET_NNODES": "2",
@@ -225,13 +291,15 @@ def _pytorch_job(folder: Path, run: Path) -> tuple[int, str]:
         for name, value in operator.items():
             words = [word.replace(f"$({name})", value) for word in words]
         words = [word.replace("/etc/threefold/config.yaml", str(folder / "pods.yaml")) for word in words]
+        if program.mesh is None:
+            words = [*words[: words.index("-m")], *program.arguments()]
         own = {entry["name"]: entry["value"] for entry in container["env"]}
         return [str(BIN / words[0]), *words[1:]], {**operator, **own}
 
     return _on_hosts(folder, command)
 
 
-def _open_mpi_on_hosts(folder: Path, run: Path) -> tuple[int, str]:
+def _open_mpi_on_hosts(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
     """mpirun on the first host reaches the second one through a program of ours in the place of ssh."""
     agent = folder / "instead-of-ssh"
     with hosts("tfmpi", 2) as both:
@@ -242,13 +310,14 @@ def _open_mpi_on_hosts(folder: Path, run: Path) -> tuple[int, str]:
         )
         agent.chmod(0o755)
         place = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--mca", "plm_rsh_agent", str(agent)]
-        place += ["--mca", "oob_tcp_if_include", "eth0", "--host", ",".join(f"{host.hostname}:2" for host in both)]
-        place += ["-n", "4", "-x", f"MASTER_ADDR={both[0].hostname}", "-x", "MASTER_PORT=29500"]
+        slots = ",".join(f"{host.hostname}:{num_ranks // 2}" for host in both)
+        place += ["--mca", "oob_tcp_if_include", "eth0", "--host", slots]
+        place += ["-n", str(num_ranks), "-x", f"MASTER_ADDR={both[0].hostname}", "-x", "MASTER_PORT=29500"]
         env = {**environment(folder), "OMP_NUM_THREADS": "1"}
         for name in ("OMP_NUM_THREADS", "XDG_CACHE_HOME", "HF_HUB_OFFLINE"):
             place += ["-x", name]
         output = folder / "open-mpi.txt"
-        process = both[0].start([*place, PYTHON, "-m", *train(run)], cwd=folder, env=env, output=output)
+        process = both[0].start([*place, PYTHON, *program.arguments()], cwd=folder, env=env, output=output)
         try:
             code = process.wait(_LONGEST_S)
         finally:
@@ -261,21 +330,26 @@ def _no_open_mpi_on_hosts() -> str | None:
     return _needs("mpirun.openmpi", "openmpi-bin")() or why_no_hosts()
 
 
-def _srun(folder: Path, run: Path) -> tuple[int, str]:
+def srun(cluster: slurm.Cluster, folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
+    """On both nodes of a cluster that is there."""
+    env = {**environment(folder), "OMP_NUM_THREADS": "1"}
+    place = ["srun", "--nodes=2", f"--ntasks-per-node={num_ranks // 2}", "--oversubscribe"]
+    done = cluster.run(*place, PYTHON, *program.arguments(), cwd=folder, env=env)
+    return done.returncode, done.stdout + done.stderr
+
+
+def _srun(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
     with slurm.cluster(folder / "slurm") as cluster:
-        env = {**environment(folder), "OMP_NUM_THREADS": "1"}
-        place = ["srun", "--nodes=2", "--ntasks-per-node=2", "--oversubscribe"]
-        done = cluster.run(*place, PYTHON, "-m", *train(run), cwd=folder, env=env)
-        return done.returncode, done.stdout + done.stderr
+        return srun(cluster, folder, program, num_ranks)
 
 
-def _sagemaker_on_hosts(folder: Path, run: Path) -> tuple[int, str]:
+def _sagemaker_on_hosts(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
     """The run's folder is shared, as an FSx channel is; everything else is each host's own."""
 
     def command(number: int, both: list[Host]) -> tuple[list[str], dict[str, str]]:
-        base, names = folder / f"ml-{number}", [host.hostname for host in both]
-        _sagemaker_tree(base, names[number], names, 2, "eth0", run)
-        return sagemaker.toolkit_command(), sagemaker.toolkit_environment(folder, base)
+        base, names = folder / f"{program.output.name}-ml-{number}", [host.hostname for host in both]
+        variables = _sagemaker_tree(base, names[number], names, "eth0", program, num_ranks)
+        return sagemaker.toolkit_command(), {**sagemaker.toolkit_environment(folder, base), **variables}
 
     return _on_hosts(folder, command)
 
@@ -284,44 +358,55 @@ def _no_toolkit_on_hosts() -> str | None:
     return sagemaker.why_not() or why_no_hosts()
 
 
-SELF = Launch("threefold train", 1, _always, _self)
+SELF = Launch("threefold train", 1, _always, _self, None)
 LAUNCHES = {
-    "torchrun": Launch("torchrun --nproc-per-node 4 -m threefold train", 1, _always, _torchrun),
+    "torchrun": Launch("torchrun --nproc-per-node 4 -m threefold train", 1, _always, _torchrun, "torchrun"),
     "torchrun, elastic": Launch(
-        "torchrun --nnodes 1:1 --rdzv-backend c10d ... -m threefold train", 1, _always, _torchrun_elastic
+        "torchrun --nnodes 1:1 --rdzv-backend c10d ... -m threefold train", 1, _always, _torchrun_elastic, "torchrun"
     ),
     "accelerate": Launch(
         "accelerate launch --use_parallelism_config --parallelism_config_tp_size 2 ... -m threefold train",
         1,
         _no_accelerate,
         _accelerate,
+        "torchrun",
+        own_mesh=True,
     ),
-    "Open MPI": Launch("mpirun -n 4 python -m threefold train", 1, _needs("mpirun.openmpi", "openmpi-bin"), _open_mpi),
-    "MPICH": Launch("mpirun -n 4 python -m threefold train", 1, _needs("mpirun.mpich", "mpich"), _mpich),
-    "SageMaker's toolkit": Launch("threefold submit sagemaker", 1, sagemaker.why_not, _sagemaker),
+    "Open MPI": Launch(
+        "mpirun -n 4 python -m threefold train", 1, _needs("mpirun.openmpi", "openmpi-bin"), _open_mpi, "open-mpi"
+    ),
+    "MPICH": Launch("mpirun -n 4 python -m threefold train", 1, _needs("mpirun.mpich", "mpich"), _mpich, "mpich"),
+    "SageMaker's toolkit": Launch("threefold submit sagemaker", 1, sagemaker.why_not, _sagemaker, "torchrun"),
     "torchrun on two hosts": Launch(
         "torchrun --nnodes 2 --node-rank I --master-addr HOST ... -m threefold train",
         2,
         why_no_hosts,
         _torchrun_on_hosts,
+        "torchrun",
     ),
     "torchrun on two hosts, elastic": Launch(
         "torchrun --nnodes 2:2 --rdzv-endpoint HOST:29400 ... -m threefold train",
         2,
         why_no_hosts,
         _torchrun_elastic_on_hosts,
+        "torchrun",
     ),
     "Open MPI on two hosts": Launch(
         "mpirun -n 4 --host A:2,B:2 -x MASTER_ADDR=A ... python -m threefold train",
         2,
         _no_open_mpi_on_hosts,
         _open_mpi_on_hosts,
+        "open-mpi",
     ),
-    "Slurm": Launch("srun --nodes=2 --ntasks-per-node=2 python -m threefold train", 2, slurm.why_not, _srun),
+    "Slurm": Launch("srun --nodes=2 --ntasks-per-node=2 python -m threefold train", 2, slurm.why_not, _srun, "slurm"),
     "SageMaker's toolkit on two hosts": Launch(
-        "threefold submit sagemaker --instances 2", 2, _no_toolkit_on_hosts, _sagemaker_on_hosts
+        "threefold submit sagemaker --instances 2", 2, _no_toolkit_on_hosts, _sagemaker_on_hosts, "torchrun"
     ),
     "PyTorchJob's variables": Launch(
-        "threefold submit kubernetes --nodes 2 (its pods' command, without a cluster)", 2, why_no_hosts, _pytorch_job
+        "threefold submit kubernetes --nodes 2 (its pods' command, without a cluster)",
+        2,
+        why_no_hosts,
+        _pytorch_job,
+        "torchrun",
     ),
 }

@@ -15,6 +15,7 @@ from ranks.two_hosts import Host, hosts, why_not
 
 pytestmark = [
     pytest.mark.launchers,
+    pytest.mark.timing,
     pytest.mark.timeout(200),
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]

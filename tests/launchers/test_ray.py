@@ -16,6 +16,7 @@ from ranks.runs import command, curve, prepare
 RAY = list((ROOT / ".venv-launchers" / "lib").glob("python*/site-packages/ray"))
 pytestmark = [
     pytest.mark.launchers,
+    pytest.mark.timing,
     pytest.mark.timeout(300),
     pytest.mark.skipif(not RAY, reason="no ray in .venv-launchers (make test-launchers)"),
 ]

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from launchers import sagemaker
-from ranks.faults import wait_for
-from ranks.runs import curve, environment, prepare
+from ranks.runs import command, curve, environment, prepare
 from threefold.commands import submit
 from threefold.jobs import entry
 from threefold.jobs import sagemaker as clusters_sagemaker
@@ -64,8 +61,8 @@ def lay_out(folder: Path, base: Path, **hyperparameters: str) -> None:
 
 def test_job_goes_on_in_the_next_container_and_leaves_its_model(folder: Path) -> None:
     """The checkpoint folder is all that the second container has of the first one."""
-    first, second, whole = folder / "first", folder / "second", folder / "whole"
-    for base, steps in ((first, "7"), (second, "12"), (whole, "12")):
+    first, second = folder / "first", folder / "second"
+    for base, steps in ((first, "7"), (second, "12")):
         # The schedule is the longer run's: the rate of a step must not depend on where the first one was stopped.
         lay_out(folder, base, **{"train.steps": steps, "optimizer.schedule": "constant"})
     ended = sagemaker.run_toolkit(folder, first)
@@ -74,8 +71,10 @@ def test_job_goes_on_in_the_next_container_and_leaves_its_model(folder: Path) ->
     ended = sagemaker.run_toolkit(folder, second)
     assert ended.returncode == 0, ended.stderr
     assert f"resumed from {second}/checkpoints/checkpoints/step-00000007" in ended.stdout
-    assert sagemaker.run_toolkit(folder, whole).returncode == 0
-    assert curve(second / "checkpoints") == curve(whole / "checkpoints")
+    source = ("--data.source", "corpus", "--train.steps", "12", "--optimizer.schedule", "constant")
+    whole = command(folder, "train", "config.yaml", "--mesh.dp", "2", *source, "--log.dir", "whole")
+    assert whole.returncode == 0, whole.stderr
+    assert curve(second / "checkpoints") == curve(folder / "whole")
     assert (second / "output" / "success").exists()
     assert {"config.json", "model.safetensors"} <= {path.name for path in (second / "model").iterdir()}
 
@@ -173,31 +172,3 @@ def test_entry_script_under_the_sdks_own_drivers(folder: Path, driver: str) -> N
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert len(curve(folder / "ml" / "checkpoints")) == 6
     assert (folder / "ml" / "model" / "config.json").exists()
-
-
-@pytest.fixture
-def moto(tmp_path: Path) -> Iterator[str]:
-    """The address of a moto server on this machine, on a port that it chose."""
-    code = (
-        "import sys; from moto.server import ThreadedMotoServer; server = ThreadedMotoServer('127.0.0.1', 0);"
-        "server.start(); print('http://%s:%d' % server.get_host_and_port(), file=sys.stderr, flush=True);"
-        "sys.stdin.read(); server.stop()"
-    )
-    output = tmp_path / "moto.txt"
-    process = subprocess.Popen(
-        [str(sagemaker.PYTHON), "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=output.open("wb"),
-    )
-    assert process.stdin is not None
-    try:
-        told = wait_for(lambda: re.findall(r"^(http://\S+)\n", output.read_text(), re.MULTILINE), "moto's address")
-        yield told[0]
-    finally:
-        process.stdin.close()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

@@ -14,6 +14,8 @@ import torch
 from launchers.processes import free_port, rank, together
 from ranks.runs import prepare
 
+pytestmark = pytest.mark.timing
+
 TIMEOUT_S = 3.0
 # Interpreter, config and model's config are read before the ranks meet, on a machine that may be busy.
 SLACK_S = 3.0

@@ -12,7 +12,11 @@ import pytest
 from ranks.runs import environment
 from ranks.two_hosts import Host, hosts, why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timing,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
 
 
 def _doctor(

@@ -23,7 +23,7 @@ from ranks.spawn import run_ranks
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.training.stop_request import _ONE_REQUEST_S
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
 # Enough to be killed in the midst of it.
 LONG = ("--train.steps", "40", "--checkpoint.every", "5")

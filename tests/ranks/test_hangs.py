@@ -16,6 +16,8 @@ from ranks.faults import alive, last_step, rank_processes, wait_for
 from ranks.hangs import Hang, hanging
 from ranks.runs import environment, prepare
 
+pytestmark = pytest.mark.timing
+
 LIMITS = ("--log.stall_s", "2", "--mesh.timeout_s", "120", "--log.sample_tokens", "0")
 RUN = ("--train.steps", "14", "--checkpoint.every", "6", "--eval.every", "4", "--eval.source", "corpus", *LIMITS)
 
@@ -54,7 +56,12 @@ def check(found: list[str], hang: Hang) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "last"), [(("--mesh.dp", "2"), 1), (("--mesh.dp", "2", "--mesh.dp_shard", "2", "--mesh.tp", "2"), 3)]
+    ("mesh", "last"),
+    [
+        # The same places on fewer ranks, of which the test below has a sample.
+        pytest.param(("--mesh.dp", "2"), 1, marks=pytest.mark.long),
+        (("--mesh.dp", "2", "--mesh.dp_shard", "2", "--mesh.tp", "2"), 3),
+    ],
 )
 def test_every_hang_is_named(tmp_path: Path, mesh: tuple[str, ...], last: int) -> None:
     prepare(tmp_path)

@@ -299,6 +299,7 @@ def refuse_strangers(processes: list[int]) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.timing
 def test_local_run_listens_on_loopback_only_also_after_a_restart(folder: Path) -> None:
     """torch's agent listened on all interfaces, and unpickled what anybody wrote into its store."""
     run = folder / "open"
@@ -315,6 +316,7 @@ def test_local_run_listens_on_loopback_only_also_after_a_restart(folder: Path) -
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.timing
 def test_killed_launcher_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     run = folder / "gone"

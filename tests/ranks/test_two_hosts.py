@@ -14,7 +14,11 @@ from ranks.faults import last_step, wait_for
 from ranks.runs import command, environment, metrics, prepare
 from ranks.two_hosts import Host, hosts, why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timing,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
 
 RUN = ("--mesh.dp", "2", "--log.dir", "run", "--train.steps", "400", "--checkpoint.every", "10", "--log.every", "10")
 LIMITS = ("--log.stall_s", "4", "--train.timeout_s", "8")

@@ -8,6 +8,7 @@ all of that from it as from a server of its own.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import runpy
 import signal
@@ -43,6 +44,7 @@ class _Place:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             os.dup2(file, number)
             os.close(file)
+        faulthandler.enable(2)  # a crash shows where it was
         fork_from_own_server()
         launch = popen_forkserver.Popen._launch
 

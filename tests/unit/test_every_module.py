@@ -1,0 +1,23 @@
+"""Every module can be imported on the versions that are here: none of them hides an import that they do not have."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# In one process: most of the time goes into torch and transformers.
+CODE = """
+import importlib, pkgutil, threefold
+
+names = [module.name for module in pkgutil.walk_packages(threefold.__path__, "threefold.")]
+for name in names:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+print(len(names))
+"""
+
+
+def test_every_module_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 300

@@ -77,7 +77,7 @@ test-examples: $(VENV)/.dev
 	  || echo "mlflow-skinny or lightning-fabric cannot be installed; what needs them is skipped"
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt lm-eval==0.4.13 \
 	  || echo "lm-eval cannot be installed; what needs it is skipped"
-	$(PYTEST) -m examples tests
+	$(PYTEST) -m "examples and not long" tests
 
 # The pages of runs in the system's Chromium. Where it cannot be had, they are skipped with the reason.
 test-browser: $(VENV)/.dev

@@ -159,7 +159,7 @@ def test_it_computes_as_transformers_does_with_each_document_alone(name: str, me
     compare(name, mesh)
 
 
-@pytest.mark.examples
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in {*SAMPLE, *NOT_RUN, *NOT_CAUSAL}])
 def test_every_architecture_computes_as_transformers_does(name: str, mesh: Mesh) -> None:
     compare(name, mesh)

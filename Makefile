@@ -88,7 +88,8 @@ test-browser: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m browser tests/browser
 
 # `train.reduce: exact` for 50 steps on every split of up to 8 data ranks, also on 2 cp or tp ranks each; the estimate of
-# memory for published models, every family and every mesh. More than an hour.
+# memory for published models, every family and every mesh; every architecture, example, optimizer and compiled layer in
+# all their cases, some of which need what test-examples installs. More than an hour.
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m long tests
 

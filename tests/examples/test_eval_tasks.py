@@ -131,7 +131,12 @@ def _tasks(folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("mesh", [{}, {"dp": 2, "dp_shard": 2, "tp": 2}], ids=["one process", "2x1x2"])
+# One process, every part of which the mesh has too, is a long case: each command imports the harness.
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param({}, marks=pytest.mark.long), {"dp": 2, "dp_shard": 2, "tp": 2}],
+    ids=["one process", "2x1x2"],
+)
 def test_run_tells_what_the_harness_finds_of_its_export(mesh: dict[str, int], tmp_path: Path) -> None:
     from lm_eval.evaluator import simple_evaluate
 

@@ -131,13 +131,18 @@ def _tasks(folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("mesh", [{}, {"dp": 2, "dp_shard": 2, "tp": 2}], ids=["one process", "2x1x2"])
+# One process, every part of which the mesh has too, is a long case: each command imports the harness.
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param({}, marks=pytest.mark.long), {"dp": 2, "dp_shard": 2, "tp": 2}],
+    ids=["one process", "2x1x2"],
+)
 def test_run_tells_what_the_harness_finds_of_its_export(mesh: dict[str, int], tmp_path: Path) -> None:
     from lm_eval.evaluator import simple_evaluate
 
     prepare(tmp_path)
     names = _tasks(tmp_path)
-    sizes = [text for axis, size in mesh.items() for text in (f"--mesh.{axis}", str(size))]
+    sizes = [text for axis, size in {"dp": 1, **mesh}.items() for text in (f"--mesh.{axis}", str(size))]
     asked = ("--eval.tasks", f"[{', '.join(names)}]", "--eval.every", "5", "--train.steps", "8", "--train.seed", "1")
     done = command(tmp_path, "train", "config.yaml", "--log.dir", "run", *asked, *sizes)
     assert done.returncode == 0, done.stderr
@@ -161,8 +166,9 @@ def test_run_tells_what_the_harness_finds_of_its_export(mesh: dict[str, int], tm
 
 def test_tasks_change_no_bit_of_the_run(tmp_path: Path) -> None:
     prepare(tmp_path)
-    asked = ("--train.steps", "6", "--eval.every", "2", "--eval.tasks", f"[{_tasks(tmp_path)[0]}]")
-    for name, keys in (("plain", ("--train.steps", "6")), ("scored", asked)):
+    plain = ("--train.steps", "6", "--mesh.dp", "2")
+    asked = (*plain, "--eval.every", "2", "--eval.tasks", f"[{_tasks(tmp_path)[0]}]")
+    for name, keys in (("plain", plain), ("scored", asked)):
         assert command(tmp_path, "train", "config.yaml", "--log.dir", name, *keys).returncode == 0
     hashes = {command(tmp_path, "hash", name).stdout.split()[0] for name in ("plain", "scored")}
     assert len(hashes) == 1
@@ -188,6 +194,6 @@ def test_what_cannot_be_scored_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(ConfigError) as raised:
             _load([task])
         assert str(raised.value).startswith(said)
-    refused = command(tmp_path, "train", "config.yaml", "--eval.tasks", "[helaswag]")
+    refused = command(tmp_path, "train", "config.yaml", "--mesh.dp", "1", "--eval.tasks", "[helaswag]")
     assert refused.returncode == 2 and refused.stderr.startswith("eval.tasks has helaswag, which is not known")
     assert "step" not in refused.stdout.split("done")[0].split("epochs")[0].partition("step 1/")[2]

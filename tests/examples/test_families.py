@@ -46,7 +46,7 @@ def test_what_holds_and_what_is_refused(tmp_path: Path) -> None:
     assert again == found  # from the file, without running them
 
 
-@pytest.mark.examples
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_one_of_each_kind_on_every_mesh(tmp_path: Path) -> None:
     found, _ = table(tmp_path, timeout_s=900)

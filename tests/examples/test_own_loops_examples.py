@@ -40,11 +40,18 @@ def test_a_loop_has_at_most_40_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 40
 
 
-@pytest.mark.examples
+# All axes at once; each axis of its own is a long case.
+SHORT_AND_LONG = [
+    pytest.param([MESHES[-1]], marks=pytest.mark.examples, id="all axes"),
+    pytest.param(MESHES[:-1], marks=pytest.mark.long, id="each axis"),
+]
+
+
+@pytest.mark.parametrize("meshes", SHORT_AND_LONG)
 @pytest.mark.parametrize("name", ON_ANY_MESH)
-def test_every_mesh_prints_the_same(name: str) -> None:
+def test_every_mesh_prints_the_same(name: str, meshes: list[tuple[int, int, int]]) -> None:
     alone = numbers(run_ranks(_main, 1, name)[0])
-    for sizes in MESHES:
+    for sizes in meshes:
         said = run_ranks(_main, sizes[0] * sizes[1] * sizes[2], name, *sizes)[0]
         assert numbers(said) == pytest.approx(alone, abs=2e-4, rel=2e-3), sizes
 
@@ -63,11 +70,11 @@ def _two_runs(folder: str, first: tuple[int, ...], second: tuple[int, ...]) -> s
     return begun + run_ranks(_main, second[0] * second[1] * second[2], "save_and_resume", folder, 6, *second)[0]
 
 
-@pytest.mark.examples
-def test_a_loop_stops_and_goes_on_on_another_mesh(tmp_path: Path) -> None:
+@pytest.mark.parametrize("meshes", SHORT_AND_LONG)
+def test_a_loop_stops_and_goes_on_on_another_mesh(tmp_path: Path, meshes: list[tuple[int, int, int]]) -> None:
     unbroken = numbers(run_ranks(_main, 1, "save_and_resume", str(tmp_path / "unbroken"), 6)[0])
-    for number, sizes in enumerate(MESHES):
-        then = MESHES[(number + 1) % len(MESHES)]
+    for number, sizes in enumerate(meshes):
+        then = MESHES[(MESHES.index(sizes) + 1) % len(MESHES)]
         assert numbers(_two_runs(str(tmp_path / str(number)), sizes, then)) == pytest.approx(
             unbroken, abs=2e-4, rel=2e-3
         )

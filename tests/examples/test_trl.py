@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ranks.runs import cold_command, metrics
+from ranks.runs import command, metrics
 from threefold.data.rows.packing import Packing
 from threefold.data.store.resolve import open_store
 from threefold.data.text.source import Source
@@ -110,9 +112,9 @@ def losses_of_threefold(
         **{"optimizer.weight_decay": 1e-12, "log.every": 1, "log.sample_tokens": 0},
         **more,
     }
-    command = ["train", *(part for key, value in keys.items() for part in (f"--{key}", str(value)))]
+    words = ["train", *(part for key, value in keys.items() for part in (f"--{key}", str(value)))]
     sizes = ("--train.steps", str(steps), "--train.global_batch", str(rows.num_rows), "--log.dir", run)
-    done = cold_command(folder, *command, *sizes)
+    done = command(folder, *words, *sizes)
     assert done.returncode == 0, done.stderr
     return [line["loss"] for _, line in sorted(metrics(folder / run).items())]
 
@@ -139,31 +141,45 @@ def test_losses_are_those_of_trl(
 
 
 SMOOTHED = 0.2
+# Our settings, and TRL's.
+LOSSES_ON_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sigmoid": ({"loss": "sigmoid", "beta": 0.1}, {"loss_type": ["sigmoid"], "beta": 0.1}),
+    "ipo": ({"loss": "ipo", "beta": 0.3}, {"loss_type": ["ipo"], "beta": 0.3}),
+    "hinge": ({"loss": "hinge", "beta": 0.02}, {"loss_type": ["hinge"], "beta": 0.02}),
+    # TRL smooths no labels of its sigmoid loss. Its `robust` loss R is made of the loss S and that of the swapped
+    # pair S': R = ((1 - e) S - e S') / (1 - 2 e). So (1 - e) S + e S' = 2 (1 - e) S - (1 - 2 e) R.
+    "smoothed": (
+        {"label_smoothing": SMOOTHED},
+        {
+            **{"loss_type": ["sigmoid", "robust"], "label_smoothing": SMOOTHED, "beta": 0.1},
+            "loss_weights": [2 * (1 - SMOOTHED), 2 * SMOOTHED - 1],
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def losses_on_pairs_of_trl(folder: Path) -> Callable[[str], list[float]]:
+    """TRL's losses by their name, trained once: they do not depend on how we pack."""
+
+    @functools.cache
+    def of(name: str) -> list[float]:
+        return losses_of_trl(folder, "answers.jsonl", {"max_length": 256, **LOSSES_ON_PAIRS[name][1]}, "DPO")
+
+    return of
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
-@pytest.mark.parametrize(
-    ("own", "theirs"),
-    [
-        ({"loss": "sigmoid", "beta": 0.1}, {"loss_type": ["sigmoid"], "beta": 0.1}),
-        ({"loss": "ipo", "beta": 0.3}, {"loss_type": ["ipo"], "beta": 0.3}),
-        ({"loss": "hinge", "beta": 0.02}, {"loss_type": ["hinge"], "beta": 0.02}),
-        # TRL smooths no labels of its sigmoid loss. Its `robust` loss R is made of the loss S and that of the swapped
-        # pair S': R = ((1 - e) S - e S') / (1 - 2 e). So (1 - e) S + e S' = 2 (1 - e) S - (1 - 2 e) R.
-        (
-            {"label_smoothing": SMOOTHED},
-            {
-                **{"loss_type": ["sigmoid", "robust"], "label_smoothing": SMOOTHED, "beta": 0.1},
-                "loss_weights": [2 * (1 - SMOOTHED), 2 * SMOOTHED - 1],
-            },
-        ),
-    ],
-    ids=["sigmoid", "ipo", "hinge", "smoothed"],
-)
+@pytest.mark.parametrize("name", LOSSES_ON_PAIRS)
 def test_losses_on_pairs_are_those_of_trl(
-    folder: Path, own: dict[str, Any], theirs: dict[str, Any], packing: str, request: pytest.FixtureRequest
+    folder: Path,
+    name: str,
+    packing: str,
+    losses_on_pairs_of_trl: Callable[[str], list[float]],
+    request: pytest.FixtureRequest,
 ) -> None:
-    expected = losses_of_trl(folder, "answers.jsonl", {"max_length": 256, **theirs}, "DPO")
+    expected = losses_on_pairs_of_trl(name)
+    own, _ = LOSSES_ON_PAIRS[name]
     keys = {"train.objective": "dpo", **{f"dpo.{name}": value for name, value in own.items()}}
     run = request.node.name.replace(" ", "-")
     found = losses_of_threefold(folder, "answers.jsonl", packing, 256, run, STEPS_ON_PAIRS, **keys)

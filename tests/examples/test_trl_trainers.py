@@ -102,7 +102,8 @@ def all_of_them(folder: str, world: int) -> dict[str, Any]:
     return {json.dumps(case): trained(*case[:2], folder, *case[2:], 2) for case in cases}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+# On two ranks every line of the composition runs; one process, where nothing is gathered, is a long case.
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_composed_trainers_are_trl_in_one_process(num_ranks: int, tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     # The evaluation of all rows in one batch has the one mean.

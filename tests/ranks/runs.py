@@ -70,11 +70,24 @@ def cold_command(folder: Path, *arguments: str, timeout_s: float = 300) -> subpr
     )
 
 
-def torchrun(folder: Path, num_ranks: int, script: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
-    """`torchrun --nproc-per-node NUM_RANKS SCRIPT` in `folder`, its agent and its ranks forked from that server."""
-    warm_ranks = ("--start-method", "forkserver", "--run-path")
-    arguments = ("--nproc-per-node", str(num_ranks), *warm_ranks, str(folder / script))
-    return run(warm.torchrun, folder, arguments, environment(folder), timeout_s=timeout_s)
+def torchrun(
+    folder: Path, num_ranks: int, script: str, *arguments: str, timeout_s: float = 300, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """`torchrun --standalone --nproc-per-node NUM_RANKS SCRIPT ARGUMENTS...` in `folder`.
+
+    Its agent and its ranks are forked from that server.
+
+    Args:
+        variables: environment variables beside those of this process.
+    """
+    warm_ranks = ("--standalone", "--start-method", "forkserver", "--run-path")
+    words = ("--nproc-per-node", str(num_ranks), *warm_ranks, str(folder / script), *arguments)
+    return run(warm.torchrun, folder, words, {**environment(folder), **variables}, timeout_s=timeout_s)
+
+
+def script(folder: Path, path: str, *arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+    """`python PATH ARGUMENTS...` in `folder`, forked from that server."""
+    return run(warm.script, folder, (str(folder / path), *arguments), environment(folder), timeout_s=timeout_s)
 
 
 def run(

@@ -31,8 +31,9 @@ PRELOAD = [
     "threefold.run.start",
     "threefold.commands.main",
     "threefold.integrations.huggingface",
-    # What many ranks would import on their own, later than at their start.
+    # What many ranks would import on their own, later than at their start; pytest with each file of tests.
     "encodings.idna",
+    "pytest",
     "peft.utils.transformers_weight_conversion",
     "ruamel.yaml",
     "threefold.__main__",

@@ -122,10 +122,10 @@ def _curve(sizes: Sizes, model: dict[str, Any], pieces: int) -> Any:
     ("name", "worlds"),
     [
         ("llama", (2, 4, 8)),
-        pytest.param("deepseek_v3", (2, 4, 8), marks=pytest.mark.examples),
-        pytest.param("qwen3_moe", (2, 4, 8), marks=pytest.mark.slow),
-        pytest.param("gpt_oss", (2, 4), marks=pytest.mark.slow),
-        pytest.param("mamba2", (2, 4), marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", (2, 4, 8), marks=pytest.mark.long),
+        pytest.param("qwen3_moe", (2, 4, 8), marks=pytest.mark.long),
+        pytest.param("gpt_oss", (2, 4), marks=pytest.mark.long),
+        pytest.param("mamba2", (2, 4), marks=pytest.mark.long),
     ],
 )
 def test_mesh_computes_what_one_process_computes(name: str, worlds: tuple[int, ...]) -> None:

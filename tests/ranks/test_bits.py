@@ -253,6 +253,12 @@ def test_weights_losses_and_norms_have_the_same_bits_on_any_number_of_data_ranks
 @pytest.mark.examples
 @pytest.mark.parametrize("name", MORE)
 def test_and_so_for_what_is_admitted(name: str) -> None:
+    _refuse_several(name, FEW, MORE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MORE)
+def test_and_so_for_what_is_admitted_on_every_split_of_up_to_4_data_ranks(name: str) -> None:
     _refuse_several(name, ALL, MORE)
 
 
@@ -271,6 +277,13 @@ def test_and_so_after_50_steps_on_up_to_16_ranks(axes: dict[str, int], name: str
 
 
 @pytest.mark.examples
+@pytest.mark.parametrize("name", WIDER)
+def test_and_so_on_two_cp_and_two_tp_ranks(name: str) -> None:
+    """One data rank against two copies; each way of splitting below is against two shards."""
+    _refuse_several(name, ((1, 1, 2, 2), (2, 1, 2, 2)), WIDER)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("axes", [{"cp": 2}, {"tp": 2}, {"cp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("name", WIDER)
 def test_and_so_on_two_cp_or_tp_ranks(axes: dict[str, int], name: str) -> None:
@@ -280,6 +293,18 @@ def test_and_so_on_two_cp_or_tp_ranks(axes: dict[str, int], name: str) -> None:
 @pytest.mark.examples
 @pytest.mark.parametrize("name", HOW)
 def test_and_so_in_each_way_of_splitting(name: str) -> None:
+    axes = {"cp": 1, "tp": 1, **HOW[name][0]}
+    # Those that split alike are trained by the same ranks.
+    _refuse_several(
+        name,
+        ((1, 1, axes["cp"], axes["tp"]), (1, 2, axes["cp"], axes["tp"])),
+        [way for way, (others, _) in HOW.items() if others == HOW[name][0]],
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", HOW)
+def test_and_so_in_each_way_of_splitting_on_every_split(name: str) -> None:
     _refuse_several(name, _splits(1, 2, **HOW[name][0]), [name])
 
 

@@ -57,6 +57,8 @@ CASES: list[Case] = [
     ({"cp": 2}, GEMMA2, "none", 2),
     ({"cp": 2, "cp_method": "ulysses"}, LLAMA, "none", 1),
 ]
+# One of each mechanism: copies, shards, experts on shards, split products in both forms, keys of cp ranks and windows.
+SPLIT = [CASES[number] for number in (0, 2, 4, 5, 9, 10)]
 
 
 def _losses(config: Any, mesh: Any, documents: bool) -> list[tuple[float, float]]:
@@ -113,7 +115,9 @@ def _traced(cases: list[Case]) -> list[tuple[dict[str, int], int, list[Any], lis
 
 
 @pytest.mark.parametrize(
-    "cases", [ALONE, pytest.param(CASES, marks=pytest.mark.examples)], ids=["one process", "two ranks"]
+    "cases",
+    [ALONE, pytest.param(SPLIT, marks=pytest.mark.examples), pytest.param(CASES, marks=pytest.mark.long)],
+    ids=["one process", "two ranks", "two ranks, every case"],
 )
 def test_no_graph_breaks_in_a_step(cases: list[Case]) -> None:
     ranks = 1 if cases is ALONE else 2

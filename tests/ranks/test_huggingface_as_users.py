@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from ranks.huggingface_cases import Sentences, arguments, causal_model
-from ranks.runs import environment
+from ranks.runs import command, environment, script, torchrun
 from ranks.spawn import run_ranks
 from ranks.test_huggingface_training import assert_same_curve, curve_of, settings, stopper
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
+# As the pages start their examples: cold, once each. What is started again is forked, see start_warm.
+TORCHRUN = ("torchrun", "--standalone", "--nproc_per_node")
 
 
 def start(folder: Path, *command: str, timeout_s: float = 240, **variables: str) -> str:
@@ -35,6 +37,13 @@ def start(folder: Path, *command: str, timeout_s: float = 240, **variables: str)
         text=True,
         timeout=timeout_s,
     )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def start_warm(folder: Path, num_ranks: int, example: str, *arguments: str, **variables: str) -> str:
+    """The same of an example under torchrun whose agent and ranks are forked with transformers imported."""
+    done = torchrun(folder, num_ranks, str(ROOT / example), *arguments, OMP_NUM_THREADS="1", **variables)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
 
@@ -75,11 +84,10 @@ def loss_in(output: str) -> float:
 @pytest.mark.examples
 def test_trainer_ddp(tmp_path: Path) -> None:
     example, quiet = "examples/trainer_ddp.py", ("--disable_tqdm", "true", "--lr_scheduler_type", "constant")
-    torchrun = ("torchrun", "--standalone", "--nproc_per_node")
-    start(tmp_path, *torchrun, "2", example, "--max_steps", "20", *quiet)
-    output = start(tmp_path, *torchrun, "2", example, "--max_steps", "40", *quiet)
+    start(tmp_path, *TORCHRUN, "2", example, "--max_steps", "20", *quiet)
+    output = start_warm(tmp_path, 2, example, "--max_steps", "40", *quiet)
     assert "2 ranks, step 40" in output
-    proof = start(tmp_path, "threefold", "data", "audit", "runs/trainer")
+    proof = command(tmp_path, "data", "audit", "runs/trainer").stdout
     assert "proved: 640 reads, each by exactly one dp rank in exactly one step" in proof
     # The same with accelerate's launcher, as one process, and by SageMaker's hyperparameters.
     whole = ("--max_steps", "40", "--output_dir")
@@ -89,21 +97,22 @@ def test_trainer_ddp(tmp_path: Path) -> None:
         *(example, *whole, "runs/accelerate", *quiet),
     )
     assert loss_in(launched) == pytest.approx(loss_in(output), abs=1e-4)
-    alone = start(tmp_path, "python", example, *whole, "runs/alone", "--per_device_train_batch_size", "16", *quiet)
-    assert loss_in(alone) == pytest.approx(loss_in(output), abs=1e-3)
+    rows = ("--per_device_train_batch_size", "16")
+    alone = script(tmp_path, str(ROOT / example), *whole, "runs/alone", *rows, *quiet)
+    assert alone.returncode == 0, alone.stderr
+    assert loss_in(alone.stdout + alone.stderr) == pytest.approx(loss_in(output), abs=1e-3)
     given = '{"max_steps": 40, "output_dir": "runs/sagemaker", "disable_tqdm": true, "lr_scheduler_type": "constant"}'
     model = str(tmp_path / "model")
-    hosted = start(tmp_path, *torchrun, "2", example, SM_HPS=given, SM_MODEL_DIR=model)
+    hosted = start_warm(tmp_path, 2, example, SM_HPS=given, SM_MODEL_DIR=model)
     assert loss_in(hosted) == pytest.approx(loss_in(output), abs=1e-4)
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.examples
 def test_trainer_evaluation(tmp_path: Path) -> None:
-    for number in (1, 2, 3):
-        output = start(
-            tmp_path, "torchrun", "--standalone", "--nproc_per_node", str(number), "examples/trainer_evaluation.py"
-        )
+    example = "examples/trainer_evaluation.py"
+    outputs = [start(tmp_path, *TORCHRUN, "2", example), *(start_warm(tmp_path, ranks, example) for ranks in (1, 3))]
+    for output in outputs:
         by_hand = float(re.search(r"by hand: ([0-9.]+)", output).group(1))  # type: ignore[union-attr]
         loss, whole, parts = re.search(
             r"threefold +evaluation loss (\S+) +gradient norm (\S+), .*batches (\S+)", output
@@ -114,11 +123,10 @@ def test_trainer_evaluation(tmp_path: Path) -> None:
 
 @pytest.mark.examples
 def test_trainer_accelerate(tmp_path: Path) -> None:
-    command = ("torchrun", "--standalone", "--nproc_per_node")
     example = ("examples/trainer_accelerate.py", "--epochs", "2")
-    assert "stopped after 7 steps" in start(tmp_path, *command, "2", *example, "--stop_after", "7")
-    resumed = start(tmp_path, *command, "4", *example, "--rows", "2")
-    alone = start(tmp_path, *command, "1", *example, "--rows", "8", "--state", "runs/alone")
+    assert "stopped after 7 steps" in start(tmp_path, *TORCHRUN, "2", *example, "--stop_after", "7")
+    resumed = start_warm(tmp_path, 4, *example, "--rows", "2")
+    alone = start_warm(tmp_path, 1, *example, "--rows", "8", "--state", "runs/alone")
     assert loss_in(resumed) == pytest.approx(loss_in(alone), abs=1e-5)
 
 

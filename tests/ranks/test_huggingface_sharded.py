@@ -69,7 +69,7 @@ def alone(source: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return train_sharded(source, str(tmp_path_factory.mktemp("alone")), {}, {})
 
 
-LONG = pytest.mark.examples
+LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
 # are ten times the rate, whatever the size of the gradient: of rounding noise too.
 WEIGHTS_BOUND = {"narrow": 1e-4, "rmsprop": 1e-3}
 FIRST = ["muon", "adafactor", "groups"]
+OTHERS = [name for name in CASES if name not in FIRST]
 
 
 def _begin(sizes: Sizes, parent: str, names: list[str]) -> Any:
@@ -92,7 +93,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], tup
     return of
 
 
-@pytest.mark.parametrize("names", [FIRST, pytest.param([*CASES], marks=pytest.mark.examples)], ids=len)
+@pytest.mark.parametrize("names", [FIRST, pytest.param(OTHERS, marks=pytest.mark.examples)], ids=len)
 def test_one_process_goes_on_bit_for_bit(names: list[str], alone: Callable[[list[str]], tuple[str, Any]]) -> None:
     parent, begun = alone(names)
     then = run_ranks(_go_on, 1, ALONE, parent, names)[0]
@@ -102,10 +103,12 @@ def test_one_process_goes_on_bit_for_bit(names: list[str], alone: Callable[[list
         assert _equal(then[name][1], weights), name
 
 
-LONG = [pytest.param(sizes, [*CASES], marks=pytest.mark.examples) for sizes in MESHES]
+# On shards and tp ranks together: what an optimizer does with copies or cp ranks is what it does with one process.
+SHORT = [(MESHES[0], FIRST), pytest.param(MESHES[0], OTHERS, marks=pytest.mark.examples)]
+LONG = [pytest.param(sizes, [*CASES], marks=pytest.mark.long) for sizes in MESHES[1:]]
 
 
-@pytest.mark.parametrize(("sizes", "names"), [(MESHES[0], FIRST), *LONG])
+@pytest.mark.parametrize(("sizes", "names"), [*SHORT, *LONG])
 def test_every_mesh_follows_one_process_and_goes_on(
     sizes: Sizes, names: list[str], alone: Callable[[list[str]], tuple[str, Any]], tmp_path: Path
 ) -> None:

@@ -47,7 +47,12 @@ def alone() -> Any:
     return run_ranks(_curves, 1, {})[0]
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+# Shards, and all axes together, are always run; each other axis alone with the long cases.
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(sizes, marks=pytest.mark.long if len(sizes) == 1 else ()) for sizes in MESHES],
+    ids=str,
+)
 def test_every_mesh_follows_one_process(sizes: dict[str, int], alone: Any) -> None:
     ranks = run_ranks(_curves, math.prod(size for axis, size in sizes.items() if axis != "dp_shard"), sizes)
     for kind, (numbers, gradients, _, _) in alone.items():

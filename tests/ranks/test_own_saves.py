@@ -77,7 +77,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 # Both ways between one process and a full mesh are always run, the others with the long cases.
-@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.examples) for n in (1, 2, 3)), 4])
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3)), 4])
 def test_a_loop_goes_on_on_another_mesh(number: int, tmp_path: Path, unbroken: list[float]) -> None:
     first, then = MESHES[number], MESHES[(number + 1) % len(MESHES)]
     _, begun, nothing = run_ranks(_loop, ranks_of(first), first, str(tmp_path), STOP, bool(number % 2))[0]

@@ -132,7 +132,7 @@ def alone(folder: Path) -> Any:
 # The mesh of all axes is always run, each axis alone with the long cases.
 @pytest.mark.parametrize(
     "sizes",
-    [pytest.param(each, marks=() if "cp" in each and "tp" in each else pytest.mark.examples) for each in MESHES],
+    [pytest.param(each, marks=() if "cp" in each and "tp" in each else pytest.mark.long) for each in MESHES],
     ids=str,
 )
 def test_every_mesh_follows_one_process(sizes: dict[str, int], alone: Any, folder: Path, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_resume_on_another_mesh_goes_on_with_its_rows(folder: Path) -> None:
 
 
 def test_nothing_is_kept_where_it_is_not_asked_for(folder: Path) -> None:
-    off = ("--audit.rows", "false", "--train.steps", "1", "--log.dir", "off")
+    off = ("--mesh.dp", "1", "--audit.rows", "false", "--train.steps", "1", "--log.dir", "off")
     done = command(folder, "train", "config.yaml", *off)
     assert done.returncode == 0, done.stderr
     assert not (folder / "off" / row_losses.FOLDER).exists()

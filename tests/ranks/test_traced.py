@@ -70,17 +70,17 @@ def alone(sizes: dict[str, int], cases: list[tuple[str, str]]) -> list[Any]:
     return found
 
 
-# Sharded, split and both are always run, the others with the long cases.
+# Sharded and split in every case, and both in one, are always run, the others with the long cases.
+SHORT = [(MESHES[2], CASES), (MESHES[5], CASES), (MESHES[6], CASES[1:2])]
+LONG = [(sizes, CASES) for number, sizes in enumerate(MESHES) if number not in (2, 5)]
+
+
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param(each, marks=() if number in (2, 5, 6) else pytest.mark.examples)
-        for number, each in enumerate(MESHES)
-    ],
-    ids=str,
+    ("sizes", "cases"),
+    [*SHORT, *(pytest.param(*each, marks=pytest.mark.long) for each in LONG)],
+    ids=lambda value: str(value) if isinstance(value, dict) else f"{len(value)} cases",
 )
-def test_trace_is_what_a_rank_holds_and_sends(sizes: dict[str, int]) -> None:
-    cases = CASES
+def test_trace_is_what_a_rank_holds_and_sends(sizes: dict[str, int], cases: list[tuple[str, str]]) -> None:
     real = run_ranks(on_ranks, _ranks(sizes), sizes, cases)[0]
     traced = run_ranks(alone, 1, sizes, cases)[0]
     for case, (peak, sent), found in zip(cases, real, traced, strict=True):

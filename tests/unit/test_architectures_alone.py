@@ -34,6 +34,12 @@ STATES = (
 # Positions: numbered from a cut row, after the padding's number, chunks of a document, two sets of factors.
 POSITIONS = ("bart", "marian", "pegasus", "whisper", "roberta", "camembert", "llama4", "phi3", "bigbird_pegasus")
 SAMPLE = ("llama", "gemma3_text", "gpt_oss", "bert", *OWN, *DERIVED, *STATES, *POSITIONS)
+# One of each further kind of layer that the code meets: learned and shifted tables of positions, soft-caps, keys that
+# layers share, latent attention, fused and single experts, blocks whose parts run side by side, a part for images.
+KINDS = (
+    *("gpt2", "opt", "gemma2", "gemma3n_text", "gemma4_text", "deepseek_v3", "mixtral", "qwen3_moe", "dbrx"),
+    *("cohere2", "phi", "gpt_neox", "gemma3", "phi4_multimodal"),
+)
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [4.0] * 48, "rope_theta": 1e4}
 # What transformers' own forward makes of a row's beginning depends on the row's length, or on later tokens.
 NOT_CAUSAL = ("cpmant", "xlnet", "xlm", "reformer", "prophetnet")
@@ -148,8 +154,16 @@ def test_it_computes_as_transformers_does_with_each_document_alone(name: str, me
     compare(name, mesh)
 
 
-@pytest.mark.examples
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in {*SAMPLE, *NOT_RUN, *NOT_CAUSAL}])
+OTHERS = [name for name in NAMES if name not in {*SAMPLE, *KINDS, *NOT_RUN, *NOT_CAUSAL}]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.examples) for name in KINDS),
+        *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS),
+    ],
+)
 def test_every_architecture_computes_as_transformers_does(name: str, mesh: Mesh) -> None:
     compare(name, mesh)
 

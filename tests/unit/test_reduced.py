@@ -55,6 +55,15 @@ def test_transformers_runs_it(name: str) -> None:
 
 
 @pytest.mark.examples
+@pytest.mark.parametrize("name", SAMPLE)
+def test_transformers_runs_it_for_8_ranks(name: str) -> None:
+    """Heads, experts and widths are those that 8 ranks can divide, so larger ones."""
+    parameters, seconds = run(reduced(config_of(name), ranks=8))
+    assert parameters < 6e6
+    assert seconds < 2
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_RUN])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_transformers_runs_every_architecture(name: str, ranks: int) -> None:

@@ -239,6 +239,7 @@ def test_each_place_is_mirrored() -> None:
     assert told == [Phase(1, 1, "data"), Phase(2, 1, "forward")]
 
 
+@pytest.mark.timing
 def test_main_thread_that_waits_for_no_rank_is_blocked() -> None:
     """It reads a pipe that is written to only when another thread has looked."""
     thread, (reads, writes), found = MainThread(), os.pipe(), []
@@ -258,6 +259,7 @@ def test_main_thread_that_waits_for_no_rank_is_blocked() -> None:
     assert found[-1]
 
 
+@pytest.mark.timing
 def test_main_thread_that_computes_is_not_blocked() -> None:
     thread, found, ends = MainThread(), [], time.monotonic() + 0.5
 

@@ -100,6 +100,7 @@ def slowly_saved(run: str, signals: tuple[int, ...], pause_s: float) -> None:
     threading.Thread(target=ask, daemon=True).start()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_second_signal_does_not_lose_the_last_save(folder: Path, second: int) -> None:
     name = f"twice-{second}"
@@ -112,6 +113,7 @@ def test_second_signal_does_not_lose_the_last_save(folder: Path, second: int) ->
     assert f"stopped by a signal after step {saved.step}; the checkpoint is saved in {name}" in done.stdout
 
 
+@pytest.mark.timing
 def test_three_signals_at_once_end_the_run_and_say_so(folder: Path) -> None:
     plant = partial(slowly_saved, "thrice", (signal.SIGTERM,) * 3, 0.2)
     done = command(folder, *ALONE, "--log.dir", "thrice", "--train.steps", "100000", first=plant)

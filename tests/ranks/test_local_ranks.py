@@ -145,11 +145,13 @@ def test_wrong_request_is_not_started_again(tmp_path: Path) -> None:
     assert ended(tmp_path, "wrong_request", restarts=3) == (2, "", ["0-0", "0-1"])
 
 
+@pytest.mark.timing
 def test_rank_that_reports_is_waited_for(tmp_path: Path) -> None:
     """All ranks find a wrong request, one says so: it must not be ended by those that leave before it."""
     assert ended(tmp_path, "tells", restarts=1)[:2] == (2, "what is wrong\n")
 
 
+@pytest.mark.timing
 def test_ranks_that_were_asked_to_stop_may_take_the_grace(tmp_path: Path) -> None:
     """A scheduler signals the ranks themselves; one is done with its save before the other."""
     assert ended(tmp_path, "saves_for_long", restarts=1)[::2] == (75, ["0-0", "0-1"])
@@ -188,12 +190,14 @@ def signalled(folder: Path, name: str, number: int, *, grace_s: int = 100, first
     return going
 
 
+@pytest.mark.timing
 def test_signal_reaches_the_ranks_and_is_no_failure(tmp_path: Path) -> None:
     with signalled(tmp_path, "saves", signal.SIGTERM) as going:
         assert going.wait(20) == 75
         assert len(list((tmp_path / "seen").iterdir())) == 2
 
 
+@pytest.mark.timing
 def test_ranks_that_do_not_heed_it_are_killed_after_the_grace(tmp_path: Path) -> None:
     with signalled(tmp_path, "deaf", signal.SIGTERM, grace_s=1) as going:
         assert going.wait(20) == 128 + signal.SIGTERM
@@ -205,6 +209,7 @@ def _ignore_hangup() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
+@pytest.mark.timing
 def test_nohup_protects_the_ranks(tmp_path: Path) -> None:
     """A terminal that is closed sends SIGHUP to the launcher, which took it back and killed its ranks."""
     with signalled(tmp_path, "for_ever", signal.SIGHUP, grace_s=1, first=_ignore_hangup) as going:

@@ -12,6 +12,7 @@ from ranks.runs import command, metrics, prepare
 from threefold.training.timeline import intervals
 
 
+@pytest.mark.timing
 def test_traced_steps(tmp_path: Path) -> None:
     prepare(tmp_path)
     mesh = ("train", "config.yaml", "--mesh.dp", "2", "--train.steps", "6")

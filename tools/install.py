@@ -71,11 +71,10 @@ def find_uv(python: Path) -> Path | None:
 
 
 def make(folder: Path, interpreter: str, uv: Path | None) -> None:
-    """The venv, with uv in it where the project's has none."""
-    if uv is not None:
-        subprocess.run([uv, "venv", "-q", "--seed", "--python", interpreter, folder], check=True)
-        return
+    """The venv, with uv in it where the project's has none; Python's own way, which needs no network."""
     subprocess.run([interpreter, "-m", "venv", folder], check=True)
+    if uv is not None:
+        return
     command = [folder / "bin" / "python", "-m", "pip", "install", "-q", "uv>=0.9,<1"]
     if subprocess.run(command, capture_output=True).returncode:
         print(f"{folder}: uv cannot be had, pip installs", flush=True)

@@ -11,6 +11,7 @@ import pytest
 
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, find, newest_undamaged
 from threefold.checkpoint.lineage import Identity
+from threefold.checkpoint.seal import write_sealed
 from threefold.errors import CheckpointError
 
 
@@ -22,8 +23,8 @@ def checkpoints(tmp_path: Path) -> CheckpointFolder:
 
 
 def save(checkpoints: CheckpointFolder, step: int, content: str = "weights") -> Checkpoint:
-    (checkpoints.begin(step) / "state" / "0.distcp").write_text(content)
-    return checkpoints.commit(step, {"run": "of a test"})
+    seal = write_sealed(checkpoints.begin(step) / "state" / "0.distcp", content.encode())
+    return checkpoints.commit(step, {"run": "of a test"}, {"state/0.distcp": seal})
 
 
 def steps(checkpoints: CheckpointFolder) -> list[int]:
@@ -38,7 +39,8 @@ def test_committed_checkpoint_is_whole(checkpoints: CheckpointFolder) -> None:
     saved = save(checkpoints, 100)
     assert saved.path == checkpoints.path / "step-00000100"
     assert (saved.state / "0.distcp").read_text() == "weights"
-    assert saved.manifest() == {"format": 2, "step": 100, "run": "of a test", "files": {}}
+    assert {**saved.manifest(), "files": {}} == {"format": 2, "step": 100, "run": "of a test", "files": {}}
+    assert [*saved.seals()] == ["state/0.distcp"]
     assert checkpoints.complete() == [saved]
     assert os.listdir(checkpoints.path) == ["step-00000100"]
 

@@ -87,6 +87,9 @@ def install(folder: Path, arguments: list[str]) -> int:
     variables = for_uv(settings(python)) if uv is not None else None
     if uv is not None and variables is not None:
         command = [uv, "pip", "install", "-q", "--python", python, *arguments]
+        if sys.dont_write_bytecode:
+            # Nobody would write it later, and every process would compile what it imports.
+            command.append("--compile-bytecode")
         if subprocess.run(command, env={**os.environ, **variables}).returncode == 0:
             return 0
         print(f"{folder}: uv has failed, pip tries", file=sys.stderr, flush=True)

@@ -124,8 +124,7 @@ def tested(python: Path, tests: tuple[str, ...]) -> tuple[int, str]:
     """Runs the tests; returns pytest's exit code and its last line."""
     command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
     command += ["--durations=10", "-m", "not slow and not launchers and not examples and not long", *tests]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         last = ""
         for line in running.stdout:

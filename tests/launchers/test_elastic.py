@@ -52,6 +52,7 @@ def test_rank_that_is_killed_is_started_again_and_the_losses_stay(tmp_path: Path
     assert proof.returncode == 0 and "2 starts" in proof.stdout, proof.stderr
 
 
+@pytest.mark.long  # tests/ranks/test_two_hosts.py: a host that is cut off, and the run that goes on
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_host_that_is_lost_and_the_run_goes_on_with_the_rest(tmp_path: Path) -> None:
     """dp shrinks from 2 to 1; the global batch and the order of the samples stay."""

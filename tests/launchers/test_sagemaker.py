@@ -155,7 +155,9 @@ def test_entry_script_fetches_secrets_by_name(folder: Path, moto: str) -> None:
 
 
 @pytest.mark.skipif(sagemaker.why_no_driver() is not None, reason=str(sagemaker.why_no_driver()))
-@pytest.mark.parametrize("driver", ["torchrun_driver.py", "basic_script_driver.py"])
+@pytest.mark.parametrize(
+    "driver", ["torchrun_driver.py", pytest.param("basic_script_driver.py", marks=pytest.mark.long)]
+)
 def test_entry_script_under_the_sdks_own_drivers(folder: Path, driver: str) -> None:
     """The same source as the toolkit's; the SDK's paths are fixed, so /opt is a folder of the test's own there."""
     lay_out(folder, folder / "ml", train__steps="6")

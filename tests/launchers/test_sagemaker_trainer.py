@@ -17,6 +17,7 @@ from launchers import sagemaker
 
 pytestmark = [
     pytest.mark.launchers,
+    pytest.mark.long,  # the entry script under the toolkit is in test_sagemaker.py
     pytest.mark.timeout(300),
     pytest.mark.skipif(sagemaker.why_not() is not None, reason=str(sagemaker.why_not())),
 ]

@@ -13,10 +13,16 @@ from threefold.check.compare import LOSS, Difference, compare_number
 pytestmark = pytest.mark.ranks
 
 # Positions that are numbered, or counted from the padding's number; chunks; two sets of factors; one key for all heads.
-CP = ("llama", "bart", "whisper", "roberta", "llama4", "phi3", "gpt_bigcode", "gemma3")
+CP = ("bart", "roberta", "llama4", "phi3", "gpt_bigcode")
 # Documents that run alone through layers that are split or sharded, and attention that is the model's own.
-TP = ("qwen3_next", "granitemoehybrid", "nemotron_h", "lfm2_moe", "deepseek_v32")
-SHARDED = ("falcon_h1", "qwen3_next", "mamba2", "rwkv", "hy_v4", "bloom")
+TP = ("qwen3_next", "nemotron_h", "deepseek_v32")
+SHARDED = ("falcon_h1", "mamba2", "rwkv", "bloom")
+# Others of the same kinds.
+MORE = {
+    "cp": ("llama", "whisper", "gemma3"),
+    "tp": ("granitemoehybrid", "lfm2_moe"),
+    "dp_shard": ("qwen3_next", "hy_v4"),
+}
 
 
 def _compared(names: tuple[str, ...], axis: str) -> dict[str, list[Difference]]:
@@ -60,7 +66,12 @@ def _compared(names: tuple[str, ...], axis: str) -> dict[str, list[Difference]]:
 
 
 @pytest.mark.parametrize(
-    ("axis", "names"), [("cp", CP), ("tp", TP), ("dp_shard", SHARDED)], ids=["cp", "tp", "dp_shard"]
+    ("axis", "names"),
+    [
+        *(("cp", CP), ("tp", TP), ("dp_shard", SHARDED)),
+        *(pytest.param(axis, names, marks=pytest.mark.long) for axis, names in MORE.items()),
+    ],
+    ids=["cp", "tp", "dp_shard", "more cp", "more tp", "more dp_shard"],
 )
 def test_ranks_compute_what_one_process_does(axis: str, names: tuple[str, ...]) -> None:
     for case, differences in run_ranks(_compared, 2, names, axis)[0].items():

@@ -77,8 +77,8 @@ def _evaluations(run: Path) -> dict[int, float]:
 @pytest.mark.parametrize(
     "settings",
     [
-        ("--optimizer.moments", "bfloat16", "--optimizer.ema", "0.9"),
-        ("--optimizer.name", "sgd", "--optimizer.options", "{momentum: 0.9}"),
+        pytest.param(("--optimizer.moments", "bfloat16", "--optimizer.ema", "0.9"), marks=pytest.mark.long),
+        pytest.param(("--optimizer.name", "sgd", "--optimizer.options", "{momentum: 0.9}"), marks=pytest.mark.long),
         ("--mesh.cp", "2", "--model.lora.r", "2", "--model.lora.dropout", "0.1"),
     ],
 )

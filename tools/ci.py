@@ -217,7 +217,7 @@ class Run:
         tests = read_tests(folder)
         notes = list(_notes(folder, tests))
         if strays:
-            notes.append(f"{strays} processes were left running; they have been killed")
+            notes.append(f"processes left running, and killed: {strays}")
         seconds = time.monotonic() - begun
         if ended == "hung":
             running = f"; running: {', '.join(tests.running)}" if tests.running else ""

@@ -26,7 +26,7 @@ VENVS = ROOT / ".venv-versions"
 # Parity on four meshes, resumes on other meshes, saves, exports, every import, a run of the command and of the Trainer.
 TESTS = (
     "tests/unit/test_every_module.py",
-    "tests/ranks/test_make_step.py",
+    "tests/ranks/test_train_step.py",
     "tests/ranks/test_parity.py::test_mesh_follows_one_process[(1, 1, 1, 1)]",
     "tests/ranks/test_parity.py::test_mesh_follows_one_process[(2, 2, 1, 1)]",
     "tests/ranks/test_parity.py::test_mesh_follows_one_process[(2, 1, 2, 1)]",

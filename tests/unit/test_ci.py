@@ -113,7 +113,7 @@ def test_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 def test_process_that_a_stage_leaves_is_killed_and_counted(tmp_path: Path) -> None:
     code, results, printed = run(tmp_path, stage("leaves", f"setsid sleep 600 & echo $! > {tmp_path / 'number'}"))
     assert code == 0 and results["leaves"].outcome == "passed"
-    assert "1 processes were left running" in printed
+    assert "processes left running, and killed: 1" in printed
     wait_for(lambda: not alive(int((tmp_path / "number").read_text())), "the end of what was left")
 
 

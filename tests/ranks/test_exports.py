@@ -8,6 +8,8 @@ import pytest
 
 from ranks.runs import command, prepare
 
+pytestmark = pytest.mark.ranks
+
 
 def test_exports_are_those_of_the_command(tmp_path: Path) -> None:
     """On four ranks, of the steps that are asked for, and again of a step that is made once more."""

@@ -18,6 +18,8 @@ from ranks.test_huggingface_training import GLOBAL_BATCH, RATE, SEED, assert_sam
 from threefold.data.permutation import Permutation
 from threefold.errors import ConfigError
 
+pytestmark = pytest.mark.ranks
+
 ROWS, LENGTH, EPOCHS = 19, 14, 2  # 14 places do not divide among two ranks with head and tail: rows are filled up
 
 

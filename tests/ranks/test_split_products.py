@@ -5,10 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
+
 from ranks.reference import STRICT, TINY_LLAMA, make_batches, require
 from ranks.shared_memory import as_if_shared
 from ranks.spawn import run_ranks
 from threefold.check.compare import compare_tensors
+
+pytestmark = pytest.mark.ranks
 
 LAYERS = TINY_LLAMA["num_hidden_layers"]
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -150,6 +150,14 @@ def test_weights_are_compared_where_there_are_some() -> None:
     assert not compare_trainings(weights, EXPECTED).holds
 
 
+def test_two_tensors_under_one_name_must_both_be_equal() -> None:
+    for first, second in ((0.0, 1.0), (1.0, 0.0)):
+        comparison = TensorComparison(WEIGHT, {"a": torch.ones(2)})
+        comparison.add("a", torch.full((2,), first))
+        comparison.add("a", torch.full((2,), second))
+        assert not holds(comparison.differences())
+
+
 def test_tensors_are_compared_one_at_a_time() -> None:
     comparison = TensorComparison(WEIGHT, {"a": torch.ones(2), "b": torch.ones(2)})
     comparison.add("b", torch.ones(2))

@@ -171,7 +171,7 @@ def _share_of_bound(difference: Difference) -> float:
 
 def compare_trainings(actual: Training, expected: Training, bounds: Bounds | None = None) -> Comparison:
     """Compares step by step: loss, norm, in the first step the gradients; the weights at the end."""
-    bounds = bounds if bounds is not None else Bounds()
+    bounds = bounds or Bounds()
     losses = compare_numbers(bounds.loss, actual.losses, expected.losses)
     norms = compare_numbers(bounds.norm, actual.norms, expected.norms)
     gradients = compare_tensors(bounds.gradient, actual.gradients, expected.gradients)
@@ -185,7 +185,7 @@ def compare_curves(
     actual: Curve, expected: Curve, bounds: Bounds | None = None, *, places: Sequence[str] | None = None
 ) -> Comparison:
     """Compares the loss and the gradient norm of each step, in turn."""
-    bounds = bounds if bounds is not None else Bounds()
+    bounds = bounds or Bounds()
     losses, norms = (
         compare_numbers(bound, [step[place] for step in actual], [step[place] for step in expected], places=places)
         for place, bound in enumerate((bounds.loss, bounds.norm))
@@ -252,8 +252,12 @@ class TensorComparison:
         self._seen: dict[str, Difference] = {}
 
     def add(self, name: str, tensor: Any) -> None:
-        """Compares a tensor with the expected one of that name."""
-        self._seen[name] = self._compare(name, tensor)
+        """Compares a tensor with the expected one of that name.
+
+        Of two under one name, as parts of a tied weight that came apart, each must equal it.
+        """
+        if name not in self._seen or self._seen[name].holds:
+            self._seen[name] = self._compare(name, tensor)
 
     def differences(self) -> list[Difference]:
         """The difference of each tensor in the order of the expected ones; what was never added is missing."""

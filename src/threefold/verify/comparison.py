@@ -181,7 +181,7 @@ def compare_runs(first: Path, second: Path, *, steps: int | None = None) -> tupl
     if (difference := comparison.first) is not None:
         lines.append(f"the first difference: {difference}")
     if missing:
-        lines.append(f"to compare the steps before: --steps {common[-1]}")
+        lines.append("to compare only the steps before it: --steps N")
     return [*lines, "the runs follow one another" if comparison.holds else "the runs differ"], comparison.holds
 
 

@@ -132,6 +132,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/house.py
 	$(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/test_imports.py tests/unit/test_house.py
 
 fix: $(VENV)/.dev

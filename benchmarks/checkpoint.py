@@ -116,7 +116,7 @@ def _built(values: dict[str, Any], **sizes: int) -> tuple[Any, Any, Any]:
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
-    from threefold.training.optimizer import build_optimizer
+    from threefold.optim.build import build_optimizer
 
     mesh = init_mesh(**sizes)
     config = Config.model_validate({"model": {"config": values}})
@@ -131,9 +131,9 @@ def _built(values: dict[str, Any], **sizes: int) -> tuple[Any, Any, Any]:
 
 def _threefold(values: dict[str, Any], parent: Path) -> Callable[[], Times]:
     from threefold.checkpoint import state as run_state
-    from threefold.checkpoint.boxes import Index
     from threefold.checkpoint.layout import CheckpointFolder
-    from threefold.checkpoint.saver import Job, Saver
+    from threefold.checkpoint.saver import Save, Saver
+    from threefold.checkpoint.shards import Index
 
     mesh, model, optimizer = _built(values, dp=RANKS)
     other_mesh, other_model, other_optimizer = _built(values, dp=RANKS, dp_shard=RANKS)
@@ -151,7 +151,7 @@ def _threefold(values: dict[str, Any], parent: Path) -> Callable[[], Times]:
     def save(saver: Saver) -> None:
         step = next(steps)
         saver.save(
-            Job(
+            Save(
                 step,
                 checkpoints.partial(step) / "state",
                 begin=lambda: checkpoints.begin(step),

@@ -345,7 +345,7 @@ def _alone(name: str, kind: str, folder: Path) -> dict[str, Any]:
 
     from threefold.check.reference import train_alone
     from threefold.mesh.mesh import join_mesh
-    from threefold.training.optimizer import build_optimizer
+    from threefold.optim.build import build_optimizer
 
     config = _asked(name, kind, folder, "one process")
     mesh = join_mesh(Topology(), environment.LaunchInfo(), device="cpu", timeout_s=60)
@@ -368,12 +368,12 @@ def _compare(name: str, kind: str, folder: Path, mesh: Any, column: str) -> str:
     import torch
 
     from threefold.check.admit import admit
-    from threefold.check.gradients import complete_gradients
+    from threefold.check.compare import complete_gradients
     from threefold.model.build import build
+    from threefold.optim.build import build_optimizer
     from threefold.run import request
     from threefold.training.batches import micro_batches
     from threefold.training.numbers import mean_loss
-    from threefold.training.optimizer import build_optimizer
     from threefold.training.step import TrainStep
 
     config = _asked(name, kind, folder, column)
@@ -566,7 +566,7 @@ _BEYOND = [
     "by float32 there.",
     "",
     "Not in bfloat16: `threefold verify`, `generate`, `sample` and exported weights are float32 on every mesh. A",
-    "module of one's own is cast by operation (torch.autocast) on every mesh, as its layers may not be written",
+    "custom module is cast by operation (torch.autocast) on every mesh, as its layers may not be written",
     "for weights in bfloat16. On a CUDA device, one rank in bfloat16 must stay within 2e-2 nats in loss and 5e-2",
     "in gradient norm of float32, over 8 steps of a model of 4 layers (tests/gpu/test_cuda.py, which reports it",
     "if there is no such device).",

@@ -6,7 +6,7 @@
 Shapes of Llama-3.2-1B and Llama-3.1-8B with random weights, bfloat16 with float32 weights, rows of 4096 random tokens,
 AdamW, gradient norm clipped to 1. Each row runs in its own process. The Trainer has the same model, rows,
 checkpointing, compilation, adapters and fused AdamW; what it has no setting for is left empty. FLOPs are those of
-`threefold flops`, the dense bfloat16 peak is that of the data sheet. Goals are tokens/s on one H200.
+`threefold plan`, the dense bfloat16 peak is that of the data sheet. Goals are tokens/s on one H200.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ def measure(row: Row, *, steps: int, seq_len: int) -> dict[str, float]:
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
-    from threefold.plan.flops import flops_of
+    from threefold.model.flops import flops_of
+    from threefold.optim.build import build_optimizer
     from threefold.plan.operations import causal_keys
-    from threefold.training.optimizer import build_optimizer
     from threefold.training.step import TrainStep
 
     on_device = torch.cuda.is_available()

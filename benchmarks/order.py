@@ -95,7 +95,7 @@ def numpy_blocks(n: int) -> Callable[[int], Any]:
 
 
 def threefold_sampler(n: int, skip: int, order: Any = "threefold") -> Iterator[int]:
-    from threefold.data.sampler import DistributedSampler
+    from threefold.data.sampling.sampler import DistributedSampler
 
     sampler = DistributedSampler(range(n), REPLICAS, RANK, order=order)
     if skip:
@@ -110,7 +110,7 @@ def threefold_torch_order(n: int, skip: int) -> Iterator[int]:
 def threefold_blocks(n: int) -> Callable[[int], Any]:
     import numpy as np
 
-    from threefold.data.permutation import Permutation
+    from threefold.data.order.permutation import Permutation
 
     order = Permutation(n)
     return lambda k: order.at(np.arange(k * BLOCK, (k + 1) * BLOCK))
@@ -122,8 +122,8 @@ PEERS = {
     "accelerate seedable + shard": Peer(("accelerate.data_loader",), accelerate_sampler),
     "Grain shuffle()[r::w]": Peer(("grain",), grain_shuffle, one_by_one=10**5),
     "numpy permutation": Peer(("numpy",), numpy_permutation, numpy_blocks),
-    "threefold order=torch": Peer(("threefold.data.sampler",), threefold_torch_order),
-    "threefold": Peer(("threefold.data.sampler", "threefold.mesh.mesh"), threefold_sampler, threefold_blocks),
+    "threefold order=torch": Peer(("threefold.data.sampling.sampler",), threefold_torch_order),
+    "threefold": Peer(("threefold.data.sampling.sampler", "threefold.mesh.mesh"), threefold_sampler, threefold_blocks),
 }
 
 

@@ -103,8 +103,8 @@ def ours(size: str, reduce: str = "fast", **sizes: Any) -> Step:
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
+    from threefold.optim.build import build_optimizer
     from threefold.run.process import compute_alike
-    from threefold.training.optimizer import build_optimizer
     from threefold.training.step import TrainStep
 
     mesh = init_mesh(**sizes)

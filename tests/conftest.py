@@ -22,7 +22,7 @@ settings.register_profile("threefold", deadline=None)
 settings.load_profile("threefold")
 
 # Files of whole runs begin, so that none of them is left alone at the end; the order of a file's tests stays.
-FIRST = ("ranks", "compat", "errors", "gpu", "examples", "launchers", "unit")
+FIRST = ("ranks", "errors", "gpu", "examples", "launchers", "unit")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from threefold.training.timeline import Interval, _trace
+from threefold.run.head import Head
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 HOSTILE = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">\u202e\'&'
@@ -35,37 +35,26 @@ def write_lines(path: Path, lines: Sequence[dict[str, Any] | str], *, append: bo
         file.write("".join(f"{text}\n" for text in texts))
 
 
+def head_of(model: str, **values: Any) -> dict[str, Any]:
+    """The head of a start as its journal has it."""
+    sizes = {"name": model, "type": None, "dtype": "float32", "parameters": 1_000, "layers": 2}
+    head = Head(
+        path="/run", model=sizes, mesh=[2, 1, 1, 2], device="cpu", mesh_why="as asked",
+        data={"source": "text", "tokenizer": "bytes", "rows": "9 rows", "seq_len": 64}, global_batch=4, first_step=51,
+        last_step=80, rate=(1e-3, "as asked"), choices=[("data parallelism", "fsdp: as asked")],
+    )  # fmt: skip
+    return {**json.loads(json.dumps(head.to_values())), **values}
+
+
 def make_run(path: Path, lines: Sequence[dict[str, Any] | str], *, events: Sequence[dict[str, Any]] = ()) -> Path:
     """A run of these lines of metrics.jsonl and events of its journal."""
     (path / "checkpoints").mkdir(parents=True)
     write_lines(path / "metrics.jsonl", lines)
-    started = {"event": "start", "time": at(0), "start": 1, "step": 0, "mesh": "dp=2 x cp=1 x tp=2", "torch": "2.11"}
+    started = {"event": "start", "time": at(0), "start": 1, "step": 0, "mesh": [2, 1, 1, 2], "torch": "2.11"}
     write_lines(path / "journal.jsonl", [started, *events])
     (path / "run.json").write_text(json.dumps({"id": "0" * 32, "created": at(0), "origin": None}))
     (path / "config.yaml").write_text("model: {name_or_path: tiny}\ntrain: {steps: 100}\n")
     return path
-
-
-def write_timeline(
-    run: Path, *, ranks: int = 4, steps: Sequence[int] = range(10, 14), names: Sequence[str] = ()
-) -> None:
-    """The phases of some ranks, of which the last reduces longer than the others."""
-    (run / "timeline").mkdir(exist_ok=True)
-    phases = [
-        ("data", 0.002),
-        ("forward", 0.03),
-        ("backward", 0.06),
-        ("reduce", 0.01),
-        *((name, 0.001) for name in names),
-    ]
-    for rank in range(ranks):
-        moment, found = BEGAN.timestamp(), []
-        for step in steps:
-            for name, seconds in phases:
-                took = seconds + (0.01 if name == "reduce" and rank == ranks - 1 else 0.0)
-                found.append(Interval(rank, "host", step, name, moment, moment + took))
-                moment += took
-        (run / "timeline" / f"rank-{rank:04}.json").write_text(json.dumps(_trace(found)))
 
 
 def eventful_run(path: Path) -> Path:
@@ -84,21 +73,19 @@ def eventful_run(path: Path) -> Path:
     ]  # fmt: skip
     events = [
         {"event": "stop", "time": at(60), "step": 60, "saved": 60, "start": 1},
-        {"event": "start", "time": at(61), "step": 50, "start": 2, "mesh": "dp=4 (2 replicas x 2 shards) x cp=1 x tp=1",
+        {"event": "start", "time": at(61), "step": 50, "start": 2, "mesh": [2, 2, 1, 1], "files": ["2 files"],
+         "head": head_of(f"llama {HOSTILE}"),
          "changed": {"mesh.tp": [2, 1], "data.source": ["a", HOSTILE]}},
         {"event": "rewind", "time": at(61), "step": 50, "start": 2, "aside": ["aside-1-step-00000060"]},
         {"event": "done", "time": at(90), "step": 80, "saved": 80, "start": 2},
     ]  # fmt: skip
     run = make_run(path, lines, events=events)
     write_lines(run / "samples.jsonl", [{"step": 80, "prompt": HOSTILE, "text": HOSTILE}, {"step": 80}])
-    write_timeline(run, names=[HOSTILE])
     (run / "exports" / "step-00000080").mkdir(parents=True)
     (run / "exports" / "step-00000080" / "config.json").write_text("{}")
     (run / "logs").mkdir()
     (run / "logs" / "rank-0000.log").write_text(
-        f"2026-01-01 00:00:00,000 INFO threefold: threefold 0.1.0  {path}\n  model  llama {HOSTILE}\n"
-        "         2 layers\n"
-        "  data parallelism: fsdp: as asked\n2026-01-01 00:00:01,000 INFO threefold: step 1/80  loss 5\n"
+        "2026-01-01 00:00:01,000 INFO threefold: step 1/80  loss 5\n"
         f"2026-01-01 00:00:02,000 WARNING threefold: {HOSTILE}\n"
     )
     return run

@@ -4,11 +4,12 @@
 
 Runs `threefold train` on a small model with a data x context x tensor mesh of local ranks, and notes in the launching
 process and on every rank in which modules of threefold a function ran until the first optimizer step was done. Prints
-those modules in the order in which they were entered, with their lines, and both totals.
+those modules in the order in which they were entered, with their lines, and the totals in lines and code tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -20,11 +21,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from house import code_tokens
+
 import threefold
 from threefold.mesh import local_ranks
 
 SOURCE = Path(threefold.__file__).parent
-_LAST = ("training/step.py", "run")
+# The end of the first step: admission's probes run a step too, but not from the loop.
+_LAST, _CALLER = ("training/step.py", "run"), "training/loop.py"
 _FOLDER = "STEP_PATH_FOLDER"
 
 CONFIG = """
@@ -53,8 +57,8 @@ class Tracer:
         # A named function: no module, no class body, no comprehension that a module runs when it is imported.
         if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED and not function.startswith("<"):
             self.modules.setdefault(module)
-        elif event == "return" and (module, function) == _LAST:
-            self._over = True
+        elif event == "return" and (module, function) == _LAST and frame.f_back is not None:
+            self._over = os.path.relpath(frame.f_back.f_code.co_filename, SOURCE) == _CALLER
 
     def trace(self, function: Callable[[], Any], name: str) -> Any:
         """Calls `function`, and leaves what it entered in the shared folder under `name`."""
@@ -76,15 +80,16 @@ def traced_entry(entry: Callable[..., None], folder: str, *args: Any) -> None:
     Tracer().trace(lambda: entry(*args), f"rank-{os.environ['RANK']}")
 
 
-def main(arguments: Sequence[str]) -> None:
+def traced(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(modules of which a function ran, modules that were loaded besides) until the end of the first step."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ[_FOLDER] = folder
         os.environ.setdefault("XDG_CACHE_HOME", folder)
         (Path(folder) / "corpus.txt").write_text(" ".join(f"word{n * n % 97}" for n in range(4000)))
-        if not arguments:
+        if not arguments or arguments[0].startswith("--"):
             (Path(folder) / "config.yaml").write_text(CONFIG)
-            arguments = [f"{folder}/config.yaml", "--data.source", f"{folder}/corpus.txt"]
-        start_ranks = local_ranks.start_ranks
+            arguments = [f"{folder}/config.yaml", "--data.source", f"{folder}/corpus.txt", *arguments]
+        start_ranks, before = local_ranks.start_ranks, sys.argv
 
         def traced_start(entry: Callable[..., None], args: Sequence[Any], **kwargs: Any) -> int:
             return start_ranks(traced_entry, (entry, folder, *args), **kwargs)
@@ -94,26 +99,34 @@ def main(arguments: Sequence[str]) -> None:
         from threefold.__main__ import main as command
 
         try:
-            Tracer().trace(command, "launcher")
+            with contextlib.redirect_stdout(sys.stderr):
+                Tracer().trace(command, "launcher")
         except SystemExit as stop:
             if stop.code:
                 raise
+        finally:
+            local_ranks.start_ranks, sys.argv = start_ranks, before
         entered: dict[str, None] = {}
         loaded: dict[str, None] = {}
         for path in sorted(Path(folder).glob("*.json")):
-            found = json.loads(path.read_text())
-            entered |= dict.fromkeys(found["entered"])
-            loaded |= dict.fromkeys(found["loaded"])
+            noted = json.loads(path.read_text())
+            entered |= dict.fromkeys(noted["entered"])
+            loaded |= dict.fromkeys(noted["loaded"])
+    return [*entered], [module for module in loaded if module not in entered and _lines(module)]
+
+
+def main(arguments: Sequence[str]) -> None:
+    entered, only_loaded = traced(arguments)
     for module in entered:
         print(f"{_lines(module):5d}  {module}")
-    only_loaded = [module for module in loaded if module not in entered and _lines(module)]
     print("loaded, and no function of them ran:", ", ".join(sorted(only_loaded)))
     print("from the YAML to the end of the first step:")
     for what, modules in (
-        ("a function ran", [*entered]),
+        ("a function ran", entered),
         ("a function ran, or it was loaded", [*entered, *only_loaded]),
     ):
-        print(f"  {what}: {len(modules)} modules, {sum(map(_lines, modules)):,} lines")
+        tokens = sum(code_tokens(SOURCE / module) for module in modules)
+        print(f"  {what}: {len(modules)} modules, {sum(map(_lines, modules)):,} lines, {tokens:,} code tokens")
 
 
 def _lines(module: str) -> int:

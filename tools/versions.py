@@ -38,7 +38,7 @@ TESTS = (
     "tests/ranks/test_runs.py::test_torchrun_trains_the_same",
     "tests/ranks/test_huggingface_training.py::test_training_follows_a_loop_by_hand",
 )
-# Besides: the order of samples, checkpoints of 0.1.0, conversations, the command's errors.
+# Besides: the order of samples, conversations, the command's errors.
 ALL_TESTS = (
     "tests/unit/test_every_module.py",
     "tests/ranks/test_parity.py",
@@ -55,7 +55,6 @@ ALL_TESTS = (
     "tests/unit/test_sampler.py",
     "tests/unit/test_conversations.py",
     "tests/errors",
-    "tests/compat",
 )
 PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "pydantic")
 COLUMNS = ("Python", *PACKAGES)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from threefold.data.distribute import distribute as distribute
-    from threefold.data.sampler import DistributedSampler as DistributedSampler
+    from threefold.data.sampling.distribute import distribute as distribute
+    from threefold.data.sampling.sampler import DistributedSampler as DistributedSampler
     from threefold.mesh.mesh import init_mesh
     from threefold.model.model import Model as Model
     from threefold.run.load_model import load_model as load_model
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from threefold.training.step import TrainStep as TrainStep
 
 _HOME_OF_NAME = {
-    "DistributedSampler": "threefold.data.sampler",
+    "DistributedSampler": "threefold.data.sampling.sampler",
     "EvalStep": "threefold.training.evaluation",
     "Model": "threefold.model.model",
     "TrainStep": "threefold.training.step",
-    "distribute": "threefold.data.distribute",
+    "distribute": "threefold.data.sampling.distribute",
     "generate": "threefold.export.mesh_model",  # as methods of Model
     "init_mesh": "threefold.mesh.mesh",
     "load": "threefold.training.saving",

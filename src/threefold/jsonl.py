@@ -1,7 +1,7 @@
-"""JSON lines that a run appends to, and the protocol of its trackers.
+"""JSON lines that a run appends to, how they are read, and the protocol of its trackers.
 
-A resumed run appends; a torn last line, left by a killed run, is cut before the first append. Floats read back to the
-same value.
+A resumed run appends; a torn last line, left by a killed run, is cut before the first append, and is not read. A whole
+line that is not a JSON object is named and passed over. Floats read back to the same value.
 """
 
 from __future__ import annotations
@@ -9,14 +9,20 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, BinaryIO, NamedTuple, Protocol
 
 Metrics = dict[str, Any]
+
+# What shows that a file is still the one that was read; damaged lines that are kept; bytes read at once, of the longest
+# line, and of one that is quoted.
+_REMEMBERED, _MOST_DAMAGED = 64, 50
+_BLOCK, _LONGEST, _QUOTED = 1 << 26, 1 << 27, 60
 
 
 class Tracker(Protocol):
@@ -82,3 +88,149 @@ def cut_torn_line(path: Path) -> None:
     """Removes what a killed run left after the last complete line."""
     if path.exists():
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
+class Damage(NamedTuple):
+    """A line that is not what a run writes: its file's name, its number (0: the whole file), and what is wrong."""
+
+    file: str
+    line: int
+    what: str
+
+
+class JsonLine(NamedTuple):
+    """A whole line that is a JSON object, and its number in the file, from 1."""
+
+    number: int
+    values: dict[str, Any]
+
+
+class Lines:
+    """The lines of a file as it grows: each call of `read` returns what is new.
+
+    A file that was cut, replaced or written anew is read again from its beginning.
+
+    Attributes:
+        again: how often the file was read from its beginning after the first time.
+        damaged: the first lines that cannot be read; `num_damaged` counts all.
+        left_bytes: how many at the beginning are not read.
+        torn: the number of a last line without its end, which is being written, or whose writer was killed; else 0.
+    """
+
+    def __init__(self, path: Path, *, most_bytes: int | None = None) -> None:
+        """Args:
+        most_bytes: of a longer file only so many at its end are read; lines are counted from there.
+        """
+        self.path, self.again, self.torn = path, 0, 0
+        self._most_bytes, self.left_bytes = most_bytes, 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._offset, self._number, self._before, self._file = 0, 0, b"", -1
+        self.damaged: list[Damage] = []
+        self.num_damaged = 0
+
+    def read(self) -> list[JsonLine]:
+        """The whole lines that are new since the last call; none if the file is not there."""
+        try:
+            with open_file(self.path) as file:
+                return list(self._new_lines(file))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            if not any(damage.line == 0 for damage in self.damaged):
+                self.wrong(0, f"it cannot be read: {error.strerror}")
+            return []
+
+    def _new_lines(self, file: BinaryIO) -> Iterator[JsonLine]:
+        if self._is_another(file):
+            self._begin()
+            self.again += 1
+        self._file = _identity(file)
+        if not self._offset:
+            self._offset = self.left_bytes = self._begin_of(file)
+        file.seek(self._offset)
+        rest = b""
+        while block := file.read(_BLOCK):
+            *whole, rest = (rest + block).split(b"\n")
+            for text in whole:
+                self._offset += len(text) + 1
+                if (line := self._line(text)) is not None:
+                    yield line
+            if len(rest) > _LONGEST:  # no run writes such a line
+                self._line(rest[:_QUOTED])
+                self._offset, rest = self._offset + len(rest), b""
+        self.torn = self._number + 1 if rest else 0
+        size = min(_REMEMBERED, self._offset)
+        file.seek(self._offset - size)
+        self._before = file.read(size)
+
+    def _begin_of(self, file: IO[bytes]) -> int:
+        """Where the first whole line begins that is to be read."""
+        size = os.fstat(file.fileno()).st_size
+        if self._most_bytes is None or size <= self._most_bytes:
+            return 0
+        file.seek(size - self._most_bytes)
+        return size - self._most_bytes + len(file.readline(self._most_bytes))
+
+    def _is_another(self, file: IO[bytes]) -> bool:
+        """Whether the file is not the one that was read, longer or the same."""
+        if self._file == -1:
+            return False
+        file.seek(self._offset - len(self._before))
+        return self._file != _identity(file) or file.read(len(self._before)) != self._before
+
+    def _line(self, text: bytes) -> JsonLine | None:
+        self._number += 1
+        if not text.strip():
+            return None
+        if (values := object_of(text)) is not None:
+            return JsonLine(self._number, values)
+        quoted = text[:_QUOTED].decode(errors="replace")
+        self.wrong(self._number, f"it is not a JSON object: {quoted!r}")
+        return None
+
+    def wrong(self, number: int, what: str) -> None:
+        """Notes what is wrong with a line."""
+        self.num_damaged += 1
+        if len(self.damaged) < _MOST_DAMAGED:
+            self.damaged.append(Damage(self.path.name, number, what))
+
+
+def object_of(text: bytes) -> dict[str, Any] | None:
+    """The JSON object in a line; None if it is none."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Opens a file that another user may have made, for reading.
+
+    What is no file (a FIFO, a device) would make a reader wait for ever; a link that leads out of the folder would show
+    a file of the reader's own.
+
+    Raises:
+        OSError: it is not there, is no file, or is a link to one outside of its folder.
+    """
+    if leads_out(path, path.parent):
+        raise OSError(errno.ELOOP, "it is a link that leads out of its folder", str(path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Whether a path is a link to something outside of a folder."""
+    try:
+        return path.is_symlink() and not path.resolve().is_relative_to(folder.resolve())
+    except RuntimeError:  # a loop of links
+        return True
+
+
+def _identity(file: IO[bytes]) -> int:
+    return os.fstat(file.fileno()).st_ino

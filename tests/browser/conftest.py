@@ -72,20 +72,16 @@ def visit(browser: Any, serve: Any) -> Iterator[Callable[..., Any]]:
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """The address at which `threefold view` shows a folder, in this process."""
-    import uvicorn
+    from threefold.report.server import Server
 
-    from threefold.report.server import View, app_of, opened
-
-    listening, view = opened(None), View(folder)
-    config = uvicorn.Config(app_of(view, token="t"), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    thread = Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    server = Server(folder, 0, token="t")
+    thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}/?token=t"
+        yield f"http://127.0.0.1:{server.server_port}/?token=t"
     finally:
-        view.ends.set()
-        server.should_exit = True
+        server.shutdown()
+        server.server_close()
         thread.join(20)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from browser.conftest import SIZES, served, shown
 from threefold.report.document import report
-from threefold.report.gathered import gather
+from threefold.report.facts import gather
 
 pytestmark = [pytest.mark.browser, pytest.mark.timing]
 # Pixels of a chart that are not empty: axes alone have fewer.
@@ -154,46 +154,3 @@ def test_what_happened_to_a_run_is_on_its_page(address_of: Any, visit: Any) -> N
     assert "</script><script>window.hacked = 1</script>" in text
     page.get_by_text("All numbers, exactly").click()
     assert page.locator("caption", has_text="Every curve in numbers").is_visible()
-
-
-def test_phases_are_told_by_the_pointer_and_by_keys(address_of: Any, visit: Any, faults: Any) -> None:
-    page = visit(address_of("eventful"))
-    shown(page)
-    part = page.locator("[data-part=timeline]")
-    part.scroll_into_view_if_needed()
-    read, region = part.locator(".read"), part.locator(".timeline")
-    assert read.inner_text().startswith("steps 10 to 13: ")
-    for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
-        colours = part.evaluate(
-            "(part) => [...part.querySelectorAll('rect')].map((each) => getComputedStyle(each).fill)"
-        )
-        assert len(set(colours)) == 5 and "rgb(0, 0, 0)" not in colours
-    part.locator("svg").nth(1).locator("rect").nth(2).hover()
-    assert read.inner_text() == "rank 1: backward of step 10, 60 ms, from 32 ms on"
-    page.mouse.move(0, 0)
-    region.focus()
-    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
-    for key, told in (
-        ("Home", "rank 1: data of step 10, 2 ms, from 0 ms on"), ("ArrowRight", "rank 1: forward of step 10"),
-        ("ArrowLeft", "rank 1: data"), ("ArrowLeft", "rank 1: data"),
-        ("ArrowUp", "rank 0: data"), ("ArrowUp", "rank 0: data"),
-        ("ArrowDown", "rank 1: data"), ("ArrowDown", "rank 2: data"), ("ArrowDown", "rank 3: data"),
-        ("ArrowDown", "rank 3: data"), ("End", "rank 3: </script><script>"),
-    ):  # fmt: skip
-        page.keyboard.press(key)
-        assert read.inner_text().startswith(told), (key, read.inner_text())
-    width = "(region) => region.scrollWidth / region.clientWidth"
-    assert region.evaluate(width) == 1
-    page.keyboard.press("+")
-    page.keyboard.press("+")
-    assert (
-        region.evaluate(width) > 3.5 and region.evaluate("(region) => region.scrollLeft") > 100
-    )  # the bar is in sight
-    page.keyboard.press("0")
-    assert region.evaluate(width) == 1
-    part.get_by_role("button", name="wider").click()
-    assert region.evaluate(width) > 1.8
-    page.emulate_media(media="print")
-    assert region.evaluate(width) == 1 and not part.locator(".zooms").is_visible()
-    assert page.evaluate("window.hacked") is None and faults(page) == []

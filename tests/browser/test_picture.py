@@ -11,7 +11,7 @@ import pytest
 
 from report_runs import eventful_run
 from threefold.report.document import report
-from threefold.report.gathered import gather
+from threefold.report.facts import gather
 
 pytestmark = pytest.mark.browser
 SCRIPT = Path(__file__).parents[2] / "tools" / "picture.py"

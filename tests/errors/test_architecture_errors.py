@@ -12,7 +12,8 @@ from threefold.mesh.mesh import init_mesh
 from threefold.mesh.topology import Topology
 from threefold.model import load
 from threefold.model.context_parallel import limits
-from threefold.model.context_parallel.split import ContextParallel, choose_method, split_problems
+from threefold.model.context_parallel.split import ContextParallel, heads_of, split_problems
+from threefold.plan.choices import cp_method
 from unit.test_architectures_alone import small
 
 ALONE = "--mesh.cp 1   (use mesh.dp or mesh.dp_shard instead)"
@@ -101,13 +102,14 @@ def test_one_key_for_all_heads_is_not_shared_by_ranks() -> None:
     assert [str(each).splitlines()[0] for each in found] == [
         "mesh.cp_method = ulysses, but the heads of a tp rank do not divide by mesh.cp (2)"
     ]
-    assert choose_method("auto", config, Topology(cp=2), seq_len=4096)[0] == "gather"
+    assert cp_method("auto", Topology(cp=2), heads=heads_of(config), seq_len=4096).value == "gather"
 
 
 @pytest.mark.parametrize("name", ["mamba", "rwkv", "xlstm", "blt"])
 def test_a_config_that_does_not_say_how_many_heads_it_has(name: str) -> None:
-    assert choose_method("auto", small(name), Topology(), seq_len=4096)[0] == "gather"
-    assert choose_method("auto", small(name), Topology(cp=2), seq_len=4096)[0] == "gather"
+    heads = heads_of(small(name))
+    assert cp_method("auto", Topology(), heads=heads, seq_len=4096).value == "gather"
+    assert cp_method("auto", Topology(cp=2), heads=heads, seq_len=4096).value == "gather"
 
 
 def test_a_mask_for_other_places_than_a_row_has() -> None:

@@ -12,10 +12,10 @@ import torch
 from transformers import LlamaConfig
 
 from threefold.checkpoint import saver
-from threefold.checkpoint.boxes import Box, Chunk, Entry, Index
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
 from threefold.checkpoint.manifest import architecture_of, read_manifest, refuse_other
 from threefold.checkpoint.seal import checksum_of
+from threefold.checkpoint.shards import Box, Chunk, Entry, Index
 from threefold.checkpoint.state import fit
 from threefold.checkpoint.tensors import read_box
 from threefold.config.loading import validate

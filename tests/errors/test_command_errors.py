@@ -73,6 +73,15 @@ def test_wrong_use_of_a_command_is_said_in_three_parts(
     assert message.endswith(f"\n  fix: `{path} --help` shows its options\n")
 
 
+def test_a_command_that_was_dropped_is_refused_with_what_replaces_it(folder: Path) -> None:
+    message = said(command(folder, "flops", "my-model"))
+    assert message == (
+        "No such command 'flops'.\n"
+        "  expected: threefold as its help describes it\n"
+        "  fix: threefold plan MODEL --data.seq_len N --gpu h100-80gb, which prints them with the memory\n"
+    )
+
+
 def test_help_about_a_section_and_a_key(folder: Path) -> None:
     section = command(folder, "train", "--help", "optimizer")
     assert section.returncode == 0 and "--optimizer.betas  list  (default: [0.9, 0.95])\n" in section.stdout

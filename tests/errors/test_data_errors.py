@@ -27,14 +27,14 @@ from threefold.data.store.resolve import open_store, open_text
 from threefold.data.store.store import TokenStore
 from threefold.data.store.writer import StoreWriter
 from threefold.data.text.listing import KINDS
-from threefold.data.text.source import Source
+from threefold.data.text.source import Labels, Source
 from threefold.data.tokens import ByteTokenizer, load_tokenizer
 from threefold.errors import EXIT_WRONG_REQUEST, ConfigError, DataError, RunError, ThreefoldError
 
 BYTES = ByteTokenizer()
-SKIP = "--data.skip_bad_lines true (data prepare: --skip-bad-lines) to count it instead"
+SKIP = "--data.skip_bad_lines true to count it instead"
 CORRECT = f"correct the line, or {SKIP}"
-REMAKE = "threefold data prepare --source TEXT --tokenizer TOKENIZER --to DIR   (makes a new store)"
+REMAKE = "threefold data prepare --data.source TEXT --data.tokenizer TOKENIZER --to DIR   (makes a new store)"
 COPY = f"copy the .bin and .idx again from their origin, or\n       {REMAKE}"
 
 
@@ -57,13 +57,14 @@ def said(act: Callable[[], Any], kind: type[ThreefoldError] = DataError) -> list
 
 
 def read(source: str | tuple[str, ...], **options: Any) -> Callable[[], Any]:
-    return lambda: prepare(open_text(Source(source, **options)), BYTES, to=Path("prepared"))
+    labels = Labels(fields={"text": options.pop("text_field", "text")})
+    return lambda: prepare(open_text(Source(source, labels=labels, **options)), BYTES, to=Path("prepared"))
 
 
 def rows(source: str | tuple[str, ...], **options: Any) -> Callable[[], Any]:
     tokenizer, seq_len = options.pop("tokenizer", BYTES), options.pop("seq_len", 8)
     model = {"vocab_size": options.pop("vocab_size", None)}
-    cut = {name: options.pop(name) for name in ("packing", "document_mask", "truncate", "lookahead") if name in options}
+    cut = {name: options.pop(name) for name in ("packing", "document_mask", "truncate") if name in options}
     return lambda: open_rows(
         Source(source, **options), Packing(seq_len, **cut), tokenizer=tokenizer, cache=Path("cache"), **model
     )
@@ -170,7 +171,7 @@ def test_fix_of_conversations_read_as_text(folder: Path) -> None:
     """Neither half of a conversation, nor a list of messages, is offered as the text."""
     apply = (
         "leave data.format out: conversations are found by their columns; columns of other names: --data.fields "
-        "'{prompt: NAME, completion: NAME}'   (or one field of text: --data.text_field NAME)"
+        "'{prompt: NAME, completion: NAME}'   (or one field of text: --data.fields '{text: NAME}')"
     )
     rows_of = {
         "messages": {"messages": [{"role": "user", "content": "hi"}], "id": "a"},
@@ -290,9 +291,9 @@ def test_field_that_no_row_has(folder: Path) -> None:
     (folder / "x.jsonl").write_text('{"txt": "a", "id": 1}\n{"txt": "b", "url": ""}\n')
     error = [
         (
-            "data.text_field = 'text': x.jsonl: none of the first 2 rows has this field",
+            "data.fields.text = 'text': x.jsonl: none of the first 2 rows has this field",
             "one of the existing fields: txt, id, url",
-            "--data.text_field txt",
+            "--data.fields '{text: txt}'",
         )
     ]
     assert said(rows("x.jsonl")) == error
@@ -305,17 +306,17 @@ def test_parquet_field(folder: Path) -> None:
         pyarrow.parquet.write_table(pyarrow.table({"content": ["a"], "n": [1]}), f"{name}.parquet")
     assert said(read("*.parquet", text_field="contents")) == [
         (
-            f"data.text_field = 'contents': {name}.parquet: no such field",
+            f"data.fields.text = 'contents': {name}.parquet: no such field",
             "one of the existing fields: content, n",
-            "--data.text_field content",
+            "--data.fields '{text: content}'",
         )
         for name in ("a", "b")
     ]
     assert said(read("a.parquet", text_field="n")) == [
         (
-            "data.text_field = 'n': a.parquet: the field is int64, not text",
+            "data.fields.text = 'n': a.parquet: the field is int64, not text",
             "a field of text; tokens made by other programs are read as a .bin/.idx store",
-            "--data.text_field NAME   (a field that holds text)",
+            "--data.fields '{text: NAME}'   (a field that holds text)",
         )
     ]
 
@@ -340,12 +341,12 @@ def dataset(folder: Path) -> Path:
 def test_dataset_field(dataset: Path) -> None:
     assert said(read("hf:ds")) == [
         (
-            "data.text_field = 'text': hf:ds: no such field",
+            "data.fields.text = 'text': hf:ds: no such field",
             "one of the existing fields: body, n",
-            "--data.text_field body",
+            "--data.fields '{text: body}'",
         )
     ]
-    assert said(read("hf:ds", text_field="n"))[0][0] == "data.text_field = 'n': hf:ds: the field is int64, not text"
+    assert said(read("hf:ds", text_field="n"))[0][0] == "data.fields.text = 'n': hf:ds: the field is int64, not text"
 
 
 def test_dataset_split_and_configuration(dataset: Path) -> None:
@@ -730,17 +731,12 @@ def test_document_too_long_for_the_index(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- packing -----------------------------------------------------------------------------------------------------
 
 
-def test_packing_settings_without_effect_are_named_together(store: Path) -> None:
-    assert said(rows("st", truncate=True, lookahead=3), ConfigError) == [
+def test_packing_setting_without_effect_is_named(store: Path) -> None:
+    assert said(rows("st", truncate=True), ConfigError) == [
         (
             "data.truncate = true has no effect with data.packing = concat",
             "data.packing best_fit or none: concat truncates no document",
             "remove data.truncate, or --data.packing best_fit",
-        ),
-        (
-            "data.lookahead = 3 has no effect with data.packing = concat",
-            "data.packing best_fit: only it chooses among documents",
-            "remove data.lookahead, or --data.packing best_fit",
         ),
     ]
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from threefold.config import loading
-from threefold.config.optimizer_keys import NAMES, OptimizerConfig
+from threefold.config.optimizer import OPTIMIZERS, OptimizerConfig
 from threefold.errors import ConfigError
 from threefold.mesh.topology import Topology
-from threefold.training.optimizer import group_problems
-from threefold.training.optimizer_class import problems
+from threefold.optim.build import group_problems
+from threefold.optim.classes import problems
 
 SPLIT, COPIES = Topology(dp_shard=2, tp=2), Topology(dp_replicate=2)
 
@@ -119,7 +119,7 @@ def test_optimizers_that_cannot_be_used(name: str, options: dict[str, Any], said
 
 def test_optimizers_that_can_be_used() -> None:
     torchs = ("Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Adadelta", "ASGD", "Rprop")
-    ours = [name for name in NAMES if name != "adamw_8bit"]  # a package's, and not on meshes that split
+    ours = [name for name, known in OPTIMIZERS.items() if known.splits]
     for name in (*ours, *(f"torch.optim.{each}" for each in torchs)):
         assert problems(OptimizerConfig(name=name), SPLIT) == [], name
     # Copies of a model may be updated by any optimizer whose update is the same on each.

@@ -37,7 +37,7 @@ def test_peer_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     assert str(_peer_gone("Connection closed by peer")) == (
         "rank 0 lost its connection to another rank: Connection closed by peer\n"
-        "  expected: every rank to stay until the run is over\n"
+        "  expected: all ranks to run until the end\n"
         "  fix: if no rank has reported an error, one was killed: look for `Out of memory` in the kernel's log (dmesg) "
         "of its host; the same command resumes from the newest checkpoint, and --max-restarts N does so automatically"
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ranks.runs import command, prepare
-from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import find
+from threefold.checkpoint.shards import Index
 from threefold.checkpoint.tensors import read_whole
 
 KEYS = ("--optimizer.name", "adamw_8bit", "--train.steps", "6", "--checkpoint.every", "3", "--checkpoint.keep", "9")
@@ -60,7 +60,7 @@ def test_meshes_that_split_matrices_are_refused_before_any_rank_starts(tmp_path:
 
 def test_without_torchao_it_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     from threefold.errors import ConfigError
-    from threefold.training import adamw_8bit
+    from threefold.optim import eightbit as adamw_8bit
 
     monkeypatch.setattr(adamw_8bit.importlib.util, "find_spec", lambda name: None)
     adamw_8bit.adamw_8bit.cache_clear()

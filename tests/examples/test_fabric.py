@@ -33,7 +33,7 @@ def test_fabrics_wrapper_would_read_the_first_epoch_again() -> None:
     class OneRank:
         dp_size, dp_rank = 1, 0
 
-    def loader() -> threefold.data.distribute.DistributedLoader:
+    def loader() -> threefold.data.sampling.distribute.DistributedLoader:
         made = threefold.distribute(DataLoader(range(12), batch_size=4, shuffle=True), OneRank(), seed=1)
         made.load_state_dict({**made.state_dict(), "epoch": 1, "position": 4})
         return made

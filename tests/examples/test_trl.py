@@ -105,7 +105,7 @@ def losses_of_threefold(
 ) -> list[float]:
     """The loss of each step; every step reads the whole source."""
     store = open_store(Source(str(folder / source)), tokenizer=load_tokenizer(str(folder / "model")), cache=folder)
-    rows = Packing(seq_len, packing, document_mask=True, cross_targets=False).pack(store)
+    rows = Packing(seq_len, packing, document_mask=True).pack(store)
     keys = {
         **{"model.name_or_path": "model", "data.source": source, "data.seq_len": seq_len, "data.packing": packing},
         **{"optimizer.lr": LR, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0, "mesh.dp": 1},

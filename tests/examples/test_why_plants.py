@@ -22,9 +22,9 @@ from ranks.runs import command
 from threefold.audit import record
 from threefold.audit.lookup import find_sample
 from threefold.audit.proof import stretches_of
-from threefold.data.order import Order
-from threefold.why.batch_rows import Batches
-from threefold.why.found import findings, telling
+from threefold.data.order.order import Order
+from threefold.why.batch_rows import StepBatches
+from threefold.why.findings import findings, telling
 from threefold.why.lookback import Lookback
 
 FIRST_PERCENT = 95
@@ -136,7 +136,7 @@ def test_planted_rows_come_first(tmp_path: Path, num_runs: int) -> None:
     for seed in range(num_runs):
         base = code if seed % 2 else prose
         run, planted = run_of(tmp_path / str(seed), seed, base=base, documents=2400, plants=True)
-        batches, stretches = Batches(Lookback.of(run)), stretches_of(record.read(run / record.FILE))
+        batches, stretches = StepBatches(Lookback.of(run)), stretches_of(record.read(run / record.FILE))
         for row, kind in planted.items():
             (read,) = find_sample(stretches, row)
             assert read.step
@@ -159,6 +159,6 @@ def test_healthy_runs_have_no_spike(tmp_path: Path, seeds: tuple[int, ...]) -> N
     for seed in seeds:
         base, options = (code if seed % 2 else prose), shapes[seed // 2 % len(shapes)]
         run, _ = run_of(tmp_path / str(seed), 100 + seed, base=base, documents=900, plants=False, options=options)
-        found = [each for each in findings(Batches(Lookback.of(run))) if each.kind in ("spike", "not finite")]
+        found = [each for each in findings(StepBatches(Lookback.of(run))) if each.kind in ("spike", "not finite")]
         wrong += [f"seed {seed}, {base.__name__} {options}: {each.steps}, {each.what}" for each in found]
     assert wrong == []

@@ -41,7 +41,7 @@ def _curve(name: str, settings: dict[str, Any], documents: bool, **sections: Any
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
-    from threefold.training.optimizer import build_optimizer
+    from threefold.optim.build import build_optimizer
     from threefold.training.step import TrainStep, mean_loss
 
     mesh = init_mesh(device="cuda")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ranks.runs import command
-from threefold.records import metrics
+from threefold.records.metrics import Metrics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +36,7 @@ def test_estimate_is_what_is_allocated(mode: str, tmp_path: Path) -> None:
     )
     done = command(tmp_path, "train", *keys, *train, *more)
     assert done.returncode == 0, done.stderr
-    last = next(reversed(metrics.read(tmp_path / "run").steps.values()))
+    last = Metrics(tmp_path / "run" / "metrics.jsonl").last
     # The estimate has 1.5 GiB and 3 % for what torch does not count.
     estimated = (last["estimated_memory_bytes"] / 1.03) - 1.5 * 2**30
     assert estimated == pytest.approx(last["peak_memory_bytes"], rel=0.15)

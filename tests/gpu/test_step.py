@@ -13,7 +13,6 @@ from ranks.reference import require
 from ranks.spawn import run_ranks
 from threefold.check.compare import Bound, compare_numbers
 from threefold.training.progress import DeviceForward
-from threefold.training.timeline import Timeline, intervals
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,7 +40,7 @@ def _step(model: dict[str, Any], settings: dict[str, Any], documents: bool) -> f
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
-    from threefold.training.optimizer import build_optimizer
+    from threefold.optim.build import build_optimizer
     from threefold.training.step import TrainStep, mean_loss
 
     mesh = init_mesh(device="cuda")
@@ -68,13 +67,13 @@ def _kept(folder: str, device: str) -> tuple[float, float]:
     from threefold.audit.record import Segment, SegmentLine
     from threefold.audit.row_losses import read
     from threefold.config.loading import validate
-    from threefold.data.order import Order, Place
+    from threefold.data.order.order import Order, Place
     from threefold.mesh.mesh import init_mesh
     from threefold.mesh.topology import Topology
     from threefold.model import load
     from threefold.model.build import build
+    from threefold.optim.build import build_optimizer
     from threefold.training.kept_rows import KeptRows
-    from threefold.training.optimizer import build_optimizer
     from threefold.training.step import TrainStep, mean_loss
 
     mesh = init_mesh(device=device)
@@ -105,19 +104,6 @@ def _kept(folder: str, device: str) -> tuple[float, float]:
 def test_losses_of_rows_are_kept_without_a_wait(tmp_path: Path) -> None:
     ((found, expected),) = run_ranks(_kept, 1, str(tmp_path), "cuda")
     assert found == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_timeline_has_the_phases_of_the_device(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path, 0, (1, 1), partial(torch.cuda.Event, enable_timing=True))
-    factor = torch.randn(4096, 4096, device="cuda")
-    for phase in ("forward", "backward"):
-        timeline.enter(1, phase)
-        for _ in range(20):
-            factor @ factor
-    timeline.enter(2, "data")
-    device = [each for each in intervals(tmp_path) if each.track == "device"]
-    assert [each.name for each in device] == ["forward", "backward"]
-    assert all(each.end_s > each.begin_s for each in device)
 
 
 def test_device_time_is_that_of_forwards() -> None:
@@ -152,7 +138,7 @@ def _curve(train: dict[str, Any]) -> tuple[list[float], int]:
     from threefold.model import load
     from threefold.model.build import build
     from threefold.model.compiled import Recompiled
-    from threefold.training.optimizer import build_optimizer
+    from threefold.optim.build import build_optimizer
     from threefold.training.step import TrainStep, mean_loss
 
     mesh = init_mesh(device="cuda")

@@ -29,8 +29,8 @@ from threefold.commands import submit
 from threefold.jobs import kubernetes
 from threefold.jobs import sagemaker as clusters_sagemaker
 from threefold.jobs.job import ranks_of
-from threefold.jobs.kubernetes import KubernetesOptions
-from threefold.jobs.sagemaker import SageMakerOptions
+from threefold.jobs.kubernetes import KubernetesSettings
+from threefold.jobs.sagemaker import SageMakerSettings
 
 PYTHON = sys.executable
 WHO = Path(__file__).parent / "who.py"
@@ -208,7 +208,7 @@ def _sagemaker_job(program: Program, num_hosts: int, num_ranks: int) -> tuple[Ma
     keys = {**SHORT, **program.mesh, **({"log.dir": str(program.output)} if num_hosts > 1 else {})}
     config = submit.read_config(None, list(keys.items()))
     job = ranks_of(config.mesh, num_hosts=num_hosts, per_host=num_ranks // num_hosts)
-    options = SageMakerOptions(
+    options = SageMakerSettings(
         name="test", image="image", role="role", instance_type=sagemaker.INSTANCE, output="s3://bucket/prefix"
     )
     return clusters_sagemaker.request(job, options, region="us-east-1"), clusters_sagemaker.archive(config, options)
@@ -271,7 +271,7 @@ def _pytorch_job(folder: Path, program: Program, num_ranks: int) -> tuple[int, s
     mesh = MESH if program.mesh is None else program.mesh
     config = submit.read_config(None, list({**SHORT, **mesh, "log.dir": str(program.output)}.items()))
     job = ranks_of(config.mesh, num_hosts=2, per_host=num_ranks // 2)
-    options = KubernetesOptions(name="test", image="image", volumes={"claim": str(program.output.parent)})
+    options = KubernetesSettings(name="test", image="image", volumes={"claim": str(program.output.parent)})
     config_map, manifest = kubernetes.manifests(config, job, options)
     (folder / "pods.yaml").write_text(config_map["data"]["config.yaml"])
     replicas = manifest["spec"]["pytorchReplicaSpecs"]
@@ -400,7 +400,7 @@ LAUNCHES = {
     ),
     "Slurm": Launch("srun --nodes=2 --ntasks-per-node=2 python -m threefold train", 2, slurm.why_not, _srun, "slurm"),
     "SageMaker's toolkit on two hosts": Launch(
-        "threefold submit sagemaker --instances 2", 2, _no_toolkit_on_hosts, _sagemaker_on_hosts, "torchrun"
+        "threefold submit sagemaker --nodes 2", 2, _no_toolkit_on_hosts, _sagemaker_on_hosts, "torchrun"
     ),
     "PyTorchJob's variables": Launch(
         "threefold submit kubernetes --nodes 2 (its pods' command, without a cluster)",

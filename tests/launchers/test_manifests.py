@@ -12,7 +12,7 @@ from launchers import sagemaker
 from threefold.config.loading import validate
 from threefold.jobs import kubernetes
 from threefold.jobs.job import ranks_of
-from threefold.jobs.kubernetes import KINDS, KubernetesOptions
+from threefold.jobs.kubernetes import KINDS, KubernetesSettings
 
 pytestmark = [
     pytest.mark.launchers,
@@ -51,7 +51,7 @@ for pod in pods:
 def made(kind: str, num_hosts: int) -> list[dict[str, Any]]:
     config = validate({"mesh": {"dp": 4}, "log": {"dir": "/runs/a"}})
     job = ranks_of(config.mesh, num_hosts=num_hosts, per_host=None)
-    options = KubernetesOptions(
+    options = KubernetesSettings(
         name="job",
         image="image",
         kind=kind,

@@ -17,7 +17,7 @@ from threefold.commands import submit
 from threefold.jobs import entry
 from threefold.jobs import sagemaker as clusters_sagemaker
 from threefold.jobs.job import ranks_of
-from threefold.jobs.sagemaker import SageMakerOptions
+from threefold.jobs.sagemaker import SageMakerSettings
 
 pytestmark = [
     pytest.mark.launchers,
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 def lay_out(folder: Path, base: Path, **hyperparameters: str) -> None:
     config = submit.read_config(str(folder / "config.yaml"), list(KEYS.items()))
     job = ranks_of(config.mesh, num_hosts=1, per_host=None)
-    options = SageMakerOptions(
+    options = SageMakerSettings(
         name="test",
         image="image",
         role="role",

@@ -119,8 +119,7 @@ def rank_processes(run: Path) -> dict[int, int]:
     """Rank to process of those that a run has logged last; they may be gone."""
     found = {}
     for path in (run / "logs").glob("rank-*.log"):
-        # Rank 0's log has the head of the run too, where `1 process` is the number of ranks.
-        numbers = re.findall(r" process (\d+)$", path.read_text(), re.MULTILINE)
+        numbers = re.findall(r'{"process": (\d+)}$', path.read_text(), re.MULTILINE)
         if numbers:
             found[int(path.stem.removeprefix("rank-"))] = int(numbers[-1])
     return found

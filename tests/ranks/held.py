@@ -16,9 +16,9 @@ def held_and_sent(
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
+    from threefold.optim.build import build_optimizer
     from threefold.plan.live import LiveTensors
     from threefold.run.traced import SentBytes
-    from threefold.training.optimizer import build_optimizer
     from threefold.training.step import TrainStep
 
     mesh, found = init_mesh(**sizes, device="cpu"), []

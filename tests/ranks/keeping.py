@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,20 +21,23 @@ class Miniature:
 
     Args:
         values: sections of the config that differ from the usual ones.
+        background: checkpoints are written while the next steps run; else at once, as a run's last one is.
         seed: of the weights that the model has before anything is resumed.
     """
 
-    def __init__(self, sizes: Sizes, folder: str, *, micro_batch: int = 2, **values: Any) -> None:
+    def __init__(
+        self, sizes: Sizes, folder: str, *, micro_batch: int = 2, background: bool = True, **values: Any
+    ) -> None:
         from threefold.config.loading import validate
         from threefold.mesh.mesh import init_mesh
         from threefold.model import load
         from threefold.model.build import build
+        from threefold.optim.build import build_optimizer
+        from threefold.optim.ema import Ema
         from threefold.run import assemble, request
         from threefold.run.folder import RunFolder, open_run
         from threefold.run.resume import Checkpointer, undamaged
-        from threefold.training.ema import Ema
         from threefold.training.forward import warm_up_buckets
-        from threefold.training.optimizer import build_optimizer
         from threefold.training.step import TrainStep
 
         logging.getLogger("threefold").addHandler(logging.NullHandler())
@@ -67,6 +71,7 @@ class Miniature:
         self.done = self.folder.resume.step if self.folder.resume is not None else 0
         warm_up_buckets(self.model, self.mesh, rows=micro_batch, seq_len=16)
         self.checkpointer.start()
+        self.checkpointer.saver = dataclasses.replace(self.checkpointer.saver, background=background)
         self._micro_batch = micro_batch
         self._batches: Iterator[Any] = iter(self.loader)
 

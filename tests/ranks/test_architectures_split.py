@@ -29,12 +29,12 @@ def _compared(names: tuple[str, ...], axis: str) -> dict[str, list[Difference]]:
     """For each (architecture, mask) the loss and the gradients, compared."""
     import torch
 
-    from threefold.check.gradients import complete_gradients
+    from threefold.check.compare import complete_gradients
     from threefold.config.loading import validate
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
-    from threefold.training.optimizer import build_optimizer
+    from threefold.optim.build import build_optimizer
     from threefold.training.step import TrainStep, mean_loss
     from unit.test_architectures_alone import rows, small, theirs
 

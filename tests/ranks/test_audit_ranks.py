@@ -50,8 +50,8 @@ def _read(prefix: Path, fault: str) -> tuple[str, int]:
     from threefold.audit.compare import Audit
     from threefold.audit.offences import explain
     from threefold.audit.record import SegmentLine
-    from threefold.data.loader import TokenLoader
-    from threefold.data.order import Order, Place
+    from threefold.data.order.order import Order, Place
+    from threefold.data.sampling.loader import TokenLoader
     from threefold.errors import RunError
     from threefold.mesh.mesh import init_mesh
 
@@ -252,7 +252,7 @@ def test_range_that_is_done_is_refused(folder: Path) -> None:
 def test_fault_ends_a_run_with_its_name_and_stays_on_record(folder: Path) -> None:
     code = (
         "import sys\n"
-        "from threefold.data import loader\n"
+        "from threefold.data.sampling import loader\n"
         "plain = loader.TokenLoader.__iter__\n"
         "def repeat(self):\n"
         "    for number, batch in enumerate(plain(self), start=1):\n"
@@ -277,7 +277,7 @@ def test_fault_ends_a_run_with_its_name_and_stays_on_record(folder: Path) -> Non
 
 
 def test_prepared_folder_trains_and_is_made_once(folder: Path) -> None:
-    arguments = ("data", "prepare", "--source", "corpus", "--tokenizer", "bytes", "--to", "prepared")
+    arguments = ("data", "prepare", "--data.source", "corpus", "--data.tokenizer", "bytes", "--to", "prepared")
     made = command(folder, *arguments)
     assert made.returncode == 0, made.stderr
     assert made.stdout.startswith("prepared/tokens.bin is made: 24,775 tokens in 4 documents (bytes)\n")

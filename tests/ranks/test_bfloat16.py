@@ -83,7 +83,7 @@ def _curve(sizes: Sizes, model: dict[str, Any], pieces: int) -> Any:
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
-    from threefold.training.optimizer import build_optimizer
+    from threefold.optim.build import build_optimizer
     from threefold.training.step import TrainStep, mean_loss
 
     replicate, shard, cp, tp = sizes

@@ -84,7 +84,6 @@ MORE: dict[str, dict[str, Any]] = {
     "selective": {"train": {"activation_checkpointing": "selective"}},
     "adapters": {"model": {"lora": {"r": 2}}},
     "adapters bfloat16": {"model": {"lora": {"r": 2}, "dtype": "bfloat16"}},
-    "prefetch": {"mesh": {"prefetch": 1}},
     "gpt2 drops": {"model": {"config": GPT2}},
     "gpt2 drops bfloat16": {"model": {"config": GPT2, "dtype": "bfloat16"}},
     "attention drops": _of_type("llama", attention_dropout=0.1),
@@ -145,17 +144,19 @@ def _trained(sizes: Sizes, case: dict[str, Any], reduce: str) -> tuple[str, list
 
     from threefold.config.loading import validate
     from threefold.mesh.mesh import init_mesh
-    from threefold.model import data_parallel, exact_sums, load
+    from threefold.model import load
     from threefold.model.build import build
+    from threefold.model.exact import sums
+    from threefold.optim.build import build_optimizer
+    from threefold.optim.ema import Ema
+    from threefold.plan import choices
     from threefold.training.batches import micro_batches, with_noise
-    from threefold.training.ema import Ema
     from threefold.training.forward import token_loss_of
     from threefold.training.numbers import mean_loss
-    from threefold.training.optimizer import build_optimizer
     from threefold.training.step import TrainStep
 
-    data_parallel._UNIT_BYTES = case.get("unit_bytes", 1)  # each layer is a unit, small as it is
-    exact_sums._BLOCK = case.get("block", 2**16)
+    choices.UNIT_BYTES = case.get("unit_bytes", 1)  # each layer is a unit, small as it is
+    sums._BLOCK = case.get("block", 2**16)
     copies, shards, cp, tp = sizes
     mesh = init_mesh(copies * shards, dp_shard=shards, cp=cp, tp=tp, device="cpu")
     sections = {"model": {"config": ODD}, "data": {"seq_len": 16}, "optimizer": {}, "mesh": {}}

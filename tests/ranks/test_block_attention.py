@@ -74,7 +74,7 @@ def test_choice_and_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def said(device: str, **extra: Any) -> str:
         architecture = load.read_config(validate({"model": {"config": {**TINY_LLAMA, **extra}}}).model)
-        found = flex.problems("flex", architecture, device=device)
+        found = flex.problems(architecture, device=device)
         return str(ConfigError.of(found)) if found else ""
 
     assert said("cuda") == ""

@@ -21,7 +21,7 @@ def _count(sizes: tuple[int, int, int, int], settings: dict[str, Any]) -> Any:
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
-    from threefold.training.optimizer import build_optimizer
+    from threefold.optim.build import build_optimizer
     from threefold.training.step import TrainStep
 
     replicate, shard, cp, tp = sizes

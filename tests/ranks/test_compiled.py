@@ -14,7 +14,9 @@ from ranks.reference import curve_bounds, require
 from ranks.shared_memory import as_if_shared
 from ranks.spawn import run_ranks
 from threefold.check.compare import compare_curves
-from threefold.model.compiled import MANY, Recompiled, compiles
+from threefold.config.loading import validate
+from threefold.model.compiled import MANY, Recompiled
+from threefold.plan.choices import Device, compiled
 
 pytestmark = pytest.mark.ranks
 
@@ -66,7 +68,7 @@ def _losses(config: Any, mesh: Any, documents: bool) -> list[tuple[float, float]
 
     from threefold.model import load
     from threefold.model.build import build
-    from threefold.training.optimizer import build_optimizer
+    from threefold.optim.build import build_optimizer
     from threefold.training.step import TrainStep, mean_loss
 
     model = build(config, load.read_config(config.model), mesh)
@@ -129,14 +131,17 @@ def test_no_graph_breaks_in_a_step(cases: list[Case]) -> None:
 def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
-    assert compiles(True, device="cpu") == (True, "as given")
-    assert compiles(False, device="cuda") == (False, "as given")
-    assert compiles("auto", device="cpu") == (False, "on a cpu it takes longer than a short run gains")
+    def choice(asked: bool | str, device: str, **mesh: int) -> tuple[bool, str]:
+        return compiled(validate({"train": {"compile": asked}, "mesh": mesh}), Device.here(device))
+
+    assert choice(True, "cpu") == (True, "as given")
+    assert choice(False, "cuda") == (False, "as given")
+    assert choice("auto", "cpu") == (False, "on a cpu it takes longer than a short run gains")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert compiles("auto", device="cuda") == (False, "triton, which compiles for CUDA, is not installed")
+    assert choice("auto", "cuda") == (False, "triton, which compiles for CUDA, is not installed")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert compiles("auto", device="cuda") == (True, "on CUDA, one layer at a time")
-    assert not compiles("auto", device="cuda", ep=2)[0]
+    assert choice("auto", "cuda") == (True, "on CUDA, one layer at a time")
+    assert not choice("auto", "cuda", ep=2, tp=2)[0]
 
 
 def _again(lengths: list[int]) -> tuple[int, list[str]]:

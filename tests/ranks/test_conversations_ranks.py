@@ -54,8 +54,8 @@ def write(folder: Path, *, count: int) -> None:
 def prepared(folder: Path, count: int) -> None:
     write(folder, count=count)
     made = command(
-        folder, *("data", "prepare", "--source", "chat.jsonl", "--tokenizer", "bytes"),
-        *("--chat-template", "chat.jinja", "--to", "store"),
+        folder, *("data", "prepare", "--data.source", "chat.jsonl", "--data.tokenizer", "bytes"),
+        *("--data.chat_template", "chat.jinja", "--to", "store"),
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
 
@@ -81,11 +81,11 @@ def packed_on_mesh(sizes: tuple[int, int, int, int], prefix: str) -> Any:
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
-    from threefold.training.optimizer import build_optimizer
+    from threefold.optim.build import build_optimizer
     from threefold.training.step import TrainStep, mean_loss
 
     replicate, shard, cp, tp = sizes
-    rows = Packing(SEQ_LEN, None, document_mask=True, cross_targets=False).pack(TokenStore(prefix))
+    rows = Packing(SEQ_LEN, None, document_mask=True).pack(TokenStore(prefix))
     assert rows.num_rows == ROWS
     batch = {name: torch.from_numpy(values) for name, values in rows.rows(np.arange(ROWS)).items()}
     assert int(batch["document_ids"].max()) >= 1, "no row has two conversations"
@@ -119,13 +119,13 @@ def alone(folder: Path) -> tuple[float, dict[str, Any]]:
     values = dict(MODEL)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    shown = command(folder, "data", "show", "--source", "store", "--tokenizer", "bytes", "--json")
+    shown = command(folder, "data", "show", "--data.source", "store", "--data.tokenizer", "bytes", "--json")
     conversations = [json.loads(line) for line in shown.stdout.splitlines()]
     assert len(conversations) == 5, shown.stderr
-    count = sum(sum(each["targets"]) for each in conversations)
+    count = sum(sum(each["loss_mask"]) for each in conversations)
     total = 0.0
     for each in conversations:
-        ids, learnt = torch.tensor([each["ids"]]), torch.tensor(each["targets"])
+        ids, learnt = torch.tensor([each["ids"]]), torch.tensor(each["loss_mask"])
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1][learnt[1:]]
         loss = F.cross_entropy(logits, ids[0, 1:][learnt[1:]], reduction="sum") / count
         loss.backward()
@@ -148,7 +148,7 @@ def run(folder: Path) -> Path:
     """A run of six steps on two data ranks, which saves after three."""
     done = command(folder, "train", "config.yaml", "--mesh.dp", "2", "--log.dir", "run", "--checkpoint.every", "3")
     assert done.returncode == 0, done.stderr
-    assert "  format chat (messages), learnt: assistant: " in done.stdout
+    assert "  format chat (messages), trained on: assistant: " in done.stdout
     return folder / "run"
 
 
@@ -158,7 +158,9 @@ def test_head_names_the_format_of_each_source_of_a_mixture(folder: Path) -> None
     (folder / "mixed.yaml").write_text(CONFIG.replace("source: chat.jsonl", f"mixture: {mixture}"))
     done = command(folder, "train", "mixed.yaml", "--mesh.dp", "1", "--train.steps", "1", "--log.dir", "mixed")
     assert done.returncode == 0, done.stderr
-    assert "  format chats: chat (messages), learnt: assistant: " in done.stdout and "format words" not in done.stdout
+    assert (
+        "  format chats: chat (messages), trained on: assistant: " in done.stdout and "format words" not in done.stdout
+    )
 
 
 def test_labels_of_texts_are_refused_before_any_rank_starts_and_kept_for_a_mixture(folder: Path) -> None:
@@ -189,27 +191,27 @@ def test_contents_are_proved_and_an_edited_target_is_found(folder: Path, run: Pa
     proved = command(folder, "data", "audit", "run", "--contents")
     assert proved.returncode == 0 and "samples and tokens" in proved.stdout, proved.stderr
     copy = Path(shutil.copytree(folder, tmp_path / "copy", symlinks=True))
-    (targets,) = copy.glob("cache/threefold/tokens/*/tokens.targets")
+    (targets,) = copy.glob("cache/threefold/tokens/*/tokens.loss_mask")
     data = bytearray(targets.read_bytes())
     data[10] ^= 1
     stat = targets.stat()
     targets.write_bytes(data)
     os.utime(targets, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     failed = command(copy, "data", "audit", "run", "--contents")
-    assert failed.returncode != 0 and "tokens.targets has changed" in failed.stderr, failed.stdout + failed.stderr
+    assert failed.returncode != 0 and "tokens.loss_mask has changed" in failed.stderr, failed.stdout + failed.stderr
     assert "block 0 of 1 (bytes 0 to " in failed.stderr and "), read by rows 0, 1, 2, " in failed.stderr
 
 
 def test_targets_that_were_changed_with_their_hashes_are_no_proof(folder: Path, run: Path, tmp_path: Path) -> None:
     """The store has a fingerprint besides its hashes, and the run's record has digests of the labels."""
     copy = Path(shutil.copytree(folder, tmp_path / "copy", symlinks=True))
-    (targets,) = copy.glob("cache/threefold/tokens/*/tokens.targets")
+    (targets,) = copy.glob("cache/threefold/tokens/*/tokens.loss_mask")
     data = bytearray(targets.read_bytes())
     data[10] ^= 1
     targets.write_bytes(data)
     targets.with_suffix(".blocks").unlink()
     failed = command(copy, "data", "audit", "run", "--contents")
-    assert failed.returncode != 0 and ".idx and .targets are not what tokens.json" in failed.stderr, failed.stderr
+    assert failed.returncode != 0 and ".idx and .loss_mask are not what tokens.json" in failed.stderr, failed.stderr
     # With a fingerprint of its own, too, it is another store than the run's record names.
     from threefold.audit.proof import prove
     from threefold.audit.record import read
@@ -217,9 +219,7 @@ def test_targets_that_were_changed_with_their_hashes_are_no_proof(folder: Path, 
     from threefold.data.store.store import TokenStore
     from threefold.errors import RunError
 
-    rows = Packing(SEQ_LEN, "best_fit", document_mask=True, cross_targets=False).pack(
-        TokenStore(targets.with_suffix(""))
-    )
+    rows = Packing(SEQ_LEN, "best_fit", document_mask=True).pack(TokenStore(targets.with_suffix("")))
     with pytest.raises(RunError, match=r"the tokens that dp rank . read are not those that the source has now"):
         prove(read(copy / "run/audit.jsonl"), rows)
 
@@ -229,16 +229,16 @@ def test_rows_of_a_run_are_shown_as_they_are_trained(folder: Path, run: Path) ->
     rows = [json.loads(line) for line in shown.stdout.splitlines()]
     assert rows and all(len(row["ids"]) == SEQ_LEN for row in rows), shown.stderr
     source = command(
-        folder, *("data", "show", "--source", "chat.jsonl", "--tokenizer", "bytes", "--json"),
-        *("--chat-template", "chat.jinja"),
+        folder, *("data", "show", "--data.source", "chat.jsonl", "--data.tokenizer", "bytes", "--json"),
+        *("--data.chat_template", "chat.jinja"),
     )  # fmt: skip
-    documents = {tuple(each["ids"]): each["targets"] for each in map(json.loads, source.stdout.splitlines())}
+    documents = {tuple(each["ids"]): each["loss_mask"] for each in map(json.loads, source.stdout.splitlines())}
     seen = 0
     for row in rows:
         for number in {*row["documents"]} - {-1}:
             places = [place for place, document in enumerate(row["documents"]) if document == number]
             ids = tuple(row["ids"][place] for place in places)
-            assert documents[ids] == [row["targets"][place] for place in places]
+            assert documents[ids] == [row["loss_mask"][place] for place in places]
             seen += 1
     assert seen == 40
 

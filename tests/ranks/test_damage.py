@@ -47,8 +47,8 @@ def _opened(run: Path) -> tuple[Checkpoint | None, list[tuple[Checkpoint, str]]]
 
 def _content(checkpoint: Checkpoint) -> tuple[Any, dict[str, Any]]:
     """All that a resume takes from a checkpoint."""
-    from threefold.checkpoint.boxes import Index
     from threefold.checkpoint.manifest import read_manifest
+    from threefold.checkpoint.shards import Index
     from threefold.checkpoint.tensors import read_whole
 
     index = Index.read(checkpoint.state)
@@ -148,7 +148,7 @@ def test_no_pickle_is_read_anywhere_in_the_package() -> None:
     source = Path(threefold.__file__).parent
     for path in source.rglob("*.py"):
         text = path.read_text()
-        if path == source / "checkpoint" / "foreign.py":
+        if path == source / "convert" / "dcp_reader.py":
             # Other programs' checkpoints: by an unpickler that finds no class, and tensors alone.
             text = text.replace("import pickle\n", "").replace("torch.load(io.BytesIO(content), map_location=", "")
             assert text.count("weights_only=True)") == 1
@@ -215,7 +215,7 @@ def test_forged_field_is_refused(forged: Path, name: str) -> None:
     ids=str,
 )
 def test_forged_index_is_refused(forged: Path, entry: Any) -> None:
-    from threefold.checkpoint.boxes import Index
+    from threefold.checkpoint.shards import Index
 
     path = forged / "state" / "index.json"
     index = json.loads(path.read_text())
@@ -225,7 +225,7 @@ def test_forged_index_is_refused(forged: Path, entry: Any) -> None:
 
 
 def test_index_leads_to_no_file_outside(forged: Path) -> None:
-    from threefold.checkpoint.boxes import Index
+    from threefold.checkpoint.shards import Index
 
     path = forged / "state" / "index.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "files": ["../../../../etc/passwd"] * 2}))

@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler as TorchSampler
 
 import threefold
 from ranks.spawn import run_ranks
-from threefold.data.distribute import require_distributed
+from threefold.data.sampling.distribute import require_distributed
 from threefold.errors import ConfigError
 
 VOCAB, SEQ_LEN = 11, 6

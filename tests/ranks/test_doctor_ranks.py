@@ -114,7 +114,7 @@ def _whole_doctor_without_a_rank(folder: str) -> None:
         os.dup2(file.fileno(), 1)
     os._exit = lambda code: (_ for _ in ()).throw(SystemExit(code))  # type: ignore[assignment]
     try:
-        code = doctor.run_rank(Config(), Topology(dp_replicate=3), doctor.Options(limit_s=0.5))
+        code = doctor.run_rank(Config(), Topology(dp_replicate=3), doctor.ReportOptions(limit_s=0.5))
     except SystemExit as stop:
         code = stop.code
     Path(f"{folder}/code-{rank}").write_text(str(code))

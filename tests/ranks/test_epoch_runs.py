@@ -92,7 +92,9 @@ def test_dropped_rows_are_said_and_a_run_keeps_its_tail(folder: Path) -> None:
     config = folder / "drops" / "config.yaml"
     assert "  tail: drop\n" in config.read_text()
     config.write_text(config.read_text().replace("  tail: drop\n", ""))
-    more = command(folder, "resume", "drops", "--train.epochs", "2")
+    lost = command(folder, "resume", "drops", "--train.epochs", "2")
+    assert lost.returncode == 2 and "\n  fix: pass the tail that the run began with (--data.tail drop)" in lost.stderr
+    more = command(folder, "resume", "drops", "--train.epochs", "2", "--data.tail", "drop")
     assert more.returncode == 0, more.stderr
     assert json.loads((folder / "drops" / "audit.jsonl").read_text().splitlines()[-1])["last"] == 8
     assert "  tail: drop\n" in config.read_text(), "as the run began"

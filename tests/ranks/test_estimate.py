@@ -92,7 +92,7 @@ def both(cases: list[dict[str, Any]]) -> list[tuple[Any, float, Any]]:
         architecture = load.read_config(config.model)
         decoder = adapted(decoder_of(architecture.to_dict()), config.model.lora)
         setup = checked(config, decoder, topology, None)
-        traced = trace(config, architecture, topology, micro_batch=values["train"]["micro_batch"])
+        traced = trace(config, architecture, topology)
         found.append((traced, peak(decoder, setup).total, traffic(decoder, setup)))
     return found
 

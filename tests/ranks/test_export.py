@@ -152,12 +152,12 @@ TENSORS, TENSOR_BYTES = 40, 8_000_000
 
 
 def _write_large(state: str) -> None:
-    from threefold.checkpoint.boxes import FILE, Box, Entry, Index
-    from threefold.checkpoint.tensors import Part, entries_of, write_parts
+    from threefold.checkpoint.shards import FILE, Box, Entry, Index
+    from threefold.checkpoint.tensors import TensorPart, entries_of, write_parts
 
     shape = (TENSOR_BYTES // 4000, 1000)
     parts = [
-        Part(f"model.layers.{number}.w", shape, Box((0, 0), shape), torch.full(shape, float(number)))
+        TensorPart(f"model.layers.{number}.w", shape, Box((0, 0), shape), torch.full(shape, float(number)))
         for number in range(TENSORS)
     ]
     path = Path(state) / "rank-00000.safetensors"
@@ -167,7 +167,7 @@ def _write_large(state: str) -> None:
 
 
 def _export_large(state: str, to: str) -> int:
-    from threefold.checkpoint.boxes import Index
+    from threefold.checkpoint.shards import Index
     from threefold.export.weights import write_weights
 
     index = Index.read(Path(state))

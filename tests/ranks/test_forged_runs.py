@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from ranks.keeping import Miniature, write_corpus
-from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
 from threefold.checkpoint.lineage import Identity, Journal
 from threefold.checkpoint.manifest import changes, read_manifest
 from threefold.checkpoint.seal import Seal, checksum_of
+from threefold.checkpoint.shards import Index
 from threefold.config.loading import load
 from threefold.errors import CheckpointError, DataError, ThreefoldError
 from threefold.export.model_folder import described

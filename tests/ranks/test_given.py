@@ -205,12 +205,12 @@ threefold.train(config(), dataset=%s, tokenizer=own)
 def test_rows_of_tokens_are_a_store_with_targets(tmp_path: Path) -> None:
     done = program(tmp_path, TOKENS % "rows")
     assert done.returncode == 0, done.stderr
-    assert "tokens (input_ids, labels), learnt: labels" in done.stdout
+    assert "tokens (input_ids, labels), trained on: labels" in done.stdout
     shown = command(tmp_path, "data", "show", "run", "--row", "0", "--json")
     assert shown.returncode == 0, shown.stderr
     row = json.loads(shown.stdout.splitlines()[0])
     first = row["documents"].count(0)
-    assert row["targets"][:first] == [False] * 8 + [True] * (first - 8)
+    assert row["loss_mask"][:first] == [False] * 8 + [True] * (first - 8)
     assert program(tmp_path, TOKENS % "rows").returncode == 0  # the same rows are the same source
     other = program(tmp_path, TOKENS % "rows[1:]")
     assert other.returncode == 1 and "the saved state has data" in other.stderr

@@ -40,7 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = ["".join(words.choices("abcde ", k=int(min(95, 2 + words.expovariate(0.05))))) for _ in range(61)]
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (folder / "config.yaml").write_text(CONFIG)
-    made = command(folder, *("data", "prepare", "--source", "texts.jsonl", "--tokenizer", "bytes", "--to", "store"))
+    made = command(
+        folder, *("data", "prepare", "--data.source", "texts.jsonl", "--data.tokenizer", "bytes", "--to", "store")
+    )
     assert made.returncode == 0, made.stderr
     return folder
 
@@ -48,20 +50,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cut_and_whole(sizes: tuple[int, int, int, int], prefix: str) -> Any:
     """Loss and gradient norm of a step of short rows, cut to the longest of them and not, at the same weights."""
     from threefold.config.schema import Config
-    from threefold.data.loader import TokenLoader
-    from threefold.data.order import Order
+    from threefold.data.order.order import Order
     from threefold.data.rows.packing import Packing
+    from threefold.data.sampling.loader import TokenLoader
     from threefold.data.store.store import TokenStore
     from threefold.mesh.mesh import init_mesh
     from threefold.mesh.shares import shared_length
     from threefold.model import load
     from threefold.model.build import build
+    from threefold.optim.build import build_optimizer
     from threefold.training.batches import cut, micro_batches
-    from threefold.training.optimizer import build_optimizer
     from threefold.training.step import TrainStep, mean_loss
 
     replicate, shard, cp, tp = sizes
-    rows: Any = Packing(SEQ_LEN, "none", document_mask=True, cross_targets=False).pack(TokenStore(prefix))
+    rows: Any = Packing(SEQ_LEN, "none", document_mask=True).pack(TokenStore(prefix))
     mesh = init_mesh(replicate * shard, dp_shard=shard, cp=cp, tp=tp, device="cpu")
     order = Order(rows.num_rows, 8, seed=0, shuffle=True, tail="carry", lengths=rows.lengths)
     loader = TokenLoader(rows, order, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, document_mask=True)

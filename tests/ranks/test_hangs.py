@@ -126,7 +126,7 @@ def test_rank_that_hangs_in_the_compiler_is_named(tmp_path: Path) -> None:
 def test_rank_whose_save_in_the_background_hangs_is_named(tmp_path: Path) -> None:
     """All ranks wait for their own threads: those of the others wait for the one that writes."""
     prepare(tmp_path)
-    steps = ("--train.steps", "4", "--checkpoint.every", "2", "--checkpoint.mode", "async")
+    steps = ("--train.steps", "4", "--checkpoint.every", "2")
     hang = Hang("writing", 1, "save", said="")
     with hanging(tmp_path, [hang], "--log.dir", "run", "--mesh.dp", "2", *steps, *LIMITS) as run:
         check(run.named(hang), hang)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -15,7 +13,6 @@ from ranks.reference import TINY_LLAMA
 from ranks.runs import command
 from ranks.spawn import run_ranks
 
-FORMER = Path(__file__).parents[1] / "compat" / "v0.1.0"
 # An odd vocabulary, which no mesh divides, and a head that is the embedding.
 MODEL = {**TINY_LLAMA, "vocab_size": 67, "tie_word_embeddings": True}
 
@@ -69,15 +66,8 @@ def test_adapters_have_the_hash_of_their_export(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("run", ["packed", "sharded", "tensor"])
-def test_former_runs_have_the_hash_of_their_export(run: str, tmp_path: Path) -> None:
-    shutil.copytree(FORMER / run, tmp_path / "run")
-    assert command(tmp_path, "export", "run", "--to", "model", "--no-verify").returncode == 0
-    assert command(tmp_path, "hash", "run", "model").returncode == 0
-
-
 def test_what_has_no_hash(tmp_path: Path) -> None:
-    shutil.copytree(FORMER / "packed", tmp_path / "run")
+    run_ranks(_save, 1, tmp_path / "run", {"dp": 1}, {})
     (tmp_path / "empty").mkdir()
     done = command(tmp_path, "hash", "empty")
     assert done.returncode == 2 and "empty holds neither a run's checkpoints nor a model's weights" in done.stderr

@@ -23,7 +23,10 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 LLAMA, MOE = {"model_type": "llama", **SIZES}, {"model_type": "qwen3_moe", **SIZES, **EXPERTS}
 WINDOWS = {"model_type": "gemma2", "sliding_window": 8, **SIZES}
 # To where the weights are: the device itself, unless mesh.cpu_offload keeps them on the host, which has to wait.
-TO_THE_WEIGHTS = r"to a device training/(gradients\.py:\d+ (_multiply|_square_sum|_sum_partial)|step\.py:\d+ _update)"
+TO_THE_WEIGHTS = (
+    r"to a device (model/float_sums\.py:\d+ _square_sum"
+    r"|training/(gradients\.py:\d+ (_multiply|_sum_partial)|step\.py:\d+ _update))"
+)
 # Masks in memory under cp, which are chosen where masks by blocks are not, find the keys that a half sees.
 HALVED = r"nonzero context_parallel/attention\.py:\d+ _halved"
 # What transformers does; `.to` of what is on the device already is no wait.
@@ -51,8 +54,8 @@ def _waits(cases: list[Case]) -> list[list[str]]:
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
+    from threefold.optim.build import build_optimizer
     from threefold.training.forward import token_loss_of
-    from threefold.training.optimizer import build_optimizer
     from threefold.training.step import TrainStep
 
     found = []

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from ranks.huggingface_cases import Reviews, Sentences, causal_model, classifier, join_launcher, mean_by_hand, on_ranks
 from ranks.spawn import run_ranks
-from threefold.data.permutation import Permutation
+from threefold.data.order.permutation import Permutation
 
 SIZE, GLOBAL_BATCH = 27, 8
 

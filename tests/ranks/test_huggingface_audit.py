@@ -16,7 +16,7 @@ from threefold.errors import RunError
 def run_with_fault(folder: str, fault: str) -> tuple[str, int] | None:
     import torch.distributed as dist
 
-    from threefold.data.sampler import DistributedSampler
+    from threefold.data.sampling.sampler import DistributedSampler
     from threefold.integrations.huggingface import AuditCallback, Trainer
 
     class Faulty(DistributedSampler):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ranks.huggingface_cases import Sentences, arguments, causal_model, mean_by_hand, on_ranks
 from ranks.test_huggingface_training import assert_same_curve, curve_of, settings, stopper
-from threefold.data.sampler import DistributedSampler
+from threefold.data.sampling.sampler import DistributedSampler
 from threefold.errors import ConfigError, DataError
 from threefold.integrations.huggingface import Trainer
 from threefold.integrations.huggingface.lengths import GroupedSampler

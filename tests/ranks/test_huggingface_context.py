@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from ranks.huggingface_cases import VOCAB, arguments
 from ranks.spawn import run_ranks
 from ranks.test_huggingface_training import GLOBAL_BATCH, RATE, SEED, assert_same_curve, curve_of
-from threefold.data.permutation import Permutation
+from threefold.data.order.permutation import Permutation
 from threefold.errors import ConfigError
 
 pytestmark = pytest.mark.ranks

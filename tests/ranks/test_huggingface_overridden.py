@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, WeightedR
 from ranks.huggingface_cases import Sentences, arguments, causal_model, on_ranks
 from ranks.test_huggingface_training import assert_same_curve, curve_of, settings, stopper
 from threefold.commands.data import audit_lines
-from threefold.data.permutation import Permutation
+from threefold.data.order.permutation import Permutation
 from threefold.integrations.huggingface import Trainer
 
 pytestmark = pytest.mark.ranks

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from ranks.huggingface_cases import Reviews, Sentences, arguments, causal_model, classifier, on_ranks
 from threefold.commands.data import audit_lines
-from threefold.data.permutation import Permutation
+from threefold.data.order.permutation import Permutation
 
 pytestmark = pytest.mark.ranks
 

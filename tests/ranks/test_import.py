@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ranks.keeping import LLAMA, write_corpus
 from ranks.runs import command
-from threefold.checkpoint.boxes import Index
-from threefold.checkpoint.foreign import open_dcp
 from threefold.checkpoint.layout import find
+from threefold.checkpoint.shards import Index
 from threefold.checkpoint.tensors import read_whole
+from threefold.convert.dcp_reader import open_dcp
 from threefold.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

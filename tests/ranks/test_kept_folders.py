@@ -45,10 +45,9 @@ def _steps(run: Path) -> list[int]:
     return [checkpoint.step for checkpoint in CheckpointFolder(run).all() if checkpoint.damage() is None]
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_disk_that_takes_no_more(folder: Path, run: Path, mode: str) -> None:
+def test_disk_that_takes_no_more(folder: Path, run: Path) -> None:
     """The run ends with one error; the checkpoints before are whole, and it goes on from them when there is room."""
-    arguments = ("train", "config.yaml", *TO_STEP_8, "--log.dir", "copy", "--checkpoint.mode", mode)
+    arguments = ("train", "config.yaml", *TO_STEP_8, "--log.dir", "copy")
     done = command(folder, *arguments, first=_small_files)
     printed = done.stderr
     assert done.returncode == 1

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared store, and a run of six steps that has read it."""
     folder = tmp_path_factory.mktemp("bytes")
     prepare(folder)
-    made = command(folder, "data", "prepare", "--source", "corpus", "--tokenizer", "bytes", "--to", "store")
+    made = command(folder, "data", "prepare", "--data.source", "corpus", "--data.tokenizer", "bytes", "--to", "store")
     assert made.returncode == 0, made.stderr
     done = command(folder, *TRAIN, "--mesh.dp", "2", "--train.steps", "6", "--log.dir", "run")
     assert done.returncode == 0, done.stderr
@@ -69,8 +69,8 @@ def test_run_records_its_bytes_and_checks_rows(folder: Path) -> None:
 def _files_read(folder: str) -> list[str]:
     """What this rank reads of text and stores while it opens the rows of a run, once it has been prepared."""
     from threefold.config.loading import validate
-    from threefold.data.store import remembered
-    from threefold.data.text.digests import Digests
+    from threefold.data.store import hash_cache as remembered
+    from threefold.data.text.files import Digests
     from threefold.data.tokens import ByteTokenizer
     from threefold.mesh.mesh import init_mesh
     from threefold.run import assemble
@@ -238,7 +238,7 @@ def _index_of_one(path: Path, num_tokens: int) -> None:
 def test_store_that_changes_while_it_is_read_ends_the_run(copy: Path, act: str, named: str) -> None:
     code = (
         "import sys\n"
-        "from threefold.data import loader\n"
+        "from threefold.data.sampling import loader\n"
         "plain = loader.TokenLoader.__iter__\n"
         "def damage(self):\n"
         "    for number, batch in enumerate(plain(self), start=1):\n"

@@ -176,7 +176,7 @@ def test_killed_rank_is_named(tmp_path: Path) -> None:
     assert code == 1
     assert errors == (
         f"rank 1 (process {process}) was ended by SIGKILL\n"
-        "  expected: every rank to stay until the run is over\n"
+        "  expected: all ranks to run until the end\n"
         "  fix: after SIGKILL look for `Out of memory` in the kernel's log (dmesg)\n"
     )
 

@@ -65,7 +65,7 @@ def _train_on_mesh(sizes: Sizes, model_config: dict[str, Any], scatter: bool | s
     from threefold.model import load, lora
     from threefold.model.build import build
     from threefold.model.weight_check import is_adapter
-    from threefold.training.optimizer import build_optimizer
+    from threefold.optim.build import build_optimizer
     from threefold.training.step import TrainStep, mean_loss
 
     lora.initial = _values

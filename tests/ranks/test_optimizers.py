@@ -174,7 +174,7 @@ def _many_at_a_time() -> dict[str, float]:
     import torch
     from torch.distributed.fsdp import fully_shard
 
-    from threefold.training.optimizer_class import kernel_of
+    from threefold.optim.classes import kernel_of
 
     kinds = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.RAdam)
     found: list[Difference] = []

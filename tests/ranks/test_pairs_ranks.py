@@ -43,8 +43,8 @@ def test_pairs_are_refused_before_a_rank_starts(folder: Path) -> None:
     for mesh in (("--mesh.dp", "2", *ONE[2:]), ONE):
         refused = command(folder, "train", "config.yaml", *mesh, "--log.dir", "run")
         assert refused.returncode == 2
-        assert "data.source has pairs of answers (preference): rejected answers would be learnt" in refused.stderr
-        assert "fix: --train.objective dpo   (to learn the chosen answers alone: --data.format" in refused.stderr
+        assert "data.source has pairs of answers (preference): rejected answers would be trained on" in refused.stderr
+        assert "fix: --train.objective dpo   (to train on the chosen answers alone: --data.format" in refused.stderr
         assert not (folder / "run").exists()
     (folder / "t.txt").write_text("some text\n" * 50)
     text = command(folder, "train", "config.yaml", *ONE, *DPO, "--data.source", "t.txt", "--log.dir", "run")
@@ -54,7 +54,7 @@ def test_pairs_are_refused_before_a_rank_starts(folder: Path) -> None:
     done = command(folder, "train", "config.yaml", *ONE, *fixed)
     assert done.returncode == 0, done.stdout + done.stderr
     verified = command(folder, "verify", "config.yaml", *ONE)
-    assert verified.returncode == 2 and "rejected answers would be learnt" in verified.stderr
+    assert verified.returncode == 2 and "rejected answers would be trained on" in verified.stderr
 
 
 def test_a_run_on_pairs_is_evaluated_resumed_and_proved(folder: Path) -> None:
@@ -161,9 +161,9 @@ def test_what_a_run_reads_of_pairs_is_shown_and_proved(folder: Path) -> None:
     order = command(folder, "data", "order", "run", "--sample", "0", "--show")
     assert order.returncode == 0 and "  | question " in order.stdout
     # One token of the store: the proof names it.
-    (store,) = (folder / "cache").glob("threefold/tokens/*/tokens.targets")
+    (store,) = (folder / "cache").glob("threefold/tokens/*/tokens.loss_mask")
     content = bytearray(store.read_bytes())
     content[7] ^= 1
     store.write_bytes(content)
     damaged = command(folder, "data", "audit", "run")
-    assert damaged.returncode == 1 and "tokens.targets has changed" in damaged.stderr, damaged.stdout + damaged.stderr
+    assert damaged.returncode == 1 and "tokens.loss_mask has changed" in damaged.stderr, damaged.stdout + damaged.stderr

@@ -55,7 +55,7 @@ def rows_in(folder: Path) -> Any:
     from threefold.data.tokens import load_tokenizer
 
     store = open_store(Source(str(folder / "p.jsonl")), tokenizer=load_tokenizer("bytes"), cache=folder / "cache")
-    return Packing(SEQ_LEN, "best_fit", document_mask=True, cross_targets=False).pack(store)
+    return Packing(SEQ_LEN, "best_fit", document_mask=True).pack(store)
 
 
 def asked(kind: str, lora: bool = False) -> Any:
@@ -71,8 +71,8 @@ def curve(mesh: Any, folder: Path, kind: str, cache: Path, *, lora: bool = False
     import os
 
     import threefold
-    from threefold.data.loader import TokenLoader, evaluation_batches
-    from threefold.data.order import Order
+    from threefold.data.order.order import Order
+    from threefold.data.sampling.loader import TokenLoader, evaluation_batches
     from threefold.run.pairs import evaluation_of, pairs_of
     from threefold.training.batches import micro_batches
     from threefold.training.numbers import mean_loss, mean_measures
@@ -157,8 +157,8 @@ def _by_hand(folder: Path, kind: str) -> list[list[float]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from threefold.config.loading import validate
-    from threefold.data.loader import TokenLoader
-    from threefold.data.order import Order
+    from threefold.data.order.order import Order
+    from threefold.data.sampling.loader import TokenLoader
 
     torch.manual_seed(0)
     values = dict(MODEL)

@@ -1,4 +1,4 @@
-"""Offloaded shards and explicit prefetch change where things are and when they move, not what is computed."""
+"""Offloaded shards and accumulated gradients change where things are and when they move, not what is computed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from threefold.config.schema import Config
 from threefold.errors import ConfigError
 from threefold.mesh.topology import Topology
 from threefold.model import data_parallel
+from threefold.plan import choices
 
 pytestmark = pytest.mark.ranks
 
@@ -21,36 +22,25 @@ DEEP = {**LLAMA, "num_hidden_layers": 4}
 
 
 def _steps(sizes: Sizes, folder: str, settings: dict[str, Any]) -> Any:
-    data_parallel._UNIT_BYTES = 1  # every layer is gathered by itself, small as it is
+    choices.UNIT_BYTES = 1  # every layer is gathered by itself, small as it is
     run = Miniature(sizes, folder, model={"config": DEEP}, mesh=settings)
-    gathered = []
-    for name, module in run.model.module.named_modules():
-        if settings.get("prefetch") and hasattr(module, "set_modules_to_forward_prefetch"):
-            gathered.append((name, len(module._get_fsdp_state()._states_to_forward_prefetch)))
-    return [(loss, norm) for loss, norm, _ in run.advance(3)], gathered
+    return [(loss, norm) for loss, norm, _ in run.advance(3)]
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1, 1), (1, 2, 1, 2)], ids=str)
-@pytest.mark.parametrize("settings", [{"cpu_offload": True}, {"prefetch": 2}], ids=str)
-def test_settings_of_sharding_give_the_same_bits(
-    sizes: Sizes, settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_offloaded_shards_give_the_same_bits(sizes: Sizes, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("runs")
     write_corpus(folder)
     ranks = sizes[0] * sizes[1] * sizes[3]
     plain = run_ranks(_steps, ranks, sizes, str(folder / "plain"), {})[0]
-    found = run_ranks(_steps, ranks, sizes, str(folder / "other"), settings)[0]
-    assert found[0] == plain[0]
-    if "prefetch" in settings:
-        layers = [ahead for name, ahead in found[1] if ".layers." in f".{name}"]
-        assert layers == [2, 2, 1, 0]
+    assert run_ranks(_steps, ranks, sizes, str(folder / "other"), {"cpu_offload": True})[0] == plain
 
 
 def _accumulated(sizes: Sizes, folder: str, kind: str) -> Any:
     """Of two steps of two micro-batches: curve, bytes of gradients between those, reductions, what the head says."""
     import torch.distributed as dist
 
-    data_parallel._UNIT_BYTES = 1
+    choices.UNIT_BYTES = 1
     train = {"accumulate": kind, "global_batch": 4 * sizes[0] * sizes[1], "micro_batch": 2}
     run = Miniature(sizes, folder, model={"config": DEEP}, train=train)
     counts = {"over shards": 0, "over copies": 0}
@@ -130,7 +120,7 @@ def _said(device: str, sizes: tuple[int, int, int, int], train: Any = None, **se
 
 
 def test_settings_without_effect_are_refused() -> None:
-    assert _said("cuda", (1, 2, 1, 1), cpu_offload=True, prefetch=2) == ""
+    assert _said("cuda", (1, 2, 1, 1), cpu_offload=True) == ""
     assert _said("cuda", (1, 1, 1, 1), cpu_offload=True) == ""
     assert _said("cuda", (1, 1, 1, 1), {"activation_checkpointing": "offload"}) == ""
     assert _said("cpu", (1, 2, 1, 1), cpu_offload=True) == (
@@ -142,11 +132,6 @@ def test_settings_without_effect_are_refused() -> None:
         "train.activation_checkpointing = offload has no effect on a CPU\n"
         "  expected: an accelerator with memory of its own\n"
         "  fix: --train.activation_checkpointing full"
-    )
-    assert _said("cuda", (4, 1, 1, 1), prefetch=2) == (
-        "mesh.prefetch = 2, but nothing is gathered: mesh.dp_shard and mesh.cp are 1\n"
-        "  expected: weights that are shared by several data ranks\n"
-        "  fix: --mesh.dp_shard 4   (FSDP2), or leave mesh.prefetch out"
     )
     assert _said("cpu", (1, 2, 1, 1), {"accumulate": "unsharded", "micro_batch": 2}) == ""
     for sizes, micro_batch, lacking in (

@@ -16,8 +16,8 @@ from threefold.check.compare import (
     compare_number,
     compare_numbers,
     compare_tensors,
+    complete_gradients,
 )
-from threefold.check.gradients import complete_gradients
 from threefold.check.reference import gradients_of
 
 pytestmark = pytest.mark.ranks
@@ -41,12 +41,12 @@ def _compare(tmp: str, sizes: dict[str, int], values: dict[str, Any], steps: int
 
     from threefold.config.loading import validate
     from threefold.mesh.mesh import init_mesh
-    from threefold.verify.comparison import Options
+    from threefold.verify.comparison import VerifyOptions
     from threefold.verify.mesh_side import verify_on
 
     os.environ["XDG_CACHE_HOME"] = tmp
     config = validate({**values, "data": {"source": f"{tmp}/corpus.txt", "seq_len": 32, **values.get("data", {})}})
-    return verify_on(init_mesh(device="cpu", **sizes), config, Options(steps=steps))
+    return verify_on(init_mesh(device="cpu", **sizes), config, VerifyOptions(steps=steps))
 
 
 @pytest.fixture
@@ -120,8 +120,8 @@ def _router_losses(tmp: str, sizes: dict[str, int], micro_batch: int) -> Any:
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
+    from threefold.optim.build import build_optimizer
     from threefold.training.numbers import mean_aux_loss, mean_loss
-    from threefold.training.optimizer import build_optimizer
     from threefold.training.step import TrainStep
 
     mesh = init_mesh(device="cpu", **sizes)
@@ -273,9 +273,9 @@ def _padded_router_loss(tmp: str, sizes: dict[str, int], kind: str, micro_batch:
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
+    from threefold.optim.build import build_optimizer
     from threefold.training.batches import micro_batches
     from threefold.training.numbers import mean_aux_loss
-    from threefold.training.optimizer import build_optimizer
     from threefold.training.step import TrainStep
 
     mesh = init_mesh(device="cpu", **sizes)

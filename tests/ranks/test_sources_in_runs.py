@@ -50,8 +50,8 @@ def test_train_lists_its_files_and_goes_on_with_them(folder: Path) -> None:
 
 
 def test_prepare_and_verify_say_it(folder: Path) -> None:
-    sources = ("--source", "corpus", "--source", "held")
-    made = command(folder, "data", "prepare", *sources, "--tokenizer", "bytes", "--to", "store")
+    sources = ("--data.source", "[corpus, held]")
+    made = command(folder, "data", "prepare", *sources, "--data.tokenizer", "bytes", "--to", "store")
     assert made.returncode == 0, made.stderr
     files = "6 files read (25.12 KiB), 2 left out (1 read already, 1 .bin)"
     assert made.stderr.startswith(f"{files}\n")
@@ -62,11 +62,13 @@ def test_prepare_and_verify_say_it(folder: Path) -> None:
     assert "files: 5 files read (" in verified.stdout
 
 
-def test_fixes_of_prepare_name_its_own_flags(folder: Path) -> None:
+def test_fix_of_prepare_can_be_pasted(folder: Path) -> None:
     """Pasted behind the command, the fix for another field makes the store."""
     (folder / "rows.csv").write_text("id,body\n1,one\n")
-    asked = ("data", "prepare", "--source", "rows.csv", "--tokenizer", "bytes", "--to", "rows")
+    asked = ("data", "prepare", "--data.source", "rows.csv", "--data.tokenizer", "bytes", "--to", "rows")
     refused = command(folder, *asked)
     assert refused.returncode == 2
-    assert refused.stderr.endswith("fix: --text-field body   (or another field of text: id)\n"), refused.stderr
-    assert command(folder, *asked, "--text-field", "body").returncode == 0
+    assert refused.stderr.endswith("fix: --data.fields '{text: body}'   (or another field of text: id)\n"), (
+        refused.stderr
+    )
+    assert command(folder, *asked, "--data.fields", "{text: body}").returncode == 0

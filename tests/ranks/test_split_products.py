@@ -30,7 +30,7 @@ def _gradients(tp: int) -> Any:
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
     from threefold.model.build import build
-    from threefold.training.optimizer import build_optimizer
+    from threefold.optim.build import build_optimizer
     from threefold.training.step import TrainStep
 
     class Order(TorchDispatchMode):

@@ -79,12 +79,12 @@ def test_host_that_is_cut_off_is_named_and_the_run_goes_on_after_a_restart(tmp_p
 
 _STRANGER = """
 import socket, sys
-with socket.create_connection((sys.argv[1], 29500), timeout=5) as door:
-    door.sendall(bytes(200))
+with socket.create_connection((sys.argv[1], 29500), timeout=5) as proxy:
+    proxy.sendall(bytes(200))
     heard = b""
-    while piece := door.recv(4096):
+    while piece := proxy.recv(4096):
         heard += piece
-print(heard[:17], len(heard))
+print(heard[:18], len(heard))
 """
 
 
@@ -108,4 +108,4 @@ def test_who_can_join_a_run_on_two_hosts(tmp_path: Path, token: str | None) -> N
         asked = third.command([sys.executable, str(tmp_path / "stranger.py"), first.address])
         heard = subprocess.run(asked, capture_output=True, text=True, timeout=180)
         # A greeting, a random number, and that it was refused.
-        assert heard.stdout == f"{b'threefold door 1' + bytes([10])!r} {17 + 32 + 1}\n", heard.stderr
+        assert heard.stdout == f"{b'threefold proxy 1' + bytes([10])!r} {18 + 32 + 1}\n", heard.stderr

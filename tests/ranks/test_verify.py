@@ -187,7 +187,7 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert compare_runs(tmp_path / "a", tmp_path / "rewound")[1], "step 3 was logged before the run was rewound"
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 3: has no step"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 3: it is not a JSON object"):
         compare_runs(tmp_path / "a", tmp_path / "damaged")
     with pytest.raises(ConfigError, match=r"has no metrics\.jsonl"):
         compare_runs(tmp_path / "a", tmp_path / "nowhere")

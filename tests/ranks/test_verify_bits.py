@@ -73,11 +73,11 @@ def _steps(folder: str) -> Any:
     from threefold.config.loading import load
     from threefold.mesh.mesh import init_mesh
     from threefold.verify.bits import steps_on
-    from threefold.verify.comparison import Options
+    from threefold.verify.comparison import VerifyOptions
 
     os.chdir(folder)
     fast = load("config.yaml", [("train.micro_batch", "2"), ("mesh.device", "cpu")], environ={}).config
-    return steps_on(init_mesh(device="cpu"), fast, Options(2))
+    return steps_on(init_mesh(device="cpu"), fast, VerifyOptions(2))
 
 
 def test_plain_sums_are_told_apart(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ from threefold.audit.lookup import coverage, coverage_lines, find_sample, find_s
 from threefold.audit.offences import Evidence, explain
 from threefold.audit.proof import prove, stretches_of
 from threefold.audit.record import Line, SegmentLine, SkipLine, StepsLine, described, standing
-from threefold.data.mixture import Mixture
-from threefold.data.order import Order, Place
-from threefold.data.partition import Steps
-from threefold.data.permutation import Permutation
+from threefold.data.order.mixture import Mixture
+from threefold.data.order.order import Order, Place
+from threefold.data.order.partition import Steps
+from threefold.data.order.permutation import Permutation
 from threefold.errors import ConfigError, RunError, ranks_text, rows_text
 from threefold.mesh.topology import Topology
 
@@ -267,7 +267,8 @@ def test_another_source_behind_a_rank() -> None:
     assert world.explain(windows) == [
         "rank 2 read another source than rank 0: its fingerprint differs\n"
         "  expected: the same tokens on every rank: otherwise a sample's number means different samples\n"
-        "  fix: threefold data prepare --source ... --to DIR   once, copy DIR to every machine, and --data.source DIR"
+        "  fix: threefold data prepare --data.source ... --to DIR   once, copy DIR to all machines, "
+        "and --data.source DIR"
     ]
 
 
@@ -426,16 +427,6 @@ def test_end_of_the_epochs_is_said(tail: str, steps: int, said: list[str]) -> No
     found = list(coverage_lines(prove(standing(record((1, steps, ONE, 8), tail=tail, epochs=1)))))
     assert len(found) == len(said)
     assert all(line.startswith(text) for line, text in zip(found, said, strict=True)), found
-
-
-def test_record_of_a_release_without_epochs_reads_back() -> None:
-    start = record((1, 3, TWO, 8))[0]
-    assert isinstance(start, SegmentLine) and start.epochs is None
-    old = start.to_record()
-    del old["epochs"]
-    assert SegmentLine.from_record(old) == start
-    with pytest.raises(KeyError):
-        SegmentLine.from_record({name: value for name, value in old.items() if name != "tail"})
 
 
 def test_lines_read_back(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from test_audit import CLEAN, ONE, TWO, record
 
-from threefold.audit.record import Line, SegmentLine, StepsLine
+from threefold.audit.record import Line
 from threefold.checkpoint.lineage import Journal
 from threefold.commands.data import audit_lines
-from threefold.data.mixture import Mixture
+from threefold.data.order.mixture import Mixture
 from threefold.errors import RunError, ThreefoldError
 from threefold.jsonl import MetricsFile
 
@@ -145,14 +145,9 @@ def test_record_that_ends_before_the_metrics_is_named(tmp_path: Path) -> None:
     proved(run)
 
 
-def test_record_of_0_1_0_says_what_is_not_known(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", [_as_0_1_0(line) for line in SHORT])
+def test_record_without_hashes_says_what_is_not_known(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [{**line.to_record(), "stores": ()} for line in SHORT])
     assert proved(run)[-2:] == [
         "  bytes of steps 1 to 12: not known, the record has no hashes (--contents reads all)",
         "proved: 96 reads, each by exactly one dp rank in exactly one step: samples",
     ]
-
-
-def _as_0_1_0(line: Line) -> dict[str, Any]:
-    assert isinstance(line, SegmentLine | StepsLine)
-    return {name: value for name, value in line.to_record().items() if name not in ("tensors", "stores", "checked")}

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threefold.data.loader import TokenLoader
-from threefold.data.order import Order, Place, last_step
+from threefold.data.order.order import Order, Place, last_step
 from threefold.data.rows.concat import IGNORED
+from threefold.data.sampling.loader import TokenLoader
 from threefold.errors import ConfigError, DataError
 from unit.test_loader import CountingRows
 
@@ -140,7 +140,6 @@ def test_state_is_refused_where_the_run_began_with_another_tail() -> None:
         return TokenLoader(CountingRows(22), order, dp_rank=0, dp_size=1)
 
     dropping, carrying = loader("drop").state_dict(), loader("carry").state_dict()
-    assert "tail" not in dropping["fingerprint"], "as version 0.1.0 wrote it"
     loader("drop").load_state_dict(dropping)
     loader("carry").load_state_dict(carrying)
     for state, was, now in [(dropping, "drop", "carry"), (carrying, "carry", "drop")]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from threefold.config import loading
-from threefold.config.loading import Loaded, validate
+from threefold.config.dropped import DROPPED
+from threefold.config.loading import LoadedConfig, validate
 from threefold.config.paths import with_absolute_paths
-from threefold.config.schema import Config, OptimizerConfig, TrainConfig
+from threefold.config.schema import Config, OptimizerConfig, TrainConfig, every_key
 from threefold.config.text import as_yaml, dump
 from threefold.errors import ConfigError
 
@@ -30,7 +32,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def load(text: str | None = None, *overrides: tuple[str, str], environ: Mapping[str, str] | None = None) -> Loaded:
+def load(
+    text: str | None = None, *overrides: tuple[str, str], environ: Mapping[str, str] | None = None
+) -> LoadedConfig:
     """Loads `text` as c.yaml in the working folder."""
     if text is not None:
         Path("c.yaml").write_text(text, encoding="utf-8")
@@ -50,9 +54,9 @@ def refused(
 
 
 def test_nothing_given_is_the_default(folder: Path) -> None:
-    assert load() == Loaded(Config())
+    assert load() == LoadedConfig(Config())
     for text in ("", "# nothing\n", "---\n", "train:\n", "train: {}\n", "\ufeff"):
-        assert load(text) == Loaded(Config()), repr(text)
+        assert load(text) == LoadedConfig(Config()), repr(text)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +273,23 @@ def test_unknown_key_is_refused_with_the_nearest(folder: Path, unknown: str, mea
     assert problem.fix == f"did you mean {meant}?"
 
 
+@pytest.mark.parametrize("key", sorted(key for key in DROPPED if "." in key))
+def test_dropped_key_is_refused_with_what_replaces_it(key: str) -> None:
+    section, name, *leaf = key.split(".")
+    value: Any = {"some": {leaf[0]: 1}} if leaf else 1
+    with pytest.raises(ConfigError) as caught:
+        validate({section: {name: value}})
+    assert [problem.fix for problem in caught.value.problems if "unknown key" in problem.what] == [DROPPED[key]]
+    assert {*re.findall(r"--([a-z]+\.[a-z_.]*[a-z])", DROPPED[key])} <= {*every_key()}
+
+
+@pytest.mark.parametrize("option", sorted(key for key in DROPPED if "." not in key and " " not in key))
+def test_dropped_option_is_refused_with_what_replaces_it(folder: Path, option: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, (option, "1"))
+    assert [problem.fix for problem in caught.value.problems] == [DROPPED[option]]
+
+
 @pytest.mark.parametrize("name", ["model_fields", "model_config", "__class__", "steps.more", ""])
 def test_names_of_the_machinery_are_no_keys(folder: Path, name: str) -> None:
     (what,) = refused(None, (f"train.{name}", "1"))
@@ -370,7 +391,7 @@ def test_dump_loads_as_the_same_config(
     config = validate(
         {
             "model": {"config": model},
-            "data": {"source": texts[0], "text_field": texts[1], "seed": counts[0]},
+            "data": {"source": texts[0], "split": texts[1], "seed": counts[0]},
             "mesh": dict(zip(("dp", "dp_shard", "cp", "tp"), sizes, strict=True)),
             "optimizer": {"lr": max(rates), "min_lr": min(rates), "betas": list(betas)},
             "train": {"seed": counts[1]},

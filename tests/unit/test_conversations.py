@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from threefold.data.conversations.formats import Columns, Example, RowError, columns_of, example_of
-from threefold.data.conversations.labeller import chat_template, format_of
+from threefold.data.chat.formats import Columns, Example, RowError, columns_of, example_of
+from threefold.data.chat.labeller import chat_template, format_of
 from threefold.data.text.source import Labels, Source
 from threefold.data.tokens import ByteTokenizer
 from threefold.errors import ConfigError
@@ -33,7 +33,7 @@ USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "cont
 )
 def test_format_is_found_from_the_columns(names: list[str], format: str, shown: str) -> None:
     found = columns_of(names)
-    assert found.format == format and str(found) == shown
+    assert found.format == format and f"{format} ({', '.join(found.names)})" == shown
 
 
 def test_columns_of_several_formats_are_refused() -> None:
@@ -57,7 +57,7 @@ def test_other_names_are_mapped() -> None:
     row = {"dialog": [{"speaker": "user", "said": "hi"}, {"speaker": "assistant", "said": "hello", "weight": 1}]}
     example = example_of(row, columns)
     assert example.messages == (USER, {**ASSISTANT, "weight": 1})
-    assert str(columns) == "chat (dialog)"
+    assert columns.format == "chat" and columns.theirs(columns.names) == ("dialog",)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,10 @@ def test_misspelt_field_is_refused(fields: dict[str, str], what: str, fix: str) 
 
 def test_date_that_is_none_is_refused_once(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("{{ strftime_now('%Y') }}")
-    for date, what in (("2026-13-01", "data.chat_date = '2026-13-01': "), (None, "the chat template prints today's")):
+    wrong = "data.template_variables has date: 2026-13-01: "
+    for variables, what in (({"date": "2026-13-01"}, wrong), ({}, "the chat template prints today's")):
         with pytest.raises(ConfigError) as caught:
-            chat_template(ByteTokenizer(), Labels(chat_template=str(tmp_path / "t.jinja"), chat_date=date))
+            chat_template(
+                ByteTokenizer(), Labels(chat_template=str(tmp_path / "t.jinja"), template_variables=variables)
+            )
         assert str(caught.value).startswith(what)

@@ -9,9 +9,9 @@ import pytest
 from architectures import config_of
 from threefold.errors import ConfigError
 from threefold.model import load
+from threefold.model.flops import flops_of
 from threefold.plan.decoder import decoder_of
 from threefold.plan.families import FAMILIES
-from threefold.plan.flops import flops_of
 
 
 def test_there_are_at_least_25_families() -> None:
@@ -34,7 +34,7 @@ def test_parameters_are_those_of_the_modules(name: str) -> None:
         model = load.outline(config)
         found = decoder_of(config.to_dict())
         assert found.size == sum(each.numel() for each in model.parameters()), values
-        assert found.met == pytest.approx(flops_of(model).trained, rel=1e-9), values
+        assert found.flops.trained == pytest.approx(flops_of(model).trained, rel=1e-9), values
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.sliding != "none"])

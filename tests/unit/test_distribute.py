@@ -26,8 +26,8 @@ from torch.utils.data import DistributedSampler as TorchSampler
 from transformers import BatchEncoding
 
 import threefold
-from threefold.data.distribute import DistributedLoader, distribute, require_distributed
-from threefold.data.partition import Tail
+from threefold.data.order.partition import Tail
+from threefold.data.sampling.distribute import DistributedLoader, distribute, require_distributed
 from threefold.errors import ConfigError, DataError
 
 RANKS = st.integers(1, 6)
@@ -413,7 +413,11 @@ DATA = Labelled(6)
     ("loader", "what", "fix"),
     [
         ([1, 2], "distribute got a list", "threefold.distribute(DataLoader("),
-        (DataLoader(Stream()), "the loader's dataset (Stream) is a stream", "threefold.data.streaming.StreamingLoader"),
+        (
+            DataLoader(Stream()),
+            "the loader's dataset (Stream) is a stream",
+            "threefold.data.sampling.streaming.StreamingLoader",
+        ),
         (OwnLoader(DATA), "distribute got a OwnLoader, which has its own iteration", "pass the DataLoader that"),
         (
             distribute(DataLoader(DATA), place(0, 2)),

@@ -18,6 +18,8 @@ from ruamel.yaml import YAML
 from threefold.commands import main
 from threefold.commands.arguments import split
 from threefold.config.schema import Config
+from threefold.jobs.clusters import CLUSTERS, kind_of
+from threefold.jobs.settings import read
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -118,7 +120,9 @@ def parsed(command: Any, name: str, words: list[str]) -> tuple[str, list[str]]:
 @pytest.mark.parametrize(("page", "line"), OURS)
 def test_command_of_a_page_parses(root: Any, page: str, line: str) -> None:
     name, rest = parsed(root, "threefold", shlex.split(line.partition("threefold ")[2]))
-    if main._COMMANDS.get(name) is None and name not in ("slurm", "sagemaker", "kubernetes", "ray", "skypilot"):
+    if name in CLUSTERS:
+        _, rest = read(kind_of(name).Settings, rest, {})
+    elif main._COMMANDS.get(name) is None and name not in ("prepare", "show"):
         assert rest == []
     values: dict[str, Any] = {}
     for key, text in split(rest)[1]:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from threefold.training.ema import Ema
-from threefold.training.exact_optimizer import ExactAdamW, ExactNarrowAdamW, ExactSGD
-from threefold.training.narrow_moments import NarrowAdamW
+from threefold.optim.bfloat16_moments import NarrowAdamW
+from threefold.optim.ema import Ema
+from threefold.optim.exact import ExactAdamW, ExactNarrowAdamW, ExactSGD
 
 KINDS: list[tuple[Any, Any, dict[str, Any]]] = [
     (ExactAdamW, torch.optim.AdamW, {"weight_decay": 0.1}),

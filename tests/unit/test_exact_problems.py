@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from threefold.checkpoint.layout import Checkpoint
-from threefold.checkpoint.manifest import Change, lost_bits, refuse_unconfirmed, with_axes
+from threefold.checkpoint.manifest import ChangedKey, lost_bits, refuse_unconfirmed, with_axes
 from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
-from threefold.mesh.exact import MOST_MICRO_BATCHES, exact_problems
+from threefold.mesh.exact_limits import MOST_MICRO_BATCHES, exact_problems
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.shares import batch_problems
 from threefold.mesh.topology import Topology
-from threefold.model import exact_limits, load
-from threefold.model.exact_sums import exact_norm
-from threefold.run import given
+from threefold.model import load
+from threefold.model.exact import limits
+from threefold.model.exact.sums import exact_norm
+from threefold.run import user_objects
 from threefold.training.batches import micro_batches
 
 TOPOLOGY = Topology(1, 1, 1, 1)
@@ -93,17 +94,15 @@ def test_wide_axes_and_too_many_micro_batches_are_refused() -> None:
 def test_models_that_were_not_compared_are_refused_by_name(architecture: dict[str, Any], named: str | None) -> None:
     asked = config(model={"config": {**TINY, **architecture}})
     read = load.read_config(asked.model)
-    found = exact_limits.problems(asked, read, load.outline(read, trust_remote_code=False), device="cpu")
+    found = limits.problems(asked, read, load.outline(read, trust_remote_code=False), device="cpu")
     assert bool(found) == (named is not None)
     assert named is None or any(named in problem.what for problem in found)
-    assert [
-        p.what for p in exact_limits.problems(asked, read, load.outline(read, trust_remote_code=False), device="cuda")
-    ]
+    assert [p.what for p in limits.problems(asked, read, load.outline(read, trust_remote_code=False), device="cuda")]
 
 
 def test_losses_and_optimizers_of_ones_own_are_refused() -> None:
     with pytest.raises(ConfigError, match="the loss is one of your own"):
-        given.check(given.Given(loss=lambda outputs, batch: (outputs.sum(), 1)), config())
+        user_objects.check(user_objects.Given(loss=lambda outputs, batch: (outputs.sum(), 1)), config())
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 6])
@@ -130,16 +129,16 @@ def test_norm_does_not_depend_on_the_order_or_the_shards(scale: float) -> None:
 @pytest.mark.parametrize(
     ("change", "exact", "refused"),
     [
-        (Change("train.micro_batch", 2, 4), True, True),
-        (Change("train.micro_batch", 2, 4), False, False),
-        (Change("train.reduce", "exact", "fast"), False, True),
-        (Change("train.reduce", "fast", "exact"), True, True),
-        (Change("mesh.tp", 1, 2), True, True),
-        (Change("mesh.cp", 1, 2), False, False),
-        (Change("log.every", 1, 2), True, False),
+        (ChangedKey("train.micro_batch", 2, 4), True, True),
+        (ChangedKey("train.micro_batch", 2, 4), False, False),
+        (ChangedKey("train.reduce", "exact", "fast"), False, True),
+        (ChangedKey("train.reduce", "fast", "exact"), True, True),
+        (ChangedKey("mesh.tp", 1, 2), True, True),
+        (ChangedKey("mesh.cp", 1, 2), False, False),
+        (ChangedKey("log.every", 1, 2), True, False),
     ],
 )
-def test_what_bits_depend_on_must_be_confirmed(change: Change, exact: bool, refused: bool) -> None:
+def test_what_bits_depend_on_must_be_confirmed(change: ChangedKey, exact: bool, refused: bool) -> None:
     checkpoint = Checkpoint(Path("runs/a/checkpoints/step-00000002"), 2)
     if not refused:
         return refuse_unconfirmed([change], checkpoint, exact=exact)
@@ -155,11 +154,11 @@ VERSIONS = {"torch": "2.12.0", "transformers": "5.20", "cpu": "one, AVX512", "py
     ("changed", "topology", "versions", "lost"),
     [
         ([], (4, 2, 1, 2), {}, []),
-        ([Change("log.every", 1, 2), Change("mesh.dp", 1, 8)], (8, 1, 1, 2), {"python": "3.12"}, []),
-        ([Change("mesh.tp", "auto", 2)], (1, 1, 1, 2), {}, []),
+        ([ChangedKey("log.every", 1, 2), ChangedKey("mesh.dp", 1, 8)], (8, 1, 1, 2), {"python": "3.12"}, []),
+        ([ChangedKey("mesh.tp", "auto", 2)], (1, 1, 1, 2), {}, []),
         ([], (1, 1, 2, 1), {}, ["mesh.cp 1 -> 2", "mesh.tp 2 -> 1"]),
-        ([Change("train.micro_batch", 2, 4)], (1, 1, 1, 2), {}, ["train.micro_batch 2 -> 4"]),
-        ([Change("optimizer.lr", 0.1, 0.2)], (1, 1, 1, 2), {}, ["optimizer.lr 0.1 -> 0.2"]),
+        ([ChangedKey("train.micro_batch", 2, 4)], (1, 1, 1, 2), {}, ["train.micro_batch 2 -> 4"]),
+        ([ChangedKey("optimizer.lr", 0.1, 0.2)], (1, 1, 1, 2), {}, ["optimizer.lr 0.1 -> 0.2"]),
         ([], (1, 1, 1, 2), {"torch": "2.13.0"}, ["torch 2.12.0 -> 2.13.0"]),
         ([], (1, 1, 1, 2), {"cpu": "another, AVX2"}, ["cpu one, AVX512 -> another, AVX2"]),
     ],

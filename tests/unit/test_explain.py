@@ -230,7 +230,7 @@ def test_folder_of_logs_is_read_with_its_ranks(tmp_path: Path) -> None:
 
 
 def test_of_a_resumed_run_the_last_start_counts(tmp_path: Path) -> None:
-    begin = "2026-01-01 10:00:00,000 INFO threefold: process 4242\n"
+    begin = '2026-01-01 10:00:00,000 INFO threefold.start: {"process": 4242}\n'
     (tmp_path / "rank-0001.log").write_text(
         f"{begin}torch.OutOfMemoryError: CUDA out of memory.\n{begin}torch: [Errno 24] Too many open files\n"
     )

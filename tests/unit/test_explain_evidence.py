@@ -13,9 +13,9 @@ import pytest
 from logs.cases import PUBLIC
 from threefold.commands.explain import explain_command
 from threefold.explain.answer import text
-from threefold.explain.explain import Confidence, Explanation, Finding, Status, examine, explain
+from threefold.explain.explain import Confidence, Diagnosis, Explanation, Status, examine, explain
 from threefold.explain.flight import first_differences, read_dump
-from threefold.explain.log import Log, Source
+from threefold.explain.log import Log, LogSource
 
 LOGS = Path(__file__).parents[1] / "logs"
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
@@ -135,8 +135,8 @@ def test_line_that_a_terminal_has_cut_is_read_whole() -> None:
 
 
 def test_earlier_of_two_causes_on_different_hosts_by_their_times() -> None:
-    late = Source("a.log", "2026-01-01 10:05:00 RuntimeError: CUDA error: out of memory\n")
-    early = Source("b.log", "2026-01-01 10:00:00 NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus\n")
+    late = LogSource("a.log", "2026-01-01 10:05:00 RuntimeError: CUDA error: out of memory\n")
+    early = LogSource("b.log", "2026-01-01 10:00:00 NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus\n")
     found = examine(Log([late, early])).explanation
     assert found is not None
     assert (found.known.name, found.line.file, found.confidence) == ("gpu-lost", "b.log", Confidence.LIKELY)
@@ -287,7 +287,7 @@ def test_long_log_takes_linear_time() -> None:
 def test_line_that_several_causes_bring_about_is_told_as_a_symptom() -> None:
     found = explain("RuntimeError: DataLoader worker (pid(s) 25) exited unexpectedly")
     assert found is not None and found.confidence is Confidence.SYMPTOM
-    assert "only a symptom, its cause is not in this log" in text(Finding(Status.FAILURE, found))
+    assert "only a symptom, its cause is not in this log" in text(Diagnosis(Status.FAILURE, found))
 
 
 def test_usual_cause_of_a_line_is_told_as_such_before_other_errors() -> None:
@@ -297,7 +297,7 @@ def test_usual_cause_of_a_line_is_told_as_such_before_other_errors() -> None:
         "[rank1]: Traceback (most recent call last):\n[rank1]: KeyError: 'loss'\n"
     )
     assert found is not None and (found.known.name, found.confidence) == ("missing-file", Confidence.SYMPTOM)
-    assert "the usual cause, which no line proves" in text(Finding(Status.FAILURE, found))
+    assert "the usual cause, which no line proves" in text(Diagnosis(Status.FAILURE, found))
 
 
 def test_library_that_cannot_be_opened_is_no_proof_of_another_version() -> None:

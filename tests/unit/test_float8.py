@@ -14,7 +14,8 @@ from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.errors import ConfigError
 from threefold.mesh.topology import Topology
-from threefold.model import compiled, float8
+from threefold.model import float8
+from threefold.plan import choices
 
 FLOAT8 = Bound("loss", 0.02, "3 bits of mantissa in products of a small model", relative=False)
 LARGE: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2}
@@ -137,7 +138,7 @@ def test_what_cannot_be_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert "train.float8 = tensorwise on a device of capability 8.0\n" in problems_of(config, model)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None if name == "triton" else object())
+    monkeypatch.setattr(choices.importlib.util, "find_spec", lambda name: None if name == "triton" else object())
     assert problems_of(config, model) == (
         "train.float8 = tensorwise, but layers are not compiled: triton, which compiles for CUDA, is not installed\n"
         "  expected: compiled layers: casts in kernels of their own take longer than the products save\n"

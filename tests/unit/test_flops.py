@@ -17,8 +17,10 @@ from architectures import NAMES, NOT_RUN, config_of
 from threefold.commands import main
 from threefold.config.schema import LoraConfig
 from threefold.model import load, lora
+from threefold.model.flops import KeysSeen, flops_of
 from threefold.plan.accelerators import ACCELERATORS, named, peak_flops
-from threefold.plan.flops import KeysSeen, flops_of
+from threefold.plan.adapters import adapted
+from threefold.plan.decoder import decoder_of
 from threefold.plan.operations import Flops, causal_keys
 
 _LLAMA_8B: dict[str, Any] = {
@@ -218,34 +220,42 @@ def test_devices_are_told_by_their_names() -> None:
     assert [key for key, each in ACCELERATORS.items() if peak_flops(each.sign) != each.bfloat16] == []
 
 
-def test_command(tmp_path: Path) -> None:
+def test_plan_prints_what_a_token_costs(tmp_path: Path) -> None:
     main._load(main._COMMANDS)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(_LLAMA_1B))
-    asked = ["flops", str(path), "--data.seq_len", "4096"]
-    printed = CliRunner().invoke(main.app, [*asked, "--gpu", "h200"]).output
-    assert "llama: 1,235,814,400 parameters, 4096 tokens a row" in printed
+    asked = ["plan", str(path), "--gpus", "8", "--gpu", "h200", "--data.seq_len", "4096", "--train.global_batch", "8"]
+    printed = CliRunner().invoke(main.app, asked).output
+    assert "llama: 1,235,814,400 parameters on 8 x h200" in printed
     assert "7.41 GFLOP = 6 x 1,235,746,816 trained parameters of matrices" in printed
     assert "1.61 GFLOP = 6 x 16 layers x 32 heads x (64 + 64) x 4,096 keys" in printed
-    assert "9.03 GFLOP a token, forward and backward" in printed
-    told = json.loads(CliRunner().invoke(main.app, [*asked, "--json"]).output)
-    assert told["flops_per_token"] == pytest.approx(9.025e9, rel=1e-3) and told["seq_len"] == 4096
+    assert "a token costs 9.03 GFLOP, forward and backward" in printed
+    plans = json.loads(CliRunner().invoke(main.app, [*asked, "--json"]).output)
+    assert plans[0]["flops_per_token"] == pytest.approx(9.025e9, rel=1e-3)
+
+
+def test_frozen_weights_of_an_estimate_cost_less() -> None:
+    """As counted from the modules of the model with its adapters."""
+    whole = decoder_of(_LLAMA_1B)
+    found = adapted(whole, LoraConfig(r=4, target_modules="all-linear")).flops
+    assert found.frozen == whole.flops.trained and 0 < found.trained < 0.02 * found.frozen
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        (("{path}", "--train.steps", "3"), "--train.steps has no effect on the operations of a token"),
+        (("{path}", "--log.every", "3"), "--log.every has no effect on a step"),
         (("{path}", "--gpu", "h1000"), "--gpu h1000 is not known"),
         (("{path}/none.json",), "cannot be read"),
-        (("{other}",), "has no model_type"),
+        (("{other}",), "is not an object"),
+        (("{nameless}",), "has no model_type"),
     ],
 )
-def test_wrong_requests(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_wrong_requests(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     main._load(main._COMMANDS)
-    path, other = tmp_path / "config.json", tmp_path / "other.json"
-    path.write_text(json.dumps(_LLAMA_1B))
-    other.write_text("[]")
-    given = [argument.format(path=path, other=other) for argument in arguments]
-    error = CliRunner().invoke(main.app, ["flops", *given]).exception
-    assert error is not None and said in str(error)
+    contents = {"path": json.dumps(_LLAMA_1B), "other": "[]", "nameless": "{}"}
+    paths = {name: tmp_path / f"{name}.json" for name in contents}
+    for name, content in contents.items():
+        paths[name].write_text(content)
+    error = CliRunner().invoke(main.app, ["plan", *(argument.format(**paths) for argument in arguments)]).exception
+    assert error is not None and message in str(error)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from threefold.model.host_activations import Copies, HostActivations
+from threefold.model.activation_offload import Copies, HostActivations
 
 LAYERS = 4
 

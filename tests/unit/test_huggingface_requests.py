@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from ranks.huggingface_cases import Sentences, arguments, causal_model
 from ranks.spawn import run_ranks
-from threefold.data.sampler import DistributedSampler
+from threefold.data.sampling.sampler import DistributedSampler
 from threefold.errors import CheckpointError, ConfigError, DataError, ThreefoldError
 from threefold.integrations.huggingface import AuditCallback, Trainer, checks, prepare_evaluation_loader
 from threefold.integrations.huggingface.data import Axis, TrainLoader

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+import threefold
 from ranks.spawn import PRELOAD as SERVER_PRELOAD
 from threefold.run.start import PRELOAD as RANK_PRELOAD
 
@@ -23,7 +26,7 @@ TORCH_FREE = [
     "threefold.run.lock",
     "threefold.run.sources",
     "threefold.commands.submit",
-    "threefold.checkpoint.boxes",
+    "threefold.checkpoint.shards",
     "threefold.checkpoint.seal",
     "threefold.checkpoint.layout",
     "threefold.commands.main",
@@ -37,18 +40,18 @@ TORCH_FREE = [
     "threefold.audit.row_losses",
     "threefold.audit.proof",
     "threefold.audit.record",
-    "threefold.data.order",
+    "threefold.data.order.order",
     "threefold.data.rows.padded",
-    "threefold.data.mixture",
-    "threefold.data.draws",
+    "threefold.data.order.mixture",
+    "threefold.data.order.draws",
     "threefold.data.rows.concat",
-    "threefold.data.partition",
-    "threefold.data.permutation",
+    "threefold.data.order.partition",
+    "threefold.data.order.permutation",
     "threefold.data.store.prepare",
     "threefold.data.rows.packing",
     "threefold.data.store.resolve",
     "threefold.data.store.store",
-    "threefold.data.text.joined",
+    "threefold.data.text.source",
     "threefold.data.text.listing",
     "threefold.data.text.source",
     "threefold.data.tokens",
@@ -62,18 +65,21 @@ TORCH_FREE = [
     "threefold.explain.explain",
     "threefold.explain.known",
     "threefold.doctor.findings",
-    "threefold.run.stall",
+    "threefold.run.watch.stall",
     "threefold.commands.report",
     "threefold.report.document",
     "threefold.report.verdict",
-    "threefold.report.lanes",
     "threefold.report.server",
+    "threefold.records.logs",
+    "threefold.records.run",
+    "threefold.run.head",
     "threefold.commands.view",
-    "threefold.run.pulse",
+    "threefold.run.watch.pulse",
     "threefold.errors",
     "threefold.commands.plan",
     "threefold.plan.accelerators",
     "threefold.plan.advise",
+    "threefold.plan.choices",
     "threefold.plan.duration",
     "threefold.plan.peak",
     "threefold.plan.traffic",
@@ -89,8 +95,7 @@ TORCH_FREE = [
     "threefold.mesh.launchers.readers",
     "threefold.mesh.rendezvous_errors",
     "threefold.mesh.topology",
-    "threefold.training.timeline",
-    "threefold.why.said",
+    "threefold.why.format",
     "threefold.commands.why",
 ]
 
@@ -154,8 +159,8 @@ def test_public_names_are_there() -> None:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("threefold.data.permutation", "Permutation"),
-        ("threefold.data.streaming", "StreamingLoader"),
+        ("threefold.data.order.permutation", "Permutation"),
+        ("threefold.data.sampling.streaming", "StreamingLoader"),
         ("threefold.integrations.huggingface", "Trainer"),
     ],
 )
@@ -167,3 +172,32 @@ def test_preloaded_modules_are_there() -> None:
     """A server passes over a module that it cannot import; each rank would import it for itself."""
     ours = [name for name in (*SERVER_PRELOAD, *RANK_PRELOAD) if name.startswith("threefold.")]
     assert ours and [name for name in ours if find_spec(name) is None] == []
+
+
+DESK = ("records", "report", "why", "explain", "doctor", "jobs", "verify", "convert")
+
+
+def test_a_run_loads_no_desk() -> None:
+    code = "import sys; import threefold.run.start, threefold.run.rank, threefold.commands.train; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], timeout=180, capture_output=True, text=True, check=True)
+    loaded = [name for name in done.stdout.split() if name.startswith(tuple(f"threefold.{room}" for room in DESK))]
+    assert "threefold.run.rank" in done.stdout.split() and loaded == []
+
+
+# Foreign dumps, a model's config.json, and a message between processes of one command.
+OTHER_JSON = {"explain/flight.py", "commands/model_config.py", "commands/verify.py"}
+
+
+def test_the_files_of_a_run_are_parsed_in_one_place() -> None:
+    """The desk parses no JSON of a run itself: `jsonl.Lines` and `records` do, with one opinion about damage."""
+    source = Path(threefold.__file__).parent
+    calls = set()
+    for room in ("records", "report", "why", "explain", "verify", "commands"):
+        for path in (source / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and ast.unparse(node) in ("json.loads", "json.load"):
+                    calls.add(path.relative_to(source).as_posix())
+    assert calls == OTHER_JSON
+    for name in ("metrics.jsonl", "journal.jsonl", "samples.jsonl"):
+        owners = [path.name for path in source.rglob("*.py") if f'"{name}"' in path.read_text()]
+        assert len(owners) <= 3, f"{name} is named in {owners}"

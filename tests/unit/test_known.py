@@ -13,14 +13,13 @@ import pytest
 
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import KnownRows, parts_of
-from threefold.data.rows.packing import MixedRows, Packing, open_rows
+from threefold.data.rows.packing import MixedRows, Packing, check_ids, open_rows
 from threefold.data.store import blocks as blocks_module
-from threefold.data.store import remembered as module
+from threefold.data.store import hash_cache as module
 from threefold.data.store.blocks import SUFFIX, Blocks
-from threefold.data.store.id_range import check_ids
+from threefold.data.store.hash_cache import known
 from threefold.data.store.index import write_index
 from threefold.data.store.prepare import prepare
-from threefold.data.store.remembered import known
 from threefold.data.store.resolve import open_text
 from threefold.data.store.store import TokenStore
 from threefold.data.text.source import Source
@@ -116,7 +115,7 @@ def test_copy_with_other_times_is_read_once_and_is_the_same(tmp_path: Path, pass
     assert len(passes) == 1
 
 
-def test_store_of_0_1_0_is_compared_with_its_fingerprint(tmp_path: Path) -> None:
+def test_store_without_hashes_is_compared_with_its_fingerprint(tmp_path: Path) -> None:
     prefix = prepared(tmp_path / "st")
     prefix.with_suffix(SUFFIX).unlink()
     rows_at(prefix, tmp_path)

@@ -206,13 +206,6 @@ def test_damaged_record_of_the_best_is_refused(checkpoints: CheckpointFolder, te
         checkpoints.best()
 
 
-def test_record_of_version_0_1_0_is_read(checkpoints: CheckpointFolder) -> None:
-    (checkpoints.path / "best.json").write_text('{"step": 1, "eval_loss": 2.5}')
-    assert checkpoints.best() == (1, 2.5)
-    (checkpoints.path / "best.json").write_text('{"step": 1, "eval_loss": NaN}')
-    assert checkpoints.best() is None  # any evaluation is better
-
-
 def test_find_takes_a_run_or_a_checkpoint(checkpoints: CheckpointFolder) -> None:
     first, second = save(checkpoints, 1), save(checkpoints, 2)
     assert find(checkpoints.path.parent) == second
@@ -236,12 +229,12 @@ def test_manifest_that_cannot_be_read_is_named(checkpoints: CheckpointFolder, te
         saved.manifest()
 
 
-def test_prune_keeps_every_third(checkpoints: CheckpointFolder) -> None:
+def test_prune_keeps_the_newest_and_the_best(checkpoints: CheckpointFolder) -> None:
     for step in range(1, 9):
         save(checkpoints, step)
     checkpoints.mark_best(4, 1.0)
-    checkpoints.prune(1, keep_every=3)
-    assert steps(checkpoints) == [3, 4, 6, 8]
+    checkpoints.prune(1)
+    assert steps(checkpoints) == [4, 8]
 
 
 def test_undamaged_is_the_newest_as_it_was_written(checkpoints: CheckpointFolder) -> None:

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranks.spawn import PRELOAD
-from threefold.data.loader import Batch, TokenLoader, evaluation_batches
-from threefold.data.order import Order
-from threefold.data.partition import Tail
+from threefold.data.order.order import Order
+from threefold.data.order.partition import Tail
 from threefold.data.rows.concat import IGNORED
+from threefold.data.sampling.loader import Batch, TokenLoader, evaluation_batches
 from threefold.errors import ConfigError, DataError
 
 SEQ_LEN = 4
@@ -179,7 +179,7 @@ def test_state_in_the_middle_counts_what_was_consumed() -> None:
         next(batches)
         state = one.state_dict()
         assert (state["epoch"], state["position"]) == (0, 4 * consumed)
-    assert state["fingerprint"] == {"data": "counting", "num_rows": 22, "seed": 3, "shuffle": True}
+    assert state["fingerprint"] == {"data": "counting", "num_rows": 22, "seed": 3, "shuffle": True, "tail": "drop"}
 
 
 @pytest.mark.parametrize("stop", range(12))

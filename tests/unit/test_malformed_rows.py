@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from threefold.data.conversations.labeller import labeller_for
+from threefold.data.chat.labeller import labeller_for
 from threefold.data.store import prepare as stores
 from threefold.data.store.resolve import open_text
 from threefold.data.text.source import Labels, Source
@@ -65,7 +65,7 @@ CHATS: list[tuple[Any, str]] = [
     (asked(content=[{"type": "image", "url": "x"}]), "messages[0]: the content is a list, not text"),
     (asked(content="\ud83d"), "messages[0]: half of a surrogate pair in the text"),
     (asked(content=LONG + "\udead"), "messages[0]: half of a surrogate pair in the text"),
-    (chat(ASKED), "no token of it would be learnt"),
+    (chat(ASKED), "no token of it would be trained on"),
     (chat(ASKED, {"role": "tool", "content": LONG}, SAID), "the chat template refuses it: no tools: xxx"),
     (chat(ASKED, SAID, tools=[{"name": "f"}]), "it has tools, and the chat template does not write them"),
     (chat(ASKED, SAID, tools="{"), "'tools' is not JSON: "),
@@ -136,7 +136,7 @@ def test_malformed_line_of_a_later_piece_is_named_by_its_line() -> None:
 def test_turn_of_ten_megabytes_is_read() -> None:
     Path("rows/a.jsonl").write_text(json.dumps(chat({"role": "user", "content": LONG}, SAID)) + "\n")
     made = prepared("rows/a.jsonl").open()
-    assert made.info is not None and made.info.num_targets == len("hello") + 1 and made.num_tokens > len(LONG)
+    assert made.info is not None and made.info.num_loss_tokens == len("hello") + 1 and made.num_tokens > len(LONG)
 
 
 PARQUET: list[tuple[Any, str]] = [
@@ -146,7 +146,7 @@ PARQUET: list[tuple[Any, str]] = [
     ({"messages": [{"role": None, "content": "hi"}, SAID]}, "messages[0] has no 'role'"),
     ({"messages": [{"role": "usr", "content": "hi"}, SAID]}, "messages[0]: the role 'usr' is not known"),
     ({"messages": [{"role": "user", "content": None}, SAID]}, "messages[0] has no 'content'"),
-    ({"messages": [ASKED]}, "no token of it would be learnt"),
+    ({"messages": [ASKED]}, "no token of it would be trained on"),
     ({"messages": [ASKED, SAID], "tools": "{"}, "'tools' is not JSON: "),
     ({"messages": [ASKED, SAID], "tools": "[5]"}, "'tools' is a list"),
     (

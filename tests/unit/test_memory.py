@@ -25,42 +25,43 @@ def asked(**sections: Any) -> Config:
     return validate(sections)
 
 
+_ESTIMATED = {"model_type": "llama", "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 512,
+              "num_hidden_layers": 2, "num_attention_heads": 4}  # fmt: skip
+
+
+def _advice(topology: Topology, **sections: Any) -> tuple[str, str]:
+    config = asked(**{"model": {"config": _ESTIMATED}, "data": {"seq_len": 512}, **sections})
+    request = Asked(config, None, load.read_config(config.model))  # type: ignore[arg-type]
+    return memory._advice(request, Mesh(topology, 0, torch.device("cpu")))
+
+
 @pytest.mark.parametrize(
-    ("sections", "topology", "share", "first"),
+    ("sections", "topology", "fix"),
     [
-        ({}, TWO, 0.1, ["--train.micro_batch 4", "--train.activation_checkpointing selective", "--mesh.dp_shard 2"]),
-        # Of 6 rows a rank: the next smaller divisor.
-        ({"train": {"global_batch": 12, "micro_batch": 3}}, TWO, 0.1, ["--train.micro_batch 2"]),
-        ({"train": {"micro_batch": 1}}, TWO, 0.1, ["--train.activation_checkpointing selective"]),
-        ({"train": {"micro_batch": 1, "activation_checkpointing": "full"}}, TWO, 0.1, [OFFLOAD]),
-        ({"train": {"micro_batch": 1, "activation_checkpointing": "offload"}}, TWO, 0.1, ["--mesh.dp_shard 2"]),
-        # Where state takes most of the device, smaller activations would not help.
-        ({}, TWO, 0.9, ["--mesh.dp_shard 2", "--optimizer.moments bfloat16", "--mesh.cpu_offload true"]),
-        ({}, FOUR, 0.9, ["--optimizer.moments bfloat16", "--mesh.cpu_offload true", "--train.micro_batch 2"]),
-        ({"optimizer": {"name": "muon"}}, FOUR, 0.9, ["--train.micro_batch 2"]),
-        ({"train": {"accumulate": "unsharded", "micro_batch": 1}}, FOUR, 0.1, ["--train.accumulate sharded"]),
+        # What a CPU's activations take: fewer rows at a time, or less kept of each.
+        ({}, TWO, "--train.micro_batch 4"),
+        ({"train": {"global_batch": 12, "micro_batch": 3}}, TWO, "--train.micro_batch 1"),
+        # Where state takes most of it, a part of the state.
+        ({"train": {"micro_batch": 1, "global_batch": 2}}, TWO, "--mesh.dp_shard 2"),
+        # Where nothing saves a fifth, what saves anything.
+        ({"train": {"micro_batch": 1, "global_batch": 4}}, FOUR, "--train.activation_checkpointing selective"),
     ],
-)  # fmt: skip
-def test_first_of_what_would_fit(sections: Any, topology: Topology, share: float, first: list[str]) -> None:
-    assert memory.what_fits(asked(**sections), topology, state_share=share)[: len(first)] == first
+    ids=str,
+)
+def test_what_would_fit_by_the_estimate(sections: Any, topology: Topology, fix: str) -> None:
+    expected, found = _advice(topology, **sections)
+    assert expected.startswith("about ") and "GiB of weights, gradients and moments" in expected
+    assert found == fix
 
 
-def test_where_all_is_used_up_more_ranks_or_shorter_rows_are_left() -> None:
-    config = asked(
-        train={"micro_batch": 1, "activation_checkpointing": "offload"},
-        optimizer={"moments": "bfloat16"},
-        mesh={"cpu_offload": True},
-        data={"seq_len": 64},
-    )
-    found = memory.what_fits(config, FOUR, state_share=0.5)
-    assert found == ["--mesh.tp 2   (more ranks for a layer)", "--data.seq_len 32, whose rows are shorter"]
+def test_a_model_that_is_not_estimated_is_given_the_first_that_needs_less() -> None:
+    config = {"model": {"config": {"model_type": "gpt2", "n_layer": 1}}}
+    assert _advice(TWO, **config) == ("a step that fits in its device", "--mesh.dp_shard 2")
 
 
-def test_state_is_16_bytes_a_parameter_shared_by_the_ranks_of_a_copy() -> None:
-    assert memory.state_bytes(asked(), TWO, 1000) == 16_000
-    assert memory.state_bytes(asked(), FOUR, 1000) == 4_000
-    assert memory.state_bytes(asked(optimizer={"moments": "bfloat16"}), TWO, 1000) == 12_000
-    assert memory.state_bytes(asked(model={"lora": {"r": 8}}), TWO, 1000) == 4_000
+def test_where_all_is_used_up_more_ranks_are_left() -> None:
+    train = {"micro_batch": 1, "global_batch": 4, "activation_checkpointing": "full"}
+    assert _advice(FOUR, train=train)[1] == "more ranks: threefold plan shows what fits on which devices"
 
 
 @pytest.mark.parametrize("writes", [True, False], ids=["snapshot", "no snapshot"])
@@ -83,10 +84,9 @@ def test_error_of_torch_becomes_ours(writes: bool, tmp_path: Path, monkeypatch: 
     snapshot = f"; what it holds is in {tmp_path}/memory/rank-0000.pickle, for pytorch.org/memory_viz" if writes else ""
     assert str(caught.value) == (
         "rank 0 has no memory left: CUDA out of memory. Tried to allocate 2 GiB\n"
-        "  expected: 0.0 GiB of weights, gradients and moments to fit in its device, together with activations and "
-        f"gathered weights{snapshot}\n"
-        "  fix: --train.micro_batch 8   (then --train.activation_checkpointing selective, "
-        "--optimizer.moments bfloat16, --mesh.cpu_offload true)"
+        "  expected: about 0.2 GiB to fit in its device, as estimated for the backward of layer 3: 0.0 GiB of weights, "
+        f"gradients and moments, together with activations and gathered weights{snapshot}\n"
+        "  fix: --train.micro_batch 8"
     )
 
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from threefold.jsonl import MetricsFile, cut_torn_line
-from threefold.records import metrics
+from threefold.records.files import METRICS
+from threefold.records.metrics import Metrics
 from threefold.training.progress import Stopwatch, peak_memory_bytes
 
 LINES = b'{"step": 1}\n{"step": 2}\n'
@@ -117,10 +118,10 @@ def test_peak_memory_is_in_bytes() -> None:
     assert 10 * 2**20 < peak_memory_bytes("cpu") < 2**40
 
 
-def _logged(run: Path, *lines: Any) -> metrics.LoggedSteps:
+def _logged(run: Path, *lines: Any) -> Metrics:
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    (run / metrics.FILE).write_text("\n".join(texts) + "\n")
-    return metrics.read(run)
+    (run / METRICS).write_text("\n".join(texts) + "\n")
+    return Metrics(run / METRICS)
 
 
 def test_what_a_rewind_left_behind_does_not_stand(tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_what_a_rewind_left_behind_does_not_stand(tmp_path: Path) -> None:
         {"step": 8, "eval_loss": 2.0},
         *(step(number, 2.0) for number in range(5, 7)),
     )
-    assert {number: line["loss"] for number, line in logged.steps.items()} == {
+    assert dict(zip(*logged.points("loss"), strict=True)) == {
         **dict.fromkeys(range(1, 5), 3.0),
         **dict.fromkeys(range(5, 7), 2.0),
     }
@@ -144,12 +145,16 @@ def test_what_a_rewind_left_behind_does_not_stand(tmp_path: Path) -> None:
 
 def test_a_damaged_line_is_named_and_left_out(tmp_path: Path) -> None:
     logged = _logged(tmp_path, {"step": 1, "loss": 2.0}, '{"step": 2, "lo', {"step": "x"}, [], {"step": 3, "loss": 1.0})
-    assert list(logged.steps) == [1, 3]
-    assert [text.partition(": ")[0] for text in logged.damaged] == [
-        f"{tmp_path / metrics.FILE}, line {number}" for number in (2, 3, 4)
-    ]
-    with (tmp_path / metrics.FILE).open("a") as file:
+    assert logged.steps == [1, 3]
+    assert [(file, line) for file, line, _ in logged.damaged] == [(METRICS, number) for number in (2, 3, 4)]
+    with (tmp_path / METRICS).open("a") as file:
         file.write('{"step": 4, "lo')
-    assert metrics.read(tmp_path).torn == [f"{tmp_path / metrics.FILE}, line 6: is not whole, and is left out"]
-    assert metrics.read(tmp_path).damaged == logged.damaged
-    assert metrics.read(tmp_path / "nowhere") == metrics.LoggedSteps()
+    assert Metrics(tmp_path / METRICS).damaged == [*logged.damaged, (METRICS, 6, "it is not whole")]
+    assert Metrics(tmp_path / METRICS).damaged[:-1] == logged.damaged
+    assert Metrics(tmp_path / "nowhere").steps == []
+
+
+def test_an_update_that_was_left_out_is_logged_late_and_begins_no_pass(tmp_path: Path) -> None:
+    lines = [{"step": step, "loss": 3.0} for step in range(1, 9)]
+    logged = _logged(tmp_path, *lines, {"step": 7, "skipped": "the loss is not finite"}, {"step": 9, "loss": 2.0})
+    assert logged.steps == [*range(1, 10)] and logged.skipped == {7: "the loss is not finite"}

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threefold.data.draws import WeightedDraws
-from threefold.data.mixture import MAX_PERIOD, Mixture, quotas
+from threefold.data.order.draws import WeightedDraws
+from threefold.data.order.mixture import MAX_PERIOD, Mixture, quotas
 from threefold.errors import ConfigError
 
 stats = pytest.importorskip("scipy.stats", reason="scipy (in the dev extra) gives the p-values")
@@ -104,20 +104,8 @@ def test_a_fifth_and_a_tenth_are_what_they_say() -> None:
     assert mixture.fingerprint() == {"seed": 0, "mixture": "web (9 rows) x 7, code (5 rows) x 2, books (4 rows) x 1"}
 
 
-@given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=20))
-def test_ratios_without_a_short_period_are_kept_to_a_turn(weights: list[float]) -> None:
-    fractions = [Fraction(str(weight)) for weight in weights]
-    found = quotas(fractions, version=1)
-    assert sum(found) <= MAX_PERIOD
-    assert min(found) >= 1
-    exact = [weight / sum(fractions) * sum(found) for weight in fractions]
-    # One turn from rounding, and one for each source that would have had none.
-    assert all(abs(turns - share) <= 1 + len(weights) for turns, share in zip(found, exact, strict=True))
-
-
 def test_ten_thousand_sources_have_a_turn_each() -> None:
     rare = [Fraction(1), *[Fraction(1, 10**9)] * (MAX_PERIOD - 1)]
-    assert quotas(rare, version=1) == (1,) * MAX_PERIOD
     assert quotas(rare) == (10**9, *(1,) * (MAX_PERIOD - 1))
     with pytest.raises(ConfigError) as raised:
         quotas([Fraction(1)] * (MAX_PERIOD + 1))

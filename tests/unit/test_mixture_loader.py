@@ -20,11 +20,11 @@ from ranks.spawn import PRELOAD
 from threefold.config import loading
 from threefold.config.loading import validate
 from threefold.config.text import as_yaml, dump
-from threefold.data.loader import TokenLoader
-from threefold.data.mixture import Mixture
-from threefold.data.order import Order
+from threefold.data.order.mixture import Mixture
+from threefold.data.order.order import Order
 from threefold.data.rows.concat import PackingReport
 from threefold.data.rows.packing import MixedRows
+from threefold.data.sampling.loader import TokenLoader
 from threefold.data.tokens import ByteTokenizer
 from threefold.errors import ConfigError, DataError
 from threefold.mesh.mesh import init_mesh
@@ -241,7 +241,7 @@ ONE_SOURCE = "one of them: a mixture names all of its sources, each with a weigh
         (
             "{a: {source: x, weight: 1, spilt: y}}",
             "unknown key data.mixture.a.spilt (command line)",
-            "one of source, weight, split, config_name, revision, text_field",
+            "one of source, weight, split, config_name, revision, fields",
             "did you mean split?",
         ),
     ],

@@ -14,7 +14,7 @@ from ranks.reference import train_alone as train_by_hand
 from threefold.check.compare import LOSS, ROUTERS_LOSS, Training, compare_number, compare_tensors, compare_trainings
 from threefold.check.reference import forward_backward, gradients_of, norm_of, train_alone
 from threefold.config.loading import validate
-from threefold.training.optimizer import build_optimizer
+from threefold.optim.build import build_optimizer
 
 MIXTRAL = {**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 MIXTRAL |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}

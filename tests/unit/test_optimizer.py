@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from threefold.config.optimizer_keys import GroupConfig, OptimizerConfig
-from threefold.training.ema import Ema
-from threefold.training.muon import Muon
-from threefold.training.optimizer import build_optimizer, rates_of
-from threefold.training.optimizer_class import kernel_of
-from threefold.training.schedule import learning_rate
+from threefold.config.optimizer import GroupConfig, OptimizerConfig
+from threefold.optim.build import build_optimizer, rates_of
+from threefold.optim.classes import kernel_of
+from threefold.optim.ema import Ema
+from threefold.optim.muon import Muon
+from threefold.optim.schedule import learning_rate
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threefold.data.order import Cursor
-from threefold.data.permutation import ORDER_VERSION
+from threefold.data.order.order import Cursor
+from threefold.data.order.permutation import ORDER_VERSION
 from threefold.errors import DataError
 
 PLAIN = st.one_of(st.integers(), st.text(), st.booleans(), st.none(), st.floats(allow_nan=False))
@@ -127,4 +127,4 @@ def test_a_foreign_state_is_refused() -> None:
 
 def test_a_state_of_a_later_order_is_refused() -> None:
     with pytest.raises(DataError, match="this release does not support order version 9"):
-        Cursor.from_state_dict(Cursor(0, 0, SAVED, order_version=9).state_dict())
+        Cursor.from_state_dict({**Cursor(0, 0, SAVED).state_dict(), "order_version": 9})

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from threefold.data.rows.concat import IGNORED, PADDING, ConcatRows, Rows
 from threefold.data.rows.packing import Packing
-from threefold.data.rows.padded import PaddedRows, best_fit
+from threefold.data.rows.padded import PaddedRows, best_fit, best_fit_among
 from threefold.data.rows.pieces import cut_documents
 from threefold.data.store.store import StoreInfo, TokenStore
 from threefold.data.store.writer import StoreWriter
+from threefold.data.text.source import LossMask
 from threefold.errors import DataError
 
 END = 60_000
@@ -26,7 +27,10 @@ END = 60_000
 lengths_of_documents = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
 
-def pack(store: TokenStore, **settings: Any) -> Any:
+def pack(store: TokenStore, *, lookahead: int | None = None, **settings: Any) -> Any:
+    if lookahead is not None:
+        settings.pop("packing")
+        return PaddedRows(store, placement=best_fit_among(lookahead), **settings)
     return Packing(**settings).pack(store)
 
 
@@ -88,7 +92,9 @@ def test_concat_is_the_stream_in_windows(folder: Path, lengths: list[int], seq_l
     assert rows.report.dropped_tokens == len(stream) - 1 - num_rows * seq_len
     batch = all_rows(rows)
     assert batch["input_ids"].ravel().tolist() == stream[: num_rows * seq_len]
-    assert batch["labels"].ravel().tolist() == stream[1 : num_rows * seq_len + 1]
+    pairs = pairwise(stream[: num_rows * seq_len + 1])
+    expected = [IGNORED if token == END and document_mask else label for token, label in pairs]
+    assert batch["labels"].ravel().tolist() == expected
     check_documents(batch, document_mask=document_mask)
 
 
@@ -148,10 +154,14 @@ def test_best_fit_holds_every_token_once_and_cuts_only_longer_documents(
     words = [token for document in documents_of(lengths) for token in document if token != END]
     assert sorted(inputs[inputs != END].tolist()) == words
     next_token = {a: b for document in documents_of(lengths) for a, b in pairwise(document)}
+    firsts = {document[0] for document in documents_of(lengths)}
     for row in range(rows.num_rows):
         tokens = batch["input_ids"][row][real[row]].tolist()
         labels = batch["labels"][row][real[row]].tolist()
-        assert labels[:-1] == tokens[1:]
+        for place, token in enumerate(tokens[1:]):
+            # Documents that are kept apart have no label across their border; nor has the rest of one that was cut.
+            crosses = tokens[place] == END and (document_mask or token not in firsts)
+            assert labels[place] == (IGNORED if crosses else token)
         # Where the row ends inside a document, its last label is that document's next token.
         assert labels[-1] == (IGNORED if tokens[-1] == END else next_token[tokens[-1]])
         assert tokens[-1] == END or len(tokens) == seq_len
@@ -281,8 +291,8 @@ def labelled_store(folder: Path, documents: list[list[int]], targets: list[list[
         writer.finish(
             lambda w: StoreInfo(
                 *(w.content_hash(), "", w.num_tokens, w.num_documents, 0, "", "", "", "", END + 1, END),
-                labels="chat (messages), learnt: assistant",
-                num_targets=w.num_targets,
+                loss_mask=LossMask("chat", ("messages",), "assistant"),
+                num_loss_tokens=w.num_loss_tokens,
             )
         )
     return TokenStore(folder / "y")
@@ -309,9 +319,9 @@ def test_token_is_learnt_once_if_its_bit_says_so(
         ids.append(list(range(at, at + len(learnt))))
         at += len(learnt)
     store = labelled_store(folder, ids, documents)
-    assert store.learnt(0, store.num_tokens).tolist() == [bit for learnt in documents for bit in learnt]
+    assert store.trained_on(0, store.num_tokens).tolist() == [bit for learnt in documents for bit in learnt]
     try:
-        rows = pack(store, seq_len=seq_len, packing=packing, document_mask=document_mask, cross_targets=False)
+        rows = pack(store, seq_len=seq_len, packing=packing, document_mask=document_mask)
     except DataError:
         return
     found = learnt_tokens(all_rows(rows))
@@ -338,15 +348,15 @@ def test_number_of_targets_does_not_depend_on_the_packing(folder: Path, lengths:
     counts = set()
     for packing in ("best_fit", "none"):
         try:
-            rows = pack(store, seq_len=seq_len, packing=packing, document_mask=True, cross_targets=False)
+            rows = pack(store, seq_len=seq_len, packing=packing, document_mask=True)
         except DataError:
             continue
         counts.add(len(learnt_tokens(all_rows(rows))))
     assert counts <= {sum(length - 1 for length in lengths)}
 
 
-def test_cut_targets_are_named(folder: Path) -> None:
+def test_cut_loss_mask_are_named(folder: Path) -> None:
     labelled_store(folder, [[1, 2, 3] * 9], [[True] * 27])
-    (folder / "y.targets").write_bytes(b"abc")
-    with pytest.raises(DataError, match=r"y\.targets is missing, or is not the targets of 27 tokens"):
+    (folder / "y.loss_mask").write_bytes(b"abc")
+    with pytest.raises(DataError, match=r"y\.loss_mask is missing, or is not the loss mask of 27 tokens"):
         TokenStore(folder / "y")

@@ -14,18 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threefold.data.loader import TokenLoader
-from threefold.data.order import Order
+from threefold.data.order.order import Order
 from threefold.data.rows.concat import IGNORED, PADDING
 from threefold.data.rows.packing import Packing
-from threefold.data.rows.padded import PaddedRows
+from threefold.data.rows.padded import PLACEMENTS, PaddedRows, best_fit_among
+from threefold.data.sampling.loader import TokenLoader
 from threefold.data.store.store import StoreInfo, TokenStore
 from threefold.data.store.writer import StoreWriter
+from threefold.data.text.source import LossMask
 from threefold.errors import ConfigError, DataError
 
-LABELS = "preference (chosen, rejected, prompt), learnt: completion"
+PAIRS = LossMask("preference", ("chosen", "rejected", "prompt"), "completion")
 PACKINGS = st.sampled_from(["best_fit", "none"])
-SETTINGS: dict[str, Any] = {"document_mask": True, "cross_targets": False}
+SETTINGS: dict[str, Any] = {"document_mask": True}
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,17 @@ def pairs(draw: st.DrawFn, longest: int = 9) -> list[Pair]:
     return found
 
 
-def store_of(folder: Path, sides: Sequence[Side], *, labels: str = LABELS, of_pairs: bool | None = True) -> TokenStore:
+def store_of(
+    folder: Path, sides: Sequence[Side], *, loss_mask: LossMask = PAIRS, of_pairs: bool | None = True
+) -> TokenStore:
     with StoreWriter(folder / "x", dtype=np.dtype("<u2")) as writer:
         for side in sides:
             writer.add_block(np.array(side.ids), np.array([len(side.ids)], np.int32), np.array(side.learnt))
         writer.finish(
             lambda w: StoreInfo(
                 *(w.content_hash(), "", w.num_tokens, w.num_documents, 0, "", "", "", "", 60_001, 60_000),
-                labels=labels,
-                num_targets=w.num_targets,
+                loss_mask=loss_mask,
+                num_loss_tokens=w.num_loss_tokens,
                 pairs=of_pairs,
             )
         )
@@ -129,8 +132,8 @@ def test_each_pair_is_in_one_row_once_and_learnt_once(
     folder: Path, found: list[Pair], more: int, packing: str, lookahead: int
 ) -> None:
     seq_len = max(size_of(pair) for pair in found) + more
-    choice = {"lookahead": lookahead} if packing == "best_fit" else {}
-    rows = Packing(seq_len, packing, **SETTINGS, **choice).pack(store_of(folder, flat(found)))
+    placement = best_fit_among(lookahead) if packing == "best_fit" else PLACEMENTS["none"]
+    rows = PaddedRows(store_of(folder, flat(found)), seq_len=seq_len, placement=placement, **SETTINGS)
     batch = rows.rows(np.arange(rows.num_rows))
     expected = {pair[0].ids[0]: [as_read(side, len(side.ids)) for side in pair] for pair in found}
     read: list[int] = []
@@ -232,8 +235,7 @@ def test_pair_that_differs_only_after_the_cut_is_dropped(folder: Path) -> None:
     ("options", "what"),
     [
         ({"packing": "concat", **SETTINGS}, "data.packing = concat with pairs of answers"),
-        ({"packing": None, "document_mask": False, "cross_targets": False}, "data.document_mask = false with pairs"),
-        ({"packing": "none", "document_mask": True, "cross_targets": True}, "data.end_target = keep with pairs"),
+        ({"packing": None, "document_mask": False}, "data.document_mask = false with pairs"),
     ],
 )
 def test_settings_that_pairs_cannot_have(folder: Path, options: dict[str, Any], what: str) -> None:
@@ -253,9 +255,9 @@ def test_store_with_a_document_of_one_token_is_refused(folder: Path) -> None:
 def test_rows_of_pairs_are_not_those_of_its_documents(folder: Path) -> None:
     sides = [Side([7, index, 9], [False, True, True]) for index in range(6)]
     fingerprints = set()
-    for labels, of_pairs in ((LABELS, True), ("chat (messages), learnt: assistant", None)):
+    for loss_mask, of_pairs in ((PAIRS, True), (LossMask("chat", ("messages",), "assistant"), None)):
         for packing in ("best_fit", "none"):
-            store = store_of(folder, sides, labels=labels, of_pairs=of_pairs)
+            store = store_of(folder, sides, loss_mask=loss_mask, of_pairs=of_pairs)
             fingerprints.add(Packing(8, packing, **SETTINGS).pack(store).fingerprint)
     assert len(fingerprints) == 4
 

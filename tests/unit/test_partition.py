@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threefold.data import partition
-from threefold.data.partition import StepRows, Steps, Tail
+from threefold.data.order import partition
+from threefold.data.order.partition import StepRows, Steps, Tail
 from threefold.errors import ConfigError
 
 DP_SIZES = st.integers(1, 9)

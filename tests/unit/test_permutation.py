@@ -10,8 +10,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from threefold.data import permutation
-from threefold.data.permutation import MAX_ROWS, ORDER_VERSION, Permutation, key_words, seed_of
+from threefold.data.order import permutation
+from threefold.data.order.permutation import (
+    MAX_ROWS,
+    ORDER_VERSION,
+    Permutation,
+    check_order_version,
+    key_words,
+    seed_of,
+)
 from threefold.errors import ConfigError, DataError
 
 SEEDS = st.integers(0, 2**200)
@@ -107,7 +114,7 @@ def test_seed_epoch_and_size_each_change_the_order() -> None:
     assert Permutation(10**6).at(np.arange(9)).tolist() != Permutation(10**6 + 1).at(np.arange(9)).tolist()
 
 
-def test_version_1_never_changes() -> None:
+def test_order_never_changes() -> None:
     """A run that has begun keeps its order: these values are part of the format, in tables, 32 and 64 bits."""
     golden = {
         10: [6, 1, 3, 4, 8, 7],
@@ -115,7 +122,7 @@ def test_version_1_never_changes() -> None:
         10**12: [222781204811, 729920705752, 305284897234, 764220841728, 191659416448, 885722958215],
     }
     for n, expected in golden.items():
-        assert Permutation(n, seed=42, epoch=7, version=1).at(np.arange(6)).tolist() == expected
+        assert Permutation(n, seed=42, epoch=7).at(np.arange(6)).tolist() == expected
 
 
 def test_no_position_is_favoured_at_tiny_sizes() -> None:
@@ -189,10 +196,10 @@ def test_a_wrong_argument_is_named(arguments: dict[str, int], text: str) -> None
 
 def test_an_unknown_version_is_refused() -> None:
     with pytest.raises(DataError) as raised:
-        Permutation(5, version=ORDER_VERSION + 1)
+        check_order_version(ORDER_VERSION + 1)
     assert str(raised.value) == (
         "this release does not support order version 3\n"
-        "  expected: one of 1, 2; another algorithm reads different samples\n"
+        "  expected: version 2; another algorithm reads different samples\n"
         "  fix: install the release of threefold that began the run, or start a new run"
     )
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from threefold.data import permutation
-from threefold.data.permutation import Permutation
+from threefold.data.order import permutation
+from threefold.data.order.permutation import Permutation
 
 stats = pytest.importorskip("scipy.stats", reason="scipy (in the dev extra) gives the p-values")
 

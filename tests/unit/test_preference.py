@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from threefold.commands.data import app
-from threefold.data.conversations.formats import Columns, Example, RowError, columns_of
-from threefold.data.conversations.labeller import labeller_for
-from threefold.data.conversations.preference import pair_of
+from threefold.data.chat.formats import Columns, Example, RowError, columns_of
+from threefold.data.chat.labeller import labeller_for
+from threefold.data.chat.preference import pair_of
 from threefold.data.store import parts as store_parts
 from threefold.data.store.prepare import prepare
 from threefold.data.store.resolve import open_store, open_text, rows_format
@@ -63,7 +63,7 @@ def documents(store: TokenStore) -> list[tuple[bytes, bytes]]:
     """(what is not learnt, what is learnt without its end token) of each document."""
     found, begin = [], 0
     for end in store.document_ends.tolist():
-        ids, learnt = store.read(begin, end), store.learnt(begin, end)
+        ids, learnt = store.read(begin, end), store.trained_on(begin, end)
         said = ids[learnt]
         assert said[-1] == END and not learnt[: np.argmax(learnt)].any()
         found.append((bytes(ids[~learnt][ids[~learnt] < END].tolist()), bytes(said[:-1].tolist())))
@@ -146,16 +146,19 @@ def test_store_is_pairs_in_the_order_of_the_rows(tmp_path_factory: pytest.TempPa
     assert store.has_pairs and store.info is not None and store.info.pairs is True
     expected = [(prompt.encode(), answer.encode()) for prompt, *answers in rows for answer in answers]
     assert documents(store) == expected
-    assert store.info.num_targets == sum(len(answer) + 1 for _, answer in expected)
+    assert store.info.num_loss_tokens == sum(len(answer) + 1 for _, answer in expected)
 
 
 def test_chats_learn_the_turns_after_the_prompt() -> None:
     store = made([{"chosen": [USER, ASSISTANT], "rejected": [USER, OTHER]}])
-    assert store.info is not None and store.info.labels == "preference (chosen, rejected), learnt: completion"
+    assert (
+        store.info is not None and str(store.info.loss_mask) == "preference (chosen, rejected), trained on: completion"
+    )
     shown = [
-        json.loads(line) for line in data("show", "--source", "store", "--tokenizer", "bytes", "--json").splitlines()
+        json.loads(line)
+        for line in data("show", "--data.source", "store", "--data.tokenizer", "bytes", "--json").splitlines()
     ]
-    ids, targets = np.array(shown[0]["ids"]), np.array(shown[0]["targets"])
+    ids, targets = np.array(shown[0]["ids"]), np.array(shown[0]["loss_mask"])
     # As of a completion: all that follows the prompt.
     assert ids[targets].tolist() == [*b"hello", END, 10, *b"no", END, 10]
     prompt = [*b"<|user|>hi", END, *b"\n<|assistant|>"]
@@ -238,9 +241,9 @@ def test_bad_pairs_are_dropped_whole_and_counted_once() -> None:
 
 def test_pairs_without_targets_are_counted_as_pairs() -> None:
     empty = [{**TEXTS, "rejected": ""}, {**TEXTS, "chosen": "bad"}, {"chosen": "a b", "rejected": "a b"}]
-    with pytest.raises(DataError, match=r"\(or --data\.skip_empty_targets true\)"):
+    with pytest.raises(DataError, match=r"--data\.skip_bad_lines true to count it instead"):
         made([TEXTS, *empty])
-    store = made([TEXTS, *empty], skip_empty_targets=True)
+    store = made([TEXTS, *empty], skip_bad=True)
     assert store.info is not None and (store.info.num_documents, store.info.num_skipped) == (2, 3)
 
 
@@ -261,7 +264,7 @@ def test_prompt_that_ends_inside_a_token_is_refused(tmp_path: Path) -> None:
         source = Source("p.jsonl")
         text = open_text(source, labeller_for(source, tokenizer))
         if not refused:
-            assert prepare(text, tokenizer, to=Path("fits")).info.num_targets == 4
+            assert prepare(text, tokenizer, to=Path("fits")).info.num_loss_tokens == 4
             continue
         with pytest.raises(DataError, match=r"line 1: the prompt is not the same tokens before both answers: 2 before"):
             prepare(text, tokenizer, to=Path("split"))
@@ -287,15 +290,14 @@ def edited(**changes: Any) -> None:
         {"pairs": False},
         {"pairs": "true"},
         {"pairs": 1},
-        {"labels": "chat (messages), learnt: assistant"},
-        {"labels": "gone"},
-        {"labels": 5},
+        {"loss_mask": {"format": "chat", "columns": ["messages"], "train_on": "assistant"}},
+        {"loss_mask": "gone"},
     ],
 )
 def test_store_that_is_half_of_pairs_is_refused(changes: dict[str, Any]) -> None:
     made([TEXTS])
     edited(**changes)
-    with pytest.raises(DataError, match=r"tokens\.json describes .* documents with the labels"):
+    with pytest.raises(DataError, match=r"tokens\.json describes .* documents with the loss mask"):
         TokenStore(Path("store/tokens"))
 
 
@@ -312,7 +314,7 @@ def test_store_without_its_json_is_not_read_as_text() -> None:
     with pytest.raises(DataError, match=r"\n  fix: prepare it again"):
         TokenStore(Path("store/tokens"))
     Path("store/tokens.json").unlink()
-    with pytest.raises(DataError, match=r"tokens\.json does not exist, and tokens\.targets does"):
+    with pytest.raises(DataError, match=r"tokens\.json does not exist, and tokens\.loss_mask does"):
         TokenStore(Path("store/tokens"))
 
 
@@ -329,12 +331,12 @@ def test_odd_number_of_documents_is_refused() -> None:
         TokenStore("odd")
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx", ".targets"])
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".loss_mask"])
 def test_store_of_pairs_edited_by_a_byte_is_named(suffix: str) -> None:
     from threefold.data.rows.packing import Packing, open_rows
 
     made([TEXTS, TEXTS])
-    packing = Packing(64, None, document_mask=True, cross_targets=False)
+    packing = Packing(64, None, document_mask=True)
     source = Source("store")
     open_rows(source, packing, tokenizer=None, cache=Path("cache"))
     path = Path(f"store/tokens{suffix}")
@@ -367,7 +369,7 @@ def test_rows_are_of_one_kind_and_those_of_the_objective() -> None:
         refuse_other_rows({"data.mixture.a": "chat", "data.mixture.b": "preference"}, "next_token")
     with pytest.raises(ConfigError, match=r"eval\.source has pairs .* and data\.source rows of the format text"):
         refuse_other_rows({"data.source": "text", "eval.source": "preference"}, "next_token")
-    with pytest.raises(ConfigError, match=r"data\.source has pairs .*: rejected answers would be learnt"):
+    with pytest.raises(ConfigError, match=r"data\.source has pairs .*: rejected answers would be trained on"):
         refuse_other_rows({"data.source": "preference", "eval.source": "preference"}, "next_token")
     refuse_other_rows({"data.source": "preference", "eval.source": "preference"}, "dpo")
     with pytest.raises(ConfigError, match=r"data\.source has pairs .* and eval\.source rows of the format text"):
@@ -390,33 +392,33 @@ def test_pairs_beside_other_rows_in_a_list_are_refused() -> None:
 
 def test_show_marks_both_sides() -> None:
     write("p.jsonl", [TEXTS, {**TEXTS, "prompt": "p:"}])
-    options = ("--tokenizer", "bytes")
-    said = data("show", "--source", "p.jsonl", *options, "--row", "1").splitlines()
+    options = ("--data.tokenizer", "bytes")
+    said = data("show", "--data.source", "p.jsonl", *options, "--row", "1").splitlines()
     assert said == [
-        "row 1: 13 tokens, 9 learnt",
-        "  document 0, chosen: 7 tokens, 5 learnt",
+        "row 1: 13 tokens, 9 trained on",
+        "  document 0, chosen: 7 tokens, 5 trained on",
         "  | p:[[good<|end|>]]",
-        "  document 1, rejected: 6 tokens, 4 learnt",
+        "  document 1, rejected: 6 tokens, 4 trained on",
         "  | p:[[bad<|end|>]]",
     ]
-    lines = data("show", "--source", "p.jsonl", *options, "--json").splitlines()
+    lines = data("show", "--data.source", "p.jsonl", *options, "--json").splitlines()
     first = json.loads(lines[0])
     assert len(lines) == 2 and first["sides"] == ["chosen", "rejected"]
     assert first["documents"] == [0] * 7 + [1] * 6
-    assert [id for id, learnt in zip(first["ids"], first["targets"], strict=True) if learnt] == [
+    assert [id for id, learnt in zip(first["ids"], first["loss_mask"], strict=True) if learnt] == [
         *b"good",
         END,
         *b"bad",
         END,
     ]
-    prepared = data("prepare", "--source", "p.jsonl", *options, "--to", "store")
+    prepared = data("prepare", "--data.source", "p.jsonl", *options, "--to", "store")
     assert "2 pairs (bytes)" in prepared
     assert prepared.endswith(
         "\nuse it: threefold train --train.objective dpo --data.source store --data.tokenizer bytes\n"
     )
-    assert data("show", "--source", "store", *options, "--json").splitlines() == lines
+    assert data("show", "--data.source", "store", *options, "--json").splitlines() == lines
     with pytest.raises(ConfigError, match=r"--row 2 is not there"):
-        data("show", "--source", "store", *options, "--row", "2")
+        data("show", "--data.source", "store", *options, "--row", "2")
 
 
 def test_row_error_names_what_was_expected() -> None:

@@ -22,9 +22,9 @@ from threefold.model.build import build
 from threefold.model.model import Model
 from threefold.training.forward import token_loss_of
 from threefold.training.preferences import pair_losses
-from threefold.training.reference import Identity, Kept, Lookup, _read
+from threefold.training.reference import Kept, Lookup, ReferenceIdentity, _read
 
-IDENTITY = Identity("rows-1", "weights-1", "float32")
+IDENTITY = ReferenceIdentity("rows-1", "weights-1", "float32")
 VALUES = np.array([-1.5, -2.25, -0.125, -30.0])
 LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
 LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 37}
@@ -58,7 +58,7 @@ def test_one_byte_changed_anywhere_is_refused(kept: Path) -> None:
 
 def test_a_reference_of_something_else_is_refused(kept: Path) -> None:
     for key in ("rows", "weights", "dtype"):
-        other = Identity(**{**vars(IDENTITY), key: "another"})
+        other = ReferenceIdentity(**{**vars(IDENTITY), key: "another"})
         with pytest.raises(CheckpointError, match=f"is the reference of other {key}: "):
             _read(kept, other, 4)
         assert other.shared_name != IDENTITY.shared_name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import time
 from html.parser import HTMLParser
@@ -17,15 +18,16 @@ from hypothesis import strategies as st
 from test_why import ROWS, write
 from typer.testing import CliRunner
 
-from report_runs import eventful_run, make_run, step_line, write_lines
+from report_runs import HOSTILE, eventful_run, head_of, make_run, step_line, write_lines
 from threefold.commands import main
-from threefold.report.curves import Curves, Points, not_finite, thinned
+from threefold.records.metrics import Metrics, Points
+from threefold.records.state import lock_holder
+from threefold.report.curves import curve_names, drawn, left_out, not_finite, summary, thinned
 from threefold.report.document import points_of, report
-from threefold.report.gathered import Facts, gather
+from threefold.report.facts import RunFacts, gather
 from threefold.report.markup import data, shown
 from threefold.report.sections import judged
-from threefold.report.standing import lock_holder
-from threefold.report.tail import Tail
+from threefold.run.head import Head
 
 main._load(["report"])
 ELEMENTS = {
@@ -65,15 +67,15 @@ class Parsed(HTMLParser):
             self.text += data
 
 
-def curves_of(lines: list[dict]) -> Curves:
-    curves = Curves()
+def metrics_of(lines: list[dict]) -> Metrics:
+    metrics = Metrics(Path(os.devnull))
     for line in lines:
-        curves.add(line)
-    return curves
+        metrics.add(line)
+    return metrics
 
 
 @pytest.fixture(scope="module")
-def eventful(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+def eventful(tmp_path_factory: pytest.TempPathFactory) -> RunFacts:
     return gather(eventful_run(tmp_path_factory.mktemp("runs") / "eventful"))
 
 
@@ -104,19 +106,19 @@ def test_of_steps_that_were_trained_again_the_last_pass_stands(passes: list[tupl
             lines.append({"step": step, "loss": float(number)})
             stands[step] = float(number)
         last = first + length - 1
-    curves = curves_of(lines)
-    points = curves.points("loss")
+    metrics = metrics_of(lines)
+    points = metrics.points("loss")
     assert dict(zip(points.steps.tolist(), points.values.tolist(), strict=True)) == stands
-    told = curves.to_values("loss", most=10_000)
+    told = drawn(metrics, "loss", most=10_000)
     assert len(told["x"]) + sum(len(old["x"]) for old in told["old"]) == len(lines)
 
 
 def test_an_evaluation_of_steps_that_were_trained_again_is_replaced() -> None:
     lines = [step_line(step) for step in range(1, 11)]
     lines += [{"step": 10, "eval_loss": 5.0}, step_line(6), step_line(7), {"step": 7, "eval_loss": 4.0}]
-    curves = curves_of(lines)
-    assert curves.points("eval_loss").steps.tolist() == [7]
-    assert [old["x"] for old in curves.to_values("eval_loss", most=100)["old"]] == [[10]]
+    metrics = metrics_of(lines)
+    assert metrics.points("eval_loss").steps.tolist() == [7]
+    assert [old["x"] for old in drawn(metrics, "eval_loss", most=100)["old"]] == [[10]]
 
 
 def test_numbers_that_are_not_finite_are_found() -> None:
@@ -141,12 +143,12 @@ def test_a_run_of_100_000_steps_is_a_small_page_soon_and_keeps_its_extremes(tmp_
     assert curve["x"][0] == 1 and curve["x"][-1] == 100_000
 
 
-def test_a_page_says_what_happened(eventful: Facts) -> None:
+def test_a_page_says_what_happened(eventful: RunFacts) -> None:
     page = report([eventful])
     text = Parsed(page).text
     for said in (
         "done",
-        "80 of 100",
+        "80 of 80",
         "aside-1-step-00000060",
         "mesh.tp 2 -> 1",
         "was not finite",
@@ -159,14 +161,14 @@ def test_a_page_says_what_happened(eventful: Facts) -> None:
     assert marks == [{"step": 60, "kind": "stop"}, {"step": 50, "kind": "rewind"}]
 
 
-def test_damaged_lines_are_said_and_the_rest_is_shown(eventful: Facts) -> None:
+def test_damaged_lines_are_said_and_the_rest_is_shown(eventful: RunFacts) -> None:
     lines = sorted((each.file, each.line) for each in eventful.damaged)
     assert lines == [*(("metrics.jsonl", number) for number in (47, 48, 49, 50, 51)), ("samples.jsonl", 2)]
-    assert eventful.curves.summary("loss")["count"] == 80 - 1  # that of step 46 is no number
-    assert eventful.curves.summary("loss")["not_finite"] == 1
+    assert summary(eventful.metrics.points("loss"))["count"] == 80 - 1  # that of step 46 is no number
+    assert summary(eventful.metrics.points("loss"))["not_finite"] == 1
 
 
-def test_texts_of_a_run_are_only_ever_text(eventful: Facts) -> None:
+def test_texts_of_a_run_are_only_ever_text(eventful: RunFacts) -> None:
     parsed = Parsed(report([eventful, eventful]))
     assert parsed.names <= ELEMENTS
     assert parsed.running == ["href"]  # the empty icon
@@ -175,7 +177,7 @@ def test_texts_of_a_run_are_only_ever_text(eventful: Facts) -> None:
     assert "<" not in parsed.scripts[0]
 
 
-def test_the_page_has_a_policy_that_allows_its_own_script_and_nothing_else(eventful: Facts) -> None:
+def test_the_page_has_a_policy_that_allows_its_own_script_and_nothing_else(eventful: RunFacts) -> None:
     import base64
     import hashlib
 
@@ -209,36 +211,60 @@ def test_any_file_may_be_damaged(tmp_path: Path, name: str, content: bytes) -> N
     Parsed(report([gather(run)]))
 
 
+def test_a_head_reads_back_and_what_is_none_is_left_out() -> None:
+    values = head_of("tiny", rate=[0.5, "as asked"], lost_bits=[], resumed="/run/step-4")
+    head = Head.from_values(values)
+    assert head is not None and head.to_values() == values
+    lines = head.lines()
+    assert "  steps  51 to 80, 4 rows each" in lines and "  lr     0.5: as asked" in lines
+    assert "  data parallelism: fsdp: as asked" in lines and lines[-1] == "  resumed from /run/step-4, bit for bit"
+    for strange in (
+        None,
+        [],
+        {},
+        {"path": 1},
+        head_of("x", mesh=[1] * 5),
+        head_of("x", rate=[]),
+        head_of("x", other=1),
+    ):
+        assert Head.from_values(strange) is None
+
+
 def test_strange_numbers_are_no_curves() -> None:
-    curves = Curves()
+    metrics = metrics_of([])
     huge = 10**400
     for step in (True, -1, 1.5, "1", None, huge):
-        assert curves.add({"step": step, "loss": 1.0}) is not None
-    assert curves.add({"step": 1, "loss": True, "other": huge, "lr": None}) == "loss is 'True'"
-    assert curves.points("other").values.tolist() == [math.inf]
+        assert metrics.add({"step": step, "loss": 1.0}) is not None
+    assert metrics.add({"step": 1, "loss": True, "other": huge, "lr": None}) == "loss is 'True'"
+    assert metrics.points("other").values.tolist() == [math.inf]
     for number in range(200):
-        curves.add({"step": 2, f"name {number}": 1.0})
-    assert len(curves.names) == 48 and curves.left_out
+        metrics.add({"step": 2, f"name {number}": 1.0})
+    assert len(curve_names(metrics)) == 48 and len(left_out(metrics)) > 48
 
 
 def test_a_file_that_grows_is_read_once_and_one_that_was_cut_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    tail, curves = Tail(path), Curves()
-    assert tail.read() == []
+    metrics = Metrics(path)
     write_lines(path, [step_line(1), step_line(2)])
-    assert curves.read(tail) and not curves.read(tail)
+    metrics.read()
+    assert metrics.steps == [1, 2]
     with path.open("a") as file:
         file.write('{"step": 3, "loss": ')
-    assert not curves.read(tail) and tail.torn
+    metrics.read()
+    assert metrics.steps == [1, 2] and metrics.lines.torn == 3
     with path.open("a") as file:
         file.write("4.0}\n")
-    assert curves.read(tail) and curves.points("loss").steps.tolist() == [1, 2, 3] and not tail.torn
+    metrics.read()
+    assert metrics.steps == [1, 2, 3] and not metrics.lines.torn and metrics.lines.again == 0
     write_lines(path, [step_line(7)])
-    assert curves.read(tail) and tail.again == 1 and curves.points("loss").steps.tolist() == [7]
+    metrics.read()
+    assert metrics.lines.again == 1 and metrics.steps == [7]
     path.unlink()
-    assert not curves.read(tail)
+    metrics.read()
+    assert metrics.steps == [7]
     write_lines(path, [step_line(8), step_line(9)])
-    assert curves.read(tail) and curves.points("loss").steps.tolist() == [8, 9]
+    metrics.read()
+    assert metrics.steps == [8, 9]
 
 
 def test_several_runs_are_compared(tmp_path: Path) -> None:
@@ -261,18 +287,16 @@ def test_a_page_stays_small_whatever_is_in_the_files(tmp_path: Path) -> None:
     run = eventful_run(tmp_path / "run")
     long = "x" * 2_000_000
     write_lines(run / "metrics.jsonl", [{"step": 90, long: 1.0, "skipped": long}, long, {"step": long}], append=True)
-    write_lines(run / "journal.jsonl", [{"event": "start", "step": 80, "mesh": long, "changed": {long: [1, 2]}}] * 3)
+    start = {"event": "start", "step": 80, "mesh": long, "head": head_of(long), "changed": {long: [1, 2]}}
+    write_lines(run / "journal.jsonl", [start] * 3)
     write_lines(run / "samples.jsonl", [{"step": 80, "prompt": long, "text": long}])
     (run / "config.yaml").write_text(f"data: {{source: {long}}}\n")
     with (run / "logs" / "rank-0000.log").open("a") as file:
         file.write(f"2026-01-01 00:00:03,000 WARNING threefold: {long}\n")
-        file.write(f"2026-01-01 00:00:03,000 INFO threefold: threefold 0.1.0  /a\n  model  {long}\n")
     assert len(report([gather(run)])) < 1_000_000
 
 
 def test_the_state_of_a_run(tmp_path: Path) -> None:
-    import os
-
     run = make_run(tmp_path / "run", [step_line(1)])
     assert gather(run).state == "running" and "logged a step" in gather(run).why
     os.utime(run / "metrics.jsonl", (0, 0))
@@ -284,7 +308,6 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
 
 
 def test_who_holds_a_lock_is_seen_without_taking_it(tmp_path: Path) -> None:
-    import os
     import sys
 
     from threefold.run.lock import RunLock
@@ -322,13 +345,29 @@ def test_a_page_names_the_row_that_made_a_spike_and_what_the_step_read(tmp_path:
     assert read["mesh"].startswith("dp=1") and known.reasons.of_step(10**9) is None
 
 
-@pytest.mark.parametrize("name", ["packed", "trainer", "sharded"])
-def test_a_run_of_version_0_1_0_has_a_page(name: str) -> None:
-    facts = gather(Path(__file__).parents[1] / "compat" / "v0.1.0" / name)
-    text = Parsed(report([facts])).text
-    assert "reads, each by exactly one dp rank" in text
-    assert name == "trainer" or ("What was trained" in text and facts.curves.summary("loss")["count"] > 0)
-    assert facts.damaged == [] and [each.state for each in facts.saved] == ["whole"] * len(facts.saved)
+def test_figures_of_tasks_are_curves_and_among_the_first_figures(tmp_path: Path) -> None:
+    runs = [gather(eventful_run(tmp_path / name)) for name in "ab"]
+    charts = {chart["title"]: chart["names"] for chart in points_of(runs, [None, None])["charts"]}
+    assert charts["Tasks"] == ("task_choose_acc", "task_choose_acc_norm")  # shares together, others by themselves
+    assert charts["task_roll_perplexity"] == ("task_roll_perplexity",)
+    for page in (report(runs[:1]), report(runs)):
+        text = Parsed(page).text
+        assert "choose_acc_norm" in text and "0.5 (step 80)" in text and "40 (step 80)" in text
+
+
+def test_a_task_of_a_hostile_name_is_only_ever_text(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [step_line(1)])
+    write_lines(run / "metrics.jsonl", [{"step": 1, f"task_{HOSTILE[:80]}": 0.5}], append=True)
+    parsed = Parsed(report([gather(run), gather(run)]))
+    assert "window.hacked" not in "".join(parsed.scripts[1:]) and "window.hacked" in parsed.text
+
+
+def test_folders_for_transformers_are_beside_the_checkpoints(tmp_path: Path) -> None:
+    run = eventful_run(tmp_path / "run")
+    (run / "exports" / "step-00000090").mkdir()  # being written
+    facts = gather(run)
+    assert [(each.name, each.step) for each in facts.exported] == [("exports/step-00000080", 80)]
+    assert "exports/step-00000080" in Parsed(report([facts])).text
 
 
 def test_what_is_vendored_is_what_it_was() -> None:

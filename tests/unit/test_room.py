@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from threefold.config.loading import Loaded, validate
+from threefold.config.loading import LoadedConfig, validate
 from threefold.errors import ConfigError
 from threefold.mesh import local_ranks
 from threefold.mesh.topology import default_topology
@@ -58,7 +58,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def train(*, force: bool = False, **sections: Any) -> int:
     return start.train_command(
-        Loaded(validate({**sections, "mesh": {"device": "cpu", **sections["mesh"]}})), force=force
+        LoadedConfig(validate({**sections, "mesh": {"device": "cpu", **sections["mesh"]}})), force=force
     )
 
 

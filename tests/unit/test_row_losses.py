@@ -11,7 +11,7 @@ from test_audit import ONE, TWO, record
 
 from threefold.audit.lookup import find_step, ordered_rows, ordered_step
 from threefold.audit.record import Line, standing
-from threefold.audit.row_losses import FOLDER, Part, packed, read
+from threefold.audit.row_losses import FOLDER, RankPart, packed, read
 
 GLOBAL = 8
 
@@ -26,7 +26,7 @@ def write(run: Path, segment: int, steps: range, *, dp: int = 1, cp: int = 1, eq
                 packed(
                     segment,
                     step,
-                    Part(dp_rank, dp, cp_rank, cp),
+                    RankPart(dp_rank, dp, cp_rank, cp),
                     ((step + np.arange(GLOBAL) / 16) / cp)[dp_rank::dp].astype(np.float32),
                     counts[dp_rank::dp],
                 )

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler as TorchSampler
 
-from threefold.data import sampler as sampler_module
-from threefold.data.partition import TAILS, Tail
-from threefold.data.permutation import Permutation
-from threefold.data.sampler import DistributedSampler
+from threefold.data.order.partition import TAILS, Tail
+from threefold.data.order.permutation import Permutation
+from threefold.data.sampling import sampler as sampler_module
+from threefold.data.sampling.sampler import DistributedSampler
 from threefold.errors import ConfigError, DataError
 from threefold.mesh.mesh import init_mesh
 

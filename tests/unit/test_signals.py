@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from threefold.mesh.signals import PASSED_ON, STOPS, Signals
+from threefold.mesh.local_ranks import PASSED_ON, STOPS, Signals
 
 _ENDS = """
 import atexit, os, signal, sys
-from threefold.mesh.signals import Signals, ignore
+from threefold.mesh.local_ranks import Signals, ignore
 
 atexit.register(ignore)
 number = int(sys.argv[1])

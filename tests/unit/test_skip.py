@@ -16,8 +16,8 @@ import pytest
 from ranks.spawn import PRELOAD
 from threefold.config.loading import validate
 from threefold.config.schema import Config
-from threefold.data.loader import TokenLoader
-from threefold.data.order import Order, Place, last_step, skips_ahead
+from threefold.data.order.order import Order, Place, last_step, skips_ahead
+from threefold.data.sampling.loader import TokenLoader
 from threefold.errors import ConfigError
 
 SKIP = ((3, 4), (6, 6))

@@ -15,8 +15,8 @@ from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threefold.data.distribute import _replica_of
-from threefold.data.streaming import StreamingLoader
+from threefold.data.sampling.distribute import _replica_of
+from threefold.data.sampling.streaming import StreamingLoader
 from threefold.errors import ConfigError, DataError
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from threefold.commands import cloud, submit
+from threefold.commands import submit
 from threefold.config.loading import load, validate
 from threefold.config.schema import Config, MeshConfig
 from threefold.config.text import as_document
 from threefold.errors import ConfigError, RunError
 from threefold.jobs import (
-    job as clusters,
+    job as jobs,
 )
 from threefold.jobs import (
     kubernetes,
@@ -28,12 +28,14 @@ from threefold.jobs import (
     skypilot,
     slurm,
 )
+from threefold.jobs.clusters import CLUSTERS, Job, kind_of
 from threefold.jobs.entry import command, fetch_secrets
-from threefold.jobs.kubernetes import KubernetesOptions
-from threefold.jobs.ray_train import RayOptions
-from threefold.jobs.sagemaker import SageMakerOptions
-from threefold.jobs.skypilot import SkyPilotOptions
-from threefold.jobs.slurm import SlurmOptions
+from threefold.jobs.kubernetes import KubernetesSettings
+from threefold.jobs.ray_train import RaySettings
+from threefold.jobs.sagemaker import SageMakerSettings
+from threefold.jobs.settings import described, read
+from threefold.jobs.skypilot import SkyPilotSettings
+from threefold.jobs.slurm import SlurmSettings
 from threefold.mesh.launchers.managed import managed
 from threefold.run.terminal import Screen, Terminal
 
@@ -42,8 +44,12 @@ def config(**sections: Any) -> Config:
     return validate({"mesh": {"dp": 4, "tp": 2}, **sections})
 
 
-def ranks(num_hosts: int = 2, **sections: Any) -> clusters.Ranks:
-    return clusters.ranks_of(config(**sections).mesh, num_hosts=num_hosts, per_host=None)
+def ranks(num_hosts: int = 2, **sections: Any) -> jobs.Ranks:
+    return jobs.ranks_of(config(**sections).mesh, num_hosts=num_hosts, per_host=None)
+
+
+def job(num_hosts: int = 2, **sections: Any) -> Job:
+    return Job(config(**sections), ranks(num_hosts), {})
 
 
 def said(error: pytest.ExceptionInfo[ConfigError]) -> str:
@@ -56,7 +62,7 @@ def said(error: pytest.ExceptionInfo[ConfigError]) -> str:
 def test_ranks_follow_from_the_mesh_or_fill_it() -> None:
     found = ranks()
     assert (found.num_hosts, found.per_host, found.topology.world_size) == (2, 4, 8)
-    filled = clusters.ranks_of(MeshConfig.model_validate({"dp": "auto", "tp": 4}), num_hosts=2, per_host=8)
+    filled = jobs.ranks_of(MeshConfig.model_validate({"dp": "auto", "tp": 4}), num_hosts=2, per_host=8)
     assert filled.topology.dp == 4
 
 
@@ -72,28 +78,28 @@ def test_ranks_follow_from_the_mesh_or_fill_it() -> None:
 def test_ranks_that_do_not_fit(mesh: dict, num_hosts: int, per_host: int | None, what: str) -> None:
     with pytest.raises(ConfigError) as caught:
         asked = MeshConfig.model_validate(mesh)
-        clusters.ranks_of(asked, num_hosts=num_hosts, per_host=per_host)
+        jobs.ranks_of(asked, num_hosts=num_hosts, per_host=per_host)
     assert said(caught).startswith(what)
 
 
 @pytest.mark.parametrize("name", ["a job", "-x", "x" * 65, "", "näme", "a;rm", "$(x)"])
 def test_name_that_is_none(name: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"--name {name!r} is not a valid name for this cluster's jobs")):
-        clusters.checked_name(name, longest=64)
+        jobs.checked_name(name, longest=64)
 
 
 def test_secrets_stay_out_of_variables() -> None:
     environ = {"HF_TOKEN": "hf_very_secret", "HF_HOME": "/cache"}
     fix = "--secret {name}=SECRET/KEY"
-    assert clusters.variables(["HF_HOME", "A=b=c"], environ, secret_fix=fix) == {"HF_HOME": "/cache", "A": "b=c"}
+    assert jobs.variables(["HF_HOME", "A=b=c"], environ, secret_fix=fix) == {"HF_HOME": "/cache", "A": "b=c"}
     for free in ("TOKENIZERS_PARALLELISM=false", "KEYBOARD=us", "PWD=/", "URL=https://host/a@b", "MAX_TOKENS=5"):
-        assert clusters.variables([free], environ, secret_fix=fix)
+        assert jobs.variables([free], environ, secret_fix=fix)
     by_name = ("HF_TOKEN", "HF_TOKEN=hf_very_secret", "WANDB_API_KEY=x", "AWS_SECRET_ACCESS_KEY=x", "MY_PASS=x")
     by_name += ("OPENAI_KEY=x", "HF_AUTH=x", "AWS_ACCESS_KEY_ID=x", "DB_PWD=x", "MYTOKEN=x")
     by_value = ("DATABASE_URL=postgres://user:word@host/db", "WHAT=hf_abcdef", "REDIS=redis://:word@host")
     for given in (*by_name, *by_value):
         with pytest.raises(ConfigError) as caught:
-            clusters.variables([given], environ, secret_fix=fix)
+            jobs.variables([given], environ, secret_fix=fix)
         name = given.partition("=")[0]
         assert said(caught) == (
             f"--env {name} looks like a secret: its value would be kept in the job's description\n"
@@ -101,9 +107,9 @@ def test_secrets_stay_out_of_variables() -> None:
             f"  fix: --secret {name}=SECRET/KEY"
         )
     with pytest.raises(ConfigError, match="--env NOWHERE, but NOWHERE is not set here"):
-        clusters.variables(["NOWHERE"], environ, secret_fix=fix)
+        jobs.variables(["NOWHERE"], environ, secret_fix=fix)
     with pytest.raises(ConfigError, match="does not name a variable"):
-        clusters.variables(["a-b=c"], environ, secret_fix=fix)
+        jobs.variables(["a-b=c"], environ, secret_fix=fix)
 
 
 # --- Slurm --------------------------------------------------------------------------------------------------------
@@ -111,7 +117,7 @@ def test_secrets_stay_out_of_variables() -> None:
 
 def test_batch_script_holds_the_config_and_starts_itself_again(tmp_path: Path) -> None:
     asked = config(train={"steps": 7}, log={"dir": "runs/it's mine"})
-    options = SlurmOptions(name="job", time="01:00:00", cpus_per_task=4, python="/opt/my env/bin/python")
+    options = SlurmSettings(name="job", time="01:00:00", cpus_per_task=4, python="/opt/my env/bin/python")
     text = slurm.script(asked, ranks(), options)
     for line in (
         "--nodes=2",
@@ -147,20 +153,20 @@ def test_batch_script_holds_the_config_and_starts_itself_again(tmp_path: Path) -
 
 
 def test_batch_script_without_a_folder_names_it_after_the_job() -> None:
-    text = slurm.script(config(), ranks(), SlurmOptions(requeue=False))
+    text = slurm.script(config(), ranks(), SlurmSettings(requeue=False))
     assert 'run="runs/threefold-$SLURM_JOB_ID"' in text
     assert "#SBATCH --no-requeue" in text and "scontrol" not in text
 
 
 def test_batch_script_on_cpus_asks_for_no_gpus() -> None:
-    assert "gpus" not in slurm.script(config(mesh={"dp": 2, "device": "cpu"}), ranks(), SlurmOptions())
+    assert "gpus" not in slurm.script(config(mesh={"dp": 2, "device": "cpu"}), ranks(), SlurmSettings())
 
 
 def test_values_stay_on_their_line() -> None:
     with pytest.raises(ConfigError, match=r"--partition 'a b' is not one word"):
-        slurm.script(config(), ranks(), SlurmOptions(partition="a b"))
-    wrong = SlurmOptions(options=("exclusive",), srun_options=("--mpi=pmix", "--a\n--b"))
-    found = [problem.what for problem in slurm.problems(config(), wrong)]
+        slurm.script(config(), ranks(), SlurmSettings(partition="a b"))
+    wrong = SlurmSettings(options=("exclusive",), srun_options=("--mpi=pmix", "--a\n--b"))
+    found = [problem.what for problem in slurm.problems(config(), ranks(), wrong)]
     assert found == [
         "--option 'exclusive' is not an option of sbatch",
         "--srun-option '--a\\n--b' is not an option of srun",
@@ -175,18 +181,20 @@ def test_values_stay_on_their_line() -> None:
     ],
 )
 def test_time_limit_leaves_time_to_train_before_the_signal(time: str, fits: bool) -> None:
-    found = list(slurm.problems(config(), SlurmOptions(time=time)))  # grace_s 110, a minute to leave, one to be early
+    found = list(
+        slurm.problems(config(), ranks(), SlurmSettings(time=time))
+    )  # grace_s 110, a minute to leave, one to be early
     assert (
         not found if fits else found[0].what.startswith(f"--time {time}: ranks are told to save 170 s before it ends")
     )
     if found:
         again = found[0].fix.removeprefix("--time ")
-        assert not list(slurm.problems(config(), SlurmOptions(time=again)))
+        assert not list(slurm.problems(config(), ranks(), SlurmSettings(time=again)))
 
 
 def test_times_that_are_none() -> None:
     for time in ("1h", "1:2:3:4", "-5", "", "soon", "1-2-3"):
-        assert [problem.what for problem in slurm.problems(config(), SlurmOptions(time=time))] == [
+        assert [problem.what for problem in slurm.problems(config(), ranks(), SlurmSettings(time=time))] == [
             f"--time {time!r} is no time of Slurm's"
         ]
 
@@ -196,7 +204,7 @@ def test_setup_may_use_variables_that_are_not_set(tmp_path: Path) -> None:
     setup.write_text("export PLACE=/opt/x:$NOT_SET_ANYWHERE\n")
     (tmp_path / "srun").write_text('#!/bin/sh\necho "$PLACE" > place.txt\n')
     (tmp_path / "srun").chmod(0o755)
-    text = slurm.script(config(), ranks(), SlurmOptions(setup=str(setup)))
+    text = slurm.script(config(), ranks(), SlurmSettings(setup=str(setup)))
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
 
     def run() -> subprocess.CompletedProcess[str]:
@@ -204,18 +212,18 @@ def test_setup_may_use_variables_that_are_not_set(tmp_path: Path) -> None:
 
     done = run()
     assert (done.returncode, done.stderr, (tmp_path / "place.txt").read_text()) == (0, "", "/opt/x:\n")
-    assert not list(slurm.missing_setup(SlurmOptions(setup=str(setup))))
+    assert not list(slurm.missing_setup(SlurmSettings(setup=str(setup))))
     setup.unlink()
     assert (run().returncode, run().stderr) == (1, f"--setup {setup} cannot be read here\n")
-    assert list(slurm.missing_setup(SlurmOptions(setup=str(setup))))
+    assert list(slurm.missing_setup(SlurmSettings(setup=str(setup))))
 
 
 def test_container_and_srun_options() -> None:
     def start(**given: Any) -> str:
-        text = slurm.script(config(), ranks(1), SlurmOptions(**given))
+        text = slurm.script(config(), ranks(1), SlurmSettings(**given))
         return next(line for line in text.splitlines() if line.startswith("srun"))
 
-    assert start(srun_options=("--mpi=pmix", "--label")).startswith("srun --wait=120 --mpi=pmix --label python -m")
+    assert start(srun_options=("--mpi=pmix",), python="py").startswith("srun --wait=120 --mpi=pmix py -m")
     pyxis = start(container="nvcr.io#nvidia/pytorch:26.01-py3")
     assert "--container-image='nvcr.io#nvidia/pytorch:26.01-py3' --container-mounts=" in pyxis
     assert pyxis.index("--container-workdir") < pyxis.index("python -m threefold")
@@ -227,7 +235,7 @@ def test_container_and_srun_options() -> None:
 # --- SageMaker ----------------------------------------------------------------------------------------------------
 
 
-def sagemaker_options(**given: Any) -> SageMakerOptions:
+def sagemaker_options(**given: Any) -> SageMakerSettings:
     made = {
         "name": "job",
         "image": "image",
@@ -236,7 +244,7 @@ def sagemaker_options(**given: Any) -> SageMakerOptions:
         "output": "s3://bucket/runs/",
         **given,
     }
-    return SageMakerOptions(**made)
+    return SageMakerSettings(**made)
 
 
 def test_request_and_source_are_what_a_container_needs() -> None:
@@ -258,8 +266,8 @@ def test_request_and_source_are_what_a_container_needs() -> None:
     assert "dir:" not in text  # the container's checkpoint folder is the default there
     assert sagemaker.archive(asked, options) == sagemaker.archive(asked, options)
     # What the request says is what the container's process reads.
-    job = managed({"SM_HPS": json.dumps({"train.steps": "9"})})
-    assert job is not None and load(None, environ={}, settings=job.settings).config.train.steps == 9
+    read = managed({"SM_HPS": json.dumps({"train.steps": "9"})})
+    assert read is not None and load(None, environ={}, settings=read.settings).config.train.steps == 9
 
 
 def test_wheels_are_installed_first(tmp_path: Path) -> None:
@@ -270,7 +278,7 @@ def test_wheels_are_installed_first(tmp_path: Path) -> None:
 
 
 def test_jobs_that_would_lose_their_work_are_refused() -> None:
-    def whats(options: SageMakerOptions, num_hosts: int = 1, **sections: Any) -> list[str]:
+    def whats(options: SageMakerSettings, num_hosts: int = 1, **sections: Any) -> list[str]:
         found = sagemaker.problems(config(**sections), ranks(num_hosts), options)
         return [problem.what for problem in found]
 
@@ -387,8 +395,8 @@ def test_config_with_a_secret_is_sent_nowhere(tmp_path: Path) -> None:
 # --- Kubernetes ---------------------------------------------------------------------------------------------------
 
 
-def kubernetes_options(**given: Any) -> KubernetesOptions:
-    return KubernetesOptions(**{"name": "job", "image": "image", "volumes": {"claim": "/runs"}, **given})
+def kubernetes_options(**given: Any) -> KubernetesSettings:
+    return KubernetesSettings(**{"name": "job", "image": "image", "volumes": {"claim": "/runs"}, **given})
 
 
 ON_VOLUME = {"log": {"dir": "/runs/a"}}
@@ -584,7 +592,7 @@ def test_another_job_has_other_names(kind: str) -> None:
 
 
 def test_pods_that_would_lose_their_work_are_refused() -> None:
-    def whats(options: KubernetesOptions, **sections: Any) -> list[str]:
+    def whats(options: KubernetesSettings, **sections: Any) -> list[str]:
         return [problem.what for problem in kubernetes.problems(config(**sections), ranks(), options)]
 
     assert whats(kubernetes_options(), **ON_VOLUME) == []
@@ -608,8 +616,8 @@ def test_pods_that_would_lose_their_work_are_refused() -> None:
 SAFE = {"checkpoint": {"every": 10}, "log": {"dir": "/runs/a"}}
 
 
-def sky_options(**given: Any) -> SkyPilotOptions:
-    return SkyPilotOptions(**{"gpu": "H100", "image": "docker:me/image", "volumes": {"/runs": "v"}, **given})
+def sky_options(**given: Any) -> SkyPilotSettings:
+    return SkyPilotSettings(**{"gpu": "H100", "image": "docker:me/image", "volumes": {"/runs": "v"}, **given})
 
 
 def test_task_of_skypilot_starts_the_ranks_with_the_config(tmp_path: Path) -> None:
@@ -650,7 +658,7 @@ def test_jobs_of_skypilot_and_ray_that_would_lose_their_work(monkeypatch: pytest
     assert whats(setup="/nowhere.sh") == ["--setup /nowhere.sh is no file here"]
 
     def of_ray(safe: Any, **given: Any) -> list[str]:
-        return [each.what for each in ray_train.problems(config(**safe), RayOptions(**given))]
+        return [each.what for each in ray_train.problems(config(**safe), ranks(), RaySettings(**given))]
 
     assert of_ray(SAFE, retries=3) == []
     assert of_ray({}, retries=1) == ["log.dir is not set", "--retries with checkpoint.every = 0"]
@@ -664,11 +672,11 @@ def test_jobs_of_skypilot_and_ray_that_would_lose_their_work(monkeypatch: pytest
 
 
 def test_job_of_ray_asks_for_what_its_ranks_need() -> None:
-    text = ray_train.script(config(**SAFE), ranks(), RayOptions(cpus_per_rank=3, variables={"A": "it's"}, retries=2))
+    text = ray_train.script(config(**SAFE), ranks(), RaySettings(cpus_per_rank=3, variables={"A": "it's"}, retries=2))
     compile(text, "job.py", "exec")
     assert "'num_workers': 8, 'use_gpu': True, 'resources_per_worker': {'CPU': 3, 'GPU': 1}" in text
     assert "max_failures=2" in text and """{'A': "it's"}""" in text and "timeout_s=600" in text
-    on_cpus = ray_train.script(config(mesh={"dp": 2, "device": "cpu"}, **SAFE), ranks(), RayOptions())
+    on_cpus = ray_train.script(config(mesh={"dp": 2, "device": "cpu"}, **SAFE), ranks(), RaySettings())
     assert "'use_gpu': False, 'resources_per_worker': {'CPU': 1}" in on_cpus
 
 
@@ -678,27 +686,22 @@ def test_job_of_ray_asks_for_what_its_ranks_need() -> None:
 def test_programs_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(ConfigError, match="sbatch is not installed here"):
-        submit.slurm_text(config(), ranks(), SlurmOptions(), dry_run=False)
+        slurm.send(job(), SlurmSettings())
     with pytest.raises(ConfigError, match="sky is not installed here"):
-        skypilot.submit({}, sky_options())
+        skypilot.send(job(**SAFE), sky_options())
     with pytest.raises(ConfigError, match="ray is not installed here"):
-        ray_train.submit("", RayOptions())
+        ray_train.send(job(**SAFE), RaySettings())
     with pytest.raises(ConfigError, match="kubectl is not installed here"):
-        submit.kubernetes_text(config(**ON_VOLUME), ranks(), kubernetes_options(), dry_run=False)
+        kubernetes.send(job(**ON_VOLUME), kubernetes_options())
 
 
 def test_dry_run_shows_no_value_of_a_variable() -> None:
     options = sagemaker_options(variables={"HF_HOME": "private-place"})
-    lines = cloud.sagemaker_lines(config(), ranks(1), options, region="us-east-1", dry_run=True, source_to=None)
-    assert "private-place" not in "\n".join(lines)
+    assert "(not shown)" in (shown := sagemaker.text(job(1), options)) and "private-place" not in shown
 
 
 def test_source_for_the_sdk_is_written(tmp_path: Path) -> None:
-    lines = list(
-        cloud.sagemaker_lines(
-            config(), ranks(1), sagemaker_options(), region=None, dry_run=True, source_to=tmp_path / "src"
-        )
-    )
+    lines = sagemaker.text(job(1), sagemaker_options(source_to=tmp_path / "src")).splitlines()
     assert lines[0] == f"wrote {tmp_path / 'src'}: entry script threefold_entry.py"
     assert sorted(path.name for path in (tmp_path / "src").iterdir()) == ["config.yaml", "threefold_entry.py"]
 
@@ -716,14 +719,14 @@ def refusing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("refusing")
 def test_clusters_that_refuse() -> None:
     with pytest.raises(RunError) as caught:
-        submit.slurm_text(config(), ranks(), SlurmOptions(), dry_run=False)
+        slurm.send(job(), SlurmSettings())
     assert str(caught.value) == (
         "sbatch did not accept the job: not today\n"
         "  expected: options that this cluster accepts\n"
         "  fix: --dry-run shows the script; sinfo shows partitions, sacctmgr show assoc your accounts"
     )
     with pytest.raises(RunError) as caught:
-        submit.kubernetes_text(config(**ON_VOLUME), ranks(), kubernetes_options(), dry_run=False)
+        kubernetes.send(job(**ON_VOLUME), kubernetes_options())
     assert str(caught.value) == (
         "kubectl did not accept the job: not today\n"
         "  expected: a cluster with the operator of this --kind, the right to create jobs there, "
@@ -735,7 +738,7 @@ def test_clusters_that_refuse() -> None:
 def test_sagemaker_without_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(ConfigError) as caught:
-        list(cloud.sagemaker_lines(config(), ranks(1), sagemaker_options(), region=None, dry_run=False, source_to=None))
+        sagemaker.send(job(1), sagemaker_options())
     assert said(caught) == (
         "boto3 is not installed\n  expected: AWS' library, to send the job\n  fix: pip install 'threefold[sagemaker]'"
     )
@@ -743,12 +746,69 @@ def test_sagemaker_without_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_option_that_names_no_pair() -> None:
     with pytest.raises(ConfigError) as caught:
-        clusters.named_pairs(["words"], "--channel", "NAME=s3://BUCKET/PREFIX", example="a=s3://b/c")
+        jobs.named_pairs(["words"], "--channel", "NAME=s3://BUCKET/PREFIX", example="a=s3://b/c")
     assert said(caught) == (
         "--channel 'words' is not NAME=s3://BUCKET/PREFIX\n"
         "  expected: NAME=s3://BUCKET/PREFIX\n"
         "  fix: --channel a=s3://b/c"
     )
+
+
+SETTINGS = {
+    "slurm": ["--time", "1:00:00", "--no-requeue", "--option=--exclusive", "--option=--x=y", "--retries", "3"],
+    "sagemaker": ["--role", "r", "--image", "i", "--output", "s3://b/p", "--instance-type", "ml.p5", "--spot"],
+    "kubernetes": ["--image", "i", "--volume", "c=/runs", "--env", "A=b", "--toleration=a", "--host-network", "true"],
+    "skypilot": ["--gpu", "H100", "--bucket", "/runs=s3://b", "--secret", "HF_TOKEN", "--spot=false"],
+    "ray": ["--cpus-per-rank", "2"],
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_settings_are_read_from_the_fields(name: str) -> None:
+    kind = kind_of(name).Settings
+    keys = ["c.yaml", "--train.steps", "-1", "--mesh.dp=2"]
+    settings, rest = read(kind, [*keys[:1], *SETTINGS[name], *keys[1:]], {})
+    assert rest == keys
+    expected: dict[str, dict[str, Any]] = {
+        "slurm": {"time": "1:00:00", "requeue": False, "options": ("--exclusive", "--x=y"), "retries": 3},
+        "sagemaker": {"role": "r", "image": "i", "output": "s3://b/p", "instance_type": "ml.p5", "spot": True},
+        "kubernetes": {"image": "i", "volumes": {"c": "/runs"}, "variables": {"A": "b"}, "tolerations": ("a",)},
+        "skypilot": {"gpu": "H100", "buckets": {"/runs": "s3://b"}, "secrets": ("HF_TOKEN",)},
+        "ray": {"cpus_per_rank": 2},
+    }
+    host_network = {"host_network": True} if name == "kubernetes" else {}
+    assert settings == kind(**expected[name], **host_network)
+    assert len({option for option, _ in described(kind)}) == len(list(described(kind)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "whats"),
+    [
+        (["--tim", "3"], ["unknown option --tim"]),
+        (["--retries", "-1", "--time"], ["--time has no value", "--retries = '-1'"]),
+        (["--cpus-per-task", "0"], ["--cpus-per-task = '0'"]),
+        (["--requeue=maybe"], ["--requeue = 'maybe'"]),
+        (["--time", "1", "--time", "2"], ["--time is given 2 times"]),
+    ],
+)
+def test_settings_that_cannot_be_read(arguments: list[str], whats: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(SlurmSettings, arguments, {})
+    assert [problem.what for problem in caught.value.problems] == whats
+    assert all(problem.expected and problem.fix for problem in caught.value.problems)
+
+
+def test_dropped_setting_is_refused_with_what_replaces_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(SageMakerSettings, [*SETTINGS["sagemaker"], "--instances", "2"], {})
+    assert [problem.fix for problem in caught.value.problems] == ["--nodes N, as for every kind of job"]
+
+
+def test_required_setting_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match="no --image\n  expected: image with threefold and torch\n  fix: --image TEXT"
+    ):
+        read(KubernetesSettings, [], {})
 
 
 def test_the_command_prints_a_job(tmp_path: Path) -> None:

@@ -17,11 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from threefold.data.store.resolve import open_text
-from threefold.data.text import digests, hub
-from threefold.data.text import files as text_files
+from threefold.data.text import files, hub
 from threefold.data.text import rows as text_rows
 from threefold.data.text.fields import TextField
-from threefold.data.text.source import Piece, ReadLog, Source, TextSource, log_error
+from threefold.data.text.source import Labels, Piece, ReadLog, Source, TextSource, log_error
 from threefold.errors import DataError
 
 
@@ -50,12 +49,16 @@ def documents(source: TextSource, *, skip_bad: bool = False) -> list[str]:
 
 
 def read(source: str | Path, **options: object) -> list[str]:
-    return documents(open_text(Source(str(source), **options)))  # type: ignore[arg-type]
+    return documents(open_text(source_of(source, **options)))
+
+
+def source_of(name: str | Path, *, text_field: str = "text", **options: Any) -> Source:
+    return Source(str(name), labels=Labels(fields={"text": text_field}), **options)
 
 
 def test_stdlib_is_the_library_without_packages_and_tests() -> None:
     source = open_text(Source("stdlib"))
-    assert isinstance(source, text_files.Files)
+    assert isinstance(source, files.Files)
     assert 400 < len(source.paths) < 1500
     assert "json/decoder.py" in source.paths and "unittest/case.py" in source.paths
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -112,8 +115,7 @@ def test_text_is_taken_as_it_is(tmp_path: Path) -> None:
     assert read(tmp_path / "a.txt") == ["one\r\ntwo\rthree \ufeff é\n"]
 
 
-def test_byte_order_mark_is_no_text_and_another_recipe(tmp_path: Path) -> None:
-    """Earlier releases kept the mark as a token: their stores of such files are not taken for these."""
+def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"text")
     (tmp_path / "b.txt").write_bytes(b"text")
     before = open_text(Source(str(tmp_path)))
@@ -124,7 +126,6 @@ def test_byte_order_mark_is_no_text_and_another_recipe(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbftext")
     marked = open_text(Source(str(tmp_path)))
     assert documents(marked) == ["text", "text"]
-    assert isinstance(marked, text_files.Files) and marked._recipe.endswith(" without marks")
 
 
 @given(
@@ -239,7 +240,7 @@ def test_fingerprint_follows_content_names_and_field_but_not_the_place(tmp_path:
         for name, content in files.items():
             (tmp_path / folder).mkdir(exist_ok=True)
             (tmp_path / folder / name).write_text(content)
-        return open_text(Source(str(tmp_path / folder), text_field=text_field)).fingerprint
+        return open_text(source_of(tmp_path / folder, text_field=text_field)).fingerprint
 
     base = fingerprint("a", {"1.txt": "one", "2.txt": "two"})
     assert base == fingerprint("b", {"1.txt": "one", "2.txt": "two"})
@@ -266,7 +267,7 @@ def test_digests_are_remembered_while_files_stay_as_they_are(tmp_path: Path, mon
 
     def settle() -> None:
         """As if the files had been written long ago; a time of change cannot be set."""
-        monkeypatch.setattr(digests, "_SETTLED_NS", -(10**12))
+        monkeypatch.setattr(files, "_SETTLED_NS", -(10**12))
 
     monkeypatch.setattr("hashlib.file_digest", counted)
     folder.mkdir()

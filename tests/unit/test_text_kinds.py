@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from threefold.data.store.resolve import open_text
 from threefold.data.text import rows as text_rows
 from threefold.data.text.fields import TextField
-from threefold.data.text.source import Piece, ReadLog, Source, TextSource, log_error
+from threefold.data.text.source import Labels, Piece, ReadLog, Source, TextSource, log_error
 from threefold.errors import DataError
 
 TEXTS = ["one", "", 'two, "quoted"\nand a line', "drei é\u2028", "four\r\nlines"]
@@ -62,7 +62,8 @@ def documents(source: TextSource, *, skip_bad: bool = False) -> list[str]:
 
 
 def read(source: str | Path | tuple[str, ...], *, skip_bad: bool = False, **options: Any) -> list[str]:
-    opened = open_text(Source(source if isinstance(source, tuple) else str(source), **options))
+    labels = Labels(fields={"text": options.pop("text_field", "text")})
+    opened = open_text(Source(source if isinstance(source, tuple) else str(source), labels=labels, **options))
     return documents(pickle.loads(pickle.dumps(opened)), skip_bad=skip_bad)
 
 
@@ -186,8 +187,8 @@ def test_field_inside_a_field(tmp_path: Path, kind: str) -> None:
     with pytest.raises(DataError) as caught:
         read(source)
     assert caught.value.problems[0].expected == "one of the existing fields: meta.text, meta.n, id"
-    assert caught.value.problems[0].fix == "--data.text_field meta.text"
-    with pytest.raises(DataError, match=r"data\.text_field = 'meta\.body'"):
+    assert caught.value.problems[0].fix == "--data.fields '{text: meta.text}'"
+    with pytest.raises(DataError, match=r"data\.fields\.text = 'meta\.body'"):
         read(source, text_field="meta.body")
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from threefold.run.main_thread import MainThread
-from threefold.run.pulse import Peer, Pulse
-from threefold.run.stall import Report, Seen, Stall, find
-from threefold.run.watchdog import Watchdog
+from threefold.run.watch.main_thread import MainThread
+from threefold.run.watch.pulse import Peer, Pulse
+from threefold.run.watch.stall import Report, Seen, Stall, find
+from threefold.run.watch.watchdog import Watchdog
 from threefold.training.progress import DeviceForward, Lag, OwnTime, Phase, Progress, slowest
 
 WORKING = "  File loader.py, line 1, in read\n    file.read()"
@@ -87,7 +87,7 @@ def test_rank_without_a_sign_of_life_is_named_whatever_it_said_last() -> None:
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        ("stopped", "its process is stopped (SIGSTOP or a debugger), and goes on with kill -CONT 101"),
+        ("stopped", "its process is stopped (SIGSTOP or a debugger): resume it with kill -CONT 101"),
         ("gone", "its process is gone"),
         ("held", "its process lives, but one call holds Python's lock (the GIL)"),
         (

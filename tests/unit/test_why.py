@@ -12,14 +12,14 @@ import pytest
 from test_audit import ONE, record
 
 from threefold.audit.record import FILE
-from threefold.audit.row_losses import FOLDER, Part, packed
+from threefold.audit.row_losses import FOLDER, RankPart, packed
 from threefold.checkpoint.lineage import Journal
-from threefold.data.mixture import Mixture
+from threefold.data.order.mixture import Mixture
 from threefold.errors import ConfigError, RunError
-from threefold.why import said
-from threefold.why.batch_rows import Batches
+from threefold.why import format
+from threefold.why.batch_rows import StepBatches
 from threefold.why.contents import visible
-from threefold.why.found import Finding, findings
+from threefold.why.findings import Anomaly, findings
 from threefold.why.lookback import Lookback
 
 STEPS, ROWS = 120, 8
@@ -43,7 +43,7 @@ def write(run: Path, change: Change = lambda losses, lines: None, *, seed: int =
     counts = np.full(ROWS, 50)
     with (run / FOLDER / "rank-0000.bin").open("wb") as file:
         for step, row in enumerate(losses, start=1):
-            file.write(packed(1, step, Part(0, 1, 0, 1), (row * counts).astype(np.float32), counts))
+            file.write(packed(1, step, RankPart(0, 1, 0, 1), (row * counts).astype(np.float32), counts))
     for line, row in zip(lines, losses, strict=True):
         line["loss"] = float(row.mean())
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -52,15 +52,15 @@ def write(run: Path, change: Change = lambda losses, lines: None, *, seed: int =
     return run
 
 
-def found(run: Path) -> list[Finding]:
-    return findings(Batches(Lookback.of(run)))
+def found(run: Path) -> list[Anomaly]:
+    return findings(StepBatches(Lookback.of(run)))
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_nothing_is_found_where_nothing_is(tmp_path: Path, seed: int) -> None:
     run = write(tmp_path / "run", seed=seed, mixture=MIXTURE if seed % 2 else None)
     assert found(run) == []
-    assert "nothing unusual" in "\n".join(said.run_lines(Batches(Lookback.of(run))))
+    assert "nothing unusual" in "\n".join(format.run_lines(StepBatches(Lookback.of(run))))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -73,7 +73,7 @@ def test_a_row_that_makes_a_spike_is_named_first_with_its_share(tmp_path: Path, 
 
     run = write(tmp_path / "run", plant, seed=seed)
     (first,) = found(run)
-    expected = Batches(Lookback.of(run)).rows_of(step)[place]
+    expected = StepBatches(Lookback.of(run)).rows_of(step)[place]
     assert first.steps == [step] and first.rows[0] == expected and expected.score > 20
     if step > 80:  # before, steps differ by as much from those before them
         assert first.kind == "spike"
@@ -153,9 +153,9 @@ def test_a_run_without_losses_of_rows_has_spikes_of_its_steps(tmp_path: Path) ->
     (run / FOLDER / "rank-0000.bin").unlink()
     (spike,) = found(run)
     assert (spike.kind, spike.steps, spike.rows) == ("spike", [71], [])
-    rows = Batches(Lookback.of(run)).rows_of(71)
+    rows = StepBatches(Lookback.of(run)).rows_of(71)
     assert len(rows) == ROWS and {row.loss for row in rows} == {None}
-    assert "without losses of rows" in next(said.run_lines(Batches(Lookback.of(run))))
+    assert "without losses of rows" in next(format.run_lines(StepBatches(Lookback.of(run))))
 
 
 def test_lines_of_a_later_start_replace_those_before_and_damage_is_named(tmp_path: Path) -> None:
@@ -165,18 +165,18 @@ def test_lines_of_a_later_start_replace_those_before_and_damage_is_named(tmp_pat
     back = Lookback.of(run)
     assert max(back.logged) == 100 and back.number(100, "loss") == 1.5
     assert len(back.damaged) == 4 and all("metrics.jsonl, line " in text for text in back.damaged)
-    assert sum("damaged: " in line for line in said.run_lines(Batches(back))) == 4
+    assert sum("damaged: " in line for line in format.run_lines(StepBatches(back))) == 4
 
 
 def test_a_step_is_told_with_its_rows_and_an_unknown_one_refused(tmp_path: Path) -> None:
     run = write(tmp_path / "run")
-    lines = list(said.step_lines(Batches(Lookback.of(run)), 30))
+    lines = list(format.step_lines(StepBatches(Lookback.of(run)), 30))
     assert lines[0].startswith(f"{run}: step 30, 8 rows, loss ") and "nothing unusual" in lines
     assert sum(line.startswith("  row ") for line in lines) == ROWS
     for step in (0, -1, STEPS + 1, 10**20):
         with pytest.raises(ConfigError, match=f"nothing is kept of step {step} of"):
-            Batches(Lookback.of(run)).rows_of(step)
-    values = json.loads(json.dumps(said.values(Batches(Lookback.of(run)), 30), allow_nan=False))
+            StepBatches(Lookback.of(run)).rows_of(step)
+    values = json.loads(json.dumps(format.values(StepBatches(Lookback.of(run)), 30), allow_nan=False))
     assert len(values["rows"]) == ROWS and values["findings"] == [] and values["missing"]
 
 

@@ -19,7 +19,7 @@ from threefold.audit.digest import Int64, Message, Window, agree, predicted_samp
 from threefold.audit.lookup import place_after
 from threefold.audit.offences import Evidence
 from threefold.audit.record import SegmentLine, SkipLine, StepsLine, read
-from threefold.data.order import Place, StepRange, num_batches
+from threefold.data.order.order import Place, StepRange, num_batches
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import KnownRows
 from threefold.errors import Problem, RunError, rows_text

@@ -11,8 +11,7 @@ Digests are 64 bits of XXH3 over little-endian int64 values, seeded with the dig
     samples    (step, row indices in the order of the batch)
     contents   the tensors of those rows: input_ids, labels, position_ids and, with document_mask, document_ids
 
-So they depend on the order of the steps and on the places in a batch. Rows of -1 have no sample and are left out. In
-records of version 0.1.0, contents are input_ids and labels; each start says which they are (`SegmentLine.tensors`).
+So they depend on the order of the steps and on the places in a batch. Rows of -1 have no sample and are left out.
 """
 
 from __future__ import annotations

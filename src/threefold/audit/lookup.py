@@ -17,7 +17,7 @@ import numpy as np
 from threefold.audit.digest import Int64
 from threefold.audit.proof import Stretch
 from threefold.audit.record import Segment, SkipLine
-from threefold.data.order import Order, Place
+from threefold.data.order.order import Order, Place
 from threefold.errors import ranks_text, rows_text
 from threefold.mesh.topology import Topology
 

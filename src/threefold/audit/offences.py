@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from threefold.audit.digest import TOKEN_FIELDS, Int64, Message, TokenDifference
-from threefold.data.order import Order, Place
+from threefold.data.order.order import Order, Place
 from threefold.data.rows.known_rows import Changed, KnownRows
 from threefold.data.store.blocks import Change
 from threefold.errors import Problem, ranks_text, rows_text
@@ -155,7 +155,7 @@ def _source_problems(evidence: Evidence) -> list[Problem]:
         Problem(
             f"{ranks_text(others)} read another source than rank 0: its fingerprint differs",
             "the same tokens on every rank: otherwise a sample's number means different samples",
-            "threefold data prepare --source ... --to DIR   once, copy DIR to every machine, and --data.source DIR",
+            "threefold data prepare --data.source ... --to DIR   once, copy DIR to all machines, and --data.source DIR",
         )
     ]
 

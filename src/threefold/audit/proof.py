@@ -17,7 +17,7 @@ import numpy as np
 
 from threefold.audit.digest import Int64, fold_contents, predicted_samples
 from threefold.audit.record import Line, Segment, SegmentLine, StepsLine
-from threefold.data.order import Order, Place
+from threefold.data.order.order import Order, Place
 from threefold.data.rows.concat import Rows
 from threefold.errors import Problem, RunError, rows_text
 from threefold.mesh.topology import Topology

@@ -21,26 +21,24 @@ from typing import Any, TypeVar, get_args
 
 from threefold.audit import row_lengths
 from threefold.audit.digest import TOKEN_FIELDS
-from threefold.data.like_length import LengthsOf
-from threefold.data.mixture import Mixture
-from threefold.data.order import Order, Place
-from threefold.data.partition import Tail
-from threefold.data.permutation import check_order_version
+from threefold.data.order.length_buckets import LengthsOf
+from threefold.data.order.mixture import Mixture
+from threefold.data.order.order import Order, Place
+from threefold.data.order.partition import Tail
+from threefold.data.order.permutation import ORDER_VERSION, check_order_version
 from threefold.errors import ConfigError, RunError, ThreefoldError
 from threefold.mesh.topology import Topology
 
 FILE = "audit.jsonl"
-# What records of version 0.1.0 do not have.
-_ADDED = ("epochs", "tensors", "stores", "checked", "grouped", "lengths")
 # Rows of a step beyond those that there are, and ranks; more are a damaged number.
 _MOST_ROWS, _MOST_RANKS = 1 << 22, 1 << 24
 _RESTORE = "restore the file; without its record nothing about the run can be proved"
 
-_Line = TypeVar("_Line", bound="_Record")
+_Line = TypeVar("_Line", bound="_AuditLine")
 
 
 @dataclass(frozen=True)
-class _Record:
+class _AuditLine:
     """A line of the file: `kind`, then the fields; digests as 16 hexadecimal digits."""
 
     @property
@@ -58,8 +56,7 @@ class _Record:
     @classmethod
     def from_record(cls: type[_Line], record: Mapping[str, Any]) -> _Line:
         """The inverse of `to_record`; ValueError, TypeError or KeyError for anything else."""
-        names = (entry.name for entry in fields(cls) if entry.name in record or entry.name not in _ADDED)
-        values = {name: record[name] for name in names if name != "lengths"}
+        values = {entry.name: record[entry.name] for entry in fields(cls) if entry.name != "lengths"}
         for name in ("samples", "contents"):
             if name in values:
                 values[name] = tuple(int(digest, 16) for digest in values[name])
@@ -67,7 +64,7 @@ class _Record:
 
 
 @dataclass(frozen=True)
-class SegmentLine(_Record):
+class SegmentLine(_AuditLine):
     """A start of the run, from step 1 or from a checkpoint."""
 
     segment: int
@@ -130,7 +127,7 @@ class SegmentLine(_Record):
         """The first start of a run in `order`, whose step `first_step` begins at `place`."""
         mixture = described(order.mixture) if order.mixture is not None else None
         rows: tuple[Any, ...] = (order.global_batch, order.num_rows, order.seed, order.shuffle, order.tail)
-        rows += (order.version, data, mixture, every, checkpoint, order.epochs)
+        rows += (ORDER_VERSION, data, mixture, every, checkpoint, order.epochs)
         return cls(1, first_step, *order.begin(place), topology.sizes, *rows)
 
     @property
@@ -145,14 +142,14 @@ class SegmentLine(_Record):
     @cached_property
     def order(self) -> Order:
         """The order that the run followed."""
-        sizes = (self.num_rows, self.global_batch, self.seed, self.shuffle, self.tail, self.order_version)
+        sizes = (self.num_rows, self.global_batch, self.seed, self.shuffle, self.tail)
         assert self.grouped is None or self.lengths is not None
         order = Order(*sizes, epochs=self.epochs, lengths=self.lengths)
         if self.mixture is None:
             return order
         rows = {name: size for name, size, _ in self.mixture}
         turns = {name: turns for name, _, turns in self.mixture}
-        return replace(order, mixture=Mixture(rows, turns, seed=self.seed, version=self.order_version))
+        return replace(order, mixture=Mixture(rows, turns, seed=self.seed))
 
 
 def described(mixture: Mixture) -> tuple[tuple[str, int, int], ...]:
@@ -161,7 +158,7 @@ def described(mixture: Mixture) -> tuple[tuple[str, int, int], ...]:
 
 
 @dataclass(frozen=True)
-class StepsLine(_Record):
+class StepsLine(_AuditLine):
     """An audit of the steps `first` to `last`, whose first begins at (epoch, position)."""
 
     segment: int
@@ -191,7 +188,7 @@ class StepsLine(_Record):
 
 
 @dataclass(frozen=True)
-class SkipLine(_Record):
+class SkipLine(_AuditLine):
     """Batches left out before step `before_step`, beginning at (epoch, position): those of steps `first` to `last`."""
 
     segment: int

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from threefold.data.like_length import LengthsOf
+from threefold.data.order.length_buckets import LengthsOf
 from threefold.errors import RunError
 
 FOLDER = "lengths"

@@ -37,7 +37,7 @@ Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """Whose part of the rows a record has: a dp rank's, and of these a cp rank's."""
 
     dp_rank: int
@@ -46,10 +46,10 @@ class Part(NamedTuple):
     cp_size: int
 
 
-class _Record(NamedTuple):
+class _LossRecord(NamedTuple):
     segment: int
     step: int
-    part: Part
+    part: RankPart
     rows: int
     targets: int
 
@@ -59,7 +59,7 @@ class _Place(NamedTuple):
 
     file: int
     offset: int
-    record: _Record
+    record: _LossRecord
 
 
 class StepLosses(NamedTuple):
@@ -74,7 +74,7 @@ class StepLosses(NamedTuple):
         return np.divide(self.sums, self.counts, out=np.full(len(self.sums), np.nan), where=self.counts > 0)
 
 
-def packed(segment: int, step: int, part: Part, sums: npt.NDArray[np.float32], counts: Int64) -> bytes:
+def packed(segment: int, step: int, part: RankPart, sums: npt.NDArray[np.float32], counts: Int64) -> bytes:
     """The record of a step."""
     same = len(counts) > 0 and bool((counts == counts[0]).all())
     payload = sums.astype("<f4").tobytes() + (b"" if same else counts.astype("<u4").tobytes())
@@ -153,7 +153,7 @@ def read(run: Path, segments: Sequence[Segment]) -> RowLosses:
     return found
 
 
-def _records(content: bytes) -> Iterator[tuple[int, _Record]]:
+def _records(content: bytes) -> Iterator[tuple[int, _LossRecord]]:
     """(where it begins, its header) of each whole record, in order."""
     at = 0
     while (at := content.find(_MAGIC, at)) >= 0:
@@ -165,22 +165,22 @@ def _records(content: bytes) -> Iterator[tuple[int, _Record]]:
         at += _HEADER.size + _payload_bytes(record)
 
 
-def _record_at(content: bytes, at: int) -> _Record | None:
+def _record_at(content: bytes, at: int) -> _LossRecord | None:
     if at + _HEADER.size > len(content):
         return None
     _, checksum, segment, step, dp_rank, dp_size, cp_rank, cp_size, rows, count = _HEADER.unpack_from(content, at)
-    record = _Record(segment, step, Part(dp_rank, dp_size, cp_rank, cp_size), rows, count)
+    record = _LossRecord(segment, step, RankPart(dp_rank, dp_size, cp_rank, cp_size), rows, count)
     end = at + _HEADER.size + _payload_bytes(record)
     if end - at > _MOST_BYTES or end > len(content) or dp_rank >= dp_size or cp_rank >= cp_size:
         return None
     return record if zlib.crc32(memoryview(content)[at + _CHECKED : end]) == checksum else None
 
 
-def _payload_bytes(record: _Record) -> int:
+def _payload_bytes(record: _LossRecord) -> int:
     return record.rows * (8 if record.targets == _EACH_ITS_OWN else 4)
 
 
-def _stands(record: _Record, segments: Sequence[Segment]) -> bool:
+def _stands(record: _LossRecord, segments: Sequence[Segment]) -> bool:
     own = next((each for each in segments if each.start.segment == record.segment), None)
     return (
         own is not None

@@ -15,7 +15,7 @@ from threefold.audit.record import Segment, SegmentLine
 from threefold.data.rows.known_rows import PackedRows, block_text, changed
 from threefold.data.rows.packing import Packing
 from threefold.data.store.blocks import IDENTITY, OF_TOKENS, SUFFIX, Blocks, Change, with_suffix
-from threefold.data.store.remembered import Known, known
+from threefold.data.store.hash_cache import Known, known
 from threefold.data.store.store import TokenStore
 from threefold.errors import RunError, ThreefoldError
 

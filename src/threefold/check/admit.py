@@ -18,57 +18,20 @@ from transformers import PretrainedConfig
 from threefold.check import admission_cache
 from threefold.check.compare import PROBE_GRADIENT, Comparison, Difference
 from threefold.check.probe_rows import Mode, row_length
-from threefold.check.probes import OwnForwardError, Subject, probe
+from threefold.check.probes import PROMISES, OwnForwardError, Subject, probe
 from threefold.config.schema import Config
 from threefold.errors import ConfigError, ThreefoldError
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
-from threefold.model.context_parallel.split import choose_method
+from threefold.model.context_parallel.split import heads_of
 from threefold.model.reduced import reduced
+from threefold.plan import choices
 
 # A failure is confirmed with other weights and rows before a model is refused: a router's near tie can fall either way.
 _SEEDS = (0, 1)
 _OFF = "--model.admission off   (trains it unchecked)"
 _PLAIN = {"document_mask": False, "packing": "concat"}
-# What a failed probe says, and what was expected; the first of these that fails is the one that a refusal names.
-_PROMISES = {
-    "causality": ("later tokens move the loss of earlier ones by {:.1e} nats", "a causal model"),
-    "context": ("the loss of a token does not see the tokens before it", "a model that reads its context"),
-    "documents": (
-        "a document moves the loss of the next one in its row by {:.1e} nats",
-        "documents that are kept apart, as data.document_mask promises",
-    ),
-    "composition": (
-        "the loss of a row depends on the other rows of its micro-batch, by {:.1e} nats",
-        "rows that do not see one another: train.micro_batch and the mesh must not change the curve",
-    ),
-    "head": (
-        "the logits of its head differ from the model's own by {:.1e} of the largest",
-        "the model's own logits",
-    ),
-    "replicas": (
-        "tp ranks have gradients of the same parameter that differ by {:.1e}",
-        "the same gradient on every rank that holds a whole parameter: its copies would drift apart",
-    ),
-    "bfloat16": (
-        "in bfloat16 its loss is {:.1e} nats from that in float32",
-        "a step in bfloat16 whose loss is within {:.0e} nats of float32's, and whose gradient is finite",
-    ),
-    "routers' loss": (
-        "the loss of its routers differs from transformers' by {:.1e}",
-        "a difference of {:.0e} over the tokens that are not padding",
-    ),
-    "loss": ("its loss differs from the model's own forward in one process by {:.1e} nats", "a difference of {:.0e}"),
-    "gradients": (
-        "its gradients differ from the model's own in one process by {:.1e}",
-        "a relative difference of {:.0e} in each parameter",
-    ),
-    "gradient norm": (
-        "the norm of its gradient differs from the model's own in one process by {:.1e}",
-        "a relative difference of {:.0e}",
-    ),
-}
 
 
 class RefusedError(ConfigError):
@@ -146,8 +109,10 @@ def _worst(results: list[Difference]) -> str:
 def _subject(config: Config, architecture: PretrainedConfig, topology: Topology) -> Subject:
     """What is probed for this run."""
     seq_len = row_length(topology)
-    method, _ = choose_method(config.mesh.cp_method, architecture, topology, seq_len=config.data.seq_len)
-    shared_evenly = config.data.seq_len % (topology.cp * topology.tp) == 0
+    # Of the run, whose rows are longer than those of a probe: it is probed as it will be computed.
+    asked, run_length, heads = config.mesh, config.data.seq_len, heads_of(architecture)
+    method = choices.cp_method(asked.cp_method, topology, heads=heads, seq_len=run_length).value
+    shared_evenly = run_length % (topology.cp * topology.tp) == 0
     ranks = topology.tp * (topology.cp if method == "ulysses" else 1)
     small = reduced(architecture, ranks=ranks, seq_len=seq_len)
     as_probed = config.model_copy(
@@ -161,7 +126,6 @@ def _subject(config: Config, architecture: PretrainedConfig, topology: Topology)
             "mesh": config.mesh.model_copy(
                 update={
                     "cpu_offload": False,
-                    "prefetch": 0,
                     "cp_method": method,
                     "sequence_parallel": config.mesh.sequence_parallel if shared_evenly else False,
                 }
@@ -197,8 +161,8 @@ def _refusal(config: Config, architecture: PretrainedConfig, mesh: Mesh, tried: 
         return ConfigError(f"{name!r} cannot be computed {where}: {reason[:300]}", expected=expected, fix=fix)
     where, fix = _diagnosis(config, architecture, mesh)
     failed = [result for result in tried.results if not result.holds]
-    first, *others = sorted(failed, key=lambda result: [*_PROMISES].index(result.quantity))
-    what, expected = _PROMISES[first.quantity]
+    first, *others = sorted(failed, key=lambda result: [*PROMISES].index(result.quantity))
+    what, expected = PROMISES[first.quantity]
     at = f" ({first.place})" if first.place else ""
     positions = next((result.detail for result in tried.results if result.quantity == "positions"), "")
     if first.quantity in ("loss", "gradients") and positions != "reads position_ids":

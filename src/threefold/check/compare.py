@@ -13,10 +13,16 @@ A difference is a figure, its bound and the place where it was measured; the fir
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from threefold.model.model import Model
 
 # Tensors are torch's or numpy's.
 Tensors: TypeAlias = Mapping[str, Any]
@@ -330,3 +336,20 @@ def _float(tensor: Any) -> Any:
 def _size_of(tensor: Any) -> float:
     value = _float(tensor)
     return float(value.abs().max()) if value.numel() else 0.0
+
+
+def complete_gradients(model: Model) -> Iterator[tuple[str, Tensor]]:
+    """(name, gradient) of each parameter that is trained, whole; zeros where it has none. Every rank calls it.
+
+    A parameter that is tied to another one has that one's name, as in `check.reference.gradients_of`.
+    """
+    tied = dict(getattr(model.module, "all_tied_weights_keys", {}))
+    for name, parameter in model.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        gradient = parameter.grad
+        if gradient is None:
+            whole = torch.zeros(parameter.shape, device=parameter.device)
+        else:
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        yield tied.get(name, name), whole.detach()

@@ -29,8 +29,8 @@ from threefold.check.compare import (
     Difference,
     compare_number,
     compare_tensors,
+    complete_gradients,
 )
-from threefold.check.gradients import complete_gradients
 from threefold.check.probe_rows import Batch, Mode
 from threefold.check.reference import (
     forward_backward,
@@ -40,7 +40,7 @@ from threefold.check.reference import (
     perturbed_model,
     use_of_positions,
 )
-from threefold.config.optimizer_keys import OptimizerConfig
+from threefold.config.optimizer import OptimizerConfig
 from threefold.config.schema import Config
 from threefold.data.rows.concat import IGNORED
 from threefold.mesh.mesh import Mesh
@@ -48,14 +48,53 @@ from threefold.model.build import build
 from threefold.model.collectives import local_part
 from threefold.model.model import Model
 from threefold.model.weight_check import Weights
+from threefold.optim.build import build_optimizer
 from threefold.training.forward import forward_sums, token_loss_of
 from threefold.training.loss import TokenLoss
 from threefold.training.numbers import mean_aux_loss, mean_loss
-from threefold.training.optimizer import build_optimizer
 from threefold.training.step import TrainStep
 
 # A change that must be seen moves the loss by more than this, or the probe could not see anything.
 _SEEN = 10 * LOSS.limit
+
+# What a failed probe says, and what was expected; the first of these that fails is the one that a refusal names.
+PROMISES = {
+    "causality": ("later tokens move the loss of earlier ones by {:.1e} nats", "a causal model"),
+    "context": ("the loss of a token does not see the tokens before it", "a model that reads its context"),
+    "documents": (
+        "a document moves the loss of the next one in its row by {:.1e} nats",
+        "documents that are kept apart, as data.document_mask promises",
+    ),
+    "composition": (
+        "the loss of a row depends on the other rows of its micro-batch, by {:.1e} nats",
+        "rows that do not see one another: train.micro_batch and the mesh must not change the curve",
+    ),
+    "head": (
+        "the logits of its head differ from the model's own by {:.1e} of the largest",
+        "the model's own logits",
+    ),
+    "replicas": (
+        "tp ranks have gradients of the same parameter that differ by {:.1e}",
+        "the same gradient on every rank that holds a whole parameter: its copies would drift apart",
+    ),
+    "bfloat16": (
+        "in bfloat16 its loss is {:.1e} nats from that in float32",
+        "a step in bfloat16 whose loss is within {:.0e} nats of float32's, and whose gradient is finite",
+    ),
+    "routers' loss": (
+        "the loss of its routers differs from transformers' by {:.1e}",
+        "a difference of {:.0e} over the tokens that are not padding",
+    ),
+    "loss": ("its loss differs from the model's own forward in one process by {:.1e} nats", "a difference of {:.0e}"),
+    "gradients": (
+        "its gradients differ from the model's own in one process by {:.1e}",
+        "a relative difference of {:.0e} in each parameter",
+    ),
+    "gradient norm": (
+        "the norm of its gradient differs from the model's own in one process by {:.1e}",
+        "a relative difference of {:.0e}",
+    ),
+}
 
 
 class OwnForwardError(Exception):

@@ -25,10 +25,10 @@ from threefold.config.schema import Config
 from threefold.data.rows.concat import IGNORED, PADDING
 from threefold.model import head, lora
 from threefold.model.load import layers_of
+from threefold.optim.build import build_optimizer
+from threefold.optim.schedule import learning_rate
 from threefold.training.loss import RouterLoss
-from threefold.training.optimizer import build_optimizer
 from threefold.training.preferences import pair_losses
-from threefold.training.schedule import learning_rate
 
 # [rows, sequence] each: `input_ids`, `labels`, `position_ids`, and where there are some `document_ids`, `padding`.
 Batch = dict[str, Tensor]
@@ -39,7 +39,7 @@ _MATRIX_STD, _VECTOR_STD = 0.1, 0.03
 
 
 @dataclass(frozen=True)
-class Sums:
+class MeanLoss:
     """One forward and backward of a global batch.
 
     Attributes:
@@ -70,7 +70,7 @@ def forward_backward(
     times: Sequence[int] | None = None,
     copies: int = 1,
     outputs: LayerOutputs | None = None,
-) -> Sums:
+) -> MeanLoss:
     """Adds the gradient of a global batch's mean cross entropy, and of its routers' loss, to `.grad`.
 
     Args:
@@ -99,10 +99,10 @@ def forward_backward(
                 objective = objective + loss / targets
                 routed += [] if document.padding else [_by_token(computed.router_logits)] * copies
     if router is None:
-        return Sums(total / targets, None)
+        return MeanLoss(total / targets, None)
     aux = _routers_loss(router, routed)
     (objective + router.coefficient * aux).backward()
-    return Sums(total / targets, aux.item())
+    return MeanLoss(total / targets, aux.item())
 
 
 def pairs_forward_backward(
@@ -112,7 +112,7 @@ def pairs_forward_backward(
     reference: PreTrainedModel,
     asked: DpoConfig,
     outputs: LayerOutputs | None = None,
-) -> Sums:
+) -> MeanLoss:
     """Adds the gradient of the mean loss of a global batch's pairs of answers (`train.objective: dpo`) to `.grad`.
 
     Args:
@@ -132,7 +132,7 @@ def pairs_forward_backward(
             loss = pair_losses(asked, torch.stack(gained)[None].double(), torch.stack(counts)[None]).sum()
             (loss / pairs).backward()
             total += loss.item()
-    return Sums(total / pairs, None)
+    return MeanLoss(total / pairs, None)
 
 
 def num_pairs(batch: Batch) -> int:
@@ -214,7 +214,7 @@ def train_alone(
     optimizer: torch.optim.Optimizer,
     lr: Callable[[int], float],
     grad_clip: float,
-    step: Callable[..., Sums] = forward_backward,
+    step: Callable[..., MeanLoss] = forward_backward,
     observed_rows: int = 0,
 ) -> Training:
     """Trains a model on complete global batches in this process.

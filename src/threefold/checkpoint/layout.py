@@ -47,7 +47,7 @@ class Checkpoint:
 
     @property
     def run(self) -> str | None:
-        """The id of the run that wrote it; None if it cannot be read, or for one of version 0.1.0."""
+        """The id of the run that wrote it; None if it cannot be read."""
         try:
             found = json.loads((self.path / _MANIFEST).read_bytes())["run"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -183,7 +183,7 @@ class CheckpointFolder:
         try:
             found = json.loads((self.path / _BEST).read_bytes())
             step, eval_loss = int(found["step"]), float(found["eval_loss"])
-            if found.get("checksum", _of_best(step, eval_loss)) != _of_best(step, eval_loss):
+            if found["checksum"] != _of_best(step, eval_loss):
                 raise ValueError("its checksum is another one")
             return (step, eval_loss) if math.isfinite(eval_loss) else None
         except (FileNotFoundError, NotADirectoryError):
@@ -209,15 +209,14 @@ class CheckpointFolder:
         if best is not None and best[0] > step:
             (self.path / _BEST).unlink()
 
-    def prune(self, keep: int, *, keep_every: int = 0) -> None:
-        """Removes all but the `keep` newest complete checkpoints, the best, and those of every `keep_every`-th step.
+    def prune(self, keep: int) -> None:
+        """Removes all but the `keep` newest complete checkpoints and the best.
 
         Also removes the remains of interrupted saves and removals.
         """
         best, _ = self.best() or (None, None)
         for checkpoint in self.complete()[:-keep]:
-            linked = checkpoint.path.is_symlink()
-            if not linked and checkpoint.step != best and (not keep_every or checkpoint.step % keep_every):
+            if checkpoint.step != best and not checkpoint.path.is_symlink():
                 _remove(checkpoint.path)
         for path in self.path.glob(".step-*.partial"):
             _remove(path)

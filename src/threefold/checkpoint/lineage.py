@@ -1,8 +1,7 @@
 """What a run is: its id, where it came from, and the journal of what was done to it. No torch.
 
 `run.json` is written once, when the folder's first start is accepted. Every checkpoint's manifest names the run, and
-the start that wrote it; so a checkpoint of another run is not taken for this one's, wherever it was copied to. Folders
-of version 0.1.0 have no id: theirs is made at the next start, and their checkpoints are this run's.
+the start that wrote it; so a checkpoint of another run is not taken for this one's, wherever it was copied to.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 from threefold.checkpoint.seal import sync, write_sealed
 from threefold.config.paths import RUN_FILE
 from threefold.errors import ConfigError
-from threefold.jsonl import cut_torn_line, utc_now
+from threefold.jsonl import Lines, cut_torn_line, utc_now
 
 JOURNAL = "journal.jsonl"
 
@@ -51,7 +50,7 @@ class Identity:
 
     @classmethod
     def read(cls, run: Path) -> Identity | None:
-        """The identity of a run's folder; None for a new one, or one of version 0.1.0.
+        """The identity of a run's folder; None for a new one.
 
         Raises:
             ConfigError: the file was changed or cut.
@@ -100,18 +99,7 @@ class Journal:
 
     def lines(self) -> list[dict[str, Any]]:
         """All lines that can be read; what was saved, the checkpoints themselves say."""
-        try:
-            texts = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            return []
-        found = []
-        for text in texts:
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
-                continue
-            found += [line] if isinstance(line, dict) and "event" in line else []
-        return found
+        return [line.values for line in Lines(self._path).read() if isinstance(line.values.get("event"), str)]
 
     @property
     def starts(self) -> int:

@@ -105,13 +105,13 @@ _OF_BITS = (
     *("mesh.cp", "mesh.tp", "mesh.cp_method", "mesh.sequence_parallel"),
 )
 # What changes no weight, of sections that do.
-_WITHOUT_EFFECT = ("data.num_workers", "train.memory_check", "train.deterministic", "train.nonfinite_limit")
+_WITHOUT_EFFECT = ("data.num_workers", "train.memory_check", "train.deterministic")
 _SECTIONS_OF_BITS = ("model.", "data.", "train.", "optimizer.", "mesh.cp", "mesh.tp", "mesh.sequence_parallel")
 # Where a run lies and resumes is said in its head.
 _NOT_COMPARED = ("checkpoint.resume", "log.dir")
 
 
-class Change(NamedTuple):
+class ChangedKey(NamedTuple):
     """A key whose value is another one than when the checkpoint was saved."""
 
     key: str
@@ -122,7 +122,7 @@ class Change(NamedTuple):
         return f"{self.key} {as_yaml(self.before)} -> {as_yaml(self.now)}"
 
 
-def changes(manifest: Mapping[str, Any], config: Config) -> list[Change]:
+def changes(manifest: Mapping[str, Any], config: Config) -> list[ChangedKey]:
     """The keys of the config that differ from the checkpoint's; keys that its release did not have are left out."""
     found = []
     now = with_absolute_paths(config).model_dump(mode="json")
@@ -135,20 +135,20 @@ def changes(manifest: Mapping[str, Any], config: Config) -> list[Change]:
             continue
         value = functools.reduce(operator.getitem, key.split("."), now)
         moved = isinstance(before, str) and isinstance(value, str) and value.endswith(f"/{before.removeprefix('./')}")
-        found += [Change(key, before, value)] if before != value and not moved else []
+        found += [ChangedKey(key, before, value)] if before != value and not moved else []
     return found
 
 
-def with_axes(found: Sequence[Change], manifest: Mapping[str, Any], topology: Topology) -> list[Change]:
+def with_axes(found: Sequence[ChangedKey], manifest: Mapping[str, Any], topology: Topology) -> list[ChangedKey]:
     """`changes` with the sizes that cp and tp had and have, in place of what was asked for."""
     then = Topology(*manifest["mesh"])
-    axes = [Change(f"mesh.{axis}", getattr(then, axis), getattr(topology, axis)) for axis in ("cp", "tp")]
+    axes = [ChangedKey(f"mesh.{axis}", getattr(then, axis), getattr(topology, axis)) for axis in ("cp", "tp")]
     others = [change for change in found if change.key not in ("mesh.cp", "mesh.tp")]
     return [*others, *(change for change in axes if change.before != change.now)]
 
 
-def lost_bits(manifest: Mapping[str, Any], found: Sequence[Change], versions: Mapping[str, str]) -> list[str]:
-    """Why a run with train.reduce exact does not go on bit for bit as if nobody had stopped it; empty if it does.
+def lost_bits(manifest: Mapping[str, Any], found: Sequence[ChangedKey], versions: Mapping[str, str]) -> list[str]:
+    """Why a run with train.reduce exact does not continue bit for bit as if nobody had stopped it; empty if it does.
 
     Args:
         found: `with_axes`.
@@ -160,7 +160,7 @@ def lost_bits(manifest: Mapping[str, Any], found: Sequence[Change], versions: Ma
     return [*map(str, lost), *other]
 
 
-def refuse_unconfirmed(found: Sequence[Change], checkpoint: Checkpoint, *, exact: bool = False) -> None:
+def refuse_unconfirmed(found: Sequence[ChangedKey], checkpoint: Checkpoint, *, exact: bool = False) -> None:
     """Raises CheckpointError for the changes that must be confirmed; `exact`: of a run whose bits depend on more."""
     confirmed = (*_CONFIRMED, *(_OF_BITS if exact else ()))
     problems = [

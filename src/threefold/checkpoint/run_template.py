@@ -16,7 +16,7 @@ from typing import Any
 from threefold.checkpoint.layout import Checkpoint
 from threefold.checkpoint.seal import write_sealed
 from threefold.config.schema import Config
-from threefold.data.conversations.labeller import template_file
+from threefold.data.chat.labeller import template_file
 from threefold.errors import CheckpointError
 
 FILE = "chat_template.jinja"

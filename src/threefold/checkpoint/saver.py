@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threefold.checkpoint import boxes as index_of_tensors
-from threefold.checkpoint.boxes import Entry, Index
+from threefold.checkpoint import shards as index_of_tensors
 from threefold.checkpoint.seal import Seal, write_sealed
-from threefold.checkpoint.tensors import Part, entries_of, write_parts
+from threefold.checkpoint.shards import Entry, Index
+from threefold.checkpoint.tensors import TensorPart, entries_of, write_parts
 from threefold.errors import RunError
 from threefold.mesh.mesh import Mesh
 
@@ -38,7 +38,7 @@ _LONGEST_SAVE = timedelta(days=2)
 
 
 @dataclass(frozen=True)
-class Job:
+class Save:
     """One save.
 
     Attributes:
@@ -68,7 +68,7 @@ class Stage:
             state that an optimizer makes in its first step.
     """
 
-    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+    def __init__(self, parts: Sequence[TensorPart], device: torch.device) -> None:
         self._size_bytes = sum(part.values.nbytes for part in parts)
         self._device = device
         self._buffer: Tensor | None = None
@@ -81,7 +81,7 @@ class Stage:
         buffer = torch.empty(self._size_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         self._buffer = buffer.zero_()
 
-    def copy(self, parts: Sequence[Part]) -> list[Part]:
+    def copy(self, parts: Sequence[TensorPart]) -> list[TensorPart]:
         """Returns the parts with their values in the buffer, to read after `wait`. The last copy is overwritten.
 
         Raises:
@@ -121,7 +121,7 @@ class Saver:
     """
 
     mesh: Mesh
-    parts: Callable[[], Sequence[Part]]
+    parts: Callable[[], Sequence[TensorPart]]
     background: bool
     continue_on_error: bool
 
@@ -134,7 +134,7 @@ class Saver:
         self._failure: str | None = None
         self.saved_step = -1  # the last one of which the checkpoint is complete
 
-    def save(self, job: Job) -> None:
+    def save(self, job: Save) -> None:
         """Waits for the previous save and begins this one; waits for this one too unless it runs in the background.
 
         Raises:
@@ -199,7 +199,7 @@ class Saver:
         if self.mesh.rank == 0:
             print(error, file=sys.stderr)
 
-    def _run(self, job: Job, parts: Sequence[Part]) -> None:
+    def _run(self, job: Save, parts: Sequence[TensorPart]) -> None:
         """Saves. If it fails, `_failure` holds the reason, the same on every rank."""
         try:
             outcome = self._together(job, parts)
@@ -210,7 +210,7 @@ class Saver:
         if not outcome:
             self.saved_step = job.step
 
-    def _together(self, job: Job, parts: Sequence[Part]) -> str:
+    def _together(self, job: Save, parts: Sequence[TensorPart]) -> str:
         """Returns rank 0's conclusion: empty, or the step and the reason as JSON."""
         mesh, store, key = self.mesh, self._store, f"{self._key}/{self._number}"
         if mesh.rank == 0:
@@ -245,7 +245,7 @@ class Saver:
             seals.update({name: Seal.from_json(values) for name, values in report["seals"].items()})
         return reason
 
-    def _write(self, state: Path, parts: Sequence[Part]) -> dict[str, Seal]:
+    def _write(self, state: Path, parts: Sequence[TensorPart]) -> dict[str, Seal]:
         if self._stage is not None:
             self._stage.wait()
         return write_parts(state, f"rank-{self.mesh.rank:05d}", parts)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from threefold.checkpoint.boxes import Box, Index, boxes_of
 from threefold.checkpoint.layout import Checkpoint
-from threefold.checkpoint.moments import optimizer_state
-from threefold.checkpoint.tensors import TYPE_NAMES, Part, in_file_order, read_box, read_whole
+from threefold.checkpoint.optimizer_state import optimizer_state
+from threefold.checkpoint.shards import Box, Index, boxes_of
+from threefold.checkpoint.tensors import TYPE_NAMES, TensorPart, in_file_order, read_box, read_whole
 from threefold.errors import CheckpointError
 from threefold.mesh.mesh import Mesh
 from threefold.model.weight_check import is_adapter
@@ -165,16 +165,18 @@ def boxes_held(tensor: Tensor) -> list[tuple[Box, tuple[slice, ...]]]:
     return [(box, inside.slices) for box, inside in boxes_of(_indices(tensor))]
 
 
-def parts(state: Mapping[str, Tensor], held: Sequence[Holding], mesh: Mesh) -> list[Part]:
+def parts(state: Mapping[str, Tensor], held: Sequence[Holding], mesh: Mesh) -> list[TensorPart]:
     """Returns what this rank writes of a state, with its random states, in file order, as live views."""
     random = random_state(mesh).items()
-    alone = [Part(name, tuple(values.shape), Box((0,), tuple(values.shape)), values) for name, values in random]
+    alone = [TensorPart(name, tuple(values.shape), Box((0,), tuple(values.shape)), values) for name, values in random]
     return in_file_order([*own_parts(state, held), *alone])
 
 
-def own_parts(state: Mapping[str, Tensor], held: Sequence[Holding]) -> list[Part]:
+def own_parts(state: Mapping[str, Tensor], held: Sequence[Holding]) -> list[TensorPart]:
     """Returns what this rank writes of a state, in file order, as live views."""
-    return in_file_order(Part(each.name, each.shape, each.box, each.values(state)) for each in held if each.writer)
+    return in_file_order(
+        TensorPart(each.name, each.shape, each.box, each.values(state)) for each in held if each.writer
+    )
 
 
 def _holders(tensor: Tensor, mesh: Mesh) -> tuple[int, ...]:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.checkpoint.boxes import ITEM_BYTES, Box, Chunk, Entry, Index
 from threefold.checkpoint.seal import Seal, SealedWriter
+from threefold.checkpoint.shards import ITEM_BYTES, Box, Chunk, Entry, Index
 from threefold.errors import CheckpointError
 
 # Types by safetensors' names.
@@ -37,7 +37,7 @@ _PLACES, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """The part of one tensor that one rank writes: its box in a tensor of `shape`, and its values."""
 
     name: str
@@ -46,18 +46,18 @@ class Part:
     values: Tensor
 
 
-def in_file_order(parts: Iterable[Part]) -> list[Part]:
+def in_file_order(parts: Iterable[TensorPart]) -> list[TensorPart]:
     """Sorts the widest types first, so that every entry is aligned without gaps, which the format forbids."""
     return sorted(parts, key=lambda part: -part.values.element_size())
 
 
-def write_parts(folder: Path, stem: str, parts: Sequence[Part]) -> dict[str, Seal]:
+def write_parts(folder: Path, stem: str, parts: Sequence[TensorPart]) -> dict[str, Seal]:
     """Writes a rank's files and flushes them to disk; returns their seals by name.
 
     Entries have the names of their tensors, so a second box of one tensor is in a second file. Parts on a device are
     copied to the host one at a time.
     """
-    files: list[list[Part]] = [[]]
+    files: list[list[TensorPart]] = [[]]
     met: Counter[str] = Counter()
     for part in parts:
         if met[part.name] == len(files):
@@ -72,7 +72,7 @@ def _names(stem: str) -> Iterator[str]:
     yield from (f"{stem}-{number}.safetensors" for number in itertools.count(1))
 
 
-def _write_boxes(path: Path, parts: Sequence[Part]) -> Seal:
+def _write_boxes(path: Path, parts: Sequence[TensorPart]) -> Seal:
     boxes = [(part.name, TYPE_NAMES[part.values.dtype], part.shape, part.box) for part in parts]
     return write_boxes(path, boxes, (part.values.cpu() for part in parts))
 

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from threefold.config.dropped import DROPPED
 from threefold.config.paths import RUN_CONFIG
 from threefold.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from threefold.config.loading import Loaded
+    from threefold.config.loading import LoadedConfig
 
 # What typer needs to leave the config's part to `split`.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-def load_config(arguments: Sequence[str]) -> Loaded:
+def load_config(arguments: Sequence[str]) -> LoadedConfig:
     """The config of a command line, over what a launcher suggests and a managed job sets."""
     from threefold.config import loading
     from threefold.mesh import environment
@@ -47,9 +48,8 @@ def split(arguments: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
             key, equals, value = argument[2:].partition("=")
             if not equals:
                 if not rest or rest[0].startswith("--"):
-                    problems.append(
-                        Problem(f"--{key} has no value", "exactly one value for each key", f"--{key} VALUE")
-                    )
+                    fix = DROPPED.get(key, f"--{key} VALUE")
+                    problems.append(Problem(f"--{key} has no value", "exactly one value for each key", fix))
                     continue
                 value = rest.pop(0)
             overrides.append((key, value))

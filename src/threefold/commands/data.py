@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from threefold.commands import show
+from threefold.commands.arguments import CONTEXT, load_config, split
 from threefold.commands.endings import ending
-from threefold.commands.source import SOURCE_HELP, own_flags, source_of, with_source_options
 from threefold.errors import ConfigError, ranks_text
 
 if TYPE_CHECKING:
     from threefold.audit.record import Segment
     from threefold.data.rows.concat import Rows
     from threefold.data.store.prepare import PrepareProgress
+    from threefold.data.text.source import Source
+    from threefold.data.tokens import Tokenizer
+
+_SHOWN = 3  # rows, without --first
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Prepare data, and prove which rank read what and when."
@@ -30,45 +34,42 @@ app = typer.Typer(
 _Run = Annotated[Path, typer.Argument(help="A run's folder.")]
 
 
-@app.command("prepare", **ending("data prepare"))
-@with_source_options
+@app.command("prepare", context_settings=CONTEXT, **ending("data prepare"))
 def prepare(
-    source: Annotated[list[str], typer.Option(help=SOURCE_HELP)],
-    tokenizer: Annotated[str, typer.Option(help="`bytes`, a Hub id or a folder.")],
+    context: typer.Context,
     to: Annotated[Path, typer.Option(help="The folder to make; the same command resumes an unfinished one.")],
     workers: Annotated[
         int | None, typer.Option("--workers", "--num-workers", min=1, help="Processes; default: one per core.")
     ] = None,
-    **given: Any,
 ) -> None:
-    """Make a memory-mapped token store (Megatron-LM's .bin and .idx) from a text source, or from conversations."""
+    """Make a memory-mapped token store (Megatron-LM's .bin and .idx) from the source that data.source names."""
     from threefold.commands.documents import warn_of_no_end
-    from threefold.data.conversations.labeller import labeller_for
+    from threefold.data.chat.labeller import labeller_for
     from threefold.data.store import prepare as stores
     from threefold.data.store.resolve import files_of, open_text
     from threefold.data.text.listing import summary, write_list
-    from threefold.data.tokens import for_texts, load_tokenizer
+    from threefold.data.tokens import for_texts
 
-    with own_flags():
-        asked, encoder = source_of({"source": source, **given}), load_tokenizer(tokenizer)
-        own = for_texts(encoder, bos=asked.labels.bos, control_tokens=asked.labels.control_tokens)
-        text, lists = open_text(asked, labeller_for(asked, encoder)), files_of(asked)
+    _refuse_flags(context.args, "prepare")
+    source, tokenizer = _source_of(context.args, "prepare")
+    encoder = for_texts(tokenizer, bos=source.labels.bos, control_tokens=source.labels.control_tokens)
+    text, lists = open_text(source, labeller_for(source, tokenizer)), files_of(source)
     if lists:
         typer.echo(summary(lists), err=True)
-    with own_flags(), _bar(text.name) as shown:
-        made = stores.prepare(text, own, to=to, skip_bad=given["skip_bad_lines"], num_workers=workers, progress=shown)
+    with _bar(text.name) as shown:
+        made = stores.prepare(text, encoder, to=to, skip_bad=source.skip_bad_lines, num_workers=workers, progress=shown)
     info = made.info
     how = "is there already" if made.reused else "is made"
     typer.echo(f"{made.prefix}.bin {how}: {info.num_tokens:,} tokens in {info.counted} ({info.tokenizer})")
-    if info.labels is not None:
-        typer.echo(f"  {info.learnt}")
-        warn_of_no_end(info.labels, asked.labels.chat_template or encoder.name)
+    if info.loss_mask is not None:
+        typer.echo(f"  {info.mask_summary}")
+        warn_of_no_end(info.loss_mask, source.labels.chat_template or tokenizer.name)
     if info.num_skipped:
         typer.echo(f"  {info.num_skipped:,} lines, rows or files could not be read and were skipped")
     if lists:
         typer.echo(f"the files are {write_list(lists, to)}", err=True)
     objective = "--train.objective dpo " if info.pairs else ""
-    typer.echo(f"use it: threefold train {objective}--data.source {to} --data.tokenizer {tokenizer}")
+    typer.echo(f"use it: threefold train {objective}--data.source {to} --data.tokenizer {tokenizer.name}")
 
 
 @app.command("order", **ending("data order"))
@@ -79,7 +80,7 @@ def order(
     show: Annotated[bool, typer.Option("--show", help="Also print the rows' text.")] = False,
 ) -> None:
     """Show which steps and ranks have read a row, or which rows a step has read."""
-    from threefold.report.opened import check_files
+    from threefold.records.files import check_files
 
     check_files(run)
     if sample is not None and step is None:
@@ -102,14 +103,87 @@ def audit(
     ] = False,
 ) -> None:
     """Prove that every sample was read exactly once an epoch, over all restarts and meshes of a run."""
-    from threefold.report.opened import check_files
+    from threefold.records.files import check_files
 
     check_files(run)
     for line in audit_lines(run, contents=contents):
         typer.echo(line)
 
 
-app.command("show", **ending("data show"))(show.command)
+@app.command("show", context_settings=CONTEXT, **ending("data show"))
+def show(
+    context: typer.Context,
+    row: Annotated[int | None, typer.Option(min=0, help="Only this row, or document of the source.")] = None,
+    first: Annotated[
+        int | None, typer.Option(min=1, help=f"The first N rows; default: {_SHOWN}, with --json all.")
+    ] = None,
+    ids: Annotated[bool, typer.Option("--ids", help="Also print token ids; those trained on in brackets.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each row.")] = False,
+) -> None:
+    """Show rows as text, what is trained on in [[ ]] or in colour: of data.source, or the packed rows of a RUN.
+
+    Documents of a source are numbered as they are in it, before they are packed; rows of a run as in its audit. A token
+    is trained on if it is the label of the token before it.
+    """
+    from threefold.commands import documents
+
+    _refuse_flags(context.args, "show")
+    path, keys = split(context.args)
+    run = Path(path) if path is not None and Path(path).suffix not in (".yaml", ".yml") else None
+    if run is not None and keys:
+        what = f"{run} and --{keys[0][0]} are both given"
+        raise ConfigError(what, expected="a run, which has a source of its own, or a source", fix=f"leave out {run}")
+    if run is not None:
+        rows, named = documents.run_rows(run, row)
+    else:
+        rows, named = documents.rows_of_source(*_source_of(context.args, "show"), row)
+    if as_json:
+        lines = documents.json_lines(islice(rows, first))
+    else:
+        lines = documents.text_lines(rows, named, show=first or _SHOWN, ids=ids, count=row is None)
+    there = False
+    for line in lines:
+        typer.echo(line)
+        there = True
+    if row is not None and not there:
+        fix = "--row 0, or a row that is there"
+        raise ConfigError(f"--row {row} is not there", expected="a row of the source, counted from 0", fix=fix)
+
+
+def _refuse_flags(arguments: Sequence[str], command: str) -> None:
+    """Raises ConfigError for a flag that is a key of the section `data` by a name of its own."""
+    from threefold.config.dropped import DROPPED
+    from threefold.config.schema import DataConfig
+
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        key = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
+        if argument.startswith("--") and (key in DataConfig.model_fields or f"data.{key}" in DROPPED):
+            value = "false" if flag.startswith("--no-") else "true" if key == "skip_bad_lines" else "VALUE"
+            raise ConfigError(
+                f"{flag} is no option of `threefold data {command}`",
+                expected="keys of the config, as every command takes them: --data.KEY VALUE, or a config file",
+                fix=DROPPED.get(f"data.{key}", f"--data.{key} {value}"),
+            )
+
+
+def _source_of(arguments: Sequence[str], command: str) -> tuple[Source, Tokenizer]:
+    """The source and the tokenizer of a config; a ConfigError unless both are given."""
+    from threefold.data.store.resolve import refuse_without_effect
+    from threefold.run.sources import sources_of, tokenizer_of
+
+    loaded = load_config(arguments)
+    config, example = loaded.config, f"threefold data {command} --data.source chat.jsonl --data.tokenizer bytes"
+    if config.data.mixture is not None:
+        what = f"data.mixture = {', '.join(config.data.mixture)} with `threefold data {command}`"
+        raise ConfigError(what, expected="one source at a time", fix=example)
+    if "data.source" not in loaded.origins or not (config.data.tokenizer or config.model.name_or_path):
+        lacking = "data.source" if "data.source" not in loaded.origins else "data.tokenizer"
+        expected = "a source, and the tokenizer to read it with"
+        raise ConfigError(f"{lacking} is not given", expected=expected, fix=example)
+    source = sources_of(config)["data.source"]
+    refuse_without_effect([source])
+    return source, tokenizer_of(config)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import typer
 from threefold.errors import EXIT_FAILED, ThreefoldError
 
 if TYPE_CHECKING:
-    from threefold.config.loading import Loaded
+    from threefold.config.loading import LoadedConfig
     from threefold.config.schema import Config
     from threefold.doctor.findings import Finding
     from threefold.mesh.topology import Topology
@@ -27,7 +27,7 @@ _PRELOAD = ("torch", "torch.distributed.device_mesh", "transformers", "threefold
 
 
 @dataclass(frozen=True)
-class Options:
+class ReportOptions:
     """How the report is shown, and how long a collective may take, s."""
 
     as_json: bool = False
@@ -50,7 +50,7 @@ def command(
     from threefold.commands.arguments import load_config
 
     try:
-        code = doctor_command(load_config(context.args), Options(as_json, limit), force=force)
+        code = doctor_command(load_config(context.args), ReportOptions(as_json, limit), force=force)
     except ThreefoldError as error:
         if not as_json:
             raise
@@ -58,7 +58,7 @@ def command(
     sys.exit(code)
 
 
-def doctor_command(loaded: Loaded, options: Options, *, force: bool = False) -> int:
+def doctor_command(loaded: LoadedConfig, options: ReportOptions, *, force: bool = False) -> int:
     """Prints the report, returns the exit code; ThreefoldError if the ranks cannot meet or the mesh does not fit."""
     from threefold.doctor.ranks import look_at_machine
     from threefold.mesh import environment, local_ranks
@@ -81,7 +81,7 @@ def doctor_command(loaded: Loaded, options: Options, *, force: bool = False) -> 
     return local_ranks.start_ranks(_rank_entry, (loaded.config, topology, options), num_ranks=topology.world_size)
 
 
-def _rank_entry(config: Config, topology: Topology, options: Options) -> None:
+def _rank_entry(config: Config, topology: Topology, options: ReportOptions) -> None:
     from threefold.mesh import environment
 
     try:
@@ -93,7 +93,7 @@ def _rank_entry(config: Config, topology: Topology, options: Options) -> None:
     sys.exit(code)
 
 
-def run_rank(config: Config, topology: Topology, options: Options) -> int:
+def run_rank(config: Config, topology: Topology, options: ReportOptions) -> int:
     """Looks at this machine and, with the other ranks, at the mesh; rank 0 prints for all."""
     from threefold.doctor.ranks import agree_on_code, look_at_machine, look_at_mesh
     from threefold.mesh import environment
@@ -128,12 +128,11 @@ def run_rank(config: Config, topology: Topology, options: Options) -> int:
 
 def _memory(config: Config, topology: Topology, gpus: Sequence[Mapping[str, Any]], ranks_here: int) -> list[Finding]:
     """What a rank of the config's model is estimated to hold; nothing where that is not known here."""
-    from threefold.commands.advised import values_of
+    from threefold.commands.model_config import values_of
     from threefold.doctor.findings import ok, warning
-    from threefold.plan.accelerators import Accelerator
-    from threefold.plan.decoder import decoder_of
+    from threefold.plan.accelerators import of_memory
+    from threefold.plan.fit import estimate_of
     from threefold.plan.peak import peak
-    from threefold.plan.setup import checked
     from threefold.run.room import room_here
 
     model = config.model
@@ -142,14 +141,16 @@ def _memory(config: Config, topology: Topology, gpus: Sequence[Mapping[str, Any]
     device, free = None, room_here().free_bytes
     if gpus and config.mesh.device != "cpu":
         smallest = min(gpus, key=lambda gpu: gpu["free"])
-        device, free = Accelerator(smallest["name"], smallest["memory"], 0, 0, 0, 0), smallest["free"]
+        device, free = of_memory(smallest["memory"]), smallest["free"]
     elif free is not None:
         free //= max(1, ranks_here)
     try:
-        decoder = decoder_of(values_of(model.name_or_path or "", model))
-        moment = peak(decoder, checked(config, decoder, topology, device))
+        values = values_of(model)
     except ThreefoldError:
         return []
+    if (estimate := estimate_of(config, values, topology, device)) is None:
+        return []
+    moment = peak(*estimate)
     told = f"a rank would hold about {moment.total / 2**30:.2f} GiB in the {moment.name}, as estimated"
     if free is None or moment.total <= free:
         return [ok("memory of a step", told + (f"; {free / 2**30:.2f} are free" if free is not None else ""))]
@@ -164,11 +165,11 @@ def _refused(error: ThreefoldError, findings: Sequence[Finding], facts: dict[str
 
     faults = [stop("request", each.what, expected=each.expected, fix=each.fix) for each in error.problems]
     sys.stderr.write(f"{error}\n")
-    _show([*findings, *faults], [], facts, Options(as_json=True))
+    _show([*findings, *faults], [], facts, ReportOptions(as_json=True))
     return error.exit_code
 
 
-def _show(findings: Sequence[Finding], ranks: Sequence[str], facts: dict[str, Any], options: Options) -> int:
+def _show(findings: Sequence[Finding], ranks: Sequence[str], facts: dict[str, Any], options: ReportOptions) -> int:
     """Prints a report; returns its exit code."""
     from threefold.doctor.findings import note, summary, would_stop
 

@@ -1,4 +1,4 @@
-"""Rows as text, with what is learnt of them: the documents of a source, or the packed rows that a run reads."""
+"""Rows as text, with what is trained on of them: the documents of a source, or the packed rows that a run reads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from threefold.commands.source import source_of
-from threefold.data.text.source import SIDES, Labelled, ReadLog, has_pairs, log_error
+from threefold.data.text.source import SIDES, Labelled, LossMask, ReadLog, log_error
 from threefold.errors import RunError
 from threefold.why.contents import visible
 
@@ -30,14 +29,14 @@ _BAR = 40
 
 
 class Shown(NamedTuple):
-    """One row: ids, whether each is learnt, and the document of each inside the row (-1: padding), [tokens] each.
+    """One row: ids, whether each is trained on, and the document of each inside the row (-1: padding), [tokens] each.
 
     `pairs`: its documents 2k and 2k + 1 are a pair, the chosen one and the rejected one.
     """
 
     row: int
     ids: npt.NDArray[Any]
-    targets: npt.NDArray[np.bool_]
+    loss_mask: npt.NDArray[np.bool_]
     documents: npt.NDArray[Any]
     pairs: bool = False
 
@@ -48,49 +47,44 @@ class Shown(NamedTuple):
         return [SIDES[number % 2] for number in range(count)]
 
 
-def rows_of_source(given: dict[str, Any], row: int | None) -> tuple[Iterator[Shown], Tokenizer]:
+def rows_of_source(source: Source, tokenizer: Tokenizer, row: int | None) -> tuple[Iterator[Shown], Tokenizer]:
     """The documents of a source, or one of them; of a source of pairs, the pairs."""
-    from threefold.data.tokens import load_tokenizer
-
-    tokenizer = load_tokenizer(given["tokenizer"])
-    pairs, documents = documents_of(source_of(given), tokenizer)
+    pairs, documents = documents_of(source, tokenizer)
     together = zip(*[documents] * (2 if pairs else 1), strict=True)
     found = islice(enumerate(together), row or 0, None if row is None else row + 1)
 
     def shown(number: int, parts: Sequence[Labelled]) -> Shown:
-        ids, targets = (np.concatenate(each) for each in zip(*parts, strict=True))
-        return Shown(number, ids, targets, np.repeat(np.arange(len(parts)), [len(part.ids) for part in parts]), pairs)
+        ids, loss_mask = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return Shown(number, ids, loss_mask, np.repeat(np.arange(len(parts)), [len(part.ids) for part in parts]), pairs)
 
     return (shown(*each) for each in found), tokenizer
 
 
 def documents_of(source: Source, tokenizer: Tokenizer) -> tuple[bool, Iterator[Labelled]]:
     """Whether documents are pairs, and the documents of a source or store. Errors as when it is prepared."""
-    from threefold.data.conversations.labeller import labeller_for
+    from threefold.data.chat.labeller import labeller_for
     from threefold.data.store.resolve import open_store, open_text, store_prefix
     from threefold.mesh.environment import cache_folder
 
     if isinstance(source.name, str) and store_prefix(source.name) is not None:
         store = open_store(source, tokenizer=tokenizer, cache=cache_folder())
-        warn_of_no_end(
-            store.info.labels if store.info is not None else None, source.labels.chat_template or tokenizer.name
-        )
+        warn_of_no_end(store.loss_mask, source.labels.chat_template or tokenizer.name)
         return store.has_pairs, _documents_of_store(store)
     text = open_text(source, labeller_for(source, tokenizer))
-    warn_of_no_end(text.labels, source.labels.chat_template or tokenizer.name)
-    return has_pairs(text.labels), _documents_of_text(text, source, tokenizer)
+    warn_of_no_end(text.loss_mask, source.labels.chat_template or tokenizer.name)
+    return text.loss_mask is not None and text.loss_mask.has_pairs, _documents_of_text(text, source, tokenizer)
 
 
 def _documents_of_store(store: TokenStore) -> Iterator[Labelled]:
     begin = 0
     for end in store.document_ends.tolist():
-        learnt = store.learnt(begin, end) if store.has_targets else np.ones(end - begin, np.bool_)
-        yield Labelled(store.read(begin, end).astype(np.int32), learnt)
+        mask = store.trained_on(begin, end) if store.has_loss_mask else np.ones(end - begin, np.bool_)
+        yield Labelled(store.read(begin, end).astype(np.int32), mask)
         begin = end
 
 
 def _documents_of_text(text: TextSource, source: Source, tokenizer: Tokenizer) -> Iterator[Labelled]:
-    """Of a text all tokens are learnt."""
+    """Of a text all tokens are trained on."""
     from threefold.data.tokens import for_texts
 
     own = for_texts(tokenizer, bos=source.labels.bos, control_tokens=source.labels.control_tokens)
@@ -109,11 +103,11 @@ def _documents_of_text(text: TextSource, source: Source, tokenizer: Tokenizer) -
         raise log_error(text, log)
 
 
-def warn_of_no_end(labels: str | None, template: str) -> None:
-    """Prints a warning if answers are learnt without their end, as the description of what is learnt says."""
-    from threefold.data.text.source import NO_END, no_end_warning
+def warn_of_no_end(mask: LossMask | None, template: str) -> None:
+    """Prints a warning if the chat template writes no token that ends an answer."""
+    from threefold.data.text.source import no_end_warning
 
-    if NO_END in (labels or ""):
+    if mask is not None and mask.end == "missing":
         typer.echo(no_end_warning(template), err=True)
 
 
@@ -123,8 +117,8 @@ def run_rows(run: Path, row: int | None) -> tuple[Iterator[Shown], Tokenizer]:
     from threefold.data.rows.known_rows import parts_of
 
     rows, tokenizer = rows_of_run(run, record.read(run / record.FILE))
-    for labels in {part.rows.store.labels for part in parts_of(rows)}:
-        warn_of_no_end(labels, tokenizer.name)
+    for mask in {part.rows.store.loss_mask for part in parts_of(rows)}:
+        warn_of_no_end(mask, tokenizer.name)
     wanted = range(rows.num_rows) if row is None else range(rows.num_rows)[row : row + 1]
     return (packed_row(rows, each) for each in wanted), tokenizer
 
@@ -135,17 +129,16 @@ def packed_row(rows: Rows, row: int) -> Shown:
 
     read = {name: values[0] for name, values in rows.rows(np.array([row], np.int64)).items()}
     ids, labels, documents = read["input_ids"], read["labels"], read["document_ids"]
-    targets = np.zeros(len(ids), np.bool_)
-    # Where documents meet, the label is the next document's first token, or that of a piece that was cut.
+    loss_mask = np.zeros(len(ids), np.bool_)
+    # Where documents meet, the label may be a token of a piece that was cut.
+    loss_mask[1:] = (labels[:-1] == ids[1:]) & (documents[:-1] == documents[1:])
     (part, *_) = parts_of(rows)
-    crossing = getattr(part.rows, "cross_targets", True)
-    targets[1:] = (labels[:-1] == ids[1:]) & (crossing | (documents[:-1] == documents[1:]))
-    return Shown(row, ids, targets, documents, part.rows.store.has_pairs)
+    return Shown(row, ids, loss_mask, documents, part.rows.store.has_pairs)
 
 
 def json_lines(rows: Iterator[Shown]) -> Iterator[str]:
     for each in rows:
-        values = {name: getattr(each, name).tolist() for name in ("ids", "targets", "documents")}
+        values = {name: getattr(each, name).tolist() for name in ("ids", "loss_mask", "documents")}
         sides = {"sides": each.sides} if each.pairs else {}
         yield json.dumps({"row": each.row, **values, **sides})
 
@@ -154,7 +147,7 @@ def text_lines(rows: Iterator[Shown], tokenizer: Tokenizer, *, show: int, ids: b
     counts: list[tuple[int, int]] = []
     for number, each in enumerate(islice(rows, max(show, COUNTED) if count else 1)):
         tokens = int(np.count_nonzero(each.documents >= 0))
-        counts.append((tokens, int(np.count_nonzero(each.targets))))
+        counts.append((tokens, int(np.count_nonzero(each.loss_mask))))
         if number < show:
             yield from _row(each, tokenizer, counts[-1], ids=ids)
     if count and counts:
@@ -163,37 +156,37 @@ def text_lines(rows: Iterator[Shown], tokenizer: Tokenizer, *, show: int, ids: b
 
 def _row(each: Shown, tokenizer: Tokenizer, counts: tuple[int, int], *, ids: bool) -> Iterator[str]:
     padding = f", {len(each.ids) - counts[0]:,} of padding" if counts[0] < len(each.ids) else ""
-    yield f"row {each.row}: {counts[0]:,} tokens, {counts[1]:,} learnt{padding}"
+    yield f"row {each.row}: {counts[0]:,} tokens, {counts[1]:,} trained on{padding}"
     several = len(np.unique(each.documents[each.documents >= 0])) > 1
     for document in np.unique(each.documents[each.documents >= 0]):
         inside = each.documents == document
         if each.pairs:
-            learnt = int(np.count_nonzero(each.targets[inside]))
+            count = int(np.count_nonzero(each.loss_mask[inside]))
             side = each.sides[document]
-            yield f"  document {document}, {side}: {np.count_nonzero(inside):,} tokens, {learnt:,} learnt"
+            yield f"  document {document}, {side}: {np.count_nonzero(inside):,} tokens, {count:,} trained on"
         elif several:
             yield f"  document {document}:"
-        shown = marked(each.ids[inside].tolist(), each.targets[inside].tolist(), decoder_of(tokenizer))
+        shown = marked(each.ids[inside].tolist(), each.loss_mask[inside].tolist(), decoder_of(tokenizer))
         yield from (f"  | {line}" for line in shown.removesuffix("\n").split("\n"))
         if ids:
-            pairs = zip(each.ids[inside].tolist(), each.targets[inside].tolist(), strict=True)
-            yield "  ids " + " ".join(f"[{id}]" if learnt else str(id) for id, learnt in pairs)
+            pairs = zip(each.ids[inside].tolist(), each.loss_mask[inside].tolist(), strict=True)
+            yield "  ids " + " ".join(f"[{id}]" if trained_on else str(id) for id, trained_on in pairs)
 
 
-def marked(ids: Sequence[int], targets: Sequence[bool], decode: Callable[[Sequence[int]], str]) -> str:
-    """The text of tokens, with those that are learnt in colour on a terminal, else in [[ ]]."""
+def marked(ids: Sequence[int], loss_mask: Sequence[bool], decode: Callable[[Sequence[int]], str]) -> str:
+    """The text of tokens, with those that are trained on in colour on a terminal, else in [[ ]]."""
     parts, shown, end = [], "", 0
-    for learnt, group in groupby(targets):
+    for trained_on, group in groupby(loss_mask):
         begin, end = end, end + len(list(group))
         # Decoders treat the beginning of a text in another way: what is before is decoded too.
         whole = decode(ids[:end])
         text = whole[len(shown) :] if whole.startswith(shown) else decode(ids[begin:end])
         shown = whole
         text = visible(text)  # a text's escape sequences would be the terminal's own
-        if learnt and sys.stdout.isatty():
+        if trained_on and sys.stdout.isatty():
             lines = (typer.style(line, fg=typer.colors.GREEN, bold=True) if line else "" for line in text.split("\n"))
             text = "\n".join(lines)
-        elif learnt:
+        elif trained_on:
             text = f"[[{text}]]"
         parts.append(text)
     return "".join(parts)
@@ -208,16 +201,16 @@ def decoder_of(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
 
 
 def histogram(counts: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """How many rows have how many learnt tokens, of (tokens, learnt) a row."""
-    tokens, learnt = (sum(each) for each in zip(*counts, strict=True))
-    share = f"{100 * learnt / max(1, tokens):.1f} %"
-    yield f"the first {len(counts):,} rows: {tokens:,} tokens, {learnt:,} learnt ({share})"
+    """How many rows have how many tokens that are trained on, of (tokens, those trained on) a row."""
+    tokens, trained_on = (sum(each) for each in zip(*counts, strict=True))
+    share = f"{100 * trained_on / max(1, tokens):.1f} %"
+    yield f"the first {len(counts):,} rows: {tokens:,} tokens, {trained_on:,} trained on ({share})"
     sizes = [each.bit_length() for _, each in counts]
     most = max(sizes.count(size) for size in set(sizes))
     for size in range(min(sizes), max(sizes) + 1):
         low, high, number = (1 << size) >> 1, max(0, (1 << size) - 1), sizes.count(size)
         name = f"{low:,} to {high:,}" if low < high else f"{low:,}"
-        yield f"  {name:>20} learnt: {number:>5,} rows  {'#' * -(-_BAR * number // most)}".rstrip()
+        yield f"  {name:>20} trained on: {number:>5,} rows  {'#' * -(-_BAR * number // most)}".rstrip()
 
 
 def texts_of_rows(run: Path, segments: Sequence[Segment], indices: Sequence[int]) -> Iterator[str]:
@@ -240,10 +233,11 @@ def rows_of_run(run: Path, segments: Sequence[Segment]) -> tuple[Rows, Tokenizer
     from threefold.config import loading
     from threefold.mesh.mesh import Mesh
     from threefold.mesh.topology import Topology
-    from threefold.run import assemble, request
+    from threefold.run import assemble
+    from threefold.run.sources import tokenizer_of
 
     config = loading.load(str(run / "config.yaml"), environ={}).config
-    tokenizer = request.tokenizer_of(config)
+    tokenizer = tokenizer_of(config)
     rows = assemble.rows_of(config, tokenizer, Mesh(Topology(), 0, torch.device("cpu")))
     recorded = segments[-1].start.data
     if rows.fingerprint != recorded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 _KEYS = "[CONFIG.yaml] [--section.key VALUE ...] [OPTIONS]"
@@ -9,8 +10,6 @@ _MORE_KEYS = "[--section.key VALUE ...] [OPTIONS]"
 _OPTIONS = "[OPTIONS]"
 _DONE = "0 done; 1 it failed; 2 the request was wrong"
 _TRAINED = "0 done; 1 the run failed; 2 the request was wrong; 75 stopped by a signal with a checkpoint saved"
-_SENT = "0 submitted, or shown; 1 the cluster refused it; 2 the request was wrong"
-_CONFIG = "threefold submit {} job.yaml --mesh.dp 8 "
 
 # Command -> what its usage says after the name, exit codes, examples.
 _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -87,14 +86,6 @@ _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "0 printed; 1 it does not fit on --gpu; 2 the request was wrong",
         ("threefold plan ./my-model --mesh.dp 8 --mesh.dp_shard 8 --mesh.tp 8 --data.seq_len 8192 --gpu h100-80gb",),
     ),
-    "flops": (
-        f"MODEL {_MORE_KEYS}",
-        "0 printed; 2 the request was wrong",
-        (
-            "threefold flops ./my-model --data.seq_len 8192 --gpu h100-80gb",
-            "threefold flops ./my-model/config.json --model.lora.r 16 --json",
-        ),
-    ),
     "report": (
         _OPTIONS,
         "0 written; 2 there is no such run, or the file cannot be written",
@@ -102,14 +93,24 @@ _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "view": (
         "[RUN|FOLDER] [OPTIONS]",
-        "0 ended by Ctrl-C; 2 there is no such folder, the port is taken, or threefold[view] is not installed",
+        "0 ended by Ctrl-C; 2 there is no such folder, or the port is taken",
         ("threefold view", "threefold view runs/a --port 8800"),
     ),
-    "data prepare": (_OPTIONS, _DONE, ("threefold data prepare --source texts --tokenizer ./my-model --to store",)),
-    "data show": (
-        _OPTIONS,
+    "data prepare": (
+        _KEYS,
         _DONE,
-        ("threefold data show --source chat.jsonl --tokenizer ./my-model", "threefold data show runs/a --row 12 --ids"),
+        (
+            "threefold data prepare --data.source texts --data.tokenizer ./my-model --to store",
+            "threefold data prepare job.yaml --to store",
+        ),
+    ),
+    "data show": (
+        "[RUN|CONFIG.yaml] [--section.key VALUE ...] [OPTIONS]",
+        _DONE,
+        (
+            "threefold data show --data.source chat.jsonl --data.tokenizer ./my-model",
+            "threefold data show runs/a --row 12 --ids",
+        ),
     ),
     "data order": (
         _OPTIONS,
@@ -121,33 +122,15 @@ _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "0 proved; 1 not, with the first wrong step; 2 there is no such record",
         ("threefold data audit runs/a", "threefold data audit runs/a --contents"),
     ),
-    "submit slurm": (_KEYS, _SENT, (_CONFIG.format("slurm") + "--nodes 1 --time 12:00:00 --dry-run",)),
-    "submit sagemaker": (
-        _KEYS,
-        _SENT,
-        (_CONFIG.format("sagemaker") + "--role ARN --image IMAGE --output s3://BUCKET/jobs "
-         "--instance-type ml.p5.48xlarge --dry-run",),
-    ),
-    "submit skypilot": (
-        _KEYS,
-        _SENT,
-        (_CONFIG.format("skypilot") + "--gpu H100 --setup setup.sh --volume /runs=V --log.dir /runs/a --dry-run",),
-    ),
-    "submit ray": (
-        _KEYS,
-        _SENT,
-        (_CONFIG.format("ray") + "--log.dir /shared/a --dry-run",),
-    ),
-    "submit kubernetes": (
-        _KEYS,
-        _SENT,
-        (_CONFIG.format("kubernetes") + "--image IMAGE --volume CLAIM=/runs --log.dir /runs/a --dry-run",),
-    ),
 }  # fmt: skip
 
 
 def ending(command: str) -> dict[str, Any]:
     """The arguments of typer's `command` for a command, named as it is typed."""
-    usage, codes, examples = _ENDINGS[command]
+    return ending_of(*_ENDINGS[command])
+
+
+def ending_of(usage: str, codes: str, examples: Sequence[str]) -> dict[str, Any]:
+    """The arguments of typer's `command`: what its usage says after the name, exit codes, examples."""
     lines = "\n".join(["\b", "Examples:", *(f"  {example}" for example in examples)])
     return {"options_metavar": usage, "epilog": f"Exit codes: {codes}.\n\n{lines}"}

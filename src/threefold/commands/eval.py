@@ -11,7 +11,7 @@ import typer
 from threefold.errors import ConfigError
 
 if TYPE_CHECKING:
-    from threefold.config.loading import Loaded
+    from threefold.config.loading import LoadedConfig
     from threefold.mesh.topology import Topology
 
 
@@ -51,12 +51,12 @@ def command(
     sys.exit(local_ranks.start_ranks(_rank_entry, arguments, num_ranks=topology.world_size))
 
 
-def _rank(loaded: Loaded, topology: Topology, checkpoint: Path, step: int, ema: bool) -> int:
+def _rank(loaded: LoadedConfig, topology: Topology, checkpoint: Path, step: int, ema: bool) -> int:
     from threefold.checkpoint.layout import Checkpoint
     from threefold.run.evaluate import evaluate_rank
 
     return evaluate_rank(loaded, topology, Checkpoint(checkpoint, step), ema=ema)
 
 
-def _rank_entry(loaded: Loaded, topology: Topology, checkpoint: Path, step: int, ema: bool) -> None:
+def _rank_entry(loaded: LoadedConfig, topology: Topology, checkpoint: Path, step: int, ema: bool) -> None:
     sys.exit(_rank(loaded, topology, checkpoint, step, ema))

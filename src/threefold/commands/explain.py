@@ -32,11 +32,11 @@ def command(
 def explain_command(paths: Sequence[Path], *, as_json: bool = False) -> tuple[str, int]:
     """(what to print, exit code); ConfigError if there is no such log, or nothing is piped in (no `paths`)."""
     from threefold.explain import answer
-    from threefold.explain.evidence import Evidence, gather
+    from threefold.explain.evidence import JobEvidence, gather
     from threefold.explain.explain import Status
-    from threefold.explain.log import Source
+    from threefold.explain.log import LogSource
 
-    found = answer.answer(gather(paths) if paths else Evidence([Source("", _read_input())]))
+    found = answer.answer(gather(paths) if paths else JobEvidence([LogSource("", _read_input())]))
     told = json.dumps(answer.data(found), indent=2, ensure_ascii=False) if as_json else answer.text(found)
     return told, EXIT_FAILED if found.status is Status.UNKNOWN else 0
 

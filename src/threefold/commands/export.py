@@ -48,7 +48,7 @@ def command(
     largest = num_bytes(max_shard_size, option="--max-shard-size")
     if form == "dcp":
         _refuse_without_effect(adapter=adapter, verify=verify is not None, trust_remote_code=trust_remote_code)
-        from threefold.export.dcp import export_dcp
+        from threefold.convert.dcp_writer import export_dcp
 
         written = export_dcp(run, to, optimizer=optimizer)
         typer.echo(f"{to}: step {written.step} of {run}, {written.num_tensors} tensors; {written.verified}")

@@ -25,7 +25,7 @@ def command(
     checkpoint's step, with its weights and AdamW's moments, and reads its data from the first row on.
     """
     from threefold.commands.arguments import load_config
-    from threefold.run.imported import import_model, import_run, refuse_filled
+    from threefold.convert.convert import import_model, import_run, refuse_filled
 
     refuse_filled(to)
     config = load_config(context.args).config

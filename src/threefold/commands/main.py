@@ -6,16 +6,18 @@ imports what it uses.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import time
 from collections.abc import Iterable
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
-from threefold import __version__
 from threefold.commands.arguments import CONTEXT
 from threefold.commands.endings import ending
+from threefold.config.dropped import DROPPED
 from threefold.errors import ConfigError, Problem, ThreefoldError
 
 app = typer.Typer(
@@ -42,7 +44,6 @@ _COMMANDS = {
     "explain": None,
     "data": None,
     "submit": None,
-    "flops": CONTEXT,
     "plan": CONTEXT,
     "profile": None,
     "report": None,
@@ -50,6 +51,8 @@ _COMMANDS = {
     "view": None,
 }
 
+
+_SPEAKS_WITHIN_S = 2.0
 
 # A module cannot have this name.
 _MODULES = {"import": "import_checkpoint"}
@@ -66,7 +69,9 @@ def _load(names: Iterable[str]) -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"threefold {__version__}")
+        from threefold.build_id import build_id
+
+        typer.echo(f"threefold {build_id()}")
         raise typer.Exit
 
 
@@ -120,7 +125,7 @@ def run() -> None:
             error.show()
             sys.exit(error.exit_code)
         path = context.command_path if context is not None else "threefold"
-        fix = f"`{path} --help` shows its options"
+        fix = DROPPED.get(f"{path} {asked}", f"`{path} --help` shows its options")
         sys.stderr.write(f"{Problem(error.format_message(), f'{path} as its help describes it', fix)}\n")
         sys.exit(error.exit_code)
     except typer.Abort:
@@ -131,6 +136,10 @@ def run() -> None:
 
             environment.tell_failure(str(error))
             sys.stderr.write(f"{error}\n")
+        else:
+            # A launcher ends all ranks with the first: the one that speaks may need longer on a busy host.
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(_SPEAKS_WITHIN_S)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from threefold.config.schema import Config
     from threefold.mesh.topology import Topology
     from threefold.plan.accelerators import Accelerator
-    from threefold.plan.advise import Plan, Question
+    from threefold.plan.operations import Flops
     from threefold.run.traced import Traced
 
 
@@ -28,8 +29,6 @@ def command(
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="The device, and whether it fits there: h100-80gb.")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Hosts; default: one for every 8 devices.")] = None,
-    seq_len: Annotated[int | None, typer.Option("--seq-len", min=1, help="As --data.seq_len.")] = None,
-    global_batch: Annotated[int | None, typer.Option("--global-batch", min=1, help="As --train.global_batch.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Also the days of a run of so many tokens: 20B.")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Also its cost, of a device's hour: 2.5.")] = None,
     link: Annotated[
@@ -39,110 +38,74 @@ def command(
         str | None, typer.Option(help="Between hosts: ib-ndr, ib-hdr, efa, efa-p4d, roce, 100gbe, 25gbe, or measured.")
     ] = None,
     emit: Annotated[Path | None, typer.Option(help="Write the first as a config that `threefold train` takes.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with bars and the step's timeline.")] = None,
-    calibrate: Annotated[
-        Path | None, typer.Option(help="The folder of a run of this model on this device, whose speed counts.")
-    ] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Also trace the first, and say where they differ.")] = False,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the mesh; default: what its axes give.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON: a list with --gpus, else one object.")] = False,
 ) -> None:
-    """What a mesh needs before there is one: threefold plan MODEL --gpus 64 --gpu h100-80gb --seq-len 8192.
+    """What a mesh needs before there is one: threefold plan MODEL --gpus 64 --gpu h100-80gb --data.seq_len 8192.
 
     With --gpus every legal mesh, micro-batch and checkpointing is estimated, without torch, and ranked by time; keys
     (--mesh.tp 2) are kept as given. Without it one set-up (--mesh.dp 8 --train.micro_batch 1) is traced: the model's
     own code, split for any number of ranks on this CPU. The weights are not read.
     """
-    from threefold.commands.flops import model_keys
+    from threefold.commands.model_config import model_keys
 
-    options = {"--data.seq_len": seq_len, "--train.global_batch": global_batch}
-    given = [text for key, value in options.items() if value is not None for text in (key, str(value))]
     _refuse_without_effect(context.args)
-    keys = [*model_keys(model), *given, *context.args]
+    keys = [*model_keys(model), *context.args]
     only = {
         "--nodes": nodes, "--tokens": tokens, "--price": price, "--link": link, "--network": network, "--emit": emit,
-        "--html": html, "--calibrate": calibrate, "--trace": trace or None,
     }  # fmt: skip
     if gpus is None:
         _refuse(
             [name for name, value in only.items() if value is not None], "without --gpus", "--gpus 8 --gpu h100-80gb"
         )
-        _one(keys, ranks, gpu, as_json=as_json)
+        _one(keys, gpu, as_json=as_json)
         return
-    _refuse(["--ranks"] * (ranks is not None), "with --gpus", "leave it out")
     _refuse(["--price"] * (price is not None and tokens is None), "without --tokens", "--tokens 20B")
-    _refuse(["--trace"] * (trace and as_json), "with --json", "leave one of them out")
-    from threefold.commands.advised import Asked, advise, exit_unless_fits, number_of
+    from threefold.commands.mesh_ranking import Devices, number_of, ranked
 
-    wanted = number_of(tokens) if tokens is not None else None
-    asked = Asked(model, gpus, gpu, nodes, wanted, price, link, network, emit, html, calibrate, as_json)
-    question, best = advise(asked, keys)
-    if trace:
-        _beside(question, best)
-    exit_unless_fits(best)
+    num_tokens = number_of(tokens) if tokens is not None else None
+    devices = Devices(gpus, gpu, nodes, link, network, price)
+    best = ranked(devices, keys, tokens=num_tokens, emit=emit, as_json=as_json)
+    if not best.fits:
+        sys.exit(EXIT_FAILED)
 
 
 def _refuse(names: list[str], where: str, fix: str) -> None:
     if names:
-        raise ConfigError(f"{names[0]} has no effect {where}", expected="options that change what is told", fix=fix)
+        raise ConfigError(f"{names[0]} has no effect {where}", expected="options that change the output", fix=fix)
 
 
-def _beside(question: Question, best: Plan) -> None:
-    """Traces a plan, and prints what differs by more than 5 %."""
-    from dataclasses import replace
-
-    from threefold.plan.peak import peak
-    from threefold.plan.setup import setup_of
-    from threefold.plan.traffic import traffic
-
-    keys = {**best.keys()["train"], "compile": False}
-    mesh, topology = best.keys()["mesh"], best.setup.topology
-    config = question.config.model_copy(
-        update={
-            "mesh": question.config.mesh.model_copy(update=mesh),
-            "train": question.config.train.model_copy(update=keys),
-        }
-    )
-    found = _traced(config, topology)[3]
-    # On a CPU, uncompiled, as it is traced.
-    setup = setup_of(config, question.decoder, topology, None)
-    estimated = {"bytes alive at the peak": (peak(question.decoder, setup).total, found.peak_bytes)}
-    sent = traffic(question.decoder, replace(setup))
-    for key in sorted({*sent, *found.sent}):
-        estimated[f"bytes of {key[1]} over {key[0]}"] = sent.get(key, (0, 0))[1], found.sent.get(key, (0, 0))[1]
-    typer.echo("\ntraced as on a CPU, layers not compiled, beside the estimate for the same:")
-    for what, (one, other) in estimated.items():
-        differs = abs(one - other) > 0.05 * max(one, other)
-        typer.echo(f"  {what}: {one / 2**30:.3f} and {other / 2**30:.3f} GiB" + "   DIFFERS by more than 5 %" * differs)
-
-
-def _one(keys: list[str], ranks: int | None, gpu: str | None, *, as_json: bool) -> None:
+def _one(keys: list[str], gpu: str | None, *, as_json: bool) -> None:
     """Prints what one set-up needs, traced."""
     from threefold.commands.arguments import load_config
     from threefold.mesh.topology import resolve
     from threefold.plan import accelerators
+    from threefold.plan.operations import causal_keys, formula
 
     device = accelerators.named(gpu) if gpu is not None else None
     config = load_config(keys).config
-    axes = (config.mesh.dp, config.mesh.cp, config.mesh.tp)
-    if ranks is None and "auto" in axes:
-        expected = "the number of ranks, of which mesh: auto takes what the other axes leave"
-        raise ConfigError("an axis of the mesh is auto, but --ranks is not given", expected=expected, fix="--ranks 64")
-    dp, cp, tp = (axis or 1 for axis in (config.mesh.dp or config.mesh.dp_shard, *axes[1:]))
-    world_size = ranks if ranks is not None else int(dp) * int(cp) * int(tp)
+    axes = (config.mesh.dp or config.mesh.dp_shard, config.mesh.cp, config.mesh.tp)
+    if "auto" in axes:
+        expected = "the size of each axis: there are no ranks that could fill one"
+        raise ConfigError("an axis of the mesh is auto", expected=expected, fix="--mesh.dp 8")
+    world_size = math.prod(int(size or 1) for size in axes)
     topology, _ = resolve(config.mesh, launched_world_size=world_size, num_devices=None)
-    name, parameters, flops, found = _traced(config, topology)
-    told = {**asdict(found), "ranks": world_size, "mesh": str(topology), "parameters": parameters}
+    name, parameters, operations, traced = _traced(config, topology)
+    flops = operations.per_token(causal_keys(config.data.seq_len))
+    facts = {**asdict(traced), "ranks": world_size, "mesh": str(topology), "parameters": parameters}
     if as_json:
         sent = [{"axis": axis, "collective": kind, "calls": calls, "bytes": size}
-                for (axis, kind), (calls, size) in found.sent.items()]  # fmt: skip
-        fits = {"fits": found.peak_bytes <= device.memory_bytes} if device is not None else {}
-        typer.echo(json.dumps({**told, "sent": sent, "flops_per_token": flops, **fits}))
+                for (axis, kind), (calls, size) in traced.sent.items()]  # fmt: skip
+        fits = {"fits": traced.peak_bytes <= device.memory_bytes} if device is not None else {}
+        typer.echo(json.dumps({**facts, "sent": sent, "flops_per_token": flops, **fits}))
     else:
         typer.echo(f"{name}: {parameters:,} parameters on {topology}, {world_size} ranks")
-        for line in [*_lines(config, found), *_compute(config, topology, flops, device, gpu or "", found)]:
+        for line in [
+            *_lines(config, traced),
+            *formula(operations, config.data.seq_len),
+            *_compute(config, topology, flops, device, gpu or "", traced),
+        ]:
             typer.echo(line)
-    if device is not None and found.peak_bytes > device.memory_bytes:
+    if device is not None and traced.peak_bytes > device.memory_bytes:
         sys.exit(EXIT_FAILED)
 
 
@@ -156,13 +119,12 @@ def _refuse_without_effect(arguments: list[str]) -> None:
         raise ConfigError(f"--{key} has no effect on a step", expected=expected, fix="leave it out")
 
 
-def _traced(config: Config, topology: Topology) -> tuple[str, int, float, Traced]:
+def _traced(config: Config, topology: Topology) -> tuple[str, int, Flops, Traced]:
     import torch
     import transformers
 
     from threefold.model import load
-    from threefold.plan.flops import flops_of
-    from threefold.plan.operations import causal_keys
+    from threefold.model.flops import flops_of
     from threefold.run.request import setup_problems
     from threefold.run.traced import refused, trace
 
@@ -174,26 +136,25 @@ def _traced(config: Config, topology: Topology) -> tuple[str, int, float, Traced
         raise ConfigError.of(problems)
     outline: Any = load.outline(architecture, trust_remote_code=config.model.trust_remote_code)
     parameters = sum(parameter.numel() for parameter in outline.parameters())
-    asked, own = config.train.micro_batch, config.train.global_batch // topology.dp
-    found = trace(config, architecture, topology, micro_batch=own if asked == "auto" else asked)
-    return architecture.model_type, parameters, flops_of(outline).per_token(causal_keys(config.data.seq_len)), found
+    traced = trace(config, architecture, topology)
+    return architecture.model_type, parameters, flops_of(outline), traced
 
 
-def _lines(config: Config, found: Traced) -> list[str]:
-    rest = found.peak_bytes - found.parameters_bytes - found.optimizer_bytes
+def _lines(config: Config, traced: Traced) -> list[str]:
+    rest = traced.peak_bytes - traced.parameters_bytes - traced.optimizer_bytes
     lines = [
         f"  {config.train.global_batch} rows of {config.data.seq_len} tokens a step, {config.model.dtype}, "
         f"checkpointing {config.train.activation_checkpointing}",
-        f"a rank holds at its peak       {_gib(found.peak_bytes)}",
-        f"  its part of the weights      {_gib(found.parameters_bytes)}",
-        f"  its part of the moments      {_gib(found.optimizer_bytes)}",
+        f"a rank holds at its peak       {_gib(traced.peak_bytes)}",
+        f"  its part of the weights      {_gib(traced.parameters_bytes)}",
+        f"  its part of the moments      {_gib(traced.optimizer_bytes)}",
         f"  what lives in the step       {_gib(rest)}   activations, gathered weights, gradients "
-        f"({found.gradients_bytes / 2**30:.2f} GiB when complete)",
+        f"({traced.gradients_bytes / 2**30:.2f} GiB when complete)",
     ]
-    if found.sent:
+    if traced.sent:
         lines.append("a rank sends in a step, in whole tensors of an axis")
         lines += [
-            f"  {axis:12} {kind:15} {calls:6} calls {_gib(size)}" for (axis, kind), (calls, size) in found.sent.items()
+            f"  {axis:12} {kind:15} {calls:6} calls {_gib(size)}" for (axis, kind), (calls, size) in traced.sent.items()
         ]
     return lines
 
@@ -203,15 +164,15 @@ def _gib(size: int) -> str:
 
 
 def _compute(
-    config: Config, topology: Topology, flops: float, device: Accelerator | None, gpu: str, found: Traced
+    config: Config, topology: Topology, flops: float, device: Accelerator | None, gpu: str, traced: Traced
 ) -> list[str]:
     tokens = config.train.global_batch * config.data.seq_len
-    each = flops * tokens / topology.world_size
-    lines = [f"a rank computes in a step      {each / 1e12:9.2f} TFLOP, without what is computed again"]
+    of_rank = flops * tokens / topology.world_size
+    lines = [f"a rank computes in a step      {of_rank / 1e12:9.2f} TFLOP, without what is computed again"]
     if device is None:
         return lines
-    whole, peak = device.memory_bytes / 2**30, found.peak_bytes / 2**30
-    lines.append(f"  at least {each / device.bfloat16:.3f} s, at the peak of {gpu}")
+    whole, peak = device.memory_bytes / 2**30, traced.peak_bytes / 2**30
+    lines.append(f"  at least {of_rank / device.bfloat16:.3f} s, at the peak of {gpu}")
     if peak > whole:
         return [*lines, f"it does not fit on {gpu}: {peak:.2f} GiB, and the device has {whole:.0f}"]
     left = f"{whole - peak:.2f} are left for the driver, buffers of collectives and what the allocator rounds up"

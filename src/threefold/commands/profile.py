@@ -41,8 +41,10 @@ def command(
 
 
 def _read(path: Path) -> dict[str, Any]:
+    from threefold.records.files import json_of
+
     try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = json_of(path)
         if {"steps", "step_s", "phases", "kernels", *_SHARES} <= set(values):
             return values
         reason = "it has not all of its figures"

@@ -22,8 +22,9 @@ def command(
     One HTML file that needs no network and no other file: what was trained, its curves with starts and rewinds, what
     was read and whether that is proved, checkpoints, samples, late ranks and warnings. It only reads the run's files.
     """
+    from threefold.records.files import names_of, run_folder
     from threefold.report.document import report
-    from threefold.report.gathered import gather, names_of, run_folder
+    from threefold.report.facts import gather
 
     folders = [run_folder(run) for run in runs]
     if len(set(folders)) < len(folders):

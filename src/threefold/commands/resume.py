@@ -1,4 +1,4 @@
-"""`threefold resume`: the run in a folder goes on, from wherever the command is given."""
+"""`threefold resume`: the run in a folder continues, from wherever the command is given."""
 
 from __future__ import annotations
 

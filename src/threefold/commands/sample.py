@@ -31,7 +31,7 @@ def command(
     from threefold.checkpoint.layout import damaged, find
     from threefold.commands.arguments import load_config, run_and_checkpoint
     from threefold.run.process import quieten_libraries
-    from threefold.run.request import tokenizer_of
+    from threefold.run.sources import tokenizer_of
 
     quieten_libraries()
     folder, _ = run_and_checkpoint(run)
@@ -55,8 +55,8 @@ def _converse(config: Config, checkpoint: Checkpoint, tokenizer: Tokenizer, *, n
     import torch
 
     from threefold.checkpoint.run_template import template_of
-    from threefold.data.conversations.formats import Message, RowError
-    from threefold.data.conversations.labeller import chat_template, encoder_of
+    from threefold.data.chat.formats import Message, RowError
+    from threefold.data.chat.labeller import chat_template, encoder_of
     from threefold.export.generation import continued, load_own
     from threefold.run.sources import sources_of
 

@@ -14,10 +14,10 @@ import typer
 from threefold.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
-    from threefold.config.loading import Loaded
+    from threefold.config.loading import LoadedConfig
     from threefold.config.schema import Config
     from threefold.mesh.topology import Topology
-    from threefold.verify.comparison import Options, Verification
+    from threefold.verify.comparison import Verification, VerifyOptions
 
 
 def command(
@@ -55,13 +55,13 @@ def command(
         typer.echo("\n".join(lines))
         sys.exit(0 if holds else EXIT_FAILED)
     from threefold.commands.arguments import load_config
-    from threefold.verify.comparison import Options
+    from threefold.verify.comparison import VerifyOptions
 
     verified = bits_command if bits else verify_command
-    sys.exit(verified(load_config(context.args), Options(steps or 3, layers, random), force=force))
+    sys.exit(verified(load_config(context.args), VerifyOptions(steps or 3, layers, random), force=force))
 
 
-def verify_command(loaded: Loaded, options: Options, *, force: bool = False) -> int:
+def verify_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool = False) -> int:
     """Verifies the mesh of the config and returns the exit code: 0 it follows the single process, 1 it does not."""
     from dataclasses import replace
 
@@ -96,7 +96,7 @@ def verify_command(loaded: Loaded, options: Options, *, force: bool = False) -> 
     return EXIT_FAILED
 
 
-def bits_command(loaded: Loaded, options: Options, *, force: bool = False) -> int:
+def bits_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool = False) -> int:
     """Compares bits on several meshes and returns the exit code: 0 they are equal, 1 they are not.
 
     Raises:
@@ -128,7 +128,7 @@ def bits_command(loaded: Loaded, options: Options, *, force: bool = False) -> in
     return 0 if equal else EXIT_FAILED
 
 
-def on_ranks(config: Config, options: Options, topology: Topology) -> Verification | int:
+def on_ranks(config: Config, options: VerifyOptions, topology: Topology) -> Verification | int:
     """The verification on local ranks, or the exit code of a failed attempt."""
     from threefold.verify.comparison import Verification
 
@@ -136,7 +136,7 @@ def on_ranks(config: Config, options: Options, topology: Topology) -> Verificati
     return answer if isinstance(answer, int) else Verification.from_record(answer)
 
 
-def _on_ranks(bits: bool, config: Config, options: Options, topology: Topology) -> Any:
+def _on_ranks(bits: bool, config: Config, options: VerifyOptions, topology: Topology) -> Any:
     """What rank 0 of local ranks answers, or the exit code of a failed attempt."""
     import json
     import tempfile
@@ -153,7 +153,7 @@ def _on_ranks(bits: bool, config: Config, options: Options, topology: Topology) 
         return json.loads(answer.read_text()) if answer.exists() else code or EXIT_FAILED
 
 
-def _rank(bits: bool, config: Config, options: Options, topology: Topology, answer: str) -> int:
+def _rank(bits: bool, config: Config, options: VerifyOptions, topology: Topology, answer: str) -> int:
     from threefold.verify.bits import bits_rank
     from threefold.verify.mesh_side import verify_rank
 

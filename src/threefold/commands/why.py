@@ -14,23 +14,23 @@ def command(
     step: Annotated[int | None, typer.Option(help="This step alone, with its rows.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="All of it as one JSON object.")] = False,
 ) -> None:
-    """Say why a run went as it did: threefold why RUN [--step N].
+    """Explain how a run went: threefold why RUN [--step N].
 
-    Spikes of the loss and of the gradient norm, with the rows that made them; rows whose loss is far above or below
-    that of their like; sources that drift apart; ranks that were slow; keys that changed. The most telling five, each
-    with the facts that show it. A run that goes on is only read.
+    Spikes of the loss and of the gradient norm, with the rows that made them; rows whose loss is an outlier among
+    comparable rows; sources that drift apart; slow ranks; changed keys. The five that matter most, each with the facts
+    that show it. The run's files are only read.
     """
     from threefold.commands.arguments import run_and_checkpoint
-    from threefold.report.opened import check_files
-    from threefold.why import said
-    from threefold.why.batch_rows import Batches
+    from threefold.records.files import check_files
+    from threefold.why import format
+    from threefold.why.batch_rows import StepBatches
     from threefold.why.lookback import Lookback
 
     folder = run_and_checkpoint(run)[0]
     check_files(folder)
-    batches = Batches(Lookback.of(folder))
+    batches = StepBatches(Lookback.of(folder))
     if as_json:
-        typer.echo(json.dumps(said.values(batches, step)))
+        typer.echo(json.dumps(format.values(batches, step)))
         return
-    for line in said.run_lines(batches) if step is None else said.step_lines(batches, step):
+    for line in format.run_lines(batches) if step is None else format.step_lines(batches, step):
         typer.echo(line)

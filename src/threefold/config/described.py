@@ -9,7 +9,7 @@ from threefold.config.schema import Config
 from threefold.config.text import as_yaml
 
 
-class Described(NamedTuple):
+class KeyHelp(NamedTuple):
     """A key without its section's name; its values as words, or as a list of what may be written."""
 
     key: str
@@ -18,12 +18,12 @@ class Described(NamedTuple):
     meaning: str
 
 
-def keys_in(section: str) -> list[Described]:
+def keys_in(section: str) -> list[KeyHelp]:
     """The keys of a section, in the order of the schema."""
     return list(_keys(Config.model_fields[section].annotation))
 
 
-def keys_named(named: str) -> list[tuple[str, Described]]:
+def keys_named(named: str) -> list[tuple[str, KeyHelp]]:
     """(section, key) for each key of a section, or for the one key that is named."""
     section, _, key = named.removeprefix("--").partition(".")
     if section not in Config.model_fields:
@@ -33,14 +33,12 @@ def keys_named(named: str) -> list[tuple[str, Described]]:
     ]
 
 
-def _keys(kind: Any, prefix: str = "") -> Iterator[Described]:
+def _keys(kind: Any, prefix: str = "") -> Iterator[KeyHelp]:
     for key, entry in kind.model_fields.items():
         if hasattr(entry.annotation, "model_fields"):
             yield from _keys(entry.annotation, f"{key}.")
         else:
-            yield Described(
-                f"{prefix}{key}", as_yaml(entry.default), _values(entry.annotation), entry.description or ""
-            )
+            yield KeyHelp(f"{prefix}{key}", as_yaml(entry.default), _values(entry.annotation), entry.description or "")
 
 
 def _values(annotation: Any) -> tuple[str, ...]:

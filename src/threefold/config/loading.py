@@ -15,9 +15,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from threefold.config.optimizer_keys import GroupConfig
+from threefold.config.dropped import DROPPED
+from threefold.config.optimizer import GroupConfig
 from threefold.config.optimizer_rules import GROUPS_FIX
-from threefold.config.paths import former_keys, run_of
+from threefold.config.paths import run_of
 from threefold.config.rules import MIXTURE_FIX, contradictions
 from threefold.config.schema import Config, MixtureSource, every_key, inner_sections, keys_of, value_at
 from threefold.config.text import as_yaml, parse, pasted
@@ -27,13 +28,13 @@ MESH_VARIABLES = {"DP_SIZE": "mesh.dp", "CP_SIZE": "mesh.cp", "TP_SIZE": "mesh.t
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedConfig:
     """A validated config, the origin of each `section.key` that is not a default, and what the command adds.
 
     Attributes:
         accept_changes: a resumed run may be trained on with keys that change what is trained.
         quiet: nothing is printed but errors.
-        given: objects of a program that calls `threefold.train` (`run.given.Given`), or None.
+        given: objects of a program that calls `threefold.train` (`run.user_objects.Given`), or None.
         last: the process ends with the run, as that of a command and of a rank does.
     """
 
@@ -57,7 +58,7 @@ def load(
     environ: Mapping[str, str],
     defaults: Iterable[tuple[str, str, str]] = (),
     settings: Iterable[tuple[str, str, str]] = (),
-) -> Loaded:
+) -> LoadedConfig:
     """Reads a YAML file, then the environment's mesh defaults, then `section.key` overrides; later ones win.
 
     The environment gives only defaults: a file or an override takes precedence over it.
@@ -82,7 +83,6 @@ def load(
     after += [(key, text, f"--{key}", "command line") for key, text in overrides]
     layers = _parsed(before, problems)
     if path is not None:
-        layers += [(key, value, path) for key, value in former_keys(Path(path)).items()]
         layers += [(key, value, path) for key, value in _read_file(path, problems)]
         if (run := run_of(Path(path))) is not None:
             layers.append(("log.dir", str(run), path))
@@ -90,7 +90,7 @@ def load(
         _put(values, origins, key, value, origin)
     problems += _unknown(values)
     if not problems:
-        return Loaded(validate(values, origins), origins)
+        return LoadedConfig(validate(values, origins), origins)
     try:
         validate(_known(values), origins)
     except ConfigError as error:
@@ -207,6 +207,7 @@ def _unknown(values: Mapping[str, Any]) -> list[Problem]:
             if in_section:
                 expected = f"one of {section}.{{{', '.join(keys_of(section))}}}"
             fix = f"did you mean {meant}?" if meant else "`threefold train --print-config` lists every key"
+            fix = DROPPED.get(name, fix)
             found.append(Problem(f"unknown key {name}", expected, fix))
     return found
 
@@ -305,7 +306,7 @@ def _group_problem(entry: Any, where: str) -> Problem:
 
 def _unknown_below(entry: Any, path: str, kind: type[MixtureSource] | type[GroupConfig], fix: str) -> Problem:
     known = list(kind.model_fields)
-    nearest = difflib.get_close_matches(str(entry["loc"][-1]), known, n=1, cutoff=0.5)
-    return Problem(
-        f"unknown key {path}", f"one of {', '.join(known)}", f"did you mean {nearest[0]}?" if nearest else fix
-    )
+    section, key, *_, leaf = entry["loc"]
+    nearest = difflib.get_close_matches(str(leaf), known, n=1, cutoff=0.5)
+    fix = DROPPED.get(f"{section}.{key}.{leaf}") or (f"did you mean {nearest[0]}?" if nearest else fix)
+    return Problem(f"unknown key {path}", f"one of {', '.join(known)}", fix)

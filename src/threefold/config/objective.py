@@ -10,7 +10,7 @@ from threefold.config.section import PositiveFloat, Section
 
 
 class DpoConfig(Section):
-    """Preferences learnt from pairs of answers (arXiv:2305.18290), for train.objective dpo."""
+    """Learning preferences from pairs of answers (arXiv:2305.18290), for train.objective dpo."""
 
     beta: PositiveFloat = Field(
         0.1, description="scale of the rewards: how closely the model is held to the one that it began as"

@@ -28,12 +28,10 @@ with warnings.catch_warnings():
         profile: StepRange | None = Field(
             None, description="[first, last] steps to trace on every rank, into the run's folder; see threefold profile"
         )
-        timeline: StepRange | None = Field(
-            None, description="[first, last] steps whose phases every rank notes with their times, for ui.perfetto.dev"
-        )
         stall_s: PositiveFloat = Field(120.0, description="time without progress after which the late rank is named, s")
         json: bool = Field(  # type: ignore[assignment]  # the name of a method that pydantic no longer wants to be used
-            False, description="print JSON lines, each with its kind (step, evaluation, skipped, text), for machines"
+            False,
+            description="print JSON lines, each with its kind: head, step, evaluation, skipped, text",
         )
         sample_tokens: Count = Field(
             64, description="tokens to generate at the end, and for each of eval.sample; 0: none"

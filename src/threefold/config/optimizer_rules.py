@@ -1,18 +1,18 @@
-"""What does not go together in the section `optimizer`, as far as it is known without torch."""
+"""Checks of the section `optimizer` that need no torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from threefold.config.optimizer_keys import NAMES, OptimizerConfig
-from threefold.config.peak_rate import peak_rate
+from threefold.config.auto_lr import peak_rate
+from threefold.config.optimizer import OPTIMIZERS, OptimizerConfig
 from threefold.config.schema import Config
 from threefold.config.text import as_yaml, pasted
 from threefold.errors import Problem
 
 GROUPS_FIX = "--optimizer.groups '[{match: embed, lr: 1e-4}]'"
-_WITH_BETAS = ("adamw", "adamw_8bit", "muon")
+_WITH_BETAS = tuple(name for name, known in OPTIMIZERS.items() if known.has_betas)
 # A number in bfloat16 has 8 bits: less than a 512th of it added or taken away leaves it as it is.
 _SLOWEST_IN_BFLOAT16 = 0.98
 _OWN_KEYS = ("params", "lr", "betas", "eps", "weight_decay")
@@ -37,21 +37,21 @@ def of_optimizer(config: Config) -> Iterator[Problem]:
 
 
 def _of_name(asked: OptimizerConfig) -> Iterator[Problem]:
-    if asked.name not in NAMES and "." not in asked.name:
+    if asked.name not in OPTIMIZERS and "." not in asked.name:
         what = f"optimizer.name = {as_yaml(asked.name)} is not an optimizer"
-        expected = f"one of {', '.join(NAMES)}, or the dotted path of an installed class: torch.optim.NAdam"
+        expected = f"one of {', '.join(OPTIMIZERS)}, or the dotted path of an installed class: torch.optim.NAdam"
         yield Problem(what, expected, "--optimizer.name adamw   (the default)")
     defaults = OptimizerConfig()
-    for key, names in (("betas", _WITH_BETAS), ("eps", _WITH_BETAS)):
+    known = OPTIMIZERS.get(asked.name)
+    for key in ("betas", "eps"):
         value = getattr(asked, key)
-        if value != getattr(defaults, key) and asked.name in NAMES and asked.name not in names:
+        if value != getattr(defaults, key) and known is not None and not known.has_betas:
             what = f"optimizer.{key} = {as_yaml(value)} has no effect on optimizer.name = {asked.name}"
-            expected = f"one of {', '.join(names)}, or another optimizer that has {key}"
+            expected = f"one of {', '.join(_WITH_BETAS)}, or another optimizer that has {key}"
             yield Problem(what, expected, f"leave optimizer.{key} out")
     yield from _of_moments(asked)
     for key in _OWN_KEYS:
-        # Adafactor's eps are two other things than Adam's.
-        if key in asked.options and not (key == "eps" and asked.name == "adafactor"):
+        if key in asked.options and (known is None or key not in known.options):
             what = f"optimizer.options has {key}, which is a key of its own"
             fix = "leave it out of optimizer.options"
             if key != "params":

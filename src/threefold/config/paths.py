@@ -11,12 +11,11 @@ from threefold.config.section import Sources
 
 # In a run's folder: what the run is, and the config with which it is resumed.
 RUN_FILE, RUN_CONFIG = "run.json", "config.yaml"
+# The logger of the line with which each start begins in a rank's log: a JSON object with its process.
+LOG_START = "threefold.start"
 PROFILE_FOLDER = "profile"  # what the ranks traced
 EXPORT_FOLDER = "exports"  # what transformers loads
-TIMELINE_FOLDER = "timeline"  # when each rank was in which phase
 _NAMES = {"stdlib", "bytes"}
-FORMER = {"tail": "drop", "end_target": "keep", "bos": False, "control_tokens": "ids"}
-"""Keys of the section `data` that version 0.1.0 did not have, with what it did."""
 
 
 def run_of(config: Path) -> Path | None:
@@ -31,14 +30,6 @@ def tokenizer_name(config: Config) -> tuple[str, str]:
     if config.model.name_or_path is not None:
         return config.model.name_or_path, "the model's own"
     return "bytes", "the model has random weights and none was given"
-
-
-def former_keys(config: Path) -> dict[str, Any]:
-    """The keys that a run's own config lacks if version 0.1.0 wrote it, with what that did."""
-    of_a_run = config.name == RUN_CONFIG and any(
-        config.with_name(name).exists() for name in (RUN_FILE, "metrics.jsonl")
-    )
-    return {f"data.{name}": value for name, value in FORMER.items()} if of_a_run else {}
 
 
 def with_absolute_paths(config: Config) -> Config:

@@ -16,8 +16,8 @@ from threefold.errors import Problem
 MIXTURE_FIX = (
     "--data.mixture '{code: {source: FOLDER, weight: 0.7}, prose: {source: hf:ID, weight: 0.3}}'   (any names)"
 )
-# Steps in a trace, and in a timeline.
-MOST_TRACED, MOST_TIMED = 20, 1000
+# Steps in a trace.
+MOST_TRACED = 20
 
 
 def contradictions(config: Config) -> Iterator[Problem]:
@@ -55,10 +55,7 @@ def contradictions(config: Config) -> Iterator[Problem]:
     yield from _of_objective(config)
     yield from _of_lengths(config.data)
     yield from _of_skip(config.data.skip)
-    kept = f"at most {MOST_TRACED} steps: a trace holds every kernel, and takes long to write and to open"
-    yield from _of_range(config, "profile", config.log.profile, MOST_TRACED, kept)
-    kept = f"at most {MOST_TIMED:,} steps: a viewer holds every phase of every rank"
-    yield from _of_range(config, "timeline", config.log.timeline, MOST_TIMED, kept)
+    yield from _of_profile(config)
     yield from _of_rows(config)
     yield from _of_trackers(config.log)
     yield from _of_exports(config)
@@ -150,19 +147,19 @@ def _of_skip(skip: Sequence[tuple[int, int]]) -> Iterator[Problem]:
         yield Problem(what, expected, f"--data.skip '{ascending}'")
 
 
-def _of_range(config: Config, key: str, steps: tuple[int, int] | None, most: int, why: str) -> Iterator[Problem]:
-    """Steps of which a run keeps more, at most so many."""
-    if steps is None:
+def _of_profile(config: Config) -> Iterator[Problem]:
+    if config.log.profile is None:
         return
-    first, last = steps
-    what, fix = f"log.{key} = [{first}, {last}]", f"--log.{key} '[{first}, {first + 2}]'"
+    first, last = config.log.profile
+    what, fix = f"log.profile = [{first}, {last}]", f"--log.profile '[{first}, {first + 2}]'"
     if last < first:
         yield Problem(f"{what} ends before it begins", "[first, last], both steps included", fix)
-    elif last - first >= most:
-        yield Problem(f"{what} are {last - first + 1} steps", why, fix)
+    elif last - first >= MOST_TRACED:
+        expected = f"at most {MOST_TRACED} steps: a trace holds every kernel, and takes long to write and to open"
+        yield Problem(f"{what} are {last - first + 1} steps", expected, fix)
     if config.train.steps is not None and first > config.train.steps:
         expected = f"steps of the run, which ends with step {config.train.steps}"
-        yield Problem(f"{what} has no effect", expected, f"--log.{key} '[3, 5]', or leave log.{key} out")
+        yield Problem(f"{what} has no effect", expected, "--log.profile '[3, 5]', or leave log.profile out")
 
 
 def _of_rows(config: Config) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from threefold.config.objective import DpoConfig
 from threefold.config.observation import AuditConfig, LogConfig
-from threefold.config.optimizer_keys import OptimizerConfig
+from threefold.config.optimizer import OptimizerConfig
 from threefold.config.section import (
     AxisSize,
     Count,
@@ -72,7 +72,7 @@ class MixtureSource(Section):
     split: str | None = Field(None, description="split of a Hub dataset")
     config_name: str | None = Field(None, description="configuration of a Hub dataset")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub dataset")
-    text_field: str | None = Field(None, description="field that holds the text")
+    fields: dict[str, str] | None = Field(None, description="the source's names of columns and keys")
 
 
 class DataConfig(Section):
@@ -87,7 +87,6 @@ class DataConfig(Section):
     split: str = Field("train", description="split of a Hub dataset")
     config_name: str | None = Field(None, description="configuration of a Hub dataset")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub dataset")
-    text_field: str = Field("text", description="field that holds the text in rows; a.b: the field b inside a")
     tokenizer: str | None = Field(None, description="`bytes`, a Hub id or a folder; default: the model's own, or bytes")
     allow_other_tokenizer: bool = Field(
         False, description="train pretrained weights with a tokenizer that is not theirs: its ids mean other tokens"
@@ -97,42 +96,41 @@ class DataConfig(Section):
         "auto", description="what rows are; auto: by their columns"
     )
     fields: dict[str, str] = Field(
-        {}, description="the source's names of columns and keys: {messages: dialog, role: speaker, content: said}"
+        {},
+        description="the source's names of columns and keys: {text: body}, a.b being b inside a; {messages: dialog, "
+        "role: speaker, content: said}",
     )
     train_on: Literal["assistant", "last", "completion", "all"] | None = Field(
-        None, description="what is learnt of rows that are not text; default: assistant for chats, else completion"
+        None, description="what is trained on of rows that are not text; default: assistant for chats, else completion"
     )
-    train_on_end: bool = Field(True, description="the end token of what is learnt is learnt too")
+    train_on_end: bool = Field(True, description="the token that ends an answer is trained on too")
     chat_template: str | None = Field(None, description="file with a chat template; default: the tokenizer's own")
-    template_variables: dict[str, Any] = Field({}, description="variables of the chat template")
-    chat_date: str | None = Field(None, description="date for chat templates that print today's: 2026-01-31")
+    template_variables: dict[str, Any] = Field(
+        {}, description="variables of the chat template; {date: 2026-01-31} for one that prints today's date"
+    )
     control_tokens: Literal["text", "ids"] = Field(
         "text", description="control tokens that are spelled out in a text: stay text, or become control tokens"
     )
     bos: bool | Literal["auto"] = Field(
         "auto", description="a token before each document of text; auto: as the tokenizer does for a single text"
     )
-    skip_empty_targets: bool = Field(False, description="count rows of which nothing is learnt, do not refuse them")
     packing: Literal["concat", "best_fit", "none"] | None = Field(
         None, description="how documents become rows; default: best_fit for conversations and the like, else concat"
     )
     document_mask: bool | None = Field(
         None, description="keep attention and positions inside each document; default: for conversations and the like"
     )
-    end_target: Literal["mask", "keep"] = Field(
-        "mask", description="the label that would cross into another document: masked with document_mask, or kept"
-    )
     truncate: bool = Field(
         False,
         description="best_fit, none: drop what does not fit in a row, not split it; of a pair, keep half a row each",
     )
-    lookahead: PositiveInt | None = Field(
-        None, description="best_fit: number of documents, or pairs, to choose among at a time; default 8192"
-    )
     group_by_length: bool = Field(
         False, description="none: batches of rows of like length, cut to their longest row; within 50 batches"
     )
-    skip_bad_lines: bool = Field(False, description="count unreadable input instead of refusing it")
+    skip_bad_lines: bool = Field(
+        False,
+        description="count what cannot be read, and rows with nothing to train on, instead of refusing them",
+    )
     shuffle: bool = Field(True, description="keyed shuffle of the rows, new in every epoch")
     tail: Literal["carry", "drop"] = Field(
         "carry",
@@ -165,9 +163,6 @@ class MeshConfig(Section):
         "auto", description="how cp ranks exchange data in attention"
     )
     cpu_offload: bool = Field(False, description="keep shards, their gradients and moments in the host's memory")
-    prefetch: Count = Field(
-        0, description="sharded units to gather ahead of their turn; 0: the next one, as FSDP2 does"
-    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is one, else cpu")
     timeout_s: PositiveFloat = Field(600.0, description="longest wait in a collective, s")
 
@@ -217,9 +212,9 @@ class TrainConfig(Section):
         False, description="use only algorithms that give the same bits every time; otherwise an error"
     )
     nonfinite: Literal["error", "skip"] = Field(
-        "error", description="if a step's loss or gradient is not finite: end the run, or skip its update"
+        "error",
+        description="if a step's loss or gradient is not finite: end the run, or skip its update; ten in a row end it",
     )
-    nonfinite_limit: PositiveInt = Field(10, description="skip: number of skipped steps in a row that ends the run")
     timeout_s: PositiveFloat | None = Field(
         None, description="longest time without progress, s; default: 0.9 of mesh.timeout_s"
     )
@@ -230,12 +225,8 @@ class CheckpointConfig(Section):
 
     every: Count = Field(0, description="steps between checkpoints; 0: at the end only")
     keep: PositiveInt = Field(2, description="number of newest complete checkpoints to keep, besides the best")
-    keep_every: Count = Field(0, description="also keep the checkpoint of every n-th step; 0: none")
     export_every: Count = Field(
         0, description="also write every n-th step's as transformers loads it, verified, to RUN/exports; 0: none"
-    )
-    mode: Literal["async", "sync"] = Field(
-        "async", description="async: write while the next steps run; sync: wait for the disk"
     )
     on_error: Literal["error", "continue"] = Field(
         "error", description="if a save fails: end the run, or print the error and continue"

@@ -6,11 +6,12 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from threefold.explain.evidence import Evidence
-from threefold.explain.explain import Confidence, Explanation, Finding, Hit, Status, examine
-from threefold.explain.flight import Difference
+from threefold.explain.evidence import JobEvidence
+from threefold.explain.explain import Confidence, Diagnosis, Explanation, Hit, Status, examine
+from threefold.explain.facts import Guess
+from threefold.explain.flight import Divergence
 from threefold.explain.known import PAGES, Tier, known_errors
-from threefold.explain.log import Line, Log
+from threefold.explain.log import Log, LogLine
 
 SCHEMA = 1  # of --json: grows when a key changes its meaning or goes
 _SHOWN = 300
@@ -20,26 +21,28 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _OF_DIFFERENCE = {"different": "collective-mismatch", "absent": "nccl-timeout", "unfinished": "nccl-timeout"}
 
 
-def answer(evidence: Evidence) -> Finding:
+def answer(evidence: JobEvidence) -> Diagnosis:
     """What all the evidence shows: the logs', and what Flight Recorder dumps and the run's record add to it."""
-    found = examine(Log(evidence.sources)) if evidence.sources else Finding(Status.UNKNOWN)
+    found = examine(Log(evidence.sources)) if evidence.sources else Diagnosis(Status.UNKNOWN)
     explanation = found.explanation
     differences = list(evidence.differences)
     if differences and (explanation is None or explanation.known.tier > Tier.WIDE):
         explanation = _of_dumps(differences.pop(0), explanation)
-        found = Finding(Status.FAILURE, explanation)
+        found = Diagnosis(Status.FAILURE, explanation)
     extra = [*(one.text for one in differences), *evidence.notes, *(f"not read: {name}" for name in evidence.unread)]
     if explanation is None:
-        return replace(found, notes=extra)
-    facts = [fact for fact in explanation.facts if not (evidence.differences and _is_guess(fact))]
+        # What the run's own journal says needs no words of its log.
+        status = Status.FINISHED if evidence.done and found.status is Status.UNKNOWN else found.status
+        return replace(found, status=status, notes=extra)
+    facts = [fact for fact in explanation.facts if not (evidence.differences and isinstance(fact, Guess))]
     return replace(found, explanation=replace(explanation, facts=[*facts, *extra]))
 
 
-def _of_dumps(first: Difference, told: Explanation | None) -> Explanation:
+def _of_dumps(first: Divergence, told: Explanation | None) -> Explanation:
     """Dumps say which operation and which ranks; a timeout in the log is what follows from it."""
     known = known_errors()[_OF_DIFFERENCE[first.kind]]
     rank = first.ranks[0] if first.ranks else None
-    line = Line(1, first.text, rank, None, "Flight Recorder dumps")
+    line = LogLine(1, first.text, rank, None, "Flight Recorder dumps")
     others = [] if told is None else [Hit(told.known, [told.line]), *told.others]
     confidence = Confidence.SURE if first.kind == "different" else Confidence.LIKELY
     return Explanation(
@@ -47,16 +50,12 @@ def _of_dumps(first: Difference, told: Explanation | None) -> Explanation:
     )
 
 
-def _is_guess(fact: str) -> bool:
-    return fact.endswith(("look there", "look there first")) or fact.startswith("the ranks took different paths")
-
-
-def text(found: Finding) -> str:
+def text(found: Diagnosis) -> str:
     """The finding as text; what a log would do to a terminal is taken out."""
     return _CONTROL.sub("?", _text(found))
 
 
-def _text(found: Finding) -> str:
+def _text(found: Diagnosis) -> str:
     if found.explanation is not None:
         return _explanation(found.explanation)
     if found.status is Status.UNKNOWN:
@@ -87,7 +86,7 @@ def _explanation(found: Explanation) -> str:
     return "\n".join([*lines, "", f"more: {PAGES / known.name}.md"])
 
 
-def data(found: Finding) -> dict[str, Any]:
+def data(found: Diagnosis) -> dict[str, Any]:
     """The finding for other programs; docs/doctor.md describes the keys."""
     told: dict[str, Any] = {"schema": SCHEMA, "status": str(found.status)}
     told["telling"] = [_line(line) for line in found.telling]
@@ -113,7 +112,7 @@ def data(found: Finding) -> dict[str, Any]:
     }
 
 
-def _line(line: Line) -> dict[str, Any]:
+def _line(line: LogLine) -> dict[str, Any]:
     return {
         "file": line.file or None,
         "number": line.number,

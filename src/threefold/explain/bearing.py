@@ -1,6 +1,6 @@
 """Whether what looks like an error ended anything: a warning does not, nor does what was made good. No torch.
 
-A log claims no failure by itself. Something must say that the program ended or could not go on: an error that was
+A log claims no failure by itself. Something must say that the program ended or could not continue: an error that was
 raised, a line that is no warning, a kill, or the reporter's own words. And a log that merely stops shows no hang.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from threefold.explain.log import Line, Log
+from threefold.explain.log import Log, LogLine
 
-# The program itself says that it goes on: warnings, information. NCCL warns of what ends it; a Pod's events too.
+# The program itself says that it continues: warnings, information. NCCL warns of what ends it; a Pod's events too.
 _MILD = re.compile(
     r"^(?!.*NCCL WARN)(?!\s*(?:\w+\s+)?Warning\s+(?:[A-Z][a-z]+[A-Z]|Failed\s|Evicted\s))"
     r"(?!.*retry(?:ing)? \(?(\d+)/\1\b)(?:"
@@ -67,7 +67,7 @@ _MET = re.compile(
     r"^(?!.*(?:\b[Ii]f\b|[Ff]ix|[Ss]olve|[Aa]void|[Pp]revent|no longer)).*"
     r"\b(?:I|[Ww]e)(?:'m| am)? (?:get|got|getting|have|had|met|run|ran|encounter|see)"
 )
-# The line itself says that the program goes on.
+# The line itself says that the program continues.
 _GOES_ON = re.compile(
     r"\bRetrying (?:\(|in |after )|\b[Ww]ill (?:be )?retr(?:y|ied)\b|\bretry \d+/\d+|\bTrial \S+ (?:failed|errored)"
     r"|\b(?:[Ss]kipp(?:ing|ed)|[Ii]gnoring|[Ff]alling back|[Cc]ontinuing)\b|thrown while requesting (?:HEAD|GET) "
@@ -79,12 +79,12 @@ _RETRY = re.compile(r"\[W\S* .*socket\.cpp")
 _TELLING = ("rror", "atal", "ailed", "xception", "WARN", "illed", "bort", "anic", "timed out", "refused", "denied")
 
 
-def is_mild(line: Line | str) -> bool:
+def is_mild(line: LogLine | str) -> bool:
     """Whether the line says that it is a warning or an information."""
     return _MILD.search(line if isinstance(line, str) else line.text) is not None
 
 
-def is_retry(line: Line) -> bool:
+def is_retry(line: LogLine) -> bool:
     """Whether torch says that it tries to connect, and will again."""
     return _RETRY.search(line.text) is not None
 
@@ -96,7 +96,7 @@ def ended(log: Log) -> bool:
     return any(_ENDED.search(line[:600]) and not is_mild(line[:600]) for line in log.raw[-20_000:])
 
 
-def said_to_hang(log: Log) -> Line | None:
+def said_to_hang(log: Log) -> LogLine | None:
     """The last line of a job of several ranks that somebody says hangs; None if nobody does."""
     if not any(map(log.has, _OF_RANKS)):
         return None
@@ -108,13 +108,13 @@ def said_to_hang(log: Log) -> Line | None:
     return log.line((ranks or written)[-1]) if written else None
 
 
-def only_mild(hits: Sequence[Sequence[Line]]) -> bool:
+def only_mild(hits: Sequence[Sequence[LogLine]]) -> bool:
     """Whether every line of every hit is a warning or an information."""
     return all(is_mild(line) for lines in hits for line in lines)
 
 
 def is_talk(line: str, anchor: str) -> bool:
-    """Whether the line speaks of the error that `anchor` is part of, or says that the program goes on after it."""
+    """Whether the line speaks of the error that `anchor` is part of, or says that the program continues after it."""
     if _TALK.search(line) or _GOES_ON.search(line):
         return True
     at = line.find(anchor)
@@ -129,7 +129,7 @@ def is_talk(line: str, anchor: str) -> bool:
     return in_quotes and not _TROUBLE.search(before.rpartition('"')[0])
 
 
-def telling(log: Log, ends: Sequence[Line]) -> list[Line]:
+def telling(log: Log, ends: Sequence[LogLine]) -> list[LogLine]:
     """The three lines of an unknown log that say most: `ends` of tracebacks, lines of trouble, the last ones."""
     chosen = {line.index: line for line in ends[-3:]}
     if len(chosen) < 3:

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 
-from threefold.explain.log import Line, Log
+from threefold.explain.log import Log, LogLine
 
 _NUMBER = r"[-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?|nan|inf)"
 _PROGRESS = re.compile(
@@ -101,7 +101,7 @@ class Course:
         """The lines of `finished`, without those that say that a server has started."""
         return [index for index in self.finished if "startup" not in self.log.raw[index]]
 
-    def not_finite(self) -> list[Line]:
+    def not_finite(self) -> list[LogLine]:
         """The lines whose loss or gradient norm is not a number, if this is more than one skipped step."""
         if not any(map(self.log.has, ("nan", "NaN", "Nan"))):
             return []
@@ -118,7 +118,7 @@ class Course:
         last = _last_measured(self.log, bad, measured)
         return [self.log.line(index) for index in bad] if last or len(bad) * 5 >= measured + len(bad) > 2 else []
 
-    def smallest_scale(self) -> list[Line]:
+    def smallest_scale(self) -> list[LogLine]:
         """The lines of skipped steps whose loss scale is the smallest, if no step follows them."""
         bad = {index for words in ("loss scale: ", "loss scale to ") for _, places in self.log.shapes_containing(words)
                for index in places if _SMALLEST.search(self.log.raw[index])}  # fmt: skip

@@ -2,49 +2,60 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+
+from threefold.audit.record import FILE as AUDIT
+from threefold.checkpoint.lineage import JOURNAL
+from threefold.config.paths import LOG_START
 from threefold.errors import ConfigError
-from threefold.explain.flight import Difference, Dump, first_differences, is_dump, read_dump
-from threefold.explain.log import Source
+from threefold.explain.flight import Divergence, Dump, first_differences, is_dump, read_dump
+from threefold.explain.log import LogSource
+from threefold.jsonl import Lines
+from threefold.records.files import METRICS
+from threefold.records.metrics import Metrics
 
 # Ours, and torchrun's --log-dir: attempt_0/3/stderr.log.
-_BEGIN = " INFO threefold: process "
+_BEGIN = f" INFO {LOG_START}: {{"
 _RANK_OF_FILE = re.compile(r"rank[-_]?(\d+)\.\w+$|/(\d+)/(?:std(?:out|err)|error)\.\w+$")
 _LOGS = (".log", ".err", ".out")
-_METRICS, _JOURNAL, _AUDIT = "metrics.jsonl", "journal.jsonl", "audit.jsonl"
 _LATE_STEPS = 20
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What was found: logs, what dumps show, sentences from a run's own record, and files that could not be used."""
+class JobEvidence:
+    """Logs, what dumps show, sentences from a run's own record, and files that could not be used.
 
-    sources: Sequence[Source]
-    differences: Sequence[Difference] = ()
+    Attributes:
+        done: the journal of a run says that its last start has done all of its steps.
+    """
+
+    sources: Sequence[LogSource]
+    differences: Sequence[Divergence] = ()
     notes: Sequence[str] = ()
     unread: Sequence[str] = ()
+    done: bool = False
 
 
-def gather(paths: Sequence[Path]) -> Evidence:
+def gather(paths: Sequence[Path]) -> JobEvidence:
     """The evidence in files and folders; ConfigError if one does not exist, or there is none in them."""
-    sources: list[Source] = []
+    sources: list[LogSource] = []
     dumps: list[Dump] = []
     notes: list[str] = []
     unread: list[str] = []
+    done = False
     for path in paths:
         if not path.exists():
             raise _nothing(f"{path} does not exist")
         for file in sorted(_files(path)):
             try:
-                if file.name in (_METRICS, _JOURNAL, _AUDIT):
+                if file.name in (METRICS, JOURNAL, AUDIT):
                     notes += _notes(file)
+                    done = done or (file.name == JOURNAL and _is_done(file))
                 elif is_dump(file):
                     dumps.append(read_dump(file))
                 else:
@@ -56,7 +67,7 @@ def gather(paths: Sequence[Path]) -> Evidence:
                 raise ConfigError(what, expected="a readable log", fix=f"look at: ls -l {file}") from error
     if not sources and not dumps and not notes and not unread:
         raise _nothing(f"{paths[0]} contains no log")
-    return Evidence(sources, first_differences(dumps), notes, unread)
+    return JobEvidence(sources, first_differences(dumps), notes, unread, done)
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -64,19 +75,19 @@ def _files(path: Path) -> Iterator[Path]:
         yield path
         return
     for file in path.rglob("*"):
-        if file.is_file() and (file.suffix in _LOGS or is_dump(file) or file.name in (_METRICS, _JOURNAL, _AUDIT)):
+        if file.is_file() and (file.suffix in _LOGS or is_dump(file) or file.name in (METRICS, JOURNAL, AUDIT)):
             yield file
 
 
-def _source(file: Path, root: Path, *, several: bool) -> Source:
+def _source(file: Path, root: Path, *, several: bool) -> LogSource:
     text = file.read_text(encoding="utf-8", errors="replace")
     rank = _RANK_OF_FILE.search(file.as_posix()) if several else None
     if rank is None:
-        return Source(_name(file, root) if several else "", text)
+        return LogSource(_name(file, root) if several else "", text)
     # A resumed run appends; only its last start counts.
     lines = text.splitlines()
     begin = max((place for place, line in enumerate(lines) if _BEGIN in line), default=0)
-    return Source(_name(file, root), "\n".join(lines[begin:]), rank=int(rank[1] or rank[2]))
+    return LogSource(_name(file, root), "\n".join(lines[begin:]), rank=int(rank[1] or rank[2]))
 
 
 def _name(file: Path, root: Path) -> str:
@@ -85,41 +96,33 @@ def _name(file: Path, root: Path) -> str:
 
 def _notes(file: Path) -> list[str]:
     """Sentences from a run's metrics, journal or audit."""
-    lines = []
-    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue  # torn by the end of the run
-        if isinstance(line, dict):
-            lines.append(line)
-    if not lines:
-        return []
-    if file.name == _METRICS:
-        return _of_metrics(lines)
-    if file.name == _JOURNAL:
+    if file.name == METRICS:
+        return _of_metrics(Metrics(file))
+    lines = [line.values for line in Lines(file).read()]
+    if file.name == JOURNAL:
         starts = max((line["start"] for line in lines if isinstance(line.get("start"), int)), default=0)
         return [f"the run was started {starts} times"] if starts > 1 else []
     steps = [line["step"] for line in lines if isinstance(line.get("step"), int)]
     return [f"the last audit is of step {steps[-1]}"] if steps else []
 
 
-def _of_metrics(lines: Sequence[dict[str, Any]]) -> list[str]:
-    steps = [line for line in lines if isinstance(line.get("step"), int) and "loss" in line]
-    if not steps:
+def _is_done(journal: Path) -> bool:
+    events = [line.values.get("event") for line in Lines(journal).read()]
+    return next((event for event in reversed(events) if event in ("start", "stop", "done")), None) == "done"
+
+
+def _of_metrics(metrics: Metrics) -> list[str]:
+    if not metrics.steps:
         return []
-    found = [f"the last step in the metrics is {steps[-1]['step']}"]
-    bad = next((line for line in steps if any(_not_finite(line.get(key)) for key in ("loss", "grad_norm"))), None)
-    if bad is not None:
-        found.append(f"loss or gradient norm is not a number from step {bad['step']} on")
-    slowest = [line["slowest_rank"] for line in steps[-_LATE_STEPS:] if isinstance(line.get("slowest_rank"), int)]
+    notes = [f"the last step in the metrics is {metrics.steps[-1]}"]
+    points = [metrics.points(name) for name in ("loss", "grad_norm")]
+    bad = [step for steps, values in points for step in steps[~np.isfinite(values)].tolist()]
+    if bad:
+        notes.append(f"loss or gradient norm is not a number from step {min(bad)} on")
+    slowest = metrics.points("slowest_rank").values[-_LATE_STEPS:].tolist()
     if len(slowest) > _LATE_STEPS // 2 and len(set(slowest)) == 1:
-        found.append(f"rank {slowest[0]} was the slowest in the last {len(slowest)} steps")
-    return found
-
-
-def _not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+        notes.append(f"rank {slowest[0]:.0f} was the slowest in the last {len(slowest)} steps")
+    return notes
 
 
 def _nothing(what: str) -> ConfigError:

@@ -18,7 +18,7 @@ from pathlib import Path
 from threefold.explain.bearing import ended, is_mild, is_retry, is_talk, only_mild, said_to_hang, telling
 from threefold.explain.course import Course
 from threefold.explain.known import PAGES, KnownError, Sign, Tier, known_errors
-from threefold.explain.log import Line, Log
+from threefold.explain.log import Log, LogLine
 from threefold.explain.programs import is_of_launcher, is_other, is_training
 from threefold.explain.tracebacks import Raised, ignored_lines, is_error, raised
 
@@ -72,7 +72,7 @@ class Hit:
     """
 
     known: KnownError
-    lines: Sequence[Line]
+    lines: Sequence[LogLine]
     raised: Raised | None = None
     most: Tier = Tier.CAUSE
     generic: bool = False
@@ -96,7 +96,7 @@ class Explanation:
     """
 
     known: KnownError
-    line: Line
+    line: LogLine
     confidence: Confidence
     frame: str | None = None
     facts: Sequence[str] = ()
@@ -105,12 +105,12 @@ class Explanation:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """What a log shows: an explanation if something failed; else the lines that say why not, or that say most."""
 
     status: Status
     explanation: Explanation | None = None
-    telling: Sequence[Line] = ()
+    telling: Sequence[LogLine] = ()
     notes: Sequence[str] = ()
 
 
@@ -119,7 +119,7 @@ def explain(text: str, *, pages: Path = PAGES) -> Explanation | None:
     return examine(Log.of(text), pages=pages).explanation
 
 
-def examine(log: Log, *, pages: Path = PAGES) -> Finding:
+def examine(log: Log, *, pages: Path = PAGES) -> Diagnosis:
     """What the logs of a job show."""
     course, errors, known = Course(log), raised(log), known_errors(pages)
     hits = sorted(_hits(log, errors, known.values()), key=lambda hit: _precedence(log, hit))
@@ -133,12 +133,12 @@ def examine(log: Log, *, pages: Path = PAGES) -> Finding:
     if claims and not own and only_mild(claims) and not ended(log):
         left = []
     if explanation := _explanation(log, left, own, known):
-        return Finding(Status.FAILURE, explanation)
+        return Diagnosis(Status.FAILURE, explanation)
     if course.finished and (hits or not errors or course.made_good(errors[-1].line.index)):
-        return Finding(Status.FINISHED, telling=[log.line(course.finished[-1])])
+        return Diagnosis(Status.FINISHED, telling=[log.line(course.finished[-1])])
     if hits and not left and course.progress:
-        return Finding(Status.SURVIVED, telling=[hit.lines[0] for hit in hits[:3]])
-    return Finding(Status.UNKNOWN, telling=telling(log, [error.line for error in errors]))
+        return Diagnosis(Status.SURVIVED, telling=[hit.lines[0] for hit in hits[:3]])
+    return Diagnosis(Status.UNKNOWN, telling=telling(log, [error.line for error in errors]))
 
 
 def _explanation(
@@ -150,7 +150,7 @@ def _explanation(
     if "  expected: " in text and (ours := _THREE_PARTS.search(text)) is not None:
         what = ours[0].split("\n", 1)[0]
         line = next((line for line in log.containing("  fix: ") if line.index >= 2), None)
-        line = log.line(line.index - 2) if line is not None else Line(1, what)
+        line = log.line(line.index - 2) if line is not None else LogLine(1, what)
         facts = [f"expected: {ours['expected']}", f"fix: {ours['fix']}"]
         return Explanation(known["threefold"], line, Confidence.SURE, None, facts, hits)
     if (mine := _own_error(log, errors, hits)) is not None:
@@ -212,12 +212,12 @@ def _hits(log: Log, errors: Sequence[Raised], known: Iterable[KnownError]) -> It
             yield Hit(one, ordered, ended.get(first.index), most, generic)
 
 
-def _follows_a_program(log: Log, line: Line) -> bool:
+def _follows_a_program(log: Log, line: LogLine) -> bool:
     """Whether the launcher's line stands after what the program wrote that it had started."""
     return not all(map(is_of_launcher, log.raw[max(log.source_begin(line.index), line.index - 5) : line.index]))
 
 
-def _is_overtaken_warning(line: Line, last: int) -> bool:
+def _is_overtaken_warning(line: LogLine, last: int) -> bool:
     """Whether the line is a warning, and an error (at `last`) came after it: that program went on past the warning."""
     return last > line.index and _WARNING.search(line.text) is not None
 
@@ -237,7 +237,7 @@ def _places(log: Log, sign: Sign, following: dict[int, str]) -> Iterator[int]:
 
 
 def _messages(log: Log, errors: Sequence[Raised]) -> dict[int, str]:
-    """The whole message of each error: the next lines, if it goes on there, and the file that raised it."""
+    """The whole message of each error: the next lines, if it continues there, and the file that raised it."""
     found = {}
     files = {error.line.index: error.file for error in errors}
     named = [log.line(places[0]) for _, places in log.shapes_containing("Error: ")][:_MOST_MESSAGES]
@@ -283,7 +283,7 @@ def _derived(
 
 
 def _not_made_good(course: Course, hits: Sequence[Hit], errors: Sequence[Raised]) -> tuple[list[Hit], list[Raised]]:
-    """The hits and errors after which the job did not go on; all of them if only consequences would be left."""
+    """The hits and errors after which the job did not continue; all of them if only consequences would be left."""
     left = []
     for hit in hits:
         if hit.known.name in _CLOSING and all(course.over(line.index) for line in hit.lines):

@@ -10,9 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from threefold.errors import ranks_text, size_text
-from threefold.explain.log import Line, Log
+from threefold.explain.log import Log, LogLine
 
 _Value = TypeVar("_Value", int, str)
+
+
+class Guess(str):
+    """A sentence about where to look, from what the logs of the ranks do not say; a dump would know."""
+
 
 _SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -23,12 +28,12 @@ _TIMEOUT_MS = re.compile(r"Timeout\(ms\)=(\d+)")
 _LAST_WORK = re.compile(r"last enqueued (?:NCCL )?work: (-?\d+), last completed (?:NCCL )?work: (-?\d+)")
 
 
-def none(log: Log, lines: Sequence[Line]) -> list[str]:
+def none(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """Nothing: for most errors, the line itself says everything."""
     return []
 
 
-def gpu_memory(log: Log, lines: Sequence[Line]) -> list[str]:
+def gpu_memory(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """How much memory was missing, and whether it is available in pieces."""
     text = lines[0].text
     asked = _bytes(rf"Tried to allocate {_SIZE}", text)
@@ -49,7 +54,7 @@ def gpu_memory(log: Log, lines: Sequence[Line]) -> list[str]:
     return found + ranks(log, lines)
 
 
-def nccl_timeout(log: Log, lines: Sequence[Line]) -> list[str]:
+def nccl_timeout(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """Which ranks the others waited for: those in other operations, those behind, those that reported nothing.
 
     Only ranks of one process group are compared: operations of different groups have nothing to do with one another.
@@ -70,7 +75,9 @@ def _group(text: str) -> str:
 def _operations(log: Log) -> dict[str, tuple[dict[int, tuple[int, str]], dict[int, int]]]:
     """Process group -> (each rank's first operation that timed out: number and kind, each rank's last enqueued one)."""
     groups: dict[str, tuple[dict[int, tuple[int, str]], dict[int, int]]] = {}
-    seen: dict[int, Line] = {line.index: line for part in ("SeqNum=", "last enqueued") for line in log.containing(part)}
+    seen: dict[int, LogLine] = {
+        line.index: line for part in ("SeqNum=", "last enqueued") for line in log.containing(part)
+    }
     for _, line in sorted(seen.items()):
         work, last, rank = _WORK.search(line.text), _LAST_WORK.search(line.text), line.rank
         if not work and not last:
@@ -94,18 +101,20 @@ def _where_ranks_stood(first: dict[int, tuple[int, str]], enqueued: dict[int, in
     by_number = _grouped({rank: number for rank, (number, _) in first.items()})
     if len(by_kind) > 1:
         ways = "; ".join(f"{ranks_text(own)} in {kind}" for kind, own in by_kind)
-        return [f"the ranks took different paths: {ways}: uneven batches, or an `if rank == 0` around a collective"]
+        return [
+            Guess(f"the ranks took different paths: {ways}: uneven batches, or an `if rank == 0` around a collective")
+        ]
     if len(by_number) > 1:
         (behind, late), (ahead, _) = by_number[0], by_number[-1]
-        return [f"{ranks_text(late)} lagged behind the others (operation {behind} of {ahead}): look there"]
+        return [Guess(f"{ranks_text(late)} lagged behind the others (operation {behind} of {ahead}): look there")]
     read = {*first, *enqueued}
     silent = sorted(set(range(max(read, default=0) + 1)) - read)
     if silent and len(read) >= len(silent):  # one rank's log says nothing of the others
-        return [f"{ranks_text(silent)} did not report this timeout: look there first"]
+        return [Guess(f"{ranks_text(silent)} did not report this timeout: look there first")]
     by_last = _grouped(enqueued)
     if len(by_last) > 1:
         fewest, late = by_last[0]
-        return [f"{ranks_text(late)} had started the fewest operations ({fewest}): look there first"]
+        return [Guess(f"{ranks_text(late)} had started the fewest operations ({fewest}): look there first")]
     return []
 
 
@@ -114,7 +123,7 @@ def _grouped(values: Mapping[int, _Value]) -> list[tuple[_Value, list[int]]]:
     return [(value, [rank for rank, own in values.items() if own == value]) for value in sorted(set(values.values()))]
 
 
-def port(log: Log, lines: Sequence[Line]) -> list[str]:
+def port(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """The port or the endpoint that the line names."""
     for line in lines:
         if found := re.search(
@@ -127,7 +136,7 @@ def port(log: Log, lines: Sequence[Line]) -> list[str]:
     return []
 
 
-def lost_peer(log: Log, lines: Sequence[Line]) -> list[str]:
+def lost_peer(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """Whether the rank that is gone has failed at all: the launcher would have reported it."""
     found = ranks(log, lines)
     losers = {line.rank for line in lines if line.rank is not None}
@@ -138,7 +147,7 @@ def lost_peer(log: Log, lines: Sequence[Line]) -> list[str]:
     return found
 
 
-def first_failure(log: Log, lines: Sequence[Line]) -> list[str]:
+def first_failure(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """The rank that failed first according to the launcher, and its exit code."""
     text = "\n".join(line.text for line in _root_cause(log))
     rank, code = re.search(r"\brank +: (\d+)", text), re.search(r"exitcode +: (-?\d+)", text)
@@ -149,26 +158,26 @@ def first_failure(log: Log, lines: Sequence[Line]) -> list[str]:
     return [f"rank {rank[1]}{where} failed first, with exit code {code[1]}{_signal(int(code[1]))}"]
 
 
-def _root_cause(log: Log) -> list[Line]:
+def _root_cause(log: Log) -> list[LogLine]:
     """The block in which torchrun names the first failure."""
     begin = next(log.containing("Root Cause (first observed failure)"), None)
     return [log.line(index) for index in range(begin.index, min(begin.index + 10, len(log.raw)))] if begin else []
 
 
-def devices(log: Log, lines: Sequence[Line]) -> list[str]:
+def devices(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """The devices of one operation."""
     found = re.findall(r"\b(?:cuda:\d+|cpu|meta|mps:\d+|xpu:\d+)\b", lines[0].text.partition("devices")[2])
     met = sorted(set(found))
     return [f"{' and '.join(met)} were combined in one operation"] if len(met) > 1 else []
 
 
-def ranks(log: Log, lines: Sequence[Line]) -> list[str]:
+def ranks(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """The ranks that show it, if there are several."""
     seen = {line.rank for line in lines if line.rank is not None}
     return [f"on {ranks_text(seen)}"] if len(seen) > 1 else []
 
 
-def repository(log: Log, lines: Sequence[Line]) -> list[str]:
+def repository(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """The repository on the Hub."""
     for line in [*lines, *log.containing("http"), *log.containing("repo"), *log.containing("model")]:
         if found := re.search(

@@ -47,7 +47,7 @@ class Dump:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Divergence:
     """The first operation of a group that is not the same, or not done, on all its ranks.
 
     Attributes:
@@ -111,7 +111,7 @@ def read_dump(path: Path) -> Dump:
     return Dump(rank, members, operations)
 
 
-def first_differences(dumps: Sequence[Dump]) -> list[Difference]:
+def first_differences(dumps: Sequence[Dump]) -> list[Divergence]:
     """In each group with dumps of two ranks or more, the first operation that differs; none if all agree."""
     found = []
     for group in sorted({group for dump in dumps for group in dump.operations}):
@@ -122,7 +122,7 @@ def first_differences(dumps: Sequence[Dump]) -> list[Difference]:
     return sorted(found, key=lambda one: ("different", "absent", "unfinished").index(one.kind))
 
 
-def _first(group: str, description: str, ranks: Mapping[int, Mapping[int, Operation]]) -> Difference | None:
+def _first(group: str, description: str, ranks: Mapping[int, Mapping[int, Operation]]) -> Divergence | None:
     # Each ring has lost its oldest operations: what all still have is compared.
     begin = max((min(own) for own in ranks.values() if own), default=0)
     name = f"process group {group}" + (f" ({description})" if description and description != "undefined" else "")
@@ -138,14 +138,14 @@ def _first(group: str, description: str, ranks: Mapping[int, Mapping[int, Operat
             ways = "; ".join(
                 f"{ranks_text(own)} in {way}" for way, own in sorted(groups.items(), key=lambda it: -len(it[1]))
             )
-            return Difference(group, number, "different", fewest, f"{what}: {ways}{_at(here, fewest)}")
+            return Divergence(group, number, "different", fewest, f"{what}: {ways}{_at(here, fewest)}")
         if absent:
             last = {rank: max(ranks[rank], default=None) for rank in absent}
             did = "; ".join(
                 f"the last of rank {rank} was {last[rank]}{_at(ranks[rank], [last[rank]])}" for rank in absent[:3]
             )
             waits = f"{ranks_text(sorted(here))} in {next(iter(kinds))}"
-            return Difference(
+            return Divergence(
                 group, number, "absent", absent, f"{what}: not started by {ranks_text(absent)} ({did}); {waits}"
             )
         if any(one.state != "completed" for one in here.values()):
@@ -154,8 +154,8 @@ def _first(group: str, description: str, ranks: Mapping[int, Mapping[int, Operat
             )
             behind = [rank for rank, one in here.items() if one.state == "scheduled"] or list(here)
             if len(behind) < len(here):
-                return Difference(group, number, "unfinished", behind, f"{what}, {next(iter(kinds))}: {states}")
-            return Difference(group, number, "unfinished", [], f"{what}, {next(iter(kinds))}: {states}: all ranks came")
+                return Divergence(group, number, "unfinished", behind, f"{what}, {next(iter(kinds))}: {states}")
+            return Divergence(group, number, "unfinished", [], f"{what}, {next(iter(kinds))}: {states}: all ranks came")
     return None
 
 

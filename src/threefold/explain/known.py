@@ -40,7 +40,7 @@ from functools import cache
 from pathlib import Path
 
 from threefold.explain import facts
-from threefold.explain.log import Line, Log
+from threefold.explain.log import Log, LogLine
 
 PAGES = Path(__file__).with_name("pages")
 # Parts of a regular expression that are no literal text: groups, classes, escapes, repeated characters.
@@ -99,7 +99,7 @@ class KnownError:
     example: str
     cause: str
     steps: Sequence[str]
-    facts: Callable[[Log, Sequence[Line]], list[str]]
+    facts: Callable[[Log, Sequence[LogLine]], list[str]]
 
 
 def anchor(sign: str) -> str:

@@ -1,7 +1,7 @@
 """Logs of several ranks, line by line: where each line is from, and which rank on which host wrote it. No torch.
 
 Launchers and torch each have their own way to put a rank before a line; a log of one process has no ranks, and then
-none is told. A long log says the same again and again: `shapes` are its different lines, digits aside, each with the
+none is given. A long log says the same again and again: `shapes` are its different lines, digits aside, each with the
 places where it stands. Whatever is looked for is looked for in these, so 100 MB take seconds.
 """
 
@@ -38,7 +38,7 @@ _MOST_PLACES = 4096
 
 
 @dataclass(frozen=True)
-class Source:
+class LogSource:
     """One file or stream: its text, and the rank or host that its name tells."""
 
     name: str
@@ -48,7 +48,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Line:
+class LogLine:
     """One line without its prefix; `number` counts from 1 in its file, `index` from 0 in all of them."""
 
     number: int
@@ -71,7 +71,7 @@ class Line:
 class Log:
     """The lines of all sources, in order."""
 
-    def __init__(self, sources: Iterable[Source]) -> None:
+    def __init__(self, sources: Iterable[LogSource]) -> None:
         self.sources = list(sources)
         self.raw: list[str] = []
         self._begins: list[int] = []
@@ -88,7 +88,7 @@ class Log:
     @classmethod
     def of(cls, text: str) -> Log:
         """A single log."""
-        return cls([Source("", text)])
+        return cls([LogSource("", text)])
 
     @cached_property
     def shapes(self) -> dict[str, list[int]]:
@@ -129,7 +129,7 @@ class Log:
     def _places(self) -> list[list[int]]:
         return list(self.shapes.values())
 
-    def containing(self, part: str) -> Iterator[Line]:
+    def containing(self, part: str) -> Iterator[LogLine]:
         """Every line that has `part` in it, which has no digits, in order of first appearance of its shape."""
         for _, places in self.shapes_containing(part):
             yield from (self.line(index) for index in places)
@@ -142,7 +142,7 @@ class Log:
             yield self.raw[self._places[place][0]], self._places[place]
             at = self.firsts.find(part, self._ends[place])
 
-    def line(self, index: int) -> Line:
+    def line(self, index: int) -> LogLine:
         """The line at `index`, without its prefix."""
         place = bisect_right(self._begins, index) - 1
         source, number = self.sources[place], index - self._begins[place] + 1
@@ -150,7 +150,7 @@ class Log:
             number = self._numbers[place][number - 1]
         return _parsed(self.raw[index], number, index, source, named=len(self.sources) > 1)
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         """Every line, in order."""
         return map(self.line, range(len(self.raw)))
 
@@ -175,7 +175,7 @@ def _shortened(line: str) -> str:
     return line if len(line) < _LONGEST else line[-_LONGEST:]
 
 
-def _parsed(text: str, number: int, index: int, source: Source, *, named: bool) -> Line:
+def _parsed(text: str, number: int, index: int, source: LogSource, *, named: bool) -> LogLine:
     rank, host, role = source.rank, source.host, None
     text = _shortened(text.rstrip("\r")).rpartition("\r")[2]  # the rest of a progress bar's line
     text = _STAMP.sub("", text)
@@ -203,7 +203,7 @@ def _parsed(text: str, number: int, index: int, source: Source, *, named: bool) 
         and not _SMALL_GROUP.search(text)
     ):
         rank = int(inside[1])
-    return Line(number, text.rstrip(), rank, host, source.name if named else "", index)
+    return LogLine(number, text.rstrip(), rank, host, source.name if named else "", index)
 
 
 def _unwrapped(lines: Sequence[str]) -> tuple[list[str], list[int]] | None:

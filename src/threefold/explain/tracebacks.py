@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from threefold.explain.log import Line, Log
+from threefold.explain.log import Log, LogLine
 
 _ERROR = re.compile(
     r"^(?:│\s*)?(?P<kind>(?:[\w<>]+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Missing|Failed\w*|Warning|Elapsed|Timeout"
@@ -37,7 +37,7 @@ class Raised:
         file: of the innermost frame of all.
     """
 
-    line: Line
+    line: LogLine
     kind: str
     frame: str | None = None
     own: bool = False
@@ -95,12 +95,12 @@ def ignored_lines(log: Log) -> set[int]:
     return found
 
 
-def is_error(line: Line) -> bool:
+def is_error(line: LogLine) -> bool:
     """Whether the line looks like the last one of a traceback."""
     return _ERROR.match(line.text) is not None
 
 
-def _near_tracebacks(log: Log) -> Iterator[Line]:
+def _near_tracebacks(log: Log) -> Iterator[LogLine]:
     """The lines from each traceback's beginning on, in order, each once."""
     begins = sorted(index for _, places in log.shapes_containing(_TRACEBACK) for index in places)
     if len(begins) > 2 * _MOST:

@@ -19,8 +19,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from threefold.check.compare import SAME_WEIGHT, compare_tensors
 from threefold.checkpoint import state as run_state
-from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import find
+from threefold.checkpoint.shards import Index
 from threefold.checkpoint.tensors import read_whole
 from threefold.errors import ConfigError, RunError
 from threefold.export.model_folder import MAX_SHARD_BYTES, Exported, export
@@ -114,7 +114,7 @@ def generate(model: Model, input_ids: Tensor, *, seed: int = 0, **options: Any) 
     """transformers' `generate` with the whole model on rank 0's CPU; [rows, length + new ids], the same on every rank.
 
     Raises:
-        ConfigError: a module of one's own, or what transformers refuses; on every rank.
+        ConfigError: a custom module, or what transformers refuses; on every rank.
     """
     _refuse_own(model, "generate", "model.module, if it has a generate of its own and is not sharded")
     whole = _whole(model)

@@ -23,12 +23,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from threefold.bars import Bars
 from threefold.check.compare import SAME_LOGITS, compare_tensors
 from threefold.checkpoint import state as run_state
-from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import Checkpoint, damaged, find
 from threefold.checkpoint.manifest import read_architecture, read_manifest, refuse_layers_without_tensors
+from threefold.checkpoint.shards import Index
 from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError, RunError
@@ -36,6 +35,7 @@ from threefold.export.tokenizer_files import save_tokenizer
 from threefold.export.weights import load_with_peft, model_with_adapters, write_adapter, write_weights
 from threefold.model import lora
 from threefold.model.load import build_without_storage
+from threefold.progress_bars import Bars
 
 MAX_SHARD_BYTES = 5 * 1000**3
 # Config keys that can make transformers fetch code or kernels.

@@ -18,16 +18,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from threefold.bars import Bars
-from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import Checkpoint
 from threefold.checkpoint.manifest import read_manifest, refuse_other_base
 from threefold.checkpoint.seal import sync
+from threefold.checkpoint.shards import Index
 from threefold.checkpoint.state import read_weights
 from threefold.checkpoint.tensors import TYPE_NAMES, read_whole, write_tensors
 from threefold.config.schema import Config
 from threefold.model import load, lora
 from threefold.model.weight_check import is_adapter
+from threefold.progress_bars import Bars
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 _WEIGHTS = "model.safetensors"

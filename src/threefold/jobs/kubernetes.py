@@ -1,4 +1,4 @@
-"""A Kubernetes job from a config: a Kubeflow PyTorchJob or TrainJob, or a bare JobSet, with the config as a ConfigMap.
+"""A Kubeflow PyTorchJob or TrainJob, or a JobSet of Kubernetes, with the config as a ConfigMap; needs kubectl.
 
 torchrun runs in every pod and starts its ranks. A pod that ends with an error, or after a stop that saved, is restarted
 and resumes from a volume that all pods share. Secrets are named; their values stay in the cluster's own Secret objects.
@@ -11,14 +11,16 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
 from threefold.config.schema import Config
 from threefold.config.text import as_document, dump
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, Problem
+from threefold.jobs.clusters import Job
 from threefold.jobs.job import Ranks, checked_name, handed_to
+from threefold.jobs.settings import setting
 
 KINDS = ("pytorchjob", "trainjob", "jobset")
 _CONFIG_FOLDER = "/etc/threefold"
@@ -32,37 +34,52 @@ _RDMA = re.compile(r"efa|rdma|hca|roce|infiniband|/ib", re.IGNORECASE)
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 
+EXAMPLE = "--image IMAGE --volume CLAIM=/runs --log.dir /runs/a"
+
+
 @dataclass(frozen=True)
-class KubernetesOptions:
-    """Settings of a Kubernetes job that are not in a config; `threefold submit kubernetes --help` describes them."""
+class KubernetesSettings:
+    """Settings of a Kubernetes job that are not in a config."""
 
-    image: str
+    image: str = setting("image with threefold and torch", ...)
     # Of the job's content if None, so that another job gets another one.
-    name: str | None = None
-    kind: str = "pytorchjob"
-    namespace: str | None = None
-    gpus_per_node: int | None = None
-    cpu: str | None = None
-    memory: str | None = None
-    shm: str = "8Gi"
-    volumes: Mapping[str, str] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=dict)
-    secrets: Mapping[str, str] = field(default_factory=dict)
-    service_account: str | None = None
-    restarts: int = 10
-    resources: Mapping[str, str] = field(default_factory=dict)
-    node_selectors: Mapping[str, str] = field(default_factory=dict)
-    # KEY[=VALUE][:EFFECT]
-    tolerations: tuple[str, ...] = ()
-    pull_secrets: tuple[str, ...] = ()
-    priority: str | None = None
-    # A LocalQueue of Kueue's, and a Queue of Volcano's.
-    queue: str | None = None
-    volcano_queue: str | None = None
-    host_network: bool = False
+    name: str | None = setting("the job's name; default: threefold and a digest of the job")
+    kind: str = setting("pytorchjob, trainjob or jobset", "pytorchjob")
+    namespace: str | None = setting("namespace; default: kubectl's")
+    gpus_per_node: int | None = setting("default: one per rank, none with mesh.device: cpu")
+    cpu: str | None = setting("cores for each pod: 16")
+    memory: str | None = setting("memory for each pod: 64Gi")
+    shm: str = setting("size of /dev/shm", "8Gi")
+    volumes: Mapping[str, str] = setting(
+        "folder of a volume claim", {}, option="volume", form="CLAIM=/folder", example="my-claim=/runs"
+    )
+    variables: Mapping[str, str] = setting(
+        "variable of the pods, or a name to pass it on", {}, option="env", form="NAME=VALUE",
+        secret_fix="--secret {name}=SECRET/KEY",
+    )  # fmt: skip
+    secrets: Mapping[str, str] = setting(
+        "a key of a Secret", {}, option="secret", form="NAME=SECRET/KEY", example="HF_TOKEN=my-secret/token"
+    )
+    service_account: str | None = setting("service account of the pods")
+    restarts: int = setting("how often pods are restarted", 10)
+    resources: Mapping[str, str] = setting(
+        "a limit of each pod", {}, option="resource", form="NAME=COUNT", example="vpc.amazonaws.com/efa=4"
+    )
+    node_selectors: Mapping[str, str] = setting(
+        "label of the nodes", {}, option="node-selector", form="LABEL=VALUE", example="pool=gpu"
+    )
+    tolerations: tuple[str, ...] = setting("of a taint", (), option="toleration", form="KEY[=VALUE][:EFFECT]")
+    pull_secrets: tuple[str, ...] = setting("Secret for the image's registry", (), option="pull-secret")
+    priority: str | None = setting("priority class of the pods")
+    queue: str | None = setting("local queue of Kueue's")
+    volcano_queue: str | None = setting("queue of Volcano's, for a gang of all pods")
+    host_network: bool = setting("pods use the host's network", False)
 
 
-def problems(config: Config, ranks: Ranks, options: KubernetesOptions) -> Iterator[Problem]:
+Settings = KubernetesSettings
+
+
+def problems(config: Config, ranks: Ranks, options: KubernetesSettings) -> Iterator[Problem]:
     """Yields what would make the job fail or lose its work."""
     if options.kind not in KINDS:
         yield Problem(f"--kind {options.kind!r}", f"one of {', '.join(KINDS)}", f"--kind {KINDS[0]}")
@@ -91,7 +108,7 @@ def problems(config: Config, ranks: Ranks, options: KubernetesOptions) -> Iterat
         yield Problem(what, f"a folder on a volume{shared}, so that a restarted pod can resume", fix)
 
 
-def manifests(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[dict[str, Any]]:
+def manifests(config: Config, ranks: Ranks, options: KubernetesSettings) -> list[dict[str, Any]]:
     """The ConfigMap, for a TrainJob its runtime, and the job.
 
     Names hold a digest of what they name: a job that is submitted later never changes the config of one that runs.
@@ -104,7 +121,7 @@ def manifests(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[
     return _documents(config, ranks, options)
 
 
-def _documents(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[dict[str, Any]]:
+def _documents(config: Config, ranks: Ranks, options: KubernetesSettings) -> list[dict[str, Any]]:
     builders = {"pytorchjob": _pytorch_job, "trainjob": _train_job, "jobset": _job_set}
     data = _config_data(config)
     config_map = {**_resource(options, "v1", "ConfigMap", name=_config_name(config, options)), "data": data}
@@ -115,7 +132,7 @@ def _config_data(config: Config) -> dict[str, str]:
     return {"config.yaml": dump(config, nulls=False)}
 
 
-def _config_name(config: Config, options: KubernetesOptions) -> str:
+def _config_name(config: Config, options: KubernetesSettings) -> str:
     return f"{options.name}-config-{_digest(_config_data(config))}"
 
 
@@ -123,8 +140,14 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def submit(documents: list[dict[str, Any]]) -> str:
+def text(job: Job, options: KubernetesSettings) -> str:
+    """The manifests."""
+    return as_document(*manifests(job.config, job.ranks, options)).rstrip("\n")
+
+
+def send(job: Job, options: KubernetesSettings) -> str:
     """Creates the objects with kubectl and returns its output; raises as `handed_to`."""
+    documents = manifests(job.config, job.ranks, options)
     elsewhere = "threefold submit kubernetes ... --dry-run > job.yaml, and there: kubectl create -f job.yaml"
     fix = "kubectl auth can-i create pytorchjobs; --kind jobset or trainjob if the cluster has another operator"
     return "\n".join(
@@ -142,7 +165,7 @@ def submit(documents: list[dict[str, Any]]) -> str:
     )
 
 
-def _resource(options: KubernetesOptions, version: str, kind: str, *, name: str | None = None) -> dict[str, Any]:
+def _resource(options: KubernetesSettings, version: str, kind: str, *, name: str | None = None) -> dict[str, Any]:
     namespace = {"namespace": options.namespace} if options.namespace is not None else {}
     labels = {"app.kubernetes.io/name": "threefold"}
     if options.queue is not None and kind in ("PyTorchJob", "JobSet", "TrainJob"):
@@ -151,7 +174,7 @@ def _resource(options: KubernetesOptions, version: str, kind: str, *, name: str 
     return {"apiVersion": version, "kind": kind, "metadata": metadata}
 
 
-def _environment(config: Config, options: KubernetesOptions) -> list[dict[str, Any]]:
+def _environment(config: Config, options: KubernetesSettings) -> list[dict[str, Any]]:
     # The cluster would put the value of another variable in place of $(NAME).
     given = {name: value.replace("$(", "$$(") for name, value in options.variables.items()}
     found: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in given.items()]
@@ -163,7 +186,7 @@ def _environment(config: Config, options: KubernetesOptions) -> list[dict[str, A
     return found
 
 
-def _resources(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict[str, Any]:
+def _resources(config: Config, ranks: Ranks, options: KubernetesSettings) -> dict[str, Any]:
     gpus = options.gpus_per_node
     if gpus is None:
         gpus = 0 if config.mesh.device == "cpu" else ranks.per_host
@@ -172,7 +195,7 @@ def _resources(config: Config, ranks: Ranks, options: KubernetesOptions) -> dict
     return {key: value for key, value in (("limits", limits), ("requests", requests)) if value}
 
 
-def _pod(config: Config, options: KubernetesOptions, container: dict[str, Any]) -> dict[str, Any]:
+def _pod(config: Config, options: KubernetesSettings, container: dict[str, Any]) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": _config_name(config, options)}},
         # The default of 64 MiB is too small for loader processes and NCCL.
@@ -212,13 +235,13 @@ def _toleration(text: str) -> dict[str, str]:
     return found | ({"value": value} if equals else {}) | ({"effect": effect} if colon else {})
 
 
-def _container(config: Config, ranks: Ranks, options: KubernetesOptions, *, name: str) -> dict[str, Any]:
+def _container(config: Config, ranks: Ranks, options: KubernetesSettings, *, name: str) -> dict[str, Any]:
     environment, resources = _environment(config, options), _resources(config, ranks, options)
     return {"name": name, "image": options.image, "env": environment, "resources": resources}
 
 
 def _torchrun_pod(
-    config: Config, ranks: Ranks, options: KubernetesOptions, *, container: str, place: list[str]
+    config: Config, ranks: Ranks, options: KubernetesSettings, *, container: str, place: list[str]
 ) -> dict[str, Any]:
     """A pod that starts its ranks itself; `place` says which of several pods it is."""
     sizes = [f"--nnodes={ranks.num_hosts}", f"--nproc-per-node={ranks.per_host}"]
@@ -226,7 +249,7 @@ def _torchrun_pod(
     return _pod(config, options, {**_container(config, ranks, options, name=container), "command": command})
 
 
-def _pytorch_job(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[dict[str, Any]]:
+def _pytorch_job(config: Config, ranks: Ranks, options: KubernetesSettings) -> list[dict[str, Any]]:
     # The operator sets these in every pod; there, RANK is the pod's number.
     place = ["--node-rank=$(RANK)", "--master-addr=$(MASTER_ADDR)", "--master-port=$(MASTER_PORT)"]
     pod = _torchrun_pod(config, ranks, options, container="pytorch", place=place)
@@ -249,7 +272,7 @@ def _pytorch_job(config: Config, ranks: Ranks, options: KubernetesOptions) -> li
     ]
 
 
-def _train_job(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[dict[str, Any]]:
+def _train_job(config: Config, ranks: Ranks, options: KubernetesSettings) -> list[dict[str, Any]]:
     """A runtime of the job's own, and the job; Trainer gives torchrun its rank and rendezvous by PET_ variables."""
     pod = _pod(config, options, _container(config, ranks, options, name="node"))
     spec = _jobs(pod, options)
@@ -274,7 +297,7 @@ def _train_job(config: Config, ranks: Ranks, options: KubernetesOptions) -> list
     ]
 
 
-def _jobs(pod: dict[str, Any], options: KubernetesOptions, **sizes: Any) -> dict[str, Any]:
+def _jobs(pod: dict[str, Any], options: KubernetesSettings, **sizes: Any) -> dict[str, Any]:
     """What a JobSet runs: pods that are made again together when one of them ends without having finished.
 
     An eviction, and a stop that saved, do not count as restarts.
@@ -297,7 +320,7 @@ def _jobs(pod: dict[str, Any], options: KubernetesOptions, **sizes: Any) -> dict
     }
 
 
-def _job_set(config: Config, ranks: Ranks, options: KubernetesOptions) -> list[dict[str, Any]]:
+def _job_set(config: Config, ranks: Ranks, options: KubernetesSettings) -> list[dict[str, Any]]:
     master = f"{options.name}-node-0-0.{options.name}"
     place = ["--node-rank=$(JOB_COMPLETION_INDEX)", f"--master-addr={master}", f"--master-port={_PORT}"]
     pod = _torchrun_pod(config, ranks, options, container="node", place=place)

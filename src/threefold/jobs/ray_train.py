@@ -1,4 +1,4 @@
-"""A Ray Train job from a config: a Python file whose TorchTrainer calls `threefold.train` on each of its workers.
+"""A Ray Train job, a Python file whose TorchTrainer calls `threefold.train` on its workers; needs `ray`.
 
 Ray starts one worker a rank and its process group. After a crash or a lost host it starts all of them again, and the
 run resumes from its newest checkpoint. A worker trains in a thread, which gets no signals.
@@ -8,28 +8,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from threefold.config.schema import Config
 from threefold.errors import Problem
+from threefold.jobs.clusters import Job
 from threefold.jobs.job import Ranks, checked_name, handed_to
+from threefold.jobs.settings import setting
 
 FILE = "job.py"
 
 
+EXAMPLE = "--log.dir /shared/a"
+
+
 @dataclass(frozen=True)
-class RayOptions:
-    """Settings of a Ray job, outside the config; see `threefold submit ray --help`."""
+class RaySettings:
+    """Settings of a Ray job, outside the config."""
 
-    name: str = "threefold"
-    cpus_per_rank: int = 1
-    retries: int = 0
-    address: str | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
+    name: str = setting("the job's name", "threefold")
+    cpus_per_rank: int = setting("cores of each rank", 1, least=1)
+    retries: int = setting("how often to start again after a crash or a lost host", 0)
+    address: str | None = setting("http://HEAD:8265; default: RAY_ADDRESS")
+    variables: Mapping[str, str] = setting(
+        "variable of the workers, or a name to pass it on", {}, option="env", form="NAME=VALUE",
+        secret_fix="set {name} on the cluster's hosts",
+    )  # fmt: skip
 
 
-def problems(config: Config, options: RayOptions) -> Iterator[Problem]:
+Settings = RaySettings
+
+
+def problems(config: Config, ranks: Ranks, options: RaySettings) -> Iterator[Problem]:
     """Yields what would make the job fail or lose its work."""
     run = config.log.dir
     if run is None or not PurePosixPath(run).is_absolute():
@@ -47,7 +58,7 @@ def problems(config: Config, options: RayOptions) -> Iterator[Problem]:
         yield Problem("--retries with checkpoint.every = 0", expected, "--checkpoint.every 100")
 
 
-def script(config: Config, ranks: Ranks, options: RayOptions) -> str:
+def script(config: Config, ranks: Ranks, options: RaySettings) -> str:
     """The job's file: it runs by itself where `ray` is (on a cluster, or on Ray started locally)."""
     name = checked_name(options.name, longest=60)
     assert config.log.dir is not None
@@ -90,12 +101,17 @@ TorchTrainer(
 '''
 
 
-def submit(text: str, options: RayOptions) -> str:
+def text(job: Job, options: RaySettings) -> str:
+    """The job's file."""
+    return script(job.config, job.ranks, options).rstrip("\n")
+
+
+def send(job: Job, options: RaySettings) -> str:
     """Hands the job to a Ray cluster and returns ray's output; raises as `handed_to`."""
     address = ["--address", options.address] if options.address is not None else []
     return handed_to(
         *("ray", "job", "submit", *address, "--no-wait", "--working-dir", ".", "--", "python", FILE),
-        text=text,
+        text=script(job.config, job.ranks, options),
         file=FILE,
         missing=("Ray, which knows the cluster", f"pip install 'ray[default]', or there: --dry-run > {FILE}"),
         refused=("a Ray cluster at --address, or at RAY_ADDRESS", "ray job list --address http://HEAD:8265"),

@@ -1,8 +1,9 @@
-"""A SageMaker training job from a config: the source archive, the CreateTrainingJob request, and sending both.
+"""A SageMaker training job; needs `pip install 'threefold[sagemaker]'` and AWS credentials.
 
-The archive holds the config, the entry script (`entry`) and requirements. The request starts the script in a training
-container through torchrun, and declares which of our output lines are metrics. Checkpoints and metrics go to the
-checkpoint folder, which SageMaker copies to S3 while the job runs, and back after a spot instance was interrupted.
+Keys given as --section.key value become hyperparameters. Without log.dir the run's folder is the checkpoint folder. The
+source archive holds the config, the entry script (`entry`) and requirements. The request starts the script in a
+training container through torchrun, and declares which of our output lines are metrics. Checkpoints and metrics go to
+the checkpoint folder, which SageMaker copies to S3 while the job runs, and back after a spot instance was interrupted.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ import io
 import json
 import tarfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from threefold.config.schema import Config
 from threefold.config.text import dump
 from threefold.errors import ConfigError, Problem, RunError
+from threefold.jobs.clusters import Job
 from threefold.jobs.job import Ranks, checked_name
+from threefold.jobs.settings import setting
+from threefold.mesh import environment
 
 ENTRY = "threefold_entry.py"
 CHECKPOINTS = "/opt/ml/checkpoints"
@@ -43,36 +48,53 @@ METRICS = {
 }
 
 
-@dataclass(frozen=True)
-class SageMakerOptions:
-    """Settings of a SageMaker job that are not in a config; `threefold submit sagemaker --help` describes them."""
+EXAMPLE = "--role ARN --image IMAGE --output s3://BUCKET/jobs --instance-type ml.p5.48xlarge"
 
-    name: str
-    image: str
-    role: str
-    instance_type: str
-    output: str
+
+@dataclass(frozen=True)
+class SageMakerSettings:
+    """Settings of a SageMaker job that are not in a config."""
+
+    role: str = setting("ARN of the job's role", ...)
+    image: str = setting("training image with torch; threefold in it, or from --package", ...)
+    output: str = setting("for source, checkpoints and model", ..., form="s3://BUCKET/PREFIX")
+    instance_type: str = setting("ml.g5.12xlarge, ml.p5.48xlarge, ...", ...)
+    name: str = setting("the job's name; default: threefold and the time", "")
+    channels: Mapping[str, str] = setting(
+        "read as channel:NAME", {}, option="channel", form="NAME=s3://BUCKET/PREFIX",
+        example="train=s3://BUCKET/PREFIX",
+    )  # fmt: skip
+    variables: Mapping[str, str] = setting(
+        "variable of the container, or a name to pass it on", {}, option="env", form="NAME=VALUE",
+        secret_fix="--secret {name}=ID_IN_SECRETS_MANAGER",
+    )  # fmt: skip
+    secrets: Mapping[str, str] = setting(
+        "a secret in AWS Secrets Manager", {}, option="secret", form="NAME=ID", example="HF_TOKEN=my-secret"
+    )
+    packages: tuple[Path, ...] = setting("a wheel to install first", (), option="package")
+    spot: bool = setting("spot instances; interrupted, the job resumes", False)
+    max_run_s: int = setting("longest time, s", 86_400, option="max-run", least=60)
+    max_wait_s: int | None = setting("with --spot: longest time including waiting, s", option="max-wait", least=60)
+    volume_gb: int = setting("disk of each instance, GB", 100, least=1)
+    subnets: tuple[str, ...] = setting("subnet of a VPC", (), option="subnet")
+    security_groups: tuple[str, ...] = setting("security group in the VPC", (), option="security-group")
+    retries: int | None = setting("starts after SageMaker's own errors", least=1, most=30)
+    training_plan: str | None = setting("ARN of a training plan whose capacity is used")
+    keep_alive_s: int | None = setting(
+        "time that instances stay for the next job (a warm pool), s", option="keep-alive", least=1, most=3600
+    )
+    tags: Mapping[str, str] = setting("of the job", {}, option="tag", form="KEY=VALUE", example="team=research")
+    encrypt: bool = setting("encrypt what instances send one another", False)
+    region: str | None = setting("default: from your AWS configuration")
+    source_to: Path | None = setting("also write the job's source here, for the SageMaker SDK", form="FOLDER")
     # Keys of the config, as text: the job shows them, and its tuner may set them.
     hyperparameters: Mapping[str, str] = field(default_factory=dict)
-    channels: Mapping[str, str] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=dict)
-    secrets: Mapping[str, str] = field(default_factory=dict)
-    packages: tuple[Path, ...] = ()
-    max_run_s: int = 86_400
-    spot: bool = False
-    max_wait_s: int | None = None
-    volume_gb: int = 100
-    subnets: tuple[str, ...] = ()
-    security_groups: tuple[str, ...] = ()
-    retries: int | None = None
-    training_plan: str | None = None
-    # A warm pool.
-    keep_alive_s: int | None = None
-    tags: Mapping[str, str] = field(default_factory=dict)
-    encrypt: bool = False
 
 
-def problems(config: Config, ranks: Ranks, options: SageMakerOptions) -> Iterator[Problem]:
+Settings = SageMakerSettings
+
+
+def problems(config: Config, ranks: Ranks, options: SageMakerSettings) -> Iterator[Problem]:
     """Yields what would make the job fail or lose its work."""
     paths = {"--output": options.output, **{f"--channel {name}": path for name, path in options.channels.items()}}
     for option, path in paths.items():
@@ -104,7 +126,7 @@ def problems(config: Config, ranks: Ranks, options: SageMakerOptions) -> Iterato
         yield Problem(what, "a folder that all instances share: each rank writes its part of a checkpoint", fix)
 
 
-def warnings(ranks: Ranks, options: SageMakerOptions) -> list[str]:
+def warnings(ranks: Ranks, options: SageMakerSettings) -> list[str]:
     """Returns warnings about settings that work, but not as well as they could."""
     if ranks.num_hosts == 1 or options.instance_type.startswith(_EFA):
         return []
@@ -114,7 +136,7 @@ def warnings(ranks: Ranks, options: SageMakerOptions) -> list[str]:
     ]
 
 
-def source_files(config: Config, options: SageMakerOptions) -> dict[str, bytes]:
+def source_files(config: Config, options: SageMakerSettings) -> dict[str, bytes]:
     """Returns the files of the job's source, by name."""
     from threefold.jobs import entry
 
@@ -129,7 +151,7 @@ def source_files(config: Config, options: SageMakerOptions) -> dict[str, bytes]:
     return files
 
 
-def archive(config: Config, options: SageMakerOptions) -> bytes:
+def archive(config: Config, options: SageMakerSettings) -> bytes:
     """Returns the source as a .tar.gz; equal contents give equal bytes."""
     buffer = io.BytesIO()
     with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
@@ -140,12 +162,12 @@ def archive(config: Config, options: SageMakerOptions) -> bytes:
     return buffer.getvalue()
 
 
-def source_of(options: SageMakerOptions) -> str:
+def source_of(options: SageMakerSettings) -> str:
     """Returns the S3 address of the archive."""
     return f"{options.output.rstrip('/')}/{options.name}/source/sourcedir.tar.gz"
 
 
-def request(ranks: Ranks, options: SageMakerOptions, *, region: str | None) -> dict[str, Any]:
+def request(ranks: Ranks, options: SageMakerSettings, *, region: str | None) -> dict[str, Any]:
     """Returns the CreateTrainingJob request, which contains no values of secrets."""
     checked_name(options.name, longest=63)
     place = f"{options.output.rstrip('/')}/{options.name}"
@@ -207,12 +229,47 @@ def request(ranks: Ranks, options: SageMakerOptions, *, region: str | None) -> d
     return made
 
 
-def submit(made: Mapping[str, Any], source: bytes, *, to: str, region: str | None) -> str:
-    """Uploads the source and creates the job; returns its ARN.
+def text(job: Job, options: SageMakerSettings) -> str:
+    """Warnings, and the request as JSON; writes the source where the SDK takes it from, if that is asked for."""
+    options = _complete(job, options)
+    # Values of variables may be private, and terminals keep their text.
+    hidden = replace(options, variables=dict.fromkeys(options.variables, "(not shown)"))
+    return "\n".join([*_notes(job, options), json.dumps(request(job.ranks, hidden, region=options.region), indent=2)])
+
+
+def send(job: Job, options: SageMakerSettings) -> str:
+    """Uploads the source and creates the job; returns warnings, and its ARN.
 
     Raises:
         ConfigError: boto3 is not installed. RunError: AWS refuses, or no credentials are found.
     """
+    options = _complete(job, options)
+    notes, made = _notes(job, options), request(job.ranks, options, region=options.region)
+    return "\n".join([*notes, _create(made, archive(job.config, options), source_of(options), options.region)])
+
+
+def _complete(job: Job, options: SageMakerSettings) -> SageMakerSettings:
+    """The settings with what depends on the time, the environment and the command line."""
+    environ = environment.variables()
+    return replace(
+        options,
+        name=options.name or f"threefold-{datetime.now():%Y-%m-%d-%H-%M-%S}",
+        region=options.region or environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION"),
+        hyperparameters=dict(job.keys),
+    )
+
+
+def _notes(job: Job, options: SageMakerSettings) -> list[str]:
+    notes = [f"# warning: {warning}" for warning in warnings(job.ranks, options)]
+    if options.source_to is None:
+        return notes
+    options.source_to.mkdir(parents=True, exist_ok=True)
+    for name, content in source_files(job.config, options).items():
+        (options.source_to / name).write_bytes(content)
+    return [f"wrote {options.source_to}: entry script {ENTRY}", *notes]
+
+
+def _create(made: Mapping[str, Any], source: bytes, to: str, region: str | None) -> str:
     try:
         import boto3
         from botocore.exceptions import BotoCoreError, ClientError

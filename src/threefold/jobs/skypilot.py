@@ -1,4 +1,6 @@
-"""A managed job of SkyPilot from a config: a task in YAML that holds the config and starts torchrun on every host.
+"""A managed job of SkyPilot, which recovers from lost hosts; needs `sky`.
+
+Its task, in YAML, holds the config and starts torchrun on every host.
 
 SkyPilot finds hosts at a cloud that has them, and starts the task again, elsewhere if need be, when a spot host is
 taken away. That comes without a signal, so checkpoints must be written on the way, to a place that outlives the host.
@@ -7,38 +9,52 @@ taken away. That comes without a signal, so checkpoints must be written on the w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from threefold.config.schema import Config
 from threefold.config.text import as_document, dump
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, Problem
+from threefold.jobs.clusters import Job
 from threefold.jobs.job import Ranks, checked_name, handed_to
+from threefold.jobs.settings import setting
 
 _PORT = 29500
 
 
+EXAMPLE = "--gpu H100 --setup setup.sh --volume /runs=V --log.dir /runs/a"
+
+
 @dataclass(frozen=True)
-class SkyPilotOptions:
-    """Settings of a SkyPilot job, outside the config; see `threefold submit skypilot --help`."""
+class SkyPilotSettings:
+    """Settings of a SkyPilot job, outside the config."""
 
-    name: str = "threefold"
-    gpu: str | None = None
-    infra: str | None = None
-    image: str | None = None
-    setup: str | None = None
-    spot: bool = False
-    retries: int = 0
-    # Folders: a bucket's address, and a volume's name, mounted there.
-    buckets: Mapping[str, str] = field(default_factory=dict)
-    volumes: Mapping[str, str] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=dict)
-    # Names; SkyPilot takes their values from the environment of the submission.
-    secrets: tuple[str, ...] = ()
+    name: str = setting("the job's name", "threefold")
+    gpu: str | None = setting("accelerator, as `sky show-gpus` names it: H100")
+    infra: str | None = setting("where: aws, gcp/us-central1, k8s/CONTEXT; default: cheapest")
+    image: str | None = setting("image with threefold: docker:IMAGE")
+    setup: str | None = setting("shell file that installs threefold on a host", form="FILE")
+    spot: bool = setting("spot hosts; interrupted, the job resumes", False)
+    retries: int = setting("how often to start again after a crash", 0)
+    buckets: Mapping[str, str] = setting(
+        "a bucket, mounted there", {}, option="bucket", form="/FOLDER=ADDRESS", example="/runs=s3://BUCKET/PREFIX"
+    )
+    volumes: Mapping[str, str] = setting(
+        "a volume, mounted there", {}, option="volume", form="/FOLDER=NAME", example="/runs=my-volume"
+    )
+    variables: Mapping[str, str] = setting(
+        "variable of the hosts, or a name to pass it on", {}, option="env", form="NAME=VALUE",
+        secret_fix="--secret {name}",
+    )  # fmt: skip
+    # SkyPilot takes their values from the environment of the submission.
+    secrets: tuple[str, ...] = setting("whose value sky takes from here", (), option="secret", form="NAME")
 
 
-def problems(config: Config, ranks: Ranks, options: SkyPilotOptions) -> Iterator[Problem]:
+Settings = SkyPilotSettings
+
+
+def problems(config: Config, ranks: Ranks, options: SkyPilotSettings) -> Iterator[Problem]:
     """Yields what would make the job fail or lose its work."""
     if config.mesh.device != "cpu" and options.gpu is None:
         yield Problem("no --gpu", "the accelerator of each host, as `sky show-gpus` names it", "--gpu H100")
@@ -63,17 +79,17 @@ def problems(config: Config, ranks: Ranks, options: SkyPilotOptions) -> Iterator
         yield Problem(f"log.dir {where}", expected, fix)
 
 
-def task(config: Config, ranks: Ranks, options: SkyPilotOptions) -> dict[str, Any]:
+def task(config: Config, ranks: Ranks, options: SkyPilotSettings) -> dict[str, Any]:
     """The task, as its YAML reads; no value of a secret is in it."""
     checked_name(options.name, longest=60, lower=True)
-    text = dump(config, nulls=False)
+    document = dump(config, nulls=False)
     end = "END_OF_CONFIG"
-    while end in text:
+    while end in document:
         end += "_"
     run = [
         "set -u",
         f"cat > \"$HOME/threefold.yaml\" <<'{end}'",
-        text.rstrip("\n"),
+        document.rstrip("\n"),
         end,
         f'torchrun --nnodes "$SKYPILOT_NUM_NODES" --nproc-per-node {ranks.per_host} --node-rank "$SKYPILOT_NODE_RANK" '
         f'--master-addr "$(echo "$SKYPILOT_NODE_IPS" | head -n 1)" --master-port {_PORT} '
@@ -100,12 +116,17 @@ def task(config: Config, ranks: Ranks, options: SkyPilotOptions) -> dict[str, An
     return {key: value for key, value in made.items() if value or key == "num_nodes"}
 
 
-def submit(made: Mapping[str, Any], options: SkyPilotOptions) -> str:
+def text(job: Job, options: SkyPilotSettings) -> str:
+    """The task, as a document."""
+    return as_document(task(job.config, job.ranks, options)).rstrip("\n")
+
+
+def send(job: Job, options: SkyPilotSettings) -> str:
     """Launches the task as a managed job and returns sky's output; raises as `handed_to`."""
     secrets = [part for name in options.secrets for part in ("--secret", name)]
     return handed_to(
         *("sky", "jobs", "launch", "--yes", "--detach-run", *secrets, "task.yaml"),
-        text=as_document(made),
+        text=text(job, options),
         file="task.yaml",
         missing=("SkyPilot, which knows your clouds", "pip install skypilot, or elsewhere: --dry-run > task.yaml"),
         refused=("a task that a cloud of yours can run", "sky check shows your clouds, sky show-gpus what they have"),

@@ -1,8 +1,9 @@
-"""A Slurm job from a config: one batch script that contains everything and requeues itself after a stop.
+"""A Slurm job: an sbatch script that starts ranks with srun, saves before the time limit and requeues itself.
 
 srun starts one rank per task; `mesh.launchers` finds rank, world size and master in srun's own variables. Before the
 time limit, Slurm sends SIGUSR1 to the ranks, which save and exit with code 75. The script then puts the job back into
-the queue, and the next start resumes in the same folder. After a crash it submits itself once more, as a job that
+the queue, and the next start resumes in the same folder. Secrets (HF_TOKEN, WANDB_API_KEY) reach the job through the
+environment, which sbatch passes on. After a crash it submits itself once more, as a job that
 leaves out the node whose rank ended first: Slurm lets only a new job do so. The script contains the config, so editing
 the file later changes nothing.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,9 @@ from pathlib import Path
 from threefold.config.schema import Config
 from threefold.config.text import dump
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError, Problem
+from threefold.jobs.clusters import Job
 from threefold.jobs.job import Ranks, checked_name, handed_to
+from threefold.jobs.settings import setting
 
 # srun's limit for the other ranks after the first has ended: a dead rank must not leave the others waiting.
 _WAIT_S = 120
@@ -32,30 +36,38 @@ _FINAL = "0 2"
 _APPTAINER = re.compile(r".*\.sif|(docker|oras|library|docker-archive)://.*")
 
 
+EXAMPLE = "--nodes 1 --time 12:00:00"
+
+
 @dataclass(frozen=True)
-class SlurmOptions:
-    """Settings of a Slurm job, outside the config; see `threefold submit slurm --help`. None: left to the cluster."""
+class SlurmSettings:
+    """Settings of a Slurm job, outside the config. None: left to the cluster."""
 
-    name: str = "threefold"
-    time: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    mem: str | None = None
-    cpus_per_task: int | None = None
-    gpus_per_node: int | None = None
-    signal_ahead_s: int | None = None
-    requeue: bool = True
-    setup: str | None = None
-    options: tuple[str, ...] = ()
-    srun_options: tuple[str, ...] = ()
-    container: str | None = None
-    retries: int = 0
-    python: str = "python"
+    name: str = setting("the job's name", "threefold")
+    time: str | None = setting("time limit in sbatch's form: 12:00:00")
+    partition: str | None = setting("partition")
+    account: str | None = setting("account")
+    qos: str | None = setting("quality of service")
+    constraint: str | None = setting("features of the hosts")
+    mem: str | None = setting("memory of each host: 64G")
+    cpus_per_task: int | None = setting("cores of each rank", least=1)
+    gpus_per_node: int | None = setting("default: one per rank, none with mesh.device: cpu")
+    signal_ahead_s: int | None = setting(
+        "time before the limit at which ranks save, s; default: grace_s + 60", option="signal-ahead", least=1
+    )
+    requeue: bool = setting("queue again after a stop that saved", True)
+    setup: str | None = setting("shell file to source first: modules, an environment", form="FILE")
+    options: tuple[str, ...] = setting("another sbatch option: --option=--exclusive", (), option="option")
+    srun_options: tuple[str, ...] = setting("an srun option: --srun-option=--mpi=pmix", (), option="srun-option")
+    container: str | None = setting("image with threefold: a .sif file or docker://... (apptainer), else pyxis'")
+    retries: int = setting("submissions after a crash, each without the node that failed first", 0)
+    python: str = setting("interpreter with threefold on the hosts; default: this one, a container's python", "")
 
 
-def problems(config: Config, options: SlurmOptions) -> Iterator[Problem]:
+Settings = SlurmSettings
+
+
+def problems(config: Config, ranks: Ranks, options: SlurmSettings) -> Iterator[Problem]:
     """Yields what would make the job fail, or requeue itself for ever."""
     for option, given in (("--option", options.options), ("--srun-option", options.srun_options)):
         for each in given:
@@ -78,14 +90,14 @@ def problems(config: Config, options: SlurmOptions) -> Iterator[Problem]:
             yield Problem(what, expected, f"--time {minutes // 60:02}:{minutes % 60:02}:00")
 
 
-def missing_setup(options: SlurmOptions) -> Iterator[Problem]:
+def missing_setup(options: SlurmSettings) -> Iterator[Problem]:
     """Yields that --setup names no file on this host."""
     if options.setup is not None and not Path(options.setup).is_file():
         what, expected = f"--setup {options.setup} is no file here", "a shell file that the job sources first"
         yield Problem(what, expected, "--setup FILE, or leave it out   (--dry-run prints the script for another host)")
 
 
-def _ahead_s(config: Config, options: SlurmOptions) -> int:
+def _ahead_s(config: Config, options: SlurmSettings) -> int:
     return options.signal_ahead_s or config.checkpoint.grace_s + _SAVE_AND_LEAVE_S
 
 
@@ -108,15 +120,15 @@ def _seconds(text: str) -> int | None:
 _TOKEN = ("export THREEFOLD_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')", "")
 
 
-def script(config: Config, ranks: Ranks, options: SlurmOptions) -> str:
+def script(config: Config, ranks: Ranks, options: SlurmSettings) -> str:
     """The batch script; ConfigError if a name is not accepted, or an option would not stay on its line."""
     name = checked_name(options.name, longest=64)
     folder = shlex.quote(config.log.dir) if config.log.dir is not None else f'"runs/{name}-$SLURM_JOB_ID"'
     if options.retries and config.log.dir is None:
         folder = f'"${{THREEFOLD_RUN:-runs/{name}-$SLURM_JOB_ID}}"'
-    text = dump(config, nulls=False)
+    document = dump(config, nulls=False)
     end = "END_OF_CONFIG"
-    while end in text:
+    while end in document:
         end += "_"
     lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in _directives(config, ranks, options)), ""]
     if options.setup is not None:
@@ -128,7 +140,7 @@ def script(config: Config, ranks: Ranks, options: SlurmOptions) -> str:
         f"run={folder}",
         'mkdir -p "$run"',
         f"cat > \"$run/submitted.yaml\" <<'{end}'",
-        text.rstrip("\n"),
+        document.rstrip("\n"),
         end,
         "",
         *(_TOKEN if ranks.num_hosts > 1 else ()),
@@ -147,7 +159,7 @@ def script(config: Config, ranks: Ranks, options: SlurmOptions) -> str:
     return "\n".join([*lines, 'exit "$code"', ""])
 
 
-def _start(options: SlurmOptions) -> str:
+def _start(options: SlurmSettings) -> str:
     """The command that starts the ranks."""
     words = ["srun", f"--wait={_WAIT_S}"]
     if options.cpus_per_task is not None:
@@ -161,7 +173,8 @@ def _start(options: SlurmOptions) -> str:
             words += ["apptainer", "exec", "--nv", "--bind", folders, "--pwd", '"$PWD"', image]
         else:
             words += [f"--container-image={image}", f"--container-mounts={folders}", '--container-workdir="$PWD"']
-    train = [shlex.quote(options.python), "-m", "threefold", "train", '"$run/submitted.yaml"', "--log.dir", '"$run"']
+    python = options.python or (sys.executable if options.container is None else "python")
+    train = [shlex.quote(python), "-m", "threefold", "train", '"$run/submitted.yaml"', "--log.dir", '"$run"']
     kept = [f'2> >(tee "$run/{_SAID}" >&2)'] if options.retries else []
     return " ".join([*words, *train, *kept])
 
@@ -187,19 +200,26 @@ def _again(retries: int) -> list[str]:
     ]
 
 
-def submit(text: str) -> str:
-    """Hands a batch script to sbatch and returns its output; raises as `handed_to`."""
+def text(job: Job, options: SlurmSettings) -> str:
+    """The batch script."""
+    return script(job.config, job.ranks, options).rstrip("\n")
+
+
+def send(job: Job, options: SlurmSettings) -> str:
+    """Hands the batch script to sbatch and returns its output; raises as `handed_to`, and if a file is not here."""
+    if missing := list(missing_setup(options)):
+        raise ConfigError.of(missing)
     there = "threefold submit slurm ... --dry-run > job.sh, and there: sbatch job.sh"
     fix = "--dry-run shows the script; sinfo shows partitions, sacctmgr show assoc your accounts"
     return handed_to(
         "sbatch",
-        text=text,
+        text=script(job.config, job.ranks, options),
         missing=("a host that submits to Slurm, usually a login node", there),
         refused=("options that this cluster accepts", fix),
     )
 
 
-def _directives(config: Config, ranks: Ranks, options: SlurmOptions) -> list[str]:
+def _directives(config: Config, ranks: Ranks, options: SlurmSettings) -> list[str]:
     gpus = options.gpus_per_node
     if gpus is None and config.mesh.device != "cpu":
         gpus = ranks.per_host

@@ -103,7 +103,7 @@ def stay_on_loopback(*, asked: bool = False) -> None:
 
 
 def network_here() -> str | None:
-    """Names the network stack that this process shares with others of its machine; None if that cannot be told."""
+    """Names the network stack that this process shares with others of its machine; None if that cannot be known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"

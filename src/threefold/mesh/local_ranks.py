@@ -25,7 +25,6 @@ from typing import Any, Self
 
 from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST, Problem
 from threefold.mesh.environment import LOOPBACK, stay_on_loopback
-from threefold.mesh.signals import PASSED_ON, Signals, ignore
 
 # A restart would not change these: a wrong request, and a requested stop.
 _FINAL = (EXIT_WRONG_REQUEST, EXIT_STOPPED_WITH_CHECKPOINT)
@@ -35,7 +34,7 @@ _SERVER = "threefold.mesh.rank_server"
 # end, and killed if they do not.
 _ALONE_S = 1.0
 _END_WITHIN_S = 30.0
-# multiprocessing's exit code of processes whose server has ended: they themselves may go on.
+# multiprocessing's exit code of processes whose server has ended: they themselves may continue.
 _SERVER_GONE = 255
 _LEAVES_AFTER_S = 2.0
 
@@ -231,7 +230,7 @@ def _report_killed(failed: BaseProcess) -> None:
         what = f"{failed.name} (process {failed.pid}) was ended by {names.get(number, f'signal {number}')}"
         if failed.exitcode == _SERVER_GONE:
             what = "the process that the ranks are forked from was ended"
-        expected = "every rank to stay until the run is over"
+        expected = "all ranks to run until the end"
         fix = "after SIGKILL look for `Out of memory` in the kernel's log (dmesg)"
         print(f"{Problem(what, expected, fix)}\n", end="", file=sys.stderr, flush=True)
 
@@ -296,3 +295,57 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the kernel knew
         os._exit(EXIT_FAILED)
+
+
+# A run that is asked by one of these finishes its step and saves.
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# To the ranks, unless they are ignored here, as SIGHUP is under nohup.
+PASSED_ON = (*STOPS, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Signals:
+    """The signals that arrive while it is open; `reader` becomes readable when one does."""
+
+    def __init__(self, *, last: bool) -> None:
+        """Args:
+        last: the process ends after it; until then it continues hearing what would ask it to stop.
+        """
+        self.reader, self._writer = os.pipe()
+        self._last, self._previous = last, dict[int, Any]()
+
+    def __enter__(self) -> Self:
+        os.set_blocking(self._writer, False)
+        os.set_blocking(self.reader, False)
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {
+                number: signal.signal(number, self._note)
+                for number in PASSED_ON
+                if signal.getsignal(number) is not signal.SIG_IGN
+            }
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            if not self._last or number not in STOPS:
+                signal.signal(number, handler)
+        if not self._last:
+            os.close(self.reader)
+            os.close(self._writer)
+
+    def _note(self, number: int, frame: object) -> None:
+        os.write(self._writer, bytes([number]))
+
+    def arrived(self) -> bytes:
+        """The numbers of the signals since the last call, in order."""
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self.reader, 1024)
+        return b""
+
+
+def ignore(numbers: tuple[int, ...] = STOPS) -> None:
+    """From now on these change nothing.
+
+    Python gives a signal that it handles back to the system, which ends the process, long before the process has ended.
+    """
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)

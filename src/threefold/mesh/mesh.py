@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from threefold.build_id import build_id
 from threefold.config.schema import MeshConfig
 from threefold.errors import ConfigError
 from threefold.mesh import environment
@@ -245,7 +246,7 @@ def join_mesh(
         torch.cuda.set_device(own_device)
     hosts: tuple[str, ...] = ()
     if not dist.is_initialized():
-        versions = {"torch": torch.__version__, "transformers": version("transformers")}
+        versions = {"threefold": build_id(), "torch": torch.__version__, "transformers": version("transformers")}
         own = {**versions, "the mesh": str(topology), "the device": own_device.type, **(facts or {})}
         hosts = join_group(info, own_device, timeout_s, own, environment.token(), met)
     sizes = (topology.dp_replicate, topology.dp_shard * topology.cp, topology.tp)

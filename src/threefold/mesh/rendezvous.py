@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from threefold.errors import Problem
-from threefold.mesh import door
+from threefold.mesh import rendezvous_auth
 from threefold.mesh import rendezvous_errors as errors
 from threefold.mesh.environment import LOOPBACK, network_here, stay_on_loopback
 from threefold.mesh.launchers.info import LaunchInfo
@@ -42,7 +42,7 @@ _FAREWELL_S = 5.0
 _numbers = itertools.count()
 # By port.
 _served: dict[int, Any] = {}
-# A program that listens where rank 0 should, and has not answered within this time, is asked whether it is a door.
+# A program that listens where rank 0 should, and has not answered within this time, is asked whether it is a proxy.
 _ANSWERS_WITHIN_S = 2.0
 
 
@@ -57,7 +57,7 @@ def join_group(
     """Makes the default process group of all ranks; returns the host of each.
 
     Args:
-        token: what every rank must know to use rank 0's store (`door`).
+        token: what every rank must know to use rank 0's store (`rendezvous_auth`).
         met: called before the ranks connect, with their store and hosts.
 
     Raises:
@@ -120,7 +120,7 @@ def rendezvous(
         RendezvousError: within `timeout_s`: the port is taken, no rank answers, ranks are missing, two have one number,
             facts differ, or a rank has another token.
     """
-    deadline, info = time.monotonic() + timeout_s, door.place_of(info)
+    deadline, info = time.monotonic() + timeout_s, rendezvous_auth.place_of(info)
     serving = info.rank == 0 and info.generation is None
     if token is not None and info.generation is not None:
         if info.master_addr != LOOPBACK:
@@ -167,7 +167,7 @@ def _serve(info: LaunchInfo, deadline: float, token: bytes | None) -> Any:
     until = min(deadline, time.monotonic() + _PORT_FREE_WITHIN_S)
     while True:
         try:
-            listening, address = door.listen_for(info)
+            listening, address = rendezvous_auth.listen_for(info)
             break
         except OSError as error:
             if time.monotonic() > until or error.errno != errno.EADDRINUSE:
@@ -175,8 +175,8 @@ def _serve(info: LaunchInfo, deadline: float, token: bytes | None) -> Any:
                 raise errors.port_taken(info, reason) from error
         time.sleep(_LOOK_S)
     if token is not None:
-        inner = door.listen_on_loopback()
-        door.open_door(listening, (LOOPBACK, inner.getsockname()[1]), token)
+        inner = rendezvous_auth.listen_on_loopback()
+        rendezvous_auth.open_server_proxy(listening, (LOOPBACK, inner.getsockname()[1]), token)
         listening, address = inner, LOOPBACK
     place, limit, number = (address, listening.getsockname()[1]), timedelta(seconds=30), listening.detach()
     store = dist.TCPStore(*place, info.world_size, True, limit, wait_for_workers=False, master_listen_fd=number)
@@ -194,10 +194,10 @@ def _reach(info: LaunchInfo, deadline: float, timeout_s: float, token: bytes | N
         time.sleep(_LOOK_S)
     if token is not None:
         try:
-            address = (LOOPBACK, door.open_gate(address, token))
-        except (OSError, EOFError, door.NoDoorError) as error:
-            raise _told(errors.no_door(info), first=speaks) from error
-        except door.RefusedError as error:
+            address = (LOOPBACK, rendezvous_auth.open_client_proxy(address, token))
+        except (OSError, EOFError, rendezvous_auth.NoServerProxyError) as error:
+            raise _told(errors.no_server_proxy(info), first=speaks) from error
+        except rendezvous_auth.ProofRefusedError as error:
             raise _told(errors.other_token(info), first=speaks) from error
     found: list[Any] = []
 
@@ -210,7 +210,7 @@ def _reach(info: LaunchInfo, deadline: float, timeout_s: float, token: bytes | N
     attempt = threading.Thread(target=connect, name="rendezvous", daemon=True)
     attempt.start()
     attempt.join(min(_ANSWERS_WITHIN_S, max(_LOOK_S, deadline - time.monotonic() - _LOOK_S)))
-    if not found and door.is_door(address, _ANSWERS_WITHIN_S):
+    if not found and rendezvous_auth.is_server_proxy(address, _ANSWERS_WITHIN_S):
         raise _told(errors.needs_token(info), first=speaks)
     attempt.join(max(_LOOK_S, deadline - time.monotonic() - _LOOK_S))
     if not found:

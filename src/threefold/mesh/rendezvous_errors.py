@@ -114,7 +114,7 @@ def other_token(info: LaunchInfo) -> RendezvousError:
     )
 
 
-def no_door(info: LaunchInfo) -> RendezvousError:
+def no_server_proxy(info: LaunchInfo) -> RendezvousError:
     return RendezvousError(
         f"{_self(info)} has a token, but what listens at {_place(info)} asks for none",
         expected="rank 0 of the same run, with the same token",

@@ -13,7 +13,7 @@ from typing import Any
 
 from threefold.config.schema import EMBEDDED_DEFAULT, Config, ModelConfig
 from threefold.errors import ConfigError, Problem
-from threefold.mesh.exact import exact_problems
+from threefold.mesh.exact_limits import exact_problems
 from threefold.mesh.topology import Topology
 
 

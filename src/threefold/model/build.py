@@ -16,16 +16,19 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PretrainedConfig, PreTrainedModel
 
-from threefold.config.peak_rate import automatic_rate
+from threefold.config.auto_lr import automatic_rate
 from threefold.config.schema import Config
 from threefold.mesh.mesh import Mesh
-from threefold.model import compiled, data_parallel, exact_limits, float8, head, load, lora, precision, storage
+from threefold.model import compiled, data_parallel, float8, head, load, lora, precision, storage
+from threefold.model.activation_offload import HostActivations
 from threefold.model.context_parallel import flex, kernels
-from threefold.model.context_parallel.split import ContextParallel, choose_method
-from threefold.model.host_activations import HostActivations
+from threefold.model.context_parallel.split import ContextParallel, heads_of
+from threefold.model.exact import limits
+from threefold.model.float_sums import FloatSums
 from threefold.model.model import Model
 from threefold.model.tensor_parallel.plan import TensorParallelism, split_over_tp
 from threefold.model.weight_check import Stored, Weights, stored_in_files
+from threefold.plan.choices import GIVEN, Resolved, resolve
 
 Choices = Sequence[tuple[str, str]]
 
@@ -49,21 +52,23 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh, *, weights
             offloaded=config.mesh.cpu_offload,
         )
     model.train()
-    if _sharing(config, mesh)[0] != "ddp":
+    if resolved_on(mesh, config, architecture).data_parallel.value != "ddp":
         return found
     return dataclasses.replace(found, forward=data_parallel.replicate(model, mesh))
 
 
-def _sharing(config: Config, mesh: Mesh) -> tuple[str, str]:
-    cast = precision.DTYPES[config.model.dtype] != torch.float32
-    exact = config.train.reduce == "exact"
-    return data_parallel.choose(mesh.topology, cast=cast, offloaded=config.mesh.cpu_offload, exact=exact)
+def resolved_on(mesh: Mesh, config: Config, architecture: PretrainedConfig) -> Resolved:
+    """The automatic choices of a config for a model on a mesh."""
+    drops = flex.drops_weights(architecture)
+    device, heads = data_parallel.device_of(mesh), heads_of(architecture)
+    return resolve(config, mesh.topology, device, heads=heads, drops_attention=drops)
 
 
 def arranged(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[Model, Stored]:
     """The model on the mesh, still without storage, and what its files must hold."""
     dtype = precision.DTYPES[config.model.dtype]
-    context, attention_choices = _context(config, architecture, mesh)
+    resolved = resolved_on(mesh, config, architecture)
+    context, attention_choices = _context(config, architecture, mesh, resolved)
     model: Any = load.build_without_storage(
         architecture, attention=context.name, trust_remote_code=config.model.trust_remote_code
     )
@@ -72,32 +77,30 @@ def arranged(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tupl
     model.config.use_cache = False
     stored = stored_in_files(model)
     kept = _narrow(model, config, architecture) if dtype != torch.float32 else frozenset()
-    tensor, split_choices = _split(model, config, mesh)
+    tensor, split_choices = _split(model, config, mesh, resolved)
     if config.train.float8 != "none":
         split_choices = [*split_choices, float8.convert(model, config.train.float8)]
     if config.train.activation_checkpointing != "none":
         _checkpoint_layers(model, config.train.activation_checkpointing, mesh)
-    compiles, compiles_why = compiled.compiles(config.train.compile, device=mesh.device.type, ep=config.mesh.ep)
-    if compiles:
+    if resolved.compiled.value:
         recomputed = config.train.activation_checkpointing
         around = recomputed == "offload" or (recomputed == "full" and mesh.size("tp") > 1)
         compiled.compile_layers(model, recomputed_around=around)
-        split_choices = [*split_choices, ("compiled layers", compiles_why)]
+        split_choices = [*split_choices, ("compiled layers", resolved.compiled.why)]
     loss_choices = _install_head(model, config, tensor, mesh)
     offload = config.mesh.cpu_offload
     sharing = [data_parallel.accumulation(model, config, mesh), data_parallel.gathering(model, mesh, config)]
-    (kind, why), exact = _sharing(config, mesh), None
+    (kind, why), exact = resolved.data_parallel, None
     if kind == "fsdp":
         whole, asked = precision.parameters_named(model, kept), config.train.reduce == "exact"
-        ahead = config.mesh.prefetch
-        exact = data_parallel.shard(
-            model, mesh, dtype=dtype, cpu_offload=offload, prefetch=ahead, kept=whole, exact=asked
-        )
-    sharing += [exact_limits.said(config, mesh.topology)] if exact is not None else []
+        exact = data_parallel.shard(model, mesh, dtype=dtype, cpu_offload=offload, kept=whole, exact=asked)
+    sharing += [limits.said(config, mesh.topology)] if exact is not None else []
     said = (f"data parallelism: {kind}", why), *(each for each in sharing if each is not None)
     choices = (*said, *attention_choices, *split_choices, *loss_choices)
     rate, _ = automatic_rate(config.model)
-    found = Model(model, model, mesh, tensor, context, None, choices, rate, config, architecture, exact=exact)
+    found = Model(
+        model, model, mesh, tensor, context, None, choices, rate, config, architecture, sums=exact or FloatSums(mesh)
+    )
     return found, stored
 
 
@@ -141,13 +144,12 @@ def _policy(context: Any, operation: Any, *arguments: Any, **keywords: Any) -> C
     return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _context(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[ContextParallel, Choices]:
-    method, method_why = choose_method(config.mesh.cp_method, architecture, mesh.topology, seq_len=config.data.seq_len)
-    kernel, kernel_why = str(config.model.attention), "as given"
-    if kernel == "auto":
-        kernel, kernel_why = flex.choose(architecture, device=mesh.device.type)
+def _context(
+    config: Config, architecture: PretrainedConfig, mesh: Mesh, resolved: Resolved
+) -> tuple[ContextParallel, Choices]:
+    (method, method_why), (kernel, kernel_why) = resolved.cp_method, resolved.attention
     choices = [(f"context parallelism: {method}", method_why)] if mesh.size("cp") > 1 else []
-    if kernel == "flex" or config.model.attention != "auto":
+    if kernel == "flex" or kernel_why == GIVEN:
         choices.append((f"attention: {kernel}", kernel_why))
     causal = ""
     if mesh.device.type == "cuda" and (head_dim := kernels.head_size(architecture)) is not None:
@@ -158,11 +160,10 @@ def _context(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tupl
     return ContextParallel(mesh, method=method, kernel=kernel, causal=causal), choices
 
 
-def _split(model: PreTrainedModel, config: Config, mesh: Mesh) -> tuple[TensorParallelism, Choices]:
+def _split(model: PreTrainedModel, config: Config, mesh: Mesh, resolved: Resolved) -> tuple[TensorParallelism, Choices]:
     """Splits the model over tp; adapters come after, as their projections are split then."""
-    shared_evenly = config.data.seq_len % (mesh.size("cp") * mesh.size("tp")) == 0
-    scatter = config.mesh.sequence_parallel if shared_evenly else False
-    tensor, sequence = split_over_tp(model, mesh, scatter=scatter, whole_experts=config.mesh.ep > 1)
+    scatter, whole_experts = resolved.sequence_parallel, config.mesh.ep > 1
+    tensor, sequence = split_over_tp(model, mesh, scatter=scatter, whole_experts=whole_experts)
     choices = [sequence] if sequence is not None else []
     if config.mesh.ep > 1:
         choices.append((f"experts: whole ones on each of {config.mesh.ep} tp ranks", "as given"))

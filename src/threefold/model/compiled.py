@@ -7,7 +7,6 @@ kind of layer, rows of another length (from then on of any length), evaluation w
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -24,19 +23,6 @@ from threefold.model.load import layers_of
 _MOST_GRAPHS = 32
 # More often than that a layer is hardly compiled again for a reason of the above.
 MANY = 8
-
-
-def compiles(asked: bool | str, *, device: str, ep: int = 1) -> tuple[bool, str]:
-    """Whether layers are compiled, and why, for what train.compile asks."""
-    if asked != "auto":
-        return bool(asked), "as given"
-    if ep > 1:
-        return False, "tokens of whole experts (mesh.ep) are counted on the host, where a graph would break off"
-    if device != "cuda":
-        return False, f"on a {device} it takes longer than a short run gains"
-    if importlib.util.find_spec("triton") is None:
-        return False, "triton, which compiles for CUDA, is not installed"
-    return True, "on CUDA, one layer at a time"
 
 
 def compile_layers(model: nn.Module, *, recomputed_around: bool = False) -> None:

@@ -25,47 +25,10 @@ from threefold.errors import Problem
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 from threefold.model.collectives import local_part
-from threefold.model.exact_sums import ExactSums
+from threefold.model.exact.sums import ExactSums
 from threefold.model.load import layers_of
 from threefold.model.precision import DTYPES
-
-# A collective over less than this is mostly latency.
-_UNIT_BYTES = 8 * 1024**2
-# A model this small is not sharded again between forward and backward: its gather costs more than its memory. On CUDA
-# a part of the device's memory, if that is more.
-_KEPT_WHOLE_BYTES = 512 * 1024**2
-_KEPT_WHOLE_PART = 1 / 32
-
-
-def choose(topology: Topology, *, cast: bool = False, offloaded: bool = False, exact: bool = False) -> tuple[str, str]:
-    """Which kind of data parallelism a mesh uses (`none`, `ddp`, `fsdp`), and why.
-
-    Args:
-        cast: whether it computes in another type than that of the weights.
-        offloaded: whether shards are kept in the host's memory (`mesh.cpu_offload`).
-        exact: whether gradients are summed as integers (`train.reduce`).
-    """
-    one_copy = topology.dp_shard == 1 and topology.cp == 1
-    reasons = (("bfloat16", cast), ("mesh.cpu_offload", offloaded), ("train.reduce exact", exact))
-    asked = [what for what, wanted in reasons if wanted]
-    if topology.dp == 1 and topology.cp == 1:
-        if asked:
-            return "fsdp", f"FSDP2 on a mesh of one, for {' and '.join(asked)}; nothing is sent"
-        return "none", "one copy of the model"
-    if exact and topology.dp_replicate > 1:
-        return (
-            "fsdp",
-            f"{topology.dp_replicate} copies of {topology.dp_shard} shards; train.reduce exact sums over copies",
-        )
-    if one_copy and topology.tp == 1 and not asked:
-        return "ddp", "dp_shard is 1: torch's DistributedDataParallel, every rank holds a whole model"
-    if one_copy:
-        why = "with tp: FSDP2 replicates what tp has split" if topology.tp > 1 else f"{asked[0]}: FSDP2 replicates it"
-        return "fsdp", f"dp_shard is 1 {why}"
-    if topology.dp_replicate > 1:
-        sharers = topology.dp_shard * topology.cp
-        return "fsdp", f"HSDP: {topology.dp_replicate} replicas of {sharers} shards (dp_shard x cp)"
-    return "fsdp", f"FSDP2: {topology.dp_shard * topology.cp} shards (dp_shard x cp)"
+from threefold.plan import choices
 
 
 def problems(config: Config, topology: Topology, *, device: str) -> list[Problem]:
@@ -79,12 +42,8 @@ def problems(config: Config, topology: Topology, *, device: str) -> list[Problem
         what = "train.activation_checkpointing = offload has no effect on a CPU"
         found.append(Problem(what, memory, "--train.activation_checkpointing full"))
     shards = topology.dp_shard * topology.cp
-    if config.mesh.prefetch and shards == 1:
-        fix = f"--mesh.dp_shard {topology.dp}   (FSDP2), or leave mesh.prefetch out"
-        what = f"mesh.prefetch = {config.mesh.prefetch}, but nothing is gathered: mesh.dp_shard and mesh.cp are 1"
-        expected = "weights that are shared by several data ranks"
-        found.append(Problem(what, expected, fix if topology.dp > 1 else "leave mesh.prefetch out"))
-    if train.accumulate == "unsharded" and (shards == 1 or num_micro_batches(config, topology) == 1):
+    single = choices.num_micro_batches(config, topology) == 1
+    if train.accumulate == "unsharded" and (shards == 1 or single):
         lacking = "mesh.dp_shard and mesh.cp are 1" if shards == 1 else "a step has one micro-batch"
         what = f"train.accumulate = unsharded has no effect: {lacking}"
         expected = "gradients that several ranks share, and several micro-batches a step"
@@ -92,18 +51,12 @@ def problems(config: Config, topology: Topology, *, device: str) -> list[Problem
     return found
 
 
-def num_micro_batches(config: Config, topology: Topology) -> int:
-    """Micro-batches that a dp rank accumulates in a step."""
-    rows = config.train.global_batch // topology.dp
-    return 1 if config.train.micro_batch == "auto" else rows // config.train.micro_batch
-
-
 def accumulation(model: nn.Module, config: Config, mesh: Mesh) -> tuple[str, str] | None:
     """(what, why) of gradients between micro-batches, to be printed, before the model is sharded; None: there are none.
 
     In bytes of a rank, and in reductions over shards in a step, of which each unit of `shard` makes one.
     """
-    count, shards = num_micro_batches(config, mesh.topology), mesh.size("fsdp")
+    count, shards = choices.num_micro_batches(config, mesh.topology), mesh.size("fsdp")
     if count == 1 or shards == 1:
         return None
     trained = {each for each in model.parameters() if each.requires_grad}
@@ -123,27 +76,23 @@ def gathering(model: nn.Module, mesh: Mesh, config: Config) -> tuple[str, str] |
     """(what, why) of when whole weights exist, to be printed, before the model is sharded; None: they always do."""
     if mesh.size("fsdp") == 1:
         return None
-    size, most = _gathered_bytes(model, DTYPES[config.model.dtype]), _most_kept_bytes(mesh)
+    size = _gathered_bytes(model, DTYPES[config.model.dtype])
+    kept, why = choices.kept_whole(size, device_of(mesh), offloaded=config.mesh.cpu_offload)
     units = len(_units(layers_of(model))) + 1
-    ahead = config.mesh.prefetch or 1
-    how = f"{units} units, {ahead} ahead of its turn" if units > 1 else "one unit, too small to be gathered by layers"
+    how = f"{units} units, one ahead of its turn" if units > 1 else "one unit, too small to be gathered by layers"
     sizes = f"{size / 2**20:,.1f} MiB of gathered weights, {how}"
-    if config.mesh.cpu_offload:
-        return "weights: gathered in forward and in backward", f"{sizes}; shards are in the host's memory"
-    if size <= most:
-        return "weights: gathered once a step", f"{sizes}; up to {most / 2**20:,.0f} MiB stay from forward to backward"
-    return "weights: gathered in forward and in backward", f"{sizes}; more than {most / 2**20:,.0f} MiB do not stay"
+    return f"weights: gathered {'once a step' if kept else 'in forward and in backward'}", f"{sizes}; {why}"
 
 
 def _gathered_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     return sum(local_part(parameter).numel() * dtype.itemsize for parameter in model.parameters())
 
 
-def _most_kept_bytes(mesh: Mesh) -> float:
+def device_of(mesh: Mesh) -> choices.Device:
+    """This rank's device, as choices depend on it."""
     if mesh.device.type != "cuda":
-        return _KEPT_WHOLE_BYTES
-    memory = torch.cuda.get_device_properties(mesh.device).total_memory
-    return max(_KEPT_WHOLE_BYTES, _KEPT_WHOLE_PART * memory)
+        return choices.Device.here(mesh.device.type)
+    return choices.Device.here("cuda", torch.cuda.get_device_properties(mesh.device).total_memory)
 
 
 def shard(
@@ -152,7 +101,6 @@ def shard(
     *,
     dtype: torch.dtype,
     cpu_offload: bool = False,
-    prefetch: int = 0,
     kept: Collection[nn.Parameter] = (),
     exact: bool = False,
 ) -> ExactSums | None:
@@ -162,14 +110,13 @@ def shard(
 
     Args:
         cpu_offload: keep shards, gradients and moments in the host's memory.
-        prefetch: units that are gathered ahead, in forward and in backward; 0: FSDP2 gathers the next one on its own.
         kept: parameters that each rank holds as they are, and whose gradients `training.gradients` averages.
         exact: leave the sums of gradients to what is returned, over copies too.
     """
     axes = ("dp_replicate", "fsdp") if mesh.topology.dp_replicate > 1 and not exact else ("fsdp",)
     cast = dtype if dtype != torch.float32 else None
     policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    keep = _gathered_bytes(model, dtype) <= _most_kept_bytes(mesh) and not cpu_offload
+    keep = choices.kept_whole(_gathered_bytes(model, dtype), device_of(mesh), offloaded=cpu_offload).value
     settings: dict[str, Any] = {"mesh": mesh.sharding_mesh[axes], "mp_policy": policy, "ignored_params": {*kept}}
     if cpu_offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
@@ -178,9 +125,6 @@ def shard(
         fully_shard(unit, reshard_after_forward=not keep, **settings)
     fully_shard(model, reshard_after_forward=False, **settings)
     first: list[Any] = [unit[0] for unit in units]
-    for number, layer in enumerate(first if prefetch else ()):
-        layer.set_modules_to_forward_prefetch(first[number + 1 : number + 1 + prefetch])
-        layer.set_modules_to_backward_prefetch(first[max(0, number - prefetch) : number][::-1])
     return ExactSums([*first, model], model, mesh) if exact else None
 
 
@@ -194,7 +138,7 @@ def _units(layers: list[nn.Module]) -> list[list[nn.Module]]:
     units: list[list[nn.Module]] = [[]]
     for layer in layers:
         units[-1].append(layer)
-        if sum(map(_bytes, units[-1])) >= _UNIT_BYTES:
+        if sum(map(_bytes, units[-1])) >= choices.UNIT_BYTES:
             units.append([])
     return units[:-1]
 

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from threefold.config.schema import Config
 from threefold.errors import Problem
 from threefold.mesh.topology import Topology
-from threefold.model.compiled import compiles
 from threefold.model.load import layers_of
 from threefold.model.precision import kept_in_float32
+from threefold.plan import choices
 
 _CAPABILITY = (8, 9)
 # What the kernels of a product need its sizes to be multiples of.
@@ -64,9 +64,9 @@ def problems(config: Config, outline: PreTrainedModel, topology: Topology, *, de
     if (lacking := _lacking(device)) is not None:
         expected = "a CUDA device of capability 8.9 or newer (Ada, Hopper, Blackwell)"
         found.append(Problem(f"{asked} on {lacking}", expected, leave_out))
-    elif not (chosen := compiles(config.train.compile, device=device))[0]:
+    elif not (layers := choices.compiled(config, choices.Device.here(device))).value:
         expected = "compiled layers: casts in kernels of their own take longer than the products save"
-        what = f"{asked}, but layers are not compiled: {chosen[1]}"
+        what = f"{asked}, but layers are not compiled: {layers.why}"
         found.append(Problem(what, expected, f"pip install triton, or {leave_out}"))
     if topology.tp > 1:
         expected = "whole layers: each tp rank would scale its part of a weight by itself"

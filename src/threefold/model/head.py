@@ -4,11 +4,13 @@ A causal language model's own forward returns logits [batch, sequence, vocabular
 takes the labels too and returns sums, or the log-probability of each label: the head is applied to a chunk of tokens at
 a time. Of sums the gradient is made in the forward (`head_gradient`); of log-probabilities, whose gradient is known in
 backward only, a chunk's logits are computed again there. What a model does to its logits after the head (a cap, a
-scale) is done to each chunk; a model whose class is not in the table below keeps its own forward.
+scale) is done to each chunk; a model whose class does anything that is not understood keeps its own forward.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,38 +25,21 @@ from transformers import PreTrainedModel
 from threefold.model.collectives import gather_parts, join, sum_gradient
 from threefold.model.fused_loss import fused_sums
 from threefold.model.head_gradient import Bend, Loss, is_product, sums_of
+from threefold.plan.choices import chunk_tokens
 
-# Of a chunk's logits in float32. Each chunk reads and writes the whole gradient of the head's weight, which takes as
-# long as the products of a chunk of 256 MiB on a GPU.
-_CHUNK_BYTES = {"cuda": 1024**3}
-_CHUNK_BYTES_ELSEWHERE = 256 * 1024**2
-# transformers' classes whose logits are the head's product and nothing else; `Llama` is LlamaForCausalLM.
-_PLAIN = """
-    Afmoe Apertus Arcee AriaText AXK1 AXK2 BailingHybrid Bamba Bart BigBirdPegasus BitNet Blenderbot BlenderbotSmall
-    Bloom Camembert CodeGen Cwm Data2VecText Dbrx DeepseekV2 DeepseekV3 DeepseekV32 DeepseekV4 DiffLlama Doge Dots1
-    Dots3Note Emu3 Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe FlexOlmo Flint Fuyu Gemma Glm Glm4 Glm4Moe Glm4MoeLite
-    GlmMoeDsa GPTBigCode GPTJ GPTNeo GPTNeoX GPTNeoXJapanese GptOss Helium HrmText HunYuanDenseV1 HunYuanMoEV1 HYV3
-    Jais2 Jamba JetMoe KimiLinear Kolibri1 Laguna Lfm2 Lfm2Moe Lfm3 Llama Llama4 LongcatFlash Marian MBart Mellum
-    MiMoV2Flash MiniMax MiniMaxM2 MiniMaxM3VL Ministral Ministral3 Mistral Mixtral Moshi Mpt Mvp Nemotron Olmo Olmo2
-    Olmo3 Olmoe OlmoHybrid OPT Pegasus Persimmon Phi Phi3 Phi4Multimodal Phimoe PLBart Qwen2 Qwen2Moe Qwen3 Qwen3_5
-    Qwen3_5Moe Qwen3Moe Qwen3Next Qwen4Exp Roberta RobertaPreLayerNorm SeedOss SmolLM3 SolarOpen StableLm Starcoder2
-    XGLM XLMRoberta XLMRobertaXL Xmod Youtu Zamba Zamba2 Zaya
-"""
-_PLAIN_BY_FULL_NAME = (
-    *("BertGenerationDecoder", "CTRLLMHeadModel", "GPT2LMHeadModel", "OpenAIGPTLMHeadModel"),
-    *("Gemma3ForConditionalGeneration", "GotOcr2ForConditionalGeneration", "ReformerModelWithLMHead"),
-    "MossTranscribeDiarizeForConditionalGeneration",
-)
-# What the others do to the product: logit_scale * x, x / logits_scaling, or cap * tanh(x / cap).
-_MULTIPLIED = "Cohere Cohere2 Cohere2Moe CohereCompass"
-_DIVIDED = "Granite GraniteSWA GraniteMoe GraniteMoeSWA GraniteMoeHybrid GraniteMoeShared"
-_CAPPED = "Gemma2 Gemma3 Gemma3n Gemma4 Gemma4Unified NanoChat VaultGemma"
-HEADS = {
-    **{f"{name}ForCausalLM": "plain" for name in _PLAIN.split()},
-    **dict.fromkeys(_PLAIN_BY_FULL_NAME, "plain"),
-    **{f"{name}ForCausalLM": "multiplied" for name in _MULTIPLIED.split()},
-    **{f"{name}ForCausalLM": "divided" for name in _DIVIDED.split()},
-    **{f"{name}ForCausalLM": "capped" for name in _CAPPED.split()},
+# What a forward may assign to its hidden states and to its logits before the loss, and what that makes of the logits:
+# the head's product alone, or logit_scale * x, x / logits_scaling, cap * tanh(x / cap) of it.
+_OF_HIDDEN_STATES = {
+    r"\w*outputs\[0\]|\w*outputs\.last_hidden_state": "",
+    r"slice_logits_to_keep\(hidden_states, logits_to_keep\)": "",
+}
+_ASSIGNED = r"^\s*(hidden_states|\w*logits) ([-+*/]?=) (.*?),?$"
+_OF_LOGITS = {
+    r"self\.(lm_head|embed_out)\(hidden_states\)(\.contiguous\(\))?": "plain",
+    r"logits / self\.config\.logits_scaling": "divided",
+    r"logits \* self\.logit_scale": "multiplied",
+    r"logits / self\.config\.final_logit_softcapping": "capped",
+    r"torch\.tanh\(logits\)|logits \* self\.config\.final_logit_softcapping|logits|None": "",
 }
 
 
@@ -80,7 +65,7 @@ class Outputs(NamedTuple):
 def kind_of(model: PreTrainedModel) -> tuple[str | None, str]:
     """How the model makes its logits (`plain`, `multiplied`, `divided`, `capped`; None: not known), and why."""
     cls = type(model)
-    kind = HEADS.get(cls.__name__) if cls.__module__.startswith("transformers.") else None
+    kind = _kind_of_class(cls) if cls.__module__.startswith("transformers.") else None
     # A head with layers of its own (roberta's: dense, norm, decoder) is more than the product at its end.
     head = model.get_output_embeddings()
     if (
@@ -91,6 +76,28 @@ def kind_of(model: PreTrainedModel) -> tuple[str | None, str]:
     ):
         return None, f"the head of {cls.__name__} is not known"
     return kind, "its head is of a known kind"
+
+
+def _kind_of_class(cls: type) -> str | None:
+    try:
+        return read_kind(inspect.getsource(cls.forward))  # type: ignore[attr-defined]
+    except OSError:  # installed without its source
+        return None
+
+
+def read_kind(source: str) -> str | None:
+    """How a forward makes its logits, as its source says; None where it assigns anything that is not understood."""
+    source = re.sub(r"\s+#.*$", "", source, flags=re.MULTILINE)
+    steps = []
+    for name, sign, value in re.findall(_ASSIGNED, source, flags=re.MULTILINE):
+        if name.endswith("router_logits"):
+            continue
+        known = {"hidden_states": _OF_HIDDEN_STATES, "logits": _OF_LOGITS}.get(name, {})
+        step = next((step for pattern, step in known.items() if re.fullmatch(pattern, value)), None)
+        if sign != "=" or step is None:
+            return None
+        steps += [step] if step else []
+    return steps[-1] if steps[:1] == ["plain"] and len(steps) <= 2 else None
 
 
 def below_head(model: PreTrainedModel) -> nn.Module | None:
@@ -110,16 +117,6 @@ def first_position(model: nn.Module) -> int:
     return 0
 
 
-def chunk_tokens(asked: int | str, *, tokens: int, vocabulary: int, device: str = "cpu") -> int:
-    """Tokens whose logits are computed at a time: as asked, or with `auto` as many as 256 MiB of float32 hold.
-
-    On CUDA 1 GiB.
-    """
-    if isinstance(asked, int):
-        return asked or tokens
-    return min(tokens, max(1, _CHUNK_BYTES.get(device, _CHUNK_BYTES_ELSEWHERE) // (4 * vocabulary)))
-
-
 def install(
     model: PreTrainedModel,
     *,
@@ -131,7 +128,7 @@ def install(
     """Replaces the model's forward by one that returns `Sums`, or `Outputs`; before any wrapper is put around it.
 
     Args:
-        chunk: tokens at a time, `auto`, or 0 for all at once.
+        chunk: tokens at a time, as `plan.choices.chunk_tokens` takes them.
         sharers: the tp ranks that share the sequence of the hidden states, if they do.
         splitters: the tp ranks that hold parts of the vocabulary, if they do.
         fused: head and loss in one kernel (`fused_loss`).
@@ -186,7 +183,7 @@ class _End:
         return found.logits if self.kind is None else logits_of(self.model, self._whole(found), self.kind)
 
     def sums(self, found: Any, labels: Tensor, token_loss: Loss) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(what is minimised, the cross entropy alone) over labels [tokens], and that of each token, if it is told."""
+        """(what is minimised, the cross entropy alone) over labels [tokens], and that of each token, if it is given."""
         head: Any = self.model.get_output_embeddings()
         if self.kind is None or not (self.fused or is_product(head)):
             parts = self.by_chunks(found, labels, token_loss)

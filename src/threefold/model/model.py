@@ -1,6 +1,6 @@
-"""A model on the mesh, as a loop of one's own and `threefold train` hold it.
+"""A model on the mesh, as a custom loop and `threefold train` hold it.
 
-A causal language model of transformers on any mesh, or a module of one's own on the data ranks. Called, it gives whole
+A causal language model of transformers on any mesh, or a custom module on the data ranks. Called, it gives whole
 logits for whole rows on every rank. What trains takes this rank's part instead (`computing`, `outputs`): rows [batch,
 sequence] on the way in, their tokens as split over cp on the way out, with the whole vocabulary.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PretrainedConfig
 
-from threefold.config.peak_rate import RANDOM
+from threefold.config.auto_lr import RANDOM
 from threefold.config.schema import Config
 from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
@@ -28,7 +28,7 @@ from threefold.model.collectives import join, sum_over_all
 from threefold.model.context_parallel.rotary import places_in_documents
 from threefold.model.context_parallel.split import ContextParallel, gathered_positions
 from threefold.model.data_parallel import reshard
-from threefold.model.exact_sums import ExactSums
+from threefold.model.float_sums import FloatSums, GradientSums
 from threefold.model.head import Outputs, below_head
 from threefold.model.head_gradient import Loss
 from threefold.model.tensor_parallel.plan import TensorParallelism
@@ -46,13 +46,13 @@ class Model:
         module: the model itself, whose names a checkpoint uses.
         mesh: the mesh that it lives on.
         tensor: what was split over tp.
-        context: the cp axis: splits batches, owns masks; None for a module of one's own.
-        autocast: type that operations of a module of one's own are cast to; None: float32, or `model.precision`.
+        context: the cp axis: splits batches, owns masks; None for a custom module.
+        autocast: type that operations of a custom module are cast to; None: float32, or `model.precision`.
         choices: (what was chosen, why), to be printed.
         automatic_rate: the peak learning rate that suits its weights, random or pretrained ones.
-        asked, architecture: what it was built from; None for a module of one's own.
+        asked, architecture: what it was built from; None for a custom module.
         savers: what writes its checkpoints (`threefold.save`), kept from one to the next.
-        exact: sums its gradients as integers (`train.reduce`); None: in floating point.
+        sums: how its gradients and losses are added (`train.reduce`); None: in floating point.
     """
 
     forward: nn.Module
@@ -66,7 +66,11 @@ class Model:
     asked: Config | None = None
     architecture: PretrainedConfig | None = None
     savers: dict[Any, Any] = field(default_factory=dict, repr=False)
-    exact: ExactSums | None = None
+    sums: GradientSums = None  # type: ignore[assignment]  # set below
+
+    def __post_init__(self) -> None:
+        if self.sums is None:
+            object.__setattr__(self, "sums", FloatSums(self.mesh))
 
     def __call__(self, *arguments: Any, **inputs: Any) -> Any:
         """The logits of whole rows, float32 [rows, sequence, vocabulary], the same on all cp and tp ranks.
@@ -75,7 +79,7 @@ class Model:
         and `document_ids` as in a batch (`padding` changes no logits). Through `TrainStep` a step never holds the
         logits of another cp rank's tokens; and only `TrainStep` completes the gradients of a split model.
 
-        A module of one's own is called as it is, and gives what it gives.
+        A custom module is called as it is, and gives what it gives.
         """
         if self.context is None:
             with self.casting():
@@ -158,7 +162,7 @@ class Model:
         return Outputs(values, found.router_logits)
 
     def own_outputs(self, batch: Mapping[str, Any]) -> Any:
-        """What a module of one's own returns for the entries of a batch that its forward takes by name."""
+        """What a custom module returns for the entries of a batch that its forward takes by name."""
         parameters = inspect.signature(self.module.forward).parameters
         takes = {name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
         given = {name: values for name, values in batch.items() if name in takes}
@@ -188,7 +192,7 @@ class Model:
 
     @property
     def config(self) -> Any:
-        """transformers' config of the model, or what a module of one's own has under that name."""
+        """transformers' config of the model, or what a custom module has under that name."""
         return self.module.config
 
     def refuse_outputs(self, of: str) -> None:
@@ -215,7 +219,7 @@ class Model:
         return values if group is None else sum_over_all(values, group)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters, as this rank holds them (DTensors where they are split); for an optimizer of one's own."""
+        """The parameters, as this rank holds them (DTensors where they are split); for a custom optimizer."""
         yield from self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -61,7 +61,7 @@ def reduced(config: PretrainedConfig, *, ranks: int = 1, seq_len: int = 32) -> P
         ranks: that heads, experts or widths are divided among, over all axes that divide them.
         seq_len: tokens of a row.
     """
-    values = _Sizes(config, ranks=ranks, seq_len=seq_len).values()
+    values = _ReducedSizes(config, ranks=ranks, seq_len=seq_len).values()
     for name, part in vars(config).items():
         if isinstance(part, PretrainedConfig):
             values[name] = reduced(part, ranks=ranks, seq_len=seq_len).to_dict()
@@ -75,7 +75,7 @@ def same_divisors(real: int, of: int, *, least: int) -> int:
     return next(size for size in range(max(least, 1), least + 2 * of + 1) if gcd(size, of) == shared)
 
 
-class _Sizes:
+class _ReducedSizes:
     """The reduced values of one config, of which each depends on a few found before it."""
 
     def __init__(self, config: PretrainedConfig, *, ranks: int, seq_len: int) -> None:

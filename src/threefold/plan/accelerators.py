@@ -73,6 +73,11 @@ ACCELERATORS = {
 }
 
 
+def of_memory(memory_bytes: int) -> Accelerator:
+    """A device of which nothing else is asked."""
+    return Accelerator("this device", memory_bytes, 0, 0, 0, 0)
+
+
 def named(name: str) -> Accelerator:
     """The one that a user named.
 

@@ -15,13 +15,6 @@ _WEIGHTS = {
     "gate_proj": "gate", "up_proj": "up", "gate_up_proj": "gate up", "down_proj": "down",
     "fc1": "up", "fc2": "down", "c_fc": "up", "c_proj": "down",
 }  # fmt: skip
-# What peft adapts where nothing is asked for.
-_BY_DEFAULT = {
-    **dict.fromkeys(
-        ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "stablelm"), ("q_proj", "v_proj")
-    ),
-    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
-}
 _WHOLE, _IN_PART = "adapter", "adapter whose gradient a tp rank knows in part"
 
 
@@ -39,7 +32,7 @@ def adapted(decoder: Decoder, asked: LoraConfig) -> Decoder:
         what = f"model.lora.r = {asked.r} of {decoder.model_type!r}, which has experts, cannot be estimated"
         raise ConfigError(what, expected=expected, fix=traced)
     targets = asked.target_modules
-    if targets is None and (targets := _BY_DEFAULT.get(decoder.model_type)) is None:
+    if targets is None and not (targets := decoder.family.adapted):
         what = f"model.lora.target_modules = null for {decoder.model_type!r} cannot be estimated"
         raise ConfigError(what, expected="names of projections", fix="--model.lora.target_modules all-linear")
     names = set(_WEIGHTS.values()) if targets == "all-linear" else {_WEIGHTS.get(each, each) for each in targets}

@@ -16,6 +16,7 @@ from threefold.plan.accelerators import Accelerator
 from threefold.plan.decoder import Decoder
 from threefold.plan.duration import Duration, duration
 from threefold.plan.fabric import Fabric
+from threefold.plan.fit import MODES, as_options, changed_keys, keys_of
 from threefold.plan.operations import causal_keys
 from threefold.plan.peak import Moment, host_bytes, peak
 from threefold.plan.setup import Setup, refused, setup_of
@@ -24,8 +25,6 @@ from threefold.plan.setup import Setup, refused, setup_of
 THERE = 0.97
 # Times that differ by less are told apart by memory: no estimate is better than that.
 _ALIKE = 0.01
-# By how much each saves, and costs.
-_MODES = ("none", "selective", "full", "offload")
 _MOST_ROWS = 64
 
 
@@ -72,7 +71,7 @@ class Plan:
         there = THERE * self.setup.device.memory_bytes / 2**30
         return f"needs {self.memory_bytes / 2**30:.1f} GiB of {there:.1f}: {most}"
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As `--json` has it."""
         setup, topology = self.setup, self.setup.topology
         mesh = {"dp": topology.dp, "dp_shard": topology.dp_shard, "cp": topology.cp, "tp": topology.tp}
@@ -86,19 +85,20 @@ class Plan:
             "step_time_s": self.duration.total,
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "mfu": self.mfu,
+            "flops_per_token": self.flops_per_token,
             "host_bytes": round(self.host_bytes),
             "fits": self.fits,
             "why": self.why,
         }
 
-    def keys(self) -> dict[str, dict[str, Any]]:
-        """As keys of a config."""
-        told = self.told()
-        train = {name: told[name] for name in ("micro_batch", "activation_checkpointing", "compile")}
-        mesh = dict(told["mesh"])
-        if self.setup.cpu_offload:
-            mesh["cpu_offload"] = True
-        return {"mesh": mesh, "train": train}
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """The keys of a config that ask for it."""
+        sections: dict[str, dict[str, Any]] = {"mesh": {}, "train": {"compile": self.setup.compiled}}
+        for key, value in keys_of(self.setup).items():
+            section, _, name = key.partition(".")
+            if value not in (False, "sharded"):  # the defaults
+                sections[section][name] = value
+        return sections
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,6 @@ class Question:
 
     Attributes:
         config: whose keys that are in `pinned` are kept as they are; others of mesh and memory are open.
-        slower: how much longer computing takes than is estimated (`calibrate`).
     """
 
     decoder: Decoder
@@ -116,7 +115,6 @@ class Question:
     gpus: int
     fabric: Fabric
     device: Accelerator
-    slower: float = 1.0
 
     def plans(self) -> list[Plan]:
         """All that are legal: those that fit by time, and by memory where that is alike, then the others by memory.
@@ -125,21 +123,21 @@ class Question:
             ConfigError: no mesh is legal, or the model or a key cannot be estimated.
         """
         problems: list[Any] = []
-        found: list[Plan] = []
+        legal: list[Plan] = []
         for topology in self.topologies():
-            wrong = refused(self._of(topology), self.decoder, topology)
-            problems += wrong
-            if not wrong:
-                found += self._on(topology)
-        if not found and problems:
+            refusals = refused(self._of(topology), self.decoder, topology)
+            problems += refusals
+            if not refusals:
+                legal += self._on(topology)
+        if not legal and problems:
             raise ConfigError.of(list({problem.what: problem for problem in problems}.values())[:5])
-        if not found:
+        if not legal:
             raise ConfigError(
                 f"no mesh of {self.gpus} devices is legal",
                 expected="dp x cp x tp devices, whose dp divides the global batch",
-                fix=f"--global-batch {self.gpus}   (and leave keys of the mesh out)",
+                fix=f"--train.global_batch {self.gpus}   (and leave keys of the mesh out)",
             )
-        fitting = [plan for plan in found if plan.fits]
+        fitting = [plan for plan in legal if plan.fits]
         least = min((plan.duration.total for plan in fitting), default=1.0)
         # Of two that are alike, the one that needs no transfers, whose speed was not measured.
         fitting.sort(
@@ -149,7 +147,7 @@ class Question:
                 plan.memory_bytes,
             )
         )
-        return fitting + sorted((plan for plan in found if not plan.fits), key=lambda plan: plan.memory_bytes)
+        return fitting + sorted((plan for plan in legal if not plan.fits), key=lambda plan: plan.memory_bytes)
 
     def topologies(self) -> Iterator[Topology]:
         """Meshes of all devices; tp stays inside of a host, and rows divide over dp and cp."""
@@ -187,27 +185,28 @@ class Question:
         sizes = [size for size in range(1, min(rows, _MOST_ROWS) + 1) if rows % size == 0]
         if "train.micro_batch" in self.pinned and train.micro_batch != "auto":
             sizes = [train.micro_batch]
-        modes = _MODES if "train.activation_checkpointing" not in self.pinned else (base.recompute,)
+        modes = MODES if "train.activation_checkpointing" not in self.pinned else (base.recompute,)
         offloads = (False, True) if "mesh.cpu_offload" not in self.pinned else (base.cpu_offload,)
-        found: list[Plan] = []
+        plans: list[Plan] = []
         for offload in offloads:
-            if offload and len(offloads) > 1 and any(plan.fits for plan in found):
+            if offload and len(offloads) > 1 and any(plan.fits for plan in plans):
                 break  # it is slower, and nothing needs it
             for size, mode in itertools.product(sizes, modes):
-                changed: dict[str, Any] = {
+                fields: dict[str, Any] = {
                     "micro_batch": size,
                     "num_batches": rows // size,
                     "recompute": mode,
                     "cpu_offload": offload,
                 }
-                found.append(self.plan(replace(base, **changed)))
-        return found
+                plans.append(self.plan(replace(base, **fields)))
+        return plans
 
     def plan(self, setup: Setup) -> Plan:
         """Of one set-up."""
-        each = self.decoder.flops.per_token(causal_keys(setup.seq_len))
-        lasts = duration(self.decoder, setup, self.fabric).slower(self.slower)
-        return Plan(setup, peak(self.decoder, setup), lasts, each, host_bytes(self.decoder, setup))
+        decoder = self.decoder
+        flops = decoder.flops.per_token(causal_keys(setup.seq_len))
+        seconds = duration(decoder, setup, self.fabric)
+        return Plan(setup, peak(decoder, setup), seconds, flops, host_bytes(decoder, setup))
 
 
 def _divisors(of: int) -> list[int]:
@@ -217,34 +216,21 @@ def _divisors(of: int) -> list[int]:
 
 def pareto(plans: Sequence[Plan]) -> list[Plan]:
     """Of those that fit, the ones than which none is both faster and smaller, the fastest first."""
-    found: list[Plan] = []
+    front: list[Plan] = []
     for plan in sorted((plan for plan in plans if plan.fits), key=lambda plan: plan.duration.total):
-        if not found or plan.memory_bytes < found[-1].memory_bytes:
-            found.append(plan)
-    return found
+        if not front or plan.memory_bytes < front[-1].memory_bytes:
+            front.append(plan)
+    return front
 
 
 def what_fits(plan: Plan, plans: Sequence[Plan]) -> str | None:
     """The keys that make a set-up fit which does not, to paste; the fewest, and of those the fastest. None: none do."""
-    own = _flat(plan)
-
-    def changed(other: Plan) -> dict[str, Any]:
-        return {key: value for key, value in _flat(other).items() if value != own[key]}
-
     fitting = [other for other in plans if other.fits]
     if not fitting:
         return None
-    best = min(fitting, key=lambda other: (len(changed(other)), other.duration.total))
-    return " ".join(f"--{key} {str(value).lower()}" for key, value in changed(best).items())
-
-
-def _flat(plan: Plan) -> dict[str, Any]:
-    setup, topology = plan.setup, plan.setup.topology
-    return {
-        "mesh.dp": topology.dp, "mesh.dp_shard": topology.dp_shard, "mesh.cp": topology.cp, "mesh.tp": topology.tp,
-        "mesh.cpu_offload": setup.cpu_offload, "train.micro_batch": setup.micro_batch,
-        "train.activation_checkpointing": setup.recompute,
-    }  # fmt: skip
+    changes = {id(other): changed_keys(plan.setup, other.setup) for other in fitting}
+    nearest = min(fitting, key=lambda other: (len(changes[id(other)]), other.duration.total))
+    return as_options(changes[id(nearest)])
 
 
 def what_pays(question: Question, plans: Sequence[Plan]) -> list[str]:
@@ -252,28 +238,28 @@ def what_pays(question: Question, plans: Sequence[Plan]) -> list[str]:
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
         return []
-    best, found = fitting[0], []
+    best, lines = fitting[0], []
     for axis in ("tp", "cp"):
         if f"mesh.{axis}" in question.pinned:
             continue
         used = getattr(best.setup.topology, axis) > 1
         others = [plan for plan in fitting if (getattr(plan.setup.topology, axis) > 1) != used]
         if not others:
-            found.append(f"{axis}: " + ("nothing fits without it" if used else "no mesh with it fits or is legal"))
+            lines.append(f"{axis}: " + ("nothing fits without it" if used else "no mesh with it fits or is legal"))
             continue
         slower = others[0].duration.total / best.duration.total - 1
-        found.append(
+        lines.append(
             f"{axis}: " + (f"without it {slower:.1%} slower" if used else f"would not pay, {slower:.1%} slower")
         )
     if best.setup.topology.tp > 1:
         other = question.plan(replace(best.setup, sequence_parallel=not best.setup.sequence_parallel))
         held = (other.memory_bytes - best.memory_bytes) / 2**30
         which = "without it" if best.setup.sequence_parallel else "with it"
-        found.append(f"sequence parallelism: {which} {held:+.1f} GiB a device")
+        lines.append(f"sequence parallelism: {which} {held:+.1f} GiB a device")
     if best.setup.float8 == "none" and best.setup.device.float8:  # type: ignore[union-attr]
         faster = best.duration.total / question.plan(replace(best.setup, float8="tensorwise")).duration.total - 1
         pays = (
             f"{faster:.1%} faster" if faster > 0.02 else "would not pay: its products are too small, or few of the time"
         )
-        found.append(f"train.float8 tensorwise: {pays}")
-    return found
+        lines.append(f"train.float8 tensorwise: {pays}")
+    return lines

@@ -113,16 +113,14 @@ class Decoder:
         return sum(layer.size for layer in self.layers) + sum(each.size for each in self.around)
 
     @cached_property
-    def met(self) -> float:
-        """Parameters of matrices that a token meets: the head, also where it is tied, and no embedding."""
-        layers = sum(each.size * each.met for layer in self.layers for each in layer.weights if len(each.shape) > 1)
-        return layers + self.vocabulary * self.hidden
-
-    @cached_property
     def flops(self) -> Flops:
-        """Operations that a token meets."""
-        of = Counter(Attention(each.heads, each.head_dim, each.head_dim, each.window) for each in self.layers)
-        return Flops(self.met, 0.0, of)
+        """Operations that a token meets: of matrices the head, also where it is tied, and no embedding."""
+        parameters = {True: 0.0, False: 0.0}
+        for weight in (weight for layer in self.layers for weight in layer.weights if len(weight.shape) > 1):
+            parameters[weight.trained] += weight.size * weight.met
+        parameters[self.around[0].trained] += self.vocabulary * self.hidden
+        attention = Counter(Attention(each.heads, each.head_dim, each.head_dim, each.window) for each in self.layers)
+        return Flops(parameters[True], parameters[False], attention)
 
     @property
     def heads(self) -> tuple[int, int]:

@@ -7,7 +7,7 @@ nothing is left to compute beside it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from threefold.plan.decoder import Decoder, Layer
@@ -54,11 +54,6 @@ class Duration:
     waited: float
     update: float
     host: float
-
-    def slower(self, times: float) -> Duration:
-        """With computing that takes `times` as long."""
-        each = {name: getattr(self, name) * times for name in ("products", "attention", "passes", "launches")}
-        return self if times == 1 else replace(self, **each)
 
     @cached_property
     def computing(self) -> float:

@@ -1,7 +1,8 @@
-"""What the layers of transformers' families hold, by model_type, as far as their config.json does not say it.
+"""What is known of architectures by their model_type alone: all else is read from their config or their classes.
 
-A family is a row: which projections have biases, which norms there are, what is tied where nobody says. Sizes come from
-the config. Parameters of every row are compared with transformers' own modules (`tests/unit/test_decoder.py`).
+A family is a row: which projections have biases, which norms there are, what is tied where nobody says, what adapters
+are on by default. Sizes come from the config. Parameters of every row are compared with transformers' own modules
+(`tests/unit/test_decoder.py`).
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ class Family(NamedTuple):
         kv_heads, head_dim: where the config has none; None: as many as heads, hidden size / heads.
         tied: whether the head is the embedding, where the config does not say.
         sliding: `all` layers have the window, those of `layer_types`, or `none`.
-        full_every: where there are no layer_types, every so manieth layer sees all keys.
+        full_every: where there are no layer_types, every n-th layer sees all keys.
         experts, expert_width: the keys of their number and width; empty: there are none.
         expert_bias, sinks: biases of experts and router; a sink for each head.
         float32_routing: what weighs the experts' results is float32 whatever the model's type is.
         written_out: attention is computed operator by operator (caps, sinks), which keeps all of its scores.
         fused_qkv: query, key and value are one projection.
         plan: whether tp splits it as Llama: by columns and rows, nothing else.
+        adapted: the projections that peft adapts where none are named; empty: not known.
     """
 
     qkv_bias: Key | bool = False
@@ -59,23 +61,28 @@ class Family(NamedTuple):
     written_out: bool = False
     fused_qkv: bool = False
     plan: bool = True
+    adapted: tuple[str, ...] = ()
 
 
+_QV = ("q_proj", "v_proj")
 _ATTENTION = Key("attention_bias", False)
 _MLP = Key("mlp_bias", False)
 _LLAMA = Family(qkv_bias=_ATTENTION, o_bias=_ATTENTION, mlp_bias=_MLP)
 _GLM = Family(qkv_bias=Key("attention_bias", True), mlp="fused", kv_heads=2, head_dim=128, plan=False)
-_GEMMA = Family(qkv_bias=_ATTENTION, o_bias=_ATTENTION, norm="rms_float32", head_dim=256, tied=True, plan=False)
+_GEMMA = Family(
+    qkv_bias=_ATTENTION, o_bias=_ATTENTION, norm="rms_float32", head_dim=256, tied=True, plan=False, adapted=_QV
+)
 _COHERE = Family(qkv_bias=_ATTENTION, o_bias=_ATTENTION, norm="layer_no_bias", num_norms=1, tied=True, plan=False)
 _OLMO2 = Family(qkv_bias=_ATTENTION, o_bias=_ATTENTION, norm="rms_float32", qk_norm="all", plan=False)
 
 FAMILIES = {
-    "llama": _LLAMA,
-    "mistral": Family(kv_heads=8, sliding="all"),
+    "llama": _LLAMA._replace(adapted=_QV),
+    "mistral": Family(kv_heads=8, sliding="all", adapted=_QV),
     "ministral3": Family(kv_heads=8, head_dim=128, sliding="all"),
-    "qwen2": Family(qkv_bias=True, kv_heads=32, sliding="layer_types"),
+    "qwen2": Family(qkv_bias=True, kv_heads=32, sliding="layer_types", adapted=_QV),
     "qwen3": Family(
-        qkv_bias=_ATTENTION, o_bias=_ATTENTION, qk_norm="head", kv_heads=32, head_dim=128, sliding="layer_types"
+        qkv_bias=_ATTENTION, o_bias=_ATTENTION, qk_norm="head", kv_heads=32, head_dim=128, sliding="layer_types",
+        adapted=_QV,
     ),
     "arcee": _LLAMA._replace(mlp="plain", plan=False),
     "cohere": _COHERE._replace(qk_norm="each"),
@@ -98,7 +105,7 @@ FAMILIES = {
     "olmo2": _OLMO2,
     "olmo3": _OLMO2._replace(sliding="layer_types", full_every=4),
     "phi": Family(
-        True, True, True, True, mlp="plain", norm="layer", num_norms=1, plan=False
+        True, True, True, True, mlp="plain", norm="layer", num_norms=1, plan=False, adapted=(*_QV, "fc1", "fc2")
     ),
     "phi3": Family(mlp="fused", fused_qkv=True, sliding="all", plan=False),
     "seed_oss": Family(
@@ -106,7 +113,7 @@ FAMILIES = {
         kv_heads=8, head_dim=128, plan=False,
     ),
     "smollm3": _LLAMA._replace(kv_heads=4, tied=True, sliding="layer_types"),
-    "stablelm": Family(qkv_bias=Key("use_qkv_bias", False), norm="layer", kv_heads=32, plan=False),
+    "stablelm": Family(qkv_bias=Key("use_qkv_bias", False), norm="layer", kv_heads=32, plan=False, adapted=_QV),
     "starcoder2": Family(
         *(Key("use_bias", True),) * 3, mlp="plain", norm="layer", kv_heads=2, tied=True, sliding="all", plan=False
     ),
@@ -136,3 +143,5 @@ FAMILIES = {
         plan=False,
     ),
 }  # fmt: skip
+# Whose weights had one hash on dp 1, 2 and 4 with train.reduce exact, in both types (tests/ranks/test_bits.py).
+EXACT = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "olmo2", "phi3", "gpt2", "mixtral", "qwen3_moe")

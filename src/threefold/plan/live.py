@@ -1,4 +1,4 @@
-"""The memory of the tensors that are alive as operators make and free them, with storage or without."""
+"""Tracks the memory of live tensors, also of fake ones, which have no storage."""
 
 from __future__ import annotations
 

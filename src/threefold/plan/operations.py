@@ -50,3 +50,24 @@ def causal_keys(length: int) -> Callable[[int | None], float]:
         return (width * (width + 1) + 2 * width * (length - width)) / length - 1
 
     return keys
+
+
+def formula(flops: Flops, seq_len: int) -> list[str]:
+    """What a token of a row costs, as a line, and the products that it is made of."""
+    keys = causal_keys(seq_len)
+    lines = [f"a token costs {flops.per_token(keys) / 1e9:,.2f} GFLOP, forward and backward"]
+    of_matrices = (
+        (6, flops.trained, "trained parameters of matrices that a token meets: head yes, embedding no"),
+        (4, flops.frozen, "frozen ones"),
+    )
+    for factor, count, name in of_matrices:
+        if count:
+            lines.append(f"  {factor * count / 1e9:10,.2f} GFLOP = {factor} x {count:,.0f} {name}")
+    for attention, layers in sorted(flops.attention.items(), key=str):
+        heads, width, seen = attention.heads, attention.query_width + attention.value_width, keys(attention.window)
+        window = "" if attention.window is None else f" (window {attention.window})"
+        lines.append(
+            f"  {6 * layers * heads * width * seen / 1e9:10,.2f} GFLOP = 6 x {layers} layers x {heads} heads x "
+            f"({attention.query_width} + {attention.value_width}) x {seen:,.0f} keys{window}"
+        )
+    return lines

@@ -20,32 +20,6 @@ from threefold.plan.units import units_of
 # what the allocator rounds up or cannot join.
 OWN_BYTES, OWN_SHARE = 1.5 * 2**30, 0.03
 
-# Line -> (formula, source).
-LINES = {
-    "weights": ("4 bytes x this rank's shard", "float32 weights, arXiv:1910.02054"),
-    "moments": ("8 bytes x this rank's shard: AdamW's two in float32; 4 in bfloat16", "arXiv:1412.6980"),
-    "averages": ("4 bytes x this rank's shard of what is trained", "training/ema.py"),
-    "gradients": ("4 bytes x this rank's shard, of what is complete", "float32 sums, model/data_parallel.py"),
-    "exact sums": ("8 bytes x this rank's shard, of what is complete", "integers of 64 bits, model/exact_sums.py"),
-    "gathered weights": ("bytes of the type x the parameters of the units that are whole", "torch FSDP2"),
-    "reduction": (
-        "4 bytes x the units that are being reduced, and their gradients",
-        "torch FSDP2, reduce_dtype float32",
-    ),
-    "activations": ("what autograd keeps of each layer", "plan/activations.py, arXiv:2205.05198"),
-    "a layer's work": ("one layer computed again, and the gradients inside it", "plan/activations.py"),
-    "the head's gradient": ("its weight's, and that of the hidden states", "model/head_gradient.py"),
-    "a chunk of logits": ("its logits, their softmax and gradient, and the head's product", "model/head_gradient.py"),
-    "masks": (
-        "a byte for each query and key of a row, of windows and documents on a CPU",
-        "model/context_parallel/attention.py",
-    ),
-    "the device's own": (
-        "1.5 GiB for context and libraries, and 3 % of the rest for rounding",
-        "assumed, plan/peak.py",
-    ),
-}
-
 
 @dataclass(frozen=True)
 class Moment:

@@ -6,8 +6,8 @@ import math
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 
+from threefold.plan import choices
 from threefold.plan.decoder import Decoder, Weight
-from threefold.plan.setup import UNIT_BYTES
 
 
 @dataclass(frozen=True)
@@ -59,23 +59,23 @@ class Units:
 def units_of(decoder: Decoder, tp: int, shards: int) -> Units:
     """The units of a tp rank's part over so many shards."""
     parts = {layer: _unit(layer.weights, tp, shards, layers=1) for layer in dict.fromkeys(decoder.layers)}
-    found: list[Unit] = []
+    units: list[Unit] = []
     waiting = empty = Unit(0, 0, 0, 0, 0, 0, 0)
     for layer in decoder.layers:
         waiting = _sum(waiting, parts[layer])
-        if 4 * waiting.size >= UNIT_BYTES:
-            found.append(waiting)
+        if 4 * waiting.size >= choices.UNIT_BYTES:
+            units.append(waiting)
             waiting = empty
-    return Units(tuple(found), _sum(waiting, _unit(decoder.around, tp, shards, layers=0)))
+    return Units(tuple(units), _sum(waiting, _unit(decoder.around, tp, shards, layers=0)))
 
 
 def _unit(weights: tuple[Weight, ...], tp: int, shards: int, *, layers: int) -> Unit:
-    found = [layers]
+    counts = [layers]
     for some in (weights, [weight for weight in weights if weight.trained]):
         shapes = [weight.local(tp) for weight in some]
         shard = sum(-(-shape[0] // shards) * math.prod(shape[1:]) for shape in shapes)
-        found += [sum(map(math.prod, shapes)), shard * shards, shard]
-    return Unit(*found)
+        counts += [sum(map(math.prod, shapes)), shard * shards, shard]
+    return Unit(*counts)
 
 
 def _sum(one: Unit, other: Unit) -> Unit:

@@ -1,66 +1,220 @@
-"""A run's metrics.jsonl as it stands: what a later start superseded is left out, what is damaged is named. No torch."""
+"""A run's metrics.jsonl: every logged number as it stands after resumes and rewinds. No torch.
+
+A line whose step is not later than the one before it begins another pass over steps that were trained before. Of these
+steps the last pass stands, and the others are kept as replaced. What is wrong with a line is noted; the rest of it
+counts.
+"""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+import math
+import os
+from array import array
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-FILE = "metrics.jsonl"
+import numpy as np
+import numpy.typing as npt
+
+from threefold.jsonl import Damage, Lines, object_of, open_file
+
 # More than any run has: a larger number is damage.
-_MOST_STEPS = 1 << 53
+_MOST_STEP = 1 << 53
+_MOST_NAMES, _LONGEST_NAME, _MOST_SKIPPED = 56, 100, 10_000
+# Numbers without which a line of a step, or of an evaluation, is damaged.
+_NEEDED = ("loss", "grad_norm", "eval_loss")
+# Of a long file: blocks that are read of it, evenly spread, and their bytes.
+_WHOLE, _BLOCKS, _BLOCK = 1 << 20, 64, 4096
 
 
-@dataclass
-class LoggedSteps:
-    """The lines of a run's metrics that stand.
+class Points(NamedTuple):
+    """Steps and values of a number, both [points]; a value may be NaN or infinite."""
+
+    steps: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float64]
+
+    def finite(self) -> Points:
+        """Those whose value is finite."""
+        kept = np.isfinite(self.values)
+        return Points(self.steps[kept], self.values[kept])
+
+
+class _Series:
+    """Numbers in the order of their lines, each with its step and the pass over the steps, from 1."""
+
+    def __init__(self) -> None:
+        self.passes, self.steps, self.values = array("q"), array("q"), array("d")
+
+    def append(self, number: int, step: int, value: float) -> None:
+        self.passes.append(number)
+        self.steps.append(step)
+        self.values.append(value)
+
+
+class Metrics:
+    """Everything numeric that a run has logged, read up to now; `read` reads what is new.
 
     Attributes:
-        steps: of the logged training steps, by step, ascending.
-        skipped: the reason of each step without an update, by step.
-        damaged: what could not be read, in words, with its line.
-        torn: the same of a last line that is not whole, as a run that was killed, or is writing, leaves it.
+        first_steps: the first logged step of each pass.
+        last: the last line of a step; empty before there is one.
+        left_out: names beyond those that are kept.
     """
 
-    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
-    skipped: dict[int, str] = field(default_factory=dict)
-    damaged: list[str] = field(default_factory=list)
-    torn: list[str] = field(default_factory=list)
+    def __init__(self, path: Path) -> None:
+        self.lines = Lines(path)
+        self._begin()
+        self.read()
 
-    def add(self, line: Any) -> str | None:
-        """Takes the next line; returns what is wrong with it, if it is left out."""
-        step = line.get("step") if isinstance(line, dict) else None
-        if type(step) is not int or not 0 <= step < _MOST_STEPS:
-            return "has no step"
-        if "loss" in line and self.steps and step <= next(reversed(self.steps)):
-            # The run was rewound: what it had logged from here on was trained again, or not at all.
-            self.steps = {earlier: kept for earlier, kept in self.steps.items() if earlier < step}
-            self.skipped = {earlier: kept for earlier, kept in self.skipped.items() if earlier < step}
-        if "skipped" in line:
-            self.skipped[step] = str(line["skipped"])
-        elif "loss" in line:
-            self.steps[step] = line
-        return None
+    def _begin(self) -> None:
+        self._series: dict[str, _Series] = {}
+        self._skipped: list[tuple[int, int, str]] = []
+        self._stands: dict[str, tuple[Points, list[Points]]] = {}
+        self.first_steps: list[int] = []
+        self.last: dict[str, Any] = {}
+        self.left_out: set[str] = set()
+        self.times = array("d")
+        """when each step was logged, in seconds since 1970, in the order of the lines."""
+        self._timed = array("q")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._series
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._series)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Another one whenever something new was read."""
+        return self.lines.again, sum(len(series.steps) for series in self._series.values()) + len(self._skipped)
+
+    @property
+    def damaged(self) -> list[Damage]:
+        """Lines that a run does not write so; also a last one that is torn."""
+        name, number = self.lines.path.name, self.lines.torn
+        torn = [Damage(name, number, "it is not whole")] if number else []
+        return sorted([*self.lines.damaged, *torn], key=lambda damage: damage.line)
+
+    def read(self) -> None:
+        """Adds what is new in the file."""
+        again, lines = self.lines.again, self.lines.read()
+        if self.lines.again != again:
+            self._begin()
+        for line in lines:
+            if (wrong := self.add(line.values)) is not None:
+                self.lines.wrong(line.number, wrong)
+        if lines:
+            self._stands = {}
+
+    def add(self, line: dict[str, Any]) -> str | None:
+        """Adds a line; returns what is wrong with it, if something is: the rest of it counts."""
+        step = line.get("step")
+        if type(step) is not int or not 0 <= step < _MOST_STEP:
+            return f"step is {str(step)[:40]!r}"
+        before = self.last.get("step")
+        if "loss" in line:
+            # Only such lines: that an update was left out is logged a step late on an accelerator.
+            if before is None or step <= before:
+                self.first_steps.append(step)
+            self.last = line
+            if (moment := seconds_of(line.get("time"))) is not None:
+                self._timed.append(step)
+                self.times.append(moment)
+        if "skipped" in line and len(self._skipped) < _MOST_SKIPPED:
+            self._skipped.append((len(self.first_steps), step, str(line["skipped"])))
+        wrong = None
+        for name, value in line.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                if name != "step":
+                    self._append(name, step, value)
+            elif name in _NEEDED:
+                wrong = f"{name} is {str(value)[:40]!r}"
+        return wrong
+
+    def _append(self, name: str, step: int, value: float) -> None:
+        series = self._series.get(name)
+        if series is None:
+            if len(self._series) >= _MOST_NAMES or len(name) > _LONGEST_NAME:
+                if len(self.left_out) < _MOST_NAMES:
+                    self.left_out.add(name[:_LONGEST_NAME])
+                return
+            series = self._series[name] = _Series()
+        try:
+            series.append(len(self.first_steps), step, float(value))
+        except OverflowError:
+            series.append(len(self.first_steps), step, math.inf)
+
+    def points(self, name: str) -> Points:
+        """What stands of a number, by step; of a step with several values the last."""
+        return self._split(name)[0]
+
+    def replaced(self, name: str) -> list[Points]:
+        """What was replaced of each earlier pass."""
+        return self._split(name)[1]
+
+    def number(self, step: int, name: str) -> float | None:
+        """A number of a step; None if it is not there, or not finite."""
+        steps, values = self.points(name)
+        at = int(np.searchsorted(steps, step, side="right")) - 1
+        found = at >= 0 and steps[at] == step and np.isfinite(values[at])
+        return float(values[at]) if found else None
+
+    @property
+    def steps(self) -> list[int]:
+        """The logged steps that stand, ascending."""
+        return self.points("loss").steps.tolist()
+
+    @property
+    def skipped(self) -> dict[int, str]:
+        """Why a step made no update, by step, as far as it stands."""
+        limits = self._limits()
+        return {step: why for number, step, why in self._skipped if step < limits[number]}
+
+    def some_times(self) -> Points:
+        """When each step was logged, in seconds since 1970; of a step that was trained again the last time."""
+        latest = dict(zip(self._timed, self.times, strict=True))
+        steps = sorted(latest)
+        return Points(np.array(steps, np.int64), np.array([latest[step] for step in steps]))
+
+    def _limits(self) -> npt.NDArray[np.int64]:
+        """One past the last step that stands of each pass: the first step of any later one."""
+        firsts = np.array([_MOST_STEP, *self.first_steps, _MOST_STEP], np.int64)
+        return np.minimum.accumulate(firsts[::-1])[::-1][1:]
+
+    def _split(self, name: str) -> tuple[Points, list[Points]]:
+        if name not in self._stands:
+            series = self._series.get(name) or _Series()
+            steps, values = np.array(series.steps, np.int64), np.array(series.values, np.float64)
+            passes = np.array(series.passes, np.int64)
+            stands = steps < self._limits()[passes]
+            gone = [(passes == number) & ~stands for number in np.unique(passes[~stands])]
+            order = np.argsort(steps[stands], kind="stable")
+            now = Points(steps[stands][order], values[stands][order])
+            self._stands[name] = now, [Points(steps[old], values[old]) for old in gone]
+        return self._stands[name]
 
 
-def read(run: Path) -> LoggedSteps:
-    """The logged steps of the run in this folder; none where it has no file."""
-    logged, path = LoggedSteps(), run / FILE
+def sampled_losses(path: Path) -> tuple[dict[int, float], dict[str, Any]]:
+    """The loss at some steps, and the last line: all of a short file, of a long one blocks from everywhere."""
     try:
-        *lines, last = path.read_bytes().split(b"\n")
+        with open_file(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            places = [0] if size <= _WHOLE else [(size - _BLOCK) * number // _BLOCKS for number in range(_BLOCKS + 1)]
+            texts = []
+            for place in places:
+                file.seek(place)
+                texts += file.read(_WHOLE if size <= _WHOLE else _BLOCK).split(b"\n")[1 if place else 0 : -1]
     except OSError:
-        return logged
-    if last:
-        logged.torn.append(f"{path}, line {len(lines) + 1}: is not whole, and is left out")
-    for number, line in enumerate(lines, start=1):
-        if line.strip() and (wrong := _take(line, logged)):
-            logged.damaged.append(f"{path}, line {number}: {wrong}, and is left out")
-    return logged
+        return {}, {}
+    lines = [line for text in texts if (line := object_of(text)) is not None and type(line.get("step")) is int]
+    lines = [line for line in lines if isinstance(line.get("loss"), int | float) and abs(line["step"]) < _MOST_STEP]
+    return {line["step"]: float(line["loss"]) for line in lines}, lines[-1] if lines else {}
 
 
-def _take(line: bytes, logged: LoggedSteps) -> str | None:
+def seconds_of(text: Any) -> float | None:
+    """A time of a file in seconds since 1970; None if it is none."""
     try:
-        return logged.add(json.loads(line))
-    except (ValueError, RecursionError):
-        return "is not what a run writes"
+        return datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None

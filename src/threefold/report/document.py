@@ -13,9 +13,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from threefold import __version__
-from threefold.report.curves import not_finite
-from threefold.report.gathered import Facts
+from threefold.build_id import build_id
+from threefold.report.curves import clock, curve_names, drawn, not_finite, read_tokens
+from threefold.report.facts import RunFacts
 from threefold.report.headline import compared, figures, tasks_of
 from threefold.report.markup import Html, data, join, shown, tag
 from threefold.report.sections import Judged, judged, sections
@@ -43,25 +43,29 @@ def asset(name: str) -> str:
     return (files("threefold.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def curves_of(runs: Sequence[Facts], inside: range | None = None) -> list[dict[str, Any]]:
+def curves_of(runs: Sequence[RunFacts], inside: range | None = None) -> list[dict[str, Any]]:
     """The curves of each run, by name, in as many points as a page has room for; of some steps, or of all."""
-    number = sum(len(facts.curves.names) for facts in runs)
+    names = [curve_names(facts.metrics) for facts in runs]
+    number = sum(map(len, names))
     most = max(_FEWEST, min(_MOST, _ALL_POINTS // max(1, number)))
     return [
-        {name: facts.curves.to_values(name, most=most, inside=inside) for name in facts.curves.names} for facts in runs
+        {name: drawn(facts.metrics, name, most=most, inside=inside) for name in own}
+        for facts, own in zip(runs, names, strict=True)
     ]
 
 
-def points_of(runs: Sequence[Facts], known: Sequence[Judged | None]) -> dict[str, Any]:
+def points_of(runs: Sequence[RunFacts], known: Sequence[Judged | None]) -> dict[str, Any]:
     """What the page's script draws: charts, and of each run its curves, marks, clock, and what telling steps read."""
-    drawn: list[tuple[str, str, tuple[str, ...]]] = [
-        (title, unit, names) for title, unit, names in _CHARTS if any(n in each.curves for n in names for each in runs)
+    usual: list[tuple[str, str, tuple[str, ...]]] = [
+        (title, unit, names)
+        for title, unit, names in _CHARTS
+        if any(name in facts.metrics for name in names for facts in runs)
     ]
     if tasks := [name for name in tasks_of(runs) if all(_is_share(each, name) for each in runs)]:
-        drawn.append(("Tasks", "", tuple(tasks)))
-    usual = {name for _, _, names in [*_CHARTS, *drawn] for name in names}
-    others = dict.fromkeys(name for facts in runs for name in facts.curves.names if name not in usual)
-    charts = [*drawn, *((name, "", (name,)) for name in others)]
+        usual.append(("Tasks", "", tuple(tasks)))
+    known_names = {name for _, _, names in [*_CHARTS, *usual] for name in names}
+    others = dict.fromkeys(name for facts in runs for name in curve_names(facts.metrics) if name not in known_names)
+    charts = [*usual, *((name, "", (name,)) for name in others)]
     return {
         "charts": [{"title": title, "unit": unit, "names": names} for title, unit, names in charts],
         "runs": [
@@ -71,21 +75,21 @@ def points_of(runs: Sequence[Facts], known: Sequence[Judged | None]) -> dict[str
     }
 
 
-def _is_share(facts: Facts, name: str) -> bool:
+def _is_share(facts: RunFacts, name: str) -> bool:
     """Whether a number lies between 0 and 1, as an accuracy: several such fit into one chart."""
-    told = facts.curves.summary(name) if name in facts.curves else {}
-    return "smallest" not in told or (told["smallest"][1] >= 0 and told["largest"][1] <= 1)
+    values = facts.metrics.points(name).finite().values
+    return not len(values) or bool(values.min() >= 0 and values.max() <= 1)
 
 
-def _drawn(facts: Facts) -> dict[str, Any]:
-    curves = facts.curves
+def _drawn(facts: RunFacts) -> dict[str, Any]:
+    metrics = facts.metrics
     return {
         "name": facts.name,
         "path": str(facts.path),
         "state": facts.state,
-        "holes": {name: not_finite(curves.points(name)) for name in ("loss", "grad_norm") if name in curves},
-        "seconds": curves.clock(most=_CLOCK),
-        "tokens": curves.read_tokens(most=_CLOCK),
+        "holes": {name: not_finite(metrics.points(name)) for name in ("loss", "grad_norm") if name in metrics},
+        "seconds": clock(metrics, most=_CLOCK),
+        "tokens": read_tokens(metrics, most=_CLOCK),
         "marks": _marks(facts),
     }
 
@@ -98,7 +102,7 @@ def _batches(judged: Judged | None) -> dict[str, Any]:
     return {step: read for step, read in found.items() if read is not None}
 
 
-def _marks(facts: Facts) -> list[dict[str, Any]]:
+def _marks(facts: RunFacts) -> list[dict[str, Any]]:
     """Starts, stops, rewinds and the best checkpoint, as lines of a chart; saves are many, and in a table."""
     found: list[dict[str, Any]] = []
     for event in facts.events:
@@ -112,28 +116,28 @@ def _marks(facts: Facts) -> list[dict[str, Any]]:
     return found[-_MOST_MARKS:]
 
 
-def report(runs: Sequence[Facts]) -> bytes:
+def report(runs: Sequence[RunFacts]) -> bytes:
     """The page of one run, or of several laid over one another, as a file that needs no other."""
     known = [judged(facts.path) for facts in runs]
     return page(title_of(runs), body(parts_of(runs, known), runs), points_of(runs, known))
 
 
-def title_of(runs: Sequence[Facts]) -> str:
+def title_of(runs: Sequence[RunFacts]) -> str:
     return runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
 
 
-def parts_of(runs: Sequence[Facts], known: Sequence[Judged | None]) -> dict[str, dict[str, Html]]:
+def parts_of(runs: Sequence[RunFacts], known: Sequence[Judged | None]) -> dict[str, dict[str, Html]]:
     """What stands in each box of the page, by name: `top`, before the curves, and a box of each run, by its number."""
     told = [sections(facts, judged) for facts, judged in zip(runs, known, strict=True)]
     return {"top": top_of(runs), **{str(number): each for number, each in enumerate(told)}}
 
 
-def top_of(runs: Sequence[Facts]) -> dict[str, Html]:
+def top_of(runs: Sequence[RunFacts]) -> dict[str, Html]:
     """What comes before the curves: how a run stands, or several beside one another."""
     return {"standing": standing(runs[0])} if len(runs) == 1 else compared(runs)
 
 
-def body(parts: Mapping[str, Mapping[str, Html]], runs: Sequence[Facts]) -> Html:
+def body(parts: Mapping[str, Mapping[str, Html]], runs: Sequence[RunFacts]) -> Html:
     """The boxes and the curves in their order."""
     boxes = {name: tag("div", *inside.values(), class_="parts", data_box=name) for name, inside in parts.items()}
     told = [boxes[str(number)] for number in range(len(runs))]
@@ -144,7 +148,7 @@ def body(parts: Mapping[str, Mapping[str, Html]], runs: Sequence[Facts]) -> Html
     return join([boxes["top"], charts_part(), *told])
 
 
-def standing(facts: Facts) -> Html:
+def standing(facts: RunFacts) -> Html:
     """How a run stands, and its figures."""
     line = tag("p", tag("span", facts.state, class_=f"state {facts.state}"), " ", facts.why)
     return tag("section", line, figures(facts), class_="part", data_part="standing")
@@ -174,7 +178,7 @@ def page(title: str, body: Html, values: Mapping[str, Any], *, live: bool = Fals
     )
     assert not any("</script" in text for text in scripts) and "</style" not in style
     licence = tag("details", tag("summary", "charts by uPlot"), tag("pre", asset("uplot.LICENSE")))
-    made = tag("footer", tag("p", f"threefold {__version__}"), licence)
+    made = tag("footer", tag("p", f"threefold {build_id()}"), licence)
     home = tag("p", tag("a", "all runs", href="./")) if values.get("list") else ""
     told = tag("p", "following", id_="live", role="status") if live else ""
     text = (

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from threefold.report.curves import seconds_of
-from threefold.report.gathered import Facts
+from threefold.records.metrics import seconds_of
+from threefold.report.curves import curve_names, summary
+from threefold.report.facts import RunFacts
 from threefold.report.markup import Html, table, tag
 
 _MOST_KEYS = 200
@@ -22,9 +23,10 @@ def section(name: str, title: str, *inside: Any) -> Html:
     return tag("section", tag("h2", title), *inside, class_="part", data_part=name)
 
 
-def figures(facts: Facts) -> Html:
+def figures(facts: RunFacts) -> Html:
     """The few numbers that are looked for first."""
-    last, curves, entries = facts.curves.last, facts.curves, []
+    metrics, entries = facts.metrics, []
+    last = metrics.last
     step = last.get("step")
     if step is not None:
         of = f" of {facts.num_steps:,}" if facts.num_steps and facts.num_steps >= step else ""
@@ -32,7 +34,7 @@ def figures(facts: Facts) -> Html:
     entries += [(title, text) for name, title in _FIGURES if (text := measured(name, last.get(name)))]
     if facts.best is not None:
         entries.append(("best evaluation", f"{facts.best[1]:.4f} (step {facts.best[0]:,})"))
-    elif "eval_loss" in curves and (low := curves.summary("eval_loss").get("smallest")) is not None:
+    elif (low := summary(metrics.points("eval_loss")).get("smallest")) is not None:
         entries.append(("best evaluation", f"{low[1]:.4f} (step {low[0]:,})"))
     entries += [(name.removeprefix(TASK), _score(facts, name)) for name in tasks_of([facts])[:_MOST_TASKS]]
     if (trained := _trained_s(facts)) is not None:
@@ -52,14 +54,14 @@ _FIGURES = (
 )
 
 
-def tasks_of(runs: Sequence[Facts]) -> list[str]:
+def tasks_of(runs: Sequence[RunFacts]) -> list[str]:
     """The curves of tasks (eval.tasks) that some of the runs have."""
-    return list(dict.fromkeys(name for facts in runs for name in facts.curves.names if name.startswith(TASK)))
+    return list(dict.fromkeys(name for facts in runs for name in curve_names(facts.metrics) if name.startswith(TASK)))
 
 
-def _score(facts: Facts, name: str) -> str:
+def _score(facts: RunFacts, name: str) -> str:
     """The newest figure of a task."""
-    last = facts.curves.summary(name).get("last") if name in facts.curves else None
+    last = summary(facts.metrics.points(name)).get("last")
     return f"{measured(name, last[1])} (step {last[0]:,})" if last else "-"
 
 
@@ -89,11 +91,11 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def _trained_s(facts: Facts) -> float | None:
+def _trained_s(facts: RunFacts) -> float | None:
     """Time from each start to its stop, or to its last logged step, in seconds."""
     moments = [(at, event["event"]) for event in facts.events if (at := seconds_of(event.get("time"))) is not None]
     begins = [at for at, kind in moments if kind == "start"]
-    total, logged = 0.0, facts.curves.times
+    total, logged = 0.0, facts.metrics.times
     for begin, end in pairwise([*begins, math.inf]):
         ends = [at for at, kind in moments if kind != "start" and begin <= at < end]
         before = bisect_left(logged, end)
@@ -102,11 +104,11 @@ def _trained_s(facts: Facts) -> float | None:
     return total or None
 
 
-def compared(runs: Sequence[Facts]) -> dict[str, Html]:
+def compared(runs: Sequence[RunFacts]) -> dict[str, Html]:
     """The runs of one page beside one another: where they stand, and the keys in which they differ."""
     rows, tasks = [], tasks_of(runs)[:_MOST_TASKS]
     for facts in runs:
-        last, best = facts.curves.last, facts.best
+        last, best = facts.metrics.last, facts.best
         cells = [measured(name, last.get(name)) or "-" for name in ("step", "loss", "tokens_per_s", "tokens")]
         scores = [_score(facts, name) for name in tasks]
         rows.append((facts.name, facts.state, *cells, f"{best[1]:.4f} (step {best[0]:,})" if best else "-", *scores))

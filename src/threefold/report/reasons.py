@@ -11,9 +11,9 @@ from typing import Any
 from threefold.audit.lookup import ordered_step
 from threefold.audit.row_losses import FOLDER
 from threefold.errors import ThreefoldError
-from threefold.report.opened import strange
-from threefold.why.batch_rows import Batches
-from threefold.why.found import Finding, findings, telling
+from threefold.records.files import unsafe_files
+from threefold.why.batch_rows import StepBatches
+from threefold.why.findings import Anomaly, findings, telling
 from threefold.why.lookback import Lookback
 
 _MOST_BYTES = 1 << 25
@@ -30,10 +30,10 @@ class Reasons:
     """
 
     def __init__(self, run: Path) -> None:
-        self.found: list[Finding] = []
+        self.found: list[Anomaly] = []
         self.note: str | None = None
-        self._batches: Batches | None = None
-        if (odd := next(strange(run), None)) is not None:
+        self._batches: StepBatches | None = None
+        if (odd := next(unsafe_files(run), None)) is not None:
             self.note = f"what made its spikes is not known: {': '.join(odd)}"
             return
         try:
@@ -41,7 +41,7 @@ class Reasons:
             if size > _MOST_BYTES:
                 self.note = f"the losses of rows take {size / 2**20:,.0f} MiB: `threefold why {run}` reads them"
                 return
-            self._batches = Batches(Lookback.of(run))
+            self._batches = StepBatches(Lookback.of(run))
             self.found = findings(self._batches)
             missing = self._batches.contents.missing
             self.note = f"rows without documents and text: {missing}" if missing else None

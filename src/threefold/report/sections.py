@@ -6,25 +6,29 @@ In: a run's facts. Out: markup, in which every text of a file is escaped.
 from __future__ import annotations
 
 import shlex
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from threefold.errors import ThreefoldError, ranks_text
 from threefold.mesh.topology import Topology
-from threefold.report.drawn_mesh import drawn
-from threefold.report.drawn_timeline import timeline_part
-from threefold.report.gathered import Facts
+from threefold.records.files import unsafe_files
+from threefold.records.state import shown_time
+from threefold.report.curves import curve_names, left_out, summary
+from threefold.report.facts import RunFacts, sizes_of
 from threefold.report.headline import measured, section
 from threefold.report.markup import Html, details, join, pasted, shown, table, tag
-from threefold.report.opened import strange
+from threefold.report.mesh_svg import drawn
 from threefold.report.reasons import Reasons
-from threefold.report.standing import shown_time
 from threefold.report.verdict import proof_lines
 from threefold.why.batch_rows import BatchRow
-from threefold.why.found import row_text
+from threefold.why.findings import row_text
 
 _MOST_ROWS, _MOST_FOUND = 200, 20
+# In columns or parts of their own.
+_NOT_TOLD = ("event", "time", "step", "start", "head", "files")
 _SHAPE = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "num_experts", "vocab_size", "max_position_embeddings", "tie_word_embeddings",
@@ -42,8 +46,8 @@ class Verdict(NamedTuple):
 def verdict_of(run: Path) -> Verdict:
     """What `threefold data audit` says of a run."""
     lines: list[str] = []
-    if (odd := next(strange(run), None)) is not None:  # the audit would wait for it, or tell what it holds
-        return Verdict(False, f"not proved: {': '.join(odd)}", [])
+    if (unsafe := next(unsafe_files(run), None)) is not None:  # the audit would wait for it, or show what it holds
+        return Verdict(False, f"not proved: {': '.join(unsafe)}", [])
     try:
         lines += proof_lines(run)
     except (ThreefoldError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -64,7 +68,7 @@ def judged(run: Path) -> Judged:
     return Judged(verdict_of(run), Reasons(run))
 
 
-def sections(facts: Facts, judged: Judged | None) -> dict[str, Html]:
+def sections(facts: RunFacts, judged: Judged | None) -> dict[str, Html]:
     """All sections of a run by name, in the order of the page; what is not judged yet is left out."""
     found = {
         "why": _standing_out(facts, judged.reasons) if judged else Html(),
@@ -77,7 +81,6 @@ def sections(facts: Facts, judged: Judged | None) -> dict[str, Html]:
         "samples": _samples(facts),
         "late": _late(facts),
         "phases": _phases(facts),
-        "timeline": timeline_part(facts.timeline),
         "warnings": _warnings(facts),
         "damage": _damage(facts),
         "next": _next(facts),
@@ -86,9 +89,12 @@ def sections(facts: Facts, judged: Judged | None) -> dict[str, Html]:
     return {name: each for name, each in found.items() if each}
 
 
-def _trained(facts: Facts) -> Html:
-    entries = facts.heads[-1].entries if facts.heads else ()
-    rows: list[tuple[Any, ...]] = [(name or "also", _lines(text)) for name, text in entries]
+def _trained(facts: RunFacts) -> Html:
+    head = facts.head
+    rows: list[tuple[Any, ...]] = (
+        [(name or "also", _lines(text)) for name, text in islice(head.entries(), _MOST_ROWS)] if head else []
+    )
+    rows += [("files", str(line)) for start in facts.starts[-1:] for line in start.get("files") or ()]
     if facts.created:
         rows.append(("made", shown_time(facts.created)))
     if facts.origin:
@@ -101,7 +107,7 @@ def _trained(facts: Facts) -> Html:
         rows.append(("versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items())))
     if not rows:
         return Html()
-    caption = "What the last start chose, and why" if entries else "What its files say"
+    caption = "What the last start chose, and why" if head else "What its files say"
     return section("trained", "What was trained", table(caption, ("what", "how, and why"), rows))
 
 
@@ -110,7 +116,7 @@ def _lines(text: str) -> Html:
     return join([first, *(piece for line in rest for piece in (Html("<br>"), line))])
 
 
-def mesh_part(facts: Facts) -> Html:
+def mesh_part(facts: RunFacts) -> Html:
     """The mesh, and where its ranks are now."""
     if facts.mesh is None:
         return Html()
@@ -127,18 +133,16 @@ def mesh_part(facts: Facts) -> Html:
 
 
 def _data(verdict: Verdict) -> Html:
-    word = "proved" if verdict.proved else "not proved"
-    said = verdict.said.removeprefix(f"{word}: ")
-    line = tag("p", tag("strong", word, class_="good" if verdict.proved else "bad"), ": ", said)
+    line = tag("p", tag("strong", verdict.said, class_="good" if verdict.proved else "bad"))
     lines = tag("pre", "\n".join(text.removeprefix("  ") for text in verdict.lines))
     return section("data", "Data: what was read", line, lines if verdict.lines else "")
 
 
-def _numbers(facts: Facts) -> Html:
+def _numbers(facts: RunFacts) -> Html:
     """The curves as a table: for those who cannot see them, and for what is exact."""
     rows = []
-    for name in facts.curves.names:
-        told = facts.curves.summary(name)
+    for name in curve_names(facts.metrics):
+        told = summary(facts.metrics.points(name))
         if told["count"]:
             pairs = (told.get(key) for key in ("first", "last", "smallest", "largest"))
             cells = [f"{measured(name, pair[1])} (step {pair[0]:,})" if pair else "-" for pair in pairs]
@@ -146,29 +150,29 @@ def _numbers(facts: Facts) -> Html:
     if not rows:
         return Html()
     head = ("number", "logged", "first", "last", "smallest", "largest", "not finite")
-    more = sorted(facts.curves.left_out)
+    more = sorted(left_out(facts.metrics))
     note = tag("p", f"Not shown, there are too many: {', '.join(more)}") if more else ""
     inside = details("All numbers, exactly", table("Every curve in numbers", head, rows), note, name="numbers")
     return section("numbers", "Curves in numbers", inside)
 
 
-def _standing_out(facts: Facts, reasons: Reasons) -> Html:
+def _standing_out(facts: RunFacts, reasons: Reasons) -> Html:
     """What `threefold why` finds, and updates that were left out."""
     rows: list[tuple[Any, ...]] = []
     for each in reasons.found[:_MOST_FOUND]:
         steps = ", ".join(f"{step:,}" for step in each.steps[:6]) + (", ..." if len(each.steps) > 6 else "")
         told = join(tag("p", fact) for fact in each.facts)
         rows.append((steps or "-", join([tag("p", tag("strong", each.what)), told, *map(_row, each.rows)])))
-    rows += [(f"{step:,}", f"no update: {why}") for step, why in facts.curves.skipped[:_MOST_FOUND]]
+    rows += [(f"{step:,}", f"no update: {why}") for step, why in islice(facts.metrics.skipped.items(), _MOST_FOUND)]
     left = len(reasons.found) - _MOST_FOUND
     all_of = pasted(f"threefold why {shlex.quote(str(facts.path))} --json")
-    more = tag("p", f"and {left:,} more, less telling: ", all_of) if left > 0 else ""
+    more = tag("p", f"and {left:,} more of less weight: ", all_of) if left > 0 else ""
     notes = tag("p", reasons.note) if reasons.note else ""
     if not rows:
         return section("why", "What stands out, and why", tag("p", "nothing unusual"), notes)
     see = tag("p", "Choose a step in a chart to see what it read.")
     head = ("step", "what, and what shows it")
-    return section("why", "What stands out, and why", table("The most telling first", head, rows), more, notes, see)
+    return section("why", "What stands out, and why", table("The most important first", head, rows), more, notes, see)
 
 
 def _row(row: BatchRow) -> Html:
@@ -179,10 +183,12 @@ def _row(row: BatchRow) -> Html:
     return join([named, tag("pre", tag("bdi", row.text)) if row.text else ""])
 
 
-def _history(facts: Facts) -> Html:
+def _history(facts: RunFacts) -> Html:
     rows = []
     for event in facts.events[-_MOST_ROWS:]:
-        facts_of = {key: value for key, value in event.items() if key not in ("event", "time", "step", "start")}
+        facts_of = {key: value for key, value in event.items() if key not in _NOT_TOLD}
+        if (sizes := sizes_of(event.get("mesh"))) is not None:
+            facts_of["mesh"] = str(Topology(*sizes))
         rows.append((shown_time(str(event.get("time", ""))), event["event"], event.get("step", ""), _told(facts_of)))
     if not rows:
         return Html()
@@ -208,7 +214,7 @@ def _arrow(value: Any) -> str:
     return f"{value[0]} -> {value[1]}" if isinstance(value, list) and len(value) == 2 else str(value)
 
 
-def _checkpoints(facts: Facts) -> Html:
+def _checkpoints(facts: RunFacts) -> Html:
     rows = []
     for each in [*facts.saved[-_MOST_ROWS:], *facts.exported[-_MOST_ROWS:]]:
         size = f"{each.size_bytes / 2**20:,.1f} MiB" if each.size_bytes is not None else "-"
@@ -221,7 +227,7 @@ def _checkpoints(facts: Facts) -> Html:
     return section("checkpoints", "Checkpoints", listed)
 
 
-def _samples(facts: Facts) -> Html:
+def _samples(facts: RunFacts) -> Html:
     if not facts.samples:
         return Html()
     newest = facts.samples[-1]["step"]
@@ -236,14 +242,18 @@ def _sample(sample: Mapping[str, Any]) -> Html:
     return tag("div", tag("p", f"after step {sample['step']:,}"), text)
 
 
-def _late(facts: Facts) -> Html:
-    found = sorted(facts.curves.late.items(), key=lambda item: -item[1].total)
-    logged = sum(late.steps for _, late in found)
-    rows = [
-        (f"rank {rank}", f"{late.steps:,} ({late.steps / logged:.0%})", f"{late.total / late.steps:.1%}",
-         f"{late.most:.1%} (step {late.most_at:,})")
-        for rank, late in found[:64]
-    ]  # fmt: skip
+def _late(facts: RunFacts) -> Html:
+    shares: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    for step, rank in zip(*facts.metrics.points("slowest_rank").finite(), strict=True):
+        if (share := facts.metrics.number(int(step), "slowest_share")) is not None:
+            shares[int(rank)].append((share, int(step)))
+    logged = sum(map(len, shares.values()))
+    rows = []
+    for rank, late in sorted(shares.items(), key=lambda entry: -sum(share for share, _ in entry[1]))[:64]:
+        most, at = max(late)
+        mean = sum(share for share, _ in late) / len(late)
+        often = f"{len(late):,} ({len(late) / logged:.0%})"
+        rows.append((f"rank {rank}", often, f"{mean:.1%}", f"{most:.1%} (step {at:,})"))
     if not rows:
         return Html()
     what = (
@@ -253,7 +263,7 @@ def _late(facts: Facts) -> Html:
     return section("late", "Late ranks", table(what, head, rows))
 
 
-def _phases(facts: Facts) -> Html:
+def _phases(facts: RunFacts) -> Html:
     names = list(dict.fromkeys(name for phases in facts.phases.values() for name in phases))
     rows = [(rank, *(f"{phases.get(name, 0.0):.4f}" for name in names)) for rank, phases in facts.phases.items()]
     if not rows:
@@ -261,8 +271,8 @@ def _phases(facts: Facts) -> Html:
     return section("phases", "Phases of a step", table("Seconds a step, of traced steps", ("rank", *names), rows))
 
 
-def _warnings(facts: Facts) -> Html:
-    rows = [(each.level.lower(), _of(each.ranks), f"{each.times:,}", each.text) for each in facts.said]
+def _warnings(facts: RunFacts) -> Html:
+    rows = [(each.level.lower(), _of(each.ranks), f"{each.times:,}", each.text) for each in facts.warnings]
     notes = [tag("p", note) for note in facts.notes]
     if not rows and not notes:
         return Html()
@@ -274,7 +284,7 @@ def _of(ranks: Sequence[int] | set[int]) -> str:
     return ranks_text(ranks)
 
 
-def _damage(facts: Facts) -> Html:
+def _damage(facts: RunFacts) -> Html:
     if not facts.damaged:
         return Html()
     rows = [(each.file, each.line or "-", each.what) for each in facts.damaged]
@@ -282,12 +292,12 @@ def _damage(facts: Facts) -> Html:
     return section("damage", "Damaged lines", said, table("What is wrong", ("file", "line", "what"), rows))
 
 
-def _next(facts: Facts) -> Html:
+def _next(facts: RunFacts) -> Html:
     rows = [(what, pasted(command)) for command, what in facts.commands()]
     return section("next", "Next", table("Commands to paste", ("to", "command"), rows))
 
 
-def _config(facts: Facts) -> Html:
+def _config(facts: RunFacts) -> Html:
     if not facts.config_text:
         return Html()
     text = shown(facts.config_text, most=1 << 16)

@@ -1,218 +1,233 @@
-"""The pages of runs in a browser, while they go: on this machine only, and only for who has the address.
+"""The pages of runs in a browser, while they go: on this machine only, and only for holders of the address.
 
-A page is that of `threefold report`, with `values.live`. It asks for `events`, where the server sends what is new:
-lines of steps, parts of the page that are made anew, all values after a rewind. Only the runs' files are read.
+A page is that of `threefold report`, with `values.live`: its script asks for `values` again and again, and is sent the
+charts' points and the parts of the page that it does not have yet. Only the runs' files are read.
+
+Every request must name this machine as its host, so that a page of another site cannot reach it under a name of its own
+(DNS rebinding), and must carry the token: in the address once, then in a cookie that other sites cannot send.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
-import socket
-from collections.abc import AsyncIterator, Sequence
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from html import escape
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 from threefold.errors import ConfigError
 from threefold.report.document import body, curves_of, page, points_of, title_of, top_of
-from threefold.report.gate import Gate
+from threefold.report.live import LiveRun
 from threefold.report.markup import Html, tag
 from threefold.report.run_list import listed, runs_in
-from threefold.report.watched import WatchedRun
 
-_LOOK_S, _LIST_S, _PING = 0.5, 2.0, 30
-_MOST_COMPARED = 20
 PORT, _MORE_PORTS = 8733, 20
+_MOST_COMPARED = 20
+_HOSTS = ("127.0.0.1", "localhost", "::1")
+_HTML, _TEXT, _JSON = "text/html; charset=utf-8", "text/plain; charset=utf-8", "application/json"
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+
+Query = Mapping[str, list[str]]
+
+
+class Reply(NamedTuple):
+    """What a request is answered."""
+
+    status: int
+    content: bytes
+    kind: str = _TEXT
+    cookie: str | None = None
 
 
 class View:
-    """The runs under a folder, and who looks at them.
+    """The runs under a folder, for holders of the token."""
 
-    Attributes:
-        ends: says whether the server is to end, so that no stream keeps it.
-    """
+    def __init__(self, root: Path, *, token: str, cookie: str = "threefold") -> None:
+        self.root, self.token, self._cookie = root, token, cookie
+        self._runs: dict[str, LiveRun] = {}
+        self._opening = threading.Lock()
 
-    def __init__(self, root: Path) -> None:
-        self.root, self._watched = root, dict[str, WatchedRun]()
-        self.ends = asyncio.Event()
+    def answer(self, target: str, *, hosts: Sequence[str], cookies: str) -> Reply:
+        """The answer to a GET of a path with its query."""
+        path, _, text = target.partition("?")
+        query = parse_qs(text, keep_blank_values=True)
+        if not _is_here(hosts):
+            return Reply(403, b"This page is only there under 127.0.0.1 or localhost.")
+        if "token" in query and self._is_right(query["token"][0]):
+            return self._welcome(path, query)
+        if not self._has_cookie(cookies):
+            return Reply(403, b"Open the address that `threefold view` has printed: it ends in a token.")
+        try:
+            return self._routed(path, query)
+        except (KeyError, ValueError, OverflowError):
+            return Reply(404, b"There is no such run.")
 
-    def runs(self) -> dict[str, Path]:
-        return runs_in(self.root)
+    def _routed(self, path: str, query: Query) -> Reply:
+        keys = list(dict.fromkeys(query.get("run", ())))[:_MOST_COMPARED]
+        if path == "/":
+            return self._page(["."]) if "." in runs_in(self.root) else self._list()
+        if path == "/run":
+            return self._page(keys)
+        if path == "/values" and "step" in query:
+            first, last = int(query["step"][0]), int(query["step"][-1])
+            return _json(curves_of([run.facts for run in self._live(keys)], range(first, last + 1)))
+        if path == "/values":
+            return _json(self._news(keys, query))
+        if path.startswith("/step/"):
+            (run,) = self._live(keys[:1])
+            return _json(run.of_step(int(path.removeprefix("/step/"))))
+        raise KeyError(path)
 
-    def watched(self, keys: Sequence[str]) -> list[WatchedRun]:
+    def _live(self, keys: Sequence[str]) -> list[LiveRun]:
         """The runs of some keys, read up to now; KeyError for one that is not there."""
-        if any(key not in self._watched for key in keys):
-            found = self.runs()
-            new = [key for key in keys if key not in self._watched]
-            self._watched |= {key: WatchedRun(found[key], key if key != "." else None) for key in new}
-        runs = [self._watched[key] for key in dict.fromkeys(keys)]
+        with self._opening:
+            if new := [key for key in keys if key not in self._runs]:
+                there = runs_in(self.root)
+                self._runs |= {key: LiveRun(there[key], key if key != "." else None) for key in new}
+        runs = [self._runs[key] for key in keys]
         for run in runs:
             run.refresh()
         return runs
 
-    def values(self, keys: Sequence[str]) -> dict[str, Any]:
-        """What the page's script draws, and the cursors from which events go on."""
-        runs = self.watched(keys)
+    def _values(self, keys: Sequence[str], runs: Sequence[LiveRun]) -> dict[str, Any]:
         values = points_of([run.facts for run in runs], [run.judged for run in runs])
-        for key, run, drawn in zip(dict.fromkeys(keys), runs, values["runs"], strict=True):
-            drawn |= {"key": key, "cursor": run.cursor}
+        for key, drawn in zip(keys, values["runs"], strict=True):
+            drawn["key"] = key
         return {**values, "live": True, "list": "." not in keys}
 
-    def parts(self, keys: Sequence[str]) -> dict[str, dict[str, Html]]:
-        runs = self.watched(keys)
-        return {"top": top_of([run.facts for run in runs]), **{str(n): run.parts() for n, run in enumerate(runs)}}
+    def _parts(self, runs: Sequence[LiveRun]) -> dict[str, dict[str, Html]]:
+        top = top_of([run.facts for run in runs])
+        return {"top": top, **{str(number): run.parts() for number, run in enumerate(runs)}}
 
-    def prove(self, keys: Sequence[str]) -> None:
-        for run in self.watched(keys):
-            run.prove()
+    def _news(self, keys: Sequence[str], query: Query) -> dict[str, Any]:
+        """What a page does not have: it says the version of its points, and the digests of its parts."""
+        runs = self._live(keys)
+        boxes = self._parts(runs) if keys else {"list": {"list": listed(runs_in(self.root))}}
+        have = set(query.get("have", [""])[0].split("."))
+        parts = {box: {name: _digest(html) for name, html in inside.items()} for box, inside in boxes.items()}
+        changed = {
+            box: {name: html for name, html in inside.items() if parts[box][name] not in have}
+            for box, inside in boxes.items()
+        }
+        version = " ".join(run.version for run in runs)
+        values = {"values": self._values(keys, runs)} if keys and query.get("version") != [version] else {}
+        return {"version": version, "parts": parts, "changed": changed, **values}
 
+    def _page(self, keys: Sequence[str]) -> Reply:
+        runs = self._live(keys)
+        if not runs:
+            raise KeyError("run")
+        facts = [run.facts for run in runs]
+        content = page(title_of(facts), body(self._parts(runs), facts), self._values(keys, runs), live=True)
+        return Reply(200, content, _HTML)
 
-def app_of(view: View, *, token: str, cookie: str = "threefold") -> Gate:
-    """The application, behind its gate."""
+    def _list(self) -> Reply:
+        inside = tag("div", listed(runs_in(self.root)), class_="parts", data_box="list")
+        return Reply(200, page(f"runs in {self.root}", inside, {"live": True}, live=True), _HTML)
 
-    async def home(request: Request) -> Response:
-        if "." in view.runs():
-            return await _page(view, ["."])
-        inside = tag("div", listed(view.runs()), class_="parts", data_box="list")
-        return _html(page(f"runs in {view.root}", inside, {"live": True}, live=True))
+    def _is_right(self, token: str) -> bool:
+        return secrets.compare_digest(token.encode(), self.token.encode())
 
-    async def run(request: Request) -> Response:
-        return await _page(view, _keys(request))
-
-    async def values(request: Request) -> Response:
-        keys, inside = _keys(request), [int(text) for text in request.query_params.getlist("step")]
-        if inside:
-            steps = range(inside[0], inside[-1] + 1)
-            runs = await asyncio.to_thread(view.watched, keys)
-            return JSONResponse(await asyncio.to_thread(curves_of, [run.facts for run in runs], steps))
-        return JSONResponse(await asyncio.to_thread(view.values, keys))
-
-    async def step(request: Request) -> Response:
-        (run,) = await asyncio.to_thread(view.watched, _keys(request)[:1])
-        return JSONResponse(await asyncio.to_thread(run.of_step, int(request.path_params["step"])))
-
-    async def events(request: Request) -> Response:
-        keys = _keys(request)
-        await asyncio.to_thread(view.watched, keys)
-        cursors = [[int(number) for number in text.split(".")][:2] for text in request.query_params.getlist("after")]
-        if any(len(cursor) != 2 for cursor in cursors) or (keys and len(cursors) != len(keys)):
-            raise ValueError("after")
-        stream = _events(view, keys, cursors) if keys else _lists(view)
-        return StreamingResponse(stream, media_type="text/event-stream")
-
-    def gone(request: Request, error: Exception) -> Response:
-        return PlainTextResponse("There is no such run.", 404)
-
-    routes = [
-        Route("/", home), Route("/run", run), Route("/values", values), Route("/step/{step:int}", step),
-        Route("/events", events),
-    ]  # fmt: skip
-    handlers: Any = {KeyError: gone, ValueError: gone}
-    return Gate(Starlette(routes=routes, exception_handlers=handlers), token=token, cookie=cookie)
-
-
-def _keys(request: Request) -> list[str]:
-    return list(dict.fromkeys(request.query_params.getlist("run")))[:_MOST_COMPARED]
-
-
-async def _page(view: View, keys: Sequence[str]) -> Response:
-    if not keys:
-        raise KeyError("run")
-
-    def made() -> bytes:
-        values, parts = view.values(keys), view.parts(keys)
-        runs = [run.facts for run in view.watched(keys)]
-        return page(title_of(runs), body(parts, runs), values, live=True)
-
-    return _html(await asyncio.to_thread(made))
-
-
-def _html(content: bytes) -> Response:
-    return Response(content, media_type="text/html; charset=utf-8")
-
-
-async def _events(view: View, keys: Sequence[str], cursors: list[list[int]]) -> AsyncIterator[str]:
-    """What is new in some runs, until the server ends."""
-    known: dict[tuple[str, str], str] = {}
-    versions: list[Any] = []
-    proving = asyncio.create_task(asyncio.to_thread(view.prove, keys))
-    try:
-        async for turn in _turns(view, _LOOK_S):
-            if turn and proving.done():
-                proving = asyncio.create_task(asyncio.to_thread(view.prove, keys))
-            runs = await asyncio.to_thread(view.watched, keys)
-            for number, run in enumerate(runs):
-                lines = run.since(cursors[number])
-                if lines is None:
-                    yield _event("values", {})
-                elif lines:
-                    yield _event("lines", {"run": number, "lines": lines})
-                cursors[number] = run.cursor
-            if (now := [run.version for run in runs]) == versions:
-                parts = {}
-            else:
-                versions, parts = now, await asyncio.to_thread(view.parts, keys)
-            for box, inside in parts.items():
-                changed = {name: html for name, html in inside.items() if known.get((box, name)) != html}
-                if changed:
-                    known |= {(box, name): html for name, html in changed.items()}
-                    yield _event("parts", {"box": box, "order": list(inside), "changed": changed})
-            if turn % _PING == 0:
-                yield ": \n\n"
-    finally:
-        proving.cancel()
-
-
-async def _lists(view: View) -> AsyncIterator[str]:
-    """The list of the runs again, whenever it changes."""
-    known = ""
-    async for turn in _turns(view, _LIST_S):
-        made = await asyncio.to_thread(lambda: listed(view.runs()))
-        if made != known:
-            known = made
-            yield _event("parts", {"box": "list", "order": ["list"], "changed": {"list": made}})
-        if turn % _PING == 0:
-            yield ": \n\n"
-
-
-async def _turns(view: View, seconds: float) -> AsyncIterator[int]:
-    turn = 0
-    while not view.ends.is_set():
-        yield turn
-        turn += 1
+    def _has_cookie(self, cookies: str) -> bool:
         try:
-            await asyncio.wait_for(view.ends.wait(), seconds)
-        except TimeoutError:
-            continue
+            morsel = SimpleCookie(cookies).get(self._cookie)
+        except CookieError:
+            return False
+        return morsel is not None and self._is_right(morsel.value)
+
+    def _welcome(self, path: str, query: Query) -> Reply:
+        """Sets the cookie, and continues without the token in the address.
+
+        By a page and not by a redirect: after a link on another site, a browser would not send the cookie to that.
+        """
+        rest = urlencode([(key, value) for key, values in query.items() if key != "token" for value in values])
+        target = f"./{path.rpartition('/')[2]}" + (f"?{rest}" if rest else "")
+        text = f'<!doctype html><meta http-equiv="refresh" content="0;url={escape(target)}">'
+        text += '<link rel="icon" href="data:,"><title>threefold</title>'
+        return Reply(200, text.encode(), _HTML, f"{self._cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict")
 
 
-def _event(name: str, values: Any) -> str:
-    return f"event: {name}\ndata: {json.dumps(values, allow_nan=False)}\n\n"
+def _json(values: Any) -> Reply:
+    return Reply(200, json.dumps(values, allow_nan=False).encode(), _JSON)
 
 
-def opened(port: int | None) -> socket.socket:
-    """A socket of 127.0.0.1 at a port; without one, at the first of some that is free.
+def _digest(text: str) -> str:
+    return blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
+
+
+def _is_here(hosts: Sequence[str]) -> bool:
+    """Whether a request names this machine, at whatever port: a tunnel has its own."""
+    try:
+        (host,) = hosts
+        parts = urlsplit(f"//{host}")
+        return parts.hostname in _HOSTS and "@" not in parts.netloc and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False
+
+
+class Server(ThreadingHTTPServer):
+    """Listens at 127.0.0.1."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, root: Path, port: int, *, token: str) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.view = View(root, token=token, cookie=f"threefold-{self.server_port}")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    server_version, sys_version = "threefold", ""
+    timeout = 60
+
+    def do_GET(self) -> None:
+        hosts, cookies = self.headers.get_all("host") or [], "; ".join(self.headers.get_all("cookie") or [])
+        self._send(self.server.view.answer(self.path, hosts=hosts, cookies=cookies))
+
+    def _refuse(self) -> None:
+        self._send(Reply(405, b"Only reading is possible."))
+
+    do_POST = do_PUT = do_DELETE = do_OPTIONS = do_PATCH = do_HEAD = _refuse
+
+    def _send(self, answer: Reply) -> None:
+        self.send_response(answer.status)
+        cookie = {"Set-Cookie": answer.cookie} if answer.cookie is not None else {}
+        length = {"Content-Type": answer.kind, "Content-Length": str(len(answer.content))}
+        for name, value in {**_HEADERS, **length, **cookie}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(answer.content)
+
+    def log_message(self, *arguments: Any) -> None:
+        """Nothing: the terminal keeps the address in sight."""
+
+
+def listen(root: Path, port: int | None) -> Server:
+    """A server of a folder's runs at a port of 127.0.0.1; without one, at the first of some that is free.
 
     Raises:
         ConfigError: the port is taken, or may not be used.
     """
-    wanted = [port] if port is not None else [*range(PORT, PORT + _MORE_PORTS), 0]
-    for number in wanted:
-        found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reason: str | None = None
+    for number in [port] if port is not None else [*range(PORT, PORT + _MORE_PORTS), 0]:
         try:
-            found.bind(("127.0.0.1", number))
-            found.listen()
-            return found
+            return Server(root, number, token=secrets.token_urlsafe(24))
         except OSError as error:
-            found.close()
             reason = error.strerror
     raise ConfigError(
         f"--port {port} cannot be used: {reason}",
@@ -221,30 +236,12 @@ def opened(port: int | None) -> socket.socket:
     )
 
 
-class _Server(uvicorn.Server):
-    """Ends at Ctrl-C with its streams."""
-
-    def __init__(self, config: uvicorn.Config, view: View) -> None:
-        super().__init__(config)
-        self._view = view
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        self._view.ends.set()
-        super().handle_exit(sig, frame)
-
-
-def serve(root: Path, listening: socket.socket, *, token: str) -> None:
-    """Serves the runs of a folder until Ctrl-C or SIGTERM."""
-    view = View(root)
-    app = app_of(view, token=token, cookie=f"threefold-{listening.getsockname()[1]}")
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", server_header=False, timeout_graceful_shutdown=1
-    )
+def serve(server: Server) -> None:
+    """Serves until Ctrl-C or SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        _Server(config, view).run(sockets=[listening])
+        server.serve_forever()
     except KeyboardInterrupt:
         return
-
-
-def new_token() -> str:
-    return secrets.token_urlsafe(24)
+    finally:
+        server.server_close()

@@ -7,9 +7,9 @@ step that it has logged, and its config.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from threefold.audit import record
 from threefold.audit.lookup import coverage_lines
@@ -17,15 +17,15 @@ from threefold.audit.proof import check_logged, check_saved, prove
 from threefold.audit.record import Segment, SegmentLine
 from threefold.audit.stores import ALL, SAMPLED, are_here, byte_lines
 from threefold.checkpoint.layout import CheckpointFolder
-from threefold.checkpoint.lineage import Journal
 from threefold.config import loading
 from threefold.config.text import parse
-from threefold.data.mixture import Mixture
-from threefold.data.order import Place
+from threefold.data.order.mixture import Mixture
+from threefold.data.order.order import Place
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.packing import Packing
 from threefold.errors import RunError, ThreefoldError
 from threefold.mesh.environment import cache_folder
+from threefold.records.run import RunRecord
 
 
 def proof_lines(run: Path, rows_of: Callable[[Path, Sequence[Segment]], Rows] | None = None) -> Iterator[str]:
@@ -40,7 +40,8 @@ def proof_lines(run: Path, rows_of: Callable[[Path, Sequence[Segment]], Rows] | 
     stretches = prove(segments, rows_of(run, segments) if rows_of is not None else None)
     checkpoints = [(each.path, each.step, each.manifest()["data"]) for each in CheckpointFolder(run).complete()]
     check_saved(lines, [(path, step, Place(at["epoch"], at["position"])) for path, step, at in checkpoints if at])
-    check_logged(segments, _last_logged(run))
+    past = RunRecord(run)
+    check_logged(segments, past.last_logged)
     if not any(stretch.first_step for stretch in stretches):
         what = f"{run} has no audited step yet"
         fix = "wait for the first audit (audit.every steps), or run it with audit.every > 0"
@@ -51,20 +52,21 @@ def proof_lines(run: Path, rows_of: Callable[[Path, Sequence[Segment]], Rows] | 
     for segment in segments:
         end = segment.last_step or last
         if end >= segment.start.first_step:
-            bits = _bits_of(run, segment.start.first_step)
+            bits = _bits_of(past, segment.start.first_step)
             yield f"  steps {segment.start.first_step:,} to {end:,} on {segment.start.topology}{bits}"
     yield from coverage_lines(stretches)
     yield from _shares(run, segments[-1].start)
     num_read = sum(stretch.stop - stretch.start for stretch in stretches if stretch.first_step)
-    what = "samples and tokens"
+    known = [segment for segment in segments if segment.start.stores]
     if not segments[-1].start.data:
         what = "samples (of a Trainer's dataset, whose contents have no fingerprint)"
-    known = [segment for segment in segments if segment.start.stores]
-    if segments[-1].start.data and not contents:
-        what = "samples and bytes (--contents also compares every token)" if len(known) == len(segments) else "samples"
-        if what == "samples":
-            until = known[0].start.first_step - 1 if known else last
-            yield f"  bytes of steps {first:,} to {until:,}: not known, the record has no hashes (--contents reads all)"
+    elif contents:
+        what = "samples and tokens"
+    elif len(known) == len(segments):
+        what = "samples and bytes (--contents also compares every token)"
+    else:
+        what, until = "samples", known[0].start.first_step - 1 if known else last
+        yield f"  bytes of steps {first:,} to {until:,}: not known, the record has no hashes (--contents reads all)"
     yield from _byte_lines(run, known, contents=contents)
     yield f"proved: {num_read:,} reads, each by exactly one dp rank in exactly one step: {what}"
 
@@ -76,24 +78,11 @@ def _byte_lines(run: Path, segments: Sequence[Segment], *, contents: bool) -> It
         yield from byte_lines(run, segments, Packing.of(config.data), cache=cache_folder(), sampled=sampled)
 
 
-def _last_logged(run: Path) -> int:
-    """The last step in metrics.jsonl of the run's last start; 0 if there is none."""
-    started = max((str(line.get("time", "")) for line in Journal(run).lines() if line["event"] == "start"), default="")
-    last = 0
-    with contextlib.suppress(OSError):
-        for text in (run / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                line = json.loads(text)
-                # Lines of version 0.1.0 have no time: which start they are of cannot be told.
-                last = int(line["step"]) if "loss" in line and line["time"] > started else last
-    return last
-
-
-def _bits_of(run: Path, first_step: int) -> str:
-    """What the journal says of the bits with which a run went on at a step; nothing without `train.reduce: exact`."""
-    starts = (line for line in reversed(Journal(run).lines()) if line["event"] == "start")
-    bits = next((line.get("bits") for line in starts if line.get("step") == first_step - 1), None)
-    return "" if bits is None else ", bit for bit" if bits == "same" else f", with other bits: {bits}"
+def _bits_of(past: RunRecord, first_step: int) -> str:
+    """Whether a run was resumed at a step bit for bit; nothing without `train.reduce: exact`."""
+    start: dict[str, Any] = next((start for start in reversed(past.starts) if start.get("step") == first_step - 1), {})
+    lost = start.get("lost_bits")
+    return "" if lost is None else f", with other bits: {'; '.join(lost)}" if lost else ", bit for bit"
 
 
 def _shares(run: Path, start: SegmentLine) -> Iterator[str]:
@@ -104,11 +93,9 @@ def _shares(run: Path, start: SegmentLine) -> Iterator[str]:
     with contextlib.suppress(OSError, ThreefoldError, AttributeError, KeyError, TypeError):
         sources = parse((run / "config.yaml").read_text(), "config.yaml")["data"]["mixture"]
         weights = {name: source["weight"] for name, source in sources.items()}
-        asked = Mixture(dict(zip(mixture.names, mixture.sizes, strict=True)), weights, version=mixture.version)
+        asked = Mixture(dict(zip(mixture.names, mixture.sizes, strict=True)), weights)
         mixture = asked if asked.quotas == mixture.quotas else mixture
-    # The first order kept short ratios only, and said nothing.
-    if mixture.version > 1 or not mixture.keeps_exactly:
-        yield f"  shares: {mixture.shares}"
+    yield f"  shares: {mixture.shares}"
 
 
 def first_and_last_step(segments: Sequence[Segment]) -> tuple[int, int]:

@@ -15,18 +15,18 @@ from threefold.audit.compare import Audit
 from threefold.audit.digest import TOKEN_FIELDS
 from threefold.audit.offences import explain
 from threefold.audit.record import SegmentLine
-from threefold.config.peak_rate import with_rate
+from threefold.config.auto_lr import with_rate
 from threefold.config.schema import Config
-from threefold.data.conversations.labeller import template_source
-from threefold.data.like_length import LengthsOf
-from threefold.data.loader import Batch, TokenLoader, evaluation_batches
-from threefold.data.mixture import Mixture
-from threefold.data.order import Order, last_step
-from threefold.data.permutation import ORDER_VERSION, seed_of
+from threefold.data.chat.labeller import template_source
+from threefold.data.order.length_buckets import LengthsOf
+from threefold.data.order.mixture import Mixture
+from threefold.data.order.order import Order, last_step
+from threefold.data.order.permutation import seed_of
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import KnownRows, parts_of
 from threefold.data.rows.packing import MixedRows, Packing, open_rows, reopen_rows, store_at
 from threefold.data.rows.padded import PaddedRows
+from threefold.data.sampling.loader import Batch, TokenLoader, evaluation_batches
 from threefold.data.tokens import Tokenizer
 from threefold.integrations import trackers
 from threefold.jsonl import MetricsFile, Tracker
@@ -34,17 +34,19 @@ from threefold.mesh.environment import cache_folder
 from threefold.mesh.mesh import Mesh
 from threefold.model import noise
 from threefold.model.build import build
-from threefold.model.compiled import Recompiled, compiles
+from threefold.model.compiled import Recompiled
+from threefold.model.data_parallel import device_of
 from threefold.model.model import Model
+from threefold.optim.build import build_optimizer, own_optimizer
+from threefold.optim.ema import Ema
+from threefold.plan import choices
 from threefold.run.folder import RunFolder
-from threefold.run.given import Given
 from threefold.run.pairs import Pairs, pairs_of
 from threefold.run.request import Asked
-from threefold.run.resume import Checkpointer, rate_of, with_former
+from threefold.run.resume import Checkpointer, rate_of
 from threefold.run.same_bytes import of_one_copy, record_of, refuse_other_bytes
 from threefold.run.sources import opened, sources_of
-from threefold.training.ema import Ema
-from threefold.training.optimizer import build_optimizer, own_optimizer
+from threefold.run.user_objects import Given
 from threefold.training.saving import versions
 
 DEFAULT_STEPS = 120
@@ -91,8 +93,7 @@ class Built(Asked):
     @property
     def micro_batch(self) -> int:
         """Rows of this dp rank in one forward."""
-        asked = self.config.train.micro_batch
-        return self.config.train.global_batch // self.mesh.dp_size if asked == "auto" else asked
+        return choices.micro_batch(self.config, self.mesh.topology).value
 
 
 def build_run(
@@ -107,7 +108,7 @@ def build_run(
     """Opens the data, builds model and optimizer, and resumes if the folder has a checkpoint; all ranks call it.
 
     Args:
-        say, enter: print a line on what takes long, and are told what begins.
+        say, enter: print a line on what takes long, and are given what begins.
 
     Raises:
         DataError: the data cannot be read, or is not what the run began with.
@@ -115,7 +116,7 @@ def build_run(
     """
     tokenizer, architecture = asked.tokenizer, asked.architecture
     rate, rate_why = rate_of(asked.config, folder)
-    config = with_former(with_rate(asked.config, rate), folder)
+    config = with_rate(asked.config, rate)
     vocab_size = getattr(architecture.get_text_config(), "vocab_size", None)
     rows = rows_of(config, tokenizer, mesh, vocab_size=vocab_size)
     held_out = rows_of(config, tokenizer, mesh, vocab_size=vocab_size, held_out=True) if config.eval.source else None
@@ -153,7 +154,7 @@ def build_run(
         rate_why=rate_why,
         given=given,
         pairs=pairs,
-        recompiled=_recompiled(config, mesh, say),
+        recompiled=Recompiled(say) if choices.compiled(config, device_of(mesh)).value else None,
     )
 
 
@@ -167,11 +168,6 @@ def average_of(config: Config, model: Model) -> Ema | None:
     """The average of the weights that a run asks for, or None."""
     decay, exact = config.optimizer.ema, config.train.reduce == "exact"
     return Ema(model.module, decay, exact=exact) if decay is not None else None
-
-
-def _recompiled(config: Config, mesh: Mesh, say: Callable[[str], None]) -> Recompiled | None:
-    compiled, _ = compiles(config.train.compile, device=mesh.device.type, ep=config.mesh.ep)
-    return Recompiled(say) if compiled else None
 
 
 def trackers_of(run: Built, *, say: Callable[[str], None]) -> list[Tracker]:
@@ -221,7 +217,7 @@ def rows_of(
 
 def template_in_use(config: Config, rows: Rows, tokenizer: Tokenizer) -> str | None:
     """The text of the chat template that rows with labels are rendered with; None if all are texts."""
-    if not any(part.rows.store.has_targets for part in parts_of(rows)):
+    if not any(part.rows.store.has_loss_mask for part in parts_of(rows)):
         return None
     return template_source(tokenizer, next(iter(sources_of(config).values())).labels)
 
@@ -234,20 +230,19 @@ def num_steps_of(config: Config, folder: RunFolder, loader: TokenLoader) -> int:
     return last_step(loader.order, loader.cursor().place, done=done, skip=ahead)
 
 
-def order_of(config: Config, rows: Rows, *, version: int = ORDER_VERSION) -> Order:
-    """The order in which training reads the rows, on any mesh; `version`: the one that the run began with."""
+def order_of(config: Config, rows: Rows) -> Order:
+    """The order in which training reads the rows, on any mesh."""
     mixture = None
     if config.data.mixture is not None:
         assert isinstance(rows, MixedRows)
         weights = {name: source.weight for name, source in config.data.mixture.items()}
-        mixture = Mixture(rows.sizes, weights, seed=config.data.seed, version=version)
+        mixture = Mixture(rows.sizes, weights, seed=config.data.seed)
     return Order(
         num_rows=rows.num_rows,
         global_batch=config.train.global_batch,
         seed=config.data.seed,
         shuffle=config.data.shuffle,
         tail=config.data.tail if mixture is None else "drop",
-        version=version,
         mixture=mixture,
         epochs=config.train.epochs,
         lengths=lengths_of(rows) if config.data.group_by_length else None,
@@ -281,7 +276,7 @@ def open_audit(run: Built) -> Audit:
     """
     config, mesh, loader = run.config, run.mesh, run.loader
     resume = f"threefold resume {shlex.quote(str(run.folder.path))}"
-    order = order_of(config, loader.rows, version=loader.order.version)
+    order = order_of(config, loader.rows)
     start = SegmentLine.of(
         order,
         loader.cursor().place,

@@ -14,8 +14,7 @@ from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, find
 from threefold.checkpoint.lineage import Identity, Journal, Origin
 from threefold.config.paths import RUN_FILE
 from threefold.config.schema import Config
-from threefold.config.text import read_yaml
-from threefold.errors import CheckpointError, ConfigError, ThreefoldError
+from threefold.errors import CheckpointError, ConfigError
 from threefold.mesh import environment
 
 METRICS = "metrics.jsonl"
@@ -118,11 +117,8 @@ def _taken_up(path: Path, named: Checkpoint, origin: Origin, identity: Identity 
     """
     if _is_own(named, path, identity):
         return False
-    if identity is not None and identity.origin is not None:
-        taken = identity.origin.is_of(named.path.resolve(), named.step, named.run)
-    else:
-        # A fork of version 0.1.0 says in its config where it came from.
-        taken = identity is None and bool(own) and _asked_in_config(path) == str(named.path)
+    forked_from = identity.origin if identity is not None else None
+    taken = forked_from is not None and forked_from.is_of(named.path.resolve(), named.step, named.run)
     if not taken and (own or identity is not None or (path / METRICS).exists()):
         raise ConfigError(
             f"log.dir = {path} holds a run, and checkpoint.resume = {named.path} is of another one",
@@ -130,13 +126,6 @@ def _taken_up(path: Path, named: Checkpoint, origin: Origin, identity: Identity 
             fix="--log.dir ANOTHER_FOLDER, or --checkpoint.resume auto to resume the run that is there",
         )
     return taken
-
-
-def _asked_in_config(path: Path) -> str | None:
-    try:
-        return str(read_yaml((path / "config.yaml").read_text())["checkpoint"]["resume"])
-    except (OSError, ThreefoldError, KeyError, TypeError, ValueError):
-        return None
 
 
 def _was_restarted(path: Path, own: Sequence[Checkpoint]) -> bool:

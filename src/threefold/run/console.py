@@ -5,30 +5,30 @@ from __future__ import annotations
 import dataclasses
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
-from transformers import PretrainedConfig
 
-from threefold import __version__
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config.schema import EMBEDDED_DEFAULT, value_at
 from threefold.config.text import as_yaml
-from threefold.data.order import last_step
+from threefold.data.order.order import last_step
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import parts_of
-from threefold.data.text.source import NO_END, no_end_warning
+from threefold.data.text.source import no_end_warning
 from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT
 from threefold.export.generation import generate_sample
 from threefold.mesh import environment
 from threefold.model.layer_kinds import common_number
+from threefold.optim import build as optimizers
+from threefold.optim.schedule import learning_rate
 from threefold.run.assemble import DEFAULT_STEPS, Built
-from threefold.run.given import name_of
+from threefold.run.head import Entry, Head
 from threefold.run.pairs import FOLDER as REFERENCE
 from threefold.run.terminal import SAMPLE, Screen
-from threefold.training import optimizer as optimizers
+from threefold.run.user_objects import name_of
 from threefold.training.loop import Outcome
-from threefold.training.schedule import learning_rate
 
 log = logging.getLogger("threefold")
 
@@ -36,84 +36,150 @@ _FIRST_ROW = np.zeros(1, dtype=np.int64)
 _LARGEST_SAMPLED = 500_000_000
 
 
-def introduce(console: Screen, run: Built, why: str, found: Sequence[tuple[str, str]]) -> None:
-    """Prints the head of a run; `why` is the reason for its mesh, `found` what probes and estimates say of it."""
+def head_of(run: Built, why: str, found: Sequence[tuple[str, str]]) -> Head:
+    """The head of a run; `why` is the reason for its mesh, `found` what probes and estimates say of it."""
     config, mesh = run.config, run.mesh
-    name = config.model.name_or_path or f"random weights from seed {config.train.seed}"
-    ranks = f"{mesh.world_size} ranks" if mesh.world_size > 1 else "1 process"
-    sizes = config.model.config or EMBEDDED_DEFAULT
-    origin = "" if config.model.name_or_path else f"{sizes['model_type']}, "
-    seq_len, source = config.data.seq_len, config.data.source
-    named = source if isinstance(source, str) else as_yaml(source)
-    if config.data.mixture is not None:
-        named = " + ".join(f"{each.weight:g} {name}" for name, each in config.data.mixture.items())
-    lines = [
-        f"threefold {__version__}  {run.folder.path}",
-        f"  model  {origin}{run.num_parameters:,} parameters, {name}, {config.model.dtype}",
-        f"         {shape_text(run.architecture)}",
-        f"  mesh   {mesh.topology} on {ranks} ({mesh.device.type}): {why}",
-        f"  data   {named} ({run.tokenizer.name}): {run.rows.report}; {seq_len} tokens a row",
-    ]
-    lines += learnt_of(run.rows)
-    lines += [f"  {no_end_warning(config.data.chat_template or run.tokenizer.name)}"] if without_end(run.rows) else []
-    if run.loader.order.mixture is not None:
-        lines.append(f"  shares {run.loader.order.mixture.shares}")
-    if run.pairs is not None:
-        how = "without the adapters" if config.model.lora.r else f"as kept in {run.folder.path / REFERENCE}"
-        lines.append(f"  dpo    {config.dpo.loss}, beta {config.dpo.beta:g}; reference: the model at its start, {how}")
-    if run.done < run.num_steps:
-        lines.append(f"  steps  {run.done + 1} to {run.num_steps}, {config.train.global_batch} rows each")
-        lines += epochs_ahead(run)
-        lines.append(f"  lr     {config.optimizer.lr:g}: {run.rate_why}")
-    if mesh.num_hosts > 1:
-        lines.append(f"  hosts  {mesh.num_hosts}: {_who_can_join()}")
-    if config.data.allow_other_tokenizer:
-        own = "which is not compared with the model's own"
-        lines.append(f"  tokenizer: {run.tokenizer.name}, {own}: data.allow_other_tokenizer")
-    chosen = (*found, *run.model.choices, *optimizers.said(run.optimizer, config.optimizer))
-    lines += [f"  {choice}: {reason}" for choice, reason in chosen]
-    lines += [f"  loss: {name_of(run.given.loss)}, of {run.given.loss_on}: as given"] if run.given.loss else []
-    if config.data.skip:
-        skips = ", ".join(f"[{first}, {last}]" for first, last in config.data.skip)
-        lines.append(f"  data.skip: the batches of the steps {skips} are left out")
-    if run.folder.resume is not None:
-        lost = run.checkpointer.lost_bits
-        bits = "" if lost is None else f", with other bits: {'; '.join(lost)}" if lost else ", bit for bit"
-        lines.append(f"  resumed from {run.folder.resume.path}{bits}")
-        lines += [f"  changed: {change}" for change in run.checkpointer.changed]
-        lines += _schedule_changed(run)
-    if (info := environment.current()).restart:
-        by = f" of {info.max_restarts}: a rank had failed" if info.max_restarts else f": by {info.launcher}"
-        lines.append(f"  restart {info.restart}{by}")
-    console.print("\n".join(lines))
+    ahead = run.done < run.num_steps
+    info, lost = environment.current(), run.checkpointer.lost_bits
+    return Head(
+        path=str(run.folder.path),
+        model=_model(run),
+        mesh=mesh.topology.sizes,
+        device=mesh.device.type,
+        mesh_why=why,
+        data=_data(run),
+        global_batch=config.train.global_batch,
+        labels=labels_of(run.rows),
+        notes=[*_begins(run.rows), *_no_end(run), *_shares(run), *_pairs(run)],
+        first_step=run.done + 1 if ahead else None,
+        last_step=run.num_steps if ahead else None,
+        epochs=epochs_ahead(run) if ahead else None,
+        rate=(config.optimizer.lr, run.rate_why),
+        hosts=(mesh.num_hosts, _who_can_join()) if mesh.num_hosts > 1 else (),
+        choices=[
+            *_other_tokenizer(run),
+            *found,
+            *run.model.choices,
+            *optimizers.said(run.optimizer, config.optimizer),
+            *_given_loss(run),
+            *_skips(run),
+        ],
+        resumed=str(run.folder.resume.path) if run.folder.resume is not None else None,
+        lost_bits=lost,
+        changed=_changes(run) if run.folder.resume is not None else (),
+        restart=(info.restart, info.max_restarts, info.launcher) if info.restart else (),
+    )
 
 
-def learnt_of(rows: Rows) -> list[str]:
-    """The format of each source with labels, and how many of its tokens are learnt."""
+def introduce(console: Screen, head: Head) -> None:
+    """Prints the head of a run."""
+    console.tell("head", head.to_values(), "\n".join(head.lines()))
+
+
+def _model(run: Built) -> dict[str, Any]:
+    config, text = run.config, run.architecture.get_text_config()
+    random = config.model.name_or_path is None
+    heads = common_number(text, "num_attention_heads")
+    sizes = {
+        "layers": getattr(text, "num_hidden_layers", None),
+        "hidden_size": getattr(text, "hidden_size", None),
+        "heads": heads,
+        "kv_heads": common_number(text, "num_key_value_heads") or heads,
+        "vocabulary": getattr(text, "vocab_size", None),
+    }
+    return {
+        "name": config.model.name_or_path or f"random weights from seed {config.train.seed}",
+        "type": (config.model.config or EMBEDDED_DEFAULT)["model_type"] if random else None,
+        "dtype": config.model.dtype,
+        "parameters": run.num_parameters,
+        **{name: size for name, size in sizes.items() if isinstance(size, int)},
+    }
+
+
+def _data(run: Built) -> dict[str, Any]:
+    data = run.config.data
+    source = data.source if isinstance(data.source, str) else as_yaml(data.source)
+    if data.mixture is not None:
+        source = " + ".join(f"{part.weight:g} {name}" for name, part in data.mixture.items())
+    return {
+        "source": source,
+        "tokenizer": run.tokenizer.name,
+        "rows": run.rows.report,
+        "seq_len": data.seq_len,
+    }
+
+
+def labels_of(rows: Rows) -> list[Entry]:
+    """(source, its format and how many of its tokens are trained on) of each source with a loss mask."""
     parts = [(part.name, part.rows.store.info) for part in parts_of(rows)]
-    named = "{}: " if len(parts) > 1 else ""
-    lines = [f"  format {named.format(name)}{info.learnt}" for name, info in parts if info is not None and info.labels]
-    begun = [(name, info.bos_id) for name, info in parts if info is not None and info.bos_id is not None]
-    return lines + [f"  bos    {named.format(name)}token {id} begins each document: data.bos" for name, id in begun]
+    several = len(parts) > 1
+    return [(name if several else "", info.mask_summary) for name, info in parts if info and info.loss_mask]
+
+
+def _begins(rows: Rows) -> Iterator[Entry]:
+    parts = [(part.name, part.rows.store.info) for part in parts_of(rows)]
+    for name, info in parts:
+        if info is not None and info.bos_id is not None:
+            source = f"{name}: " if len(parts) > 1 else ""
+            yield "bos", f"{source}token {info.bos_id} begins each document: data.bos"
 
 
 def without_end(rows: Rows) -> bool:
-    """Whether answers of a source are learnt without anything that ends them, although their end is to be learnt."""
-    return any(NO_END in (part.rows.store.labels or "") for part in parts_of(rows))
+    """Whether answers of a source have no end token, although it is to be trained on."""
+    masks = [part.rows.store.loss_mask for part in parts_of(rows)]
+    return any(mask is not None and mask.end == "missing" for mask in masks)
 
 
-def epochs_ahead(run: Built) -> list[str]:
+def _no_end(run: Built) -> Iterator[Entry]:
+    if without_end(run.rows):
+        yield "", no_end_warning(run.config.data.chat_template or run.tokenizer.name)
+
+
+def _shares(run: Built) -> Iterator[Entry]:
+    if run.loader.order.mixture is not None:
+        yield "shares", run.loader.order.mixture.shares
+
+
+def _pairs(run: Built) -> Iterator[Entry]:
+    if run.pairs is not None:
+        dpo = run.config.dpo
+        how = "without the adapters" if run.config.model.lora.r else f"as kept in {run.folder.path / REFERENCE}"
+        yield "dpo", f"{dpo.loss}, beta {dpo.beta:g}; reference: the model at its start, {how}"
+
+
+def _other_tokenizer(run: Built) -> Iterator[Entry]:
+    if run.config.data.allow_other_tokenizer:
+        why = "which is not compared with the model's own: data.allow_other_tokenizer"
+        yield "tokenizer", f"{run.tokenizer.name}, {why}"
+
+
+def _given_loss(run: Built) -> Iterator[Entry]:
+    if run.given.loss is not None:
+        yield "loss", f"{name_of(run.given.loss)}, of {run.given.loss_on}: as given"
+
+
+def _skips(run: Built) -> Iterator[Entry]:
+    if run.config.data.skip:
+        skips = ", ".join(f"[{first}, {last}]" for first, last in run.config.data.skip)
+        yield "data.skip", f"the batches of the steps {skips} are left out"
+
+
+def _changes(run: Built) -> list[Entry]:
+    return [*(("changed", str(change)) for change in run.checkpointer.changed), *_schedule_changed(run)]
+
+
+def epochs_ahead(run: Built) -> str | None:
     """What the steps of a run that counts epochs, or drops an epoch's end, do with rows that fill no batch."""
     order, place = run.loader.order, run.loader.cursor().place
     if order.mixture is not None or (order.epochs is None and order.tail == "carry"):
-        return []
+        return None
     rest = order.num_rows % order.global_batch
     if order.tail == "drop":
         what = f"{rest:,} of them in none: they fill no batch (data.tail: drop)" if rest else "each of them once"
-        return [f"  epochs {order.epochs or ''} of {order.num_rows:,} rows, {what}".replace("  of", " of")]
+        return f"{order.epochs or ''} of {order.num_rows:,} rows, {what}".lstrip()
     last = order.after(place, order.steps_left(place) - 1)
     short = f"; the last step has {read:,}" if (read := order.num_read(last)) < order.global_batch else ""
-    return [f"  epochs {order.epochs} of {order.num_rows:,} rows, each of them once{short}"]
+    return f"{order.epochs} of {order.num_rows:,} rows, each of them once{short}"
 
 
 def epochs_read(run: Built) -> str:
@@ -136,20 +202,7 @@ def _who_can_join() -> str:
     return "no THREEFOLD_TOKEN, so every host that reaches them must be trusted"
 
 
-def shape_text(architecture: PretrainedConfig) -> str:
-    """Returns the sizes of a model that show at a glance whether it is the one that was meant."""
-    text = architecture.get_text_config()
-    sizes = {
-        "layers": getattr(text, "num_hidden_layers", None),
-        "wide": getattr(text, "hidden_size", None),
-        "heads": (heads := common_number(text, "num_attention_heads")),
-        "kv heads": common_number(text, "num_key_value_heads") or heads,
-        "tokens in the vocabulary": getattr(text, "vocab_size", None),
-    }
-    return ", ".join(f"{size:,} {what}" for what, size in sizes.items() if isinstance(size, int))
-
-
-def _schedule_changed(run: Built) -> list[str]:
+def _schedule_changed(run: Built) -> list[Entry]:
     """What another number of steps does to the rate of a run that is resumed."""
     before, optimizer = _steps_before(run), run.config.optimizer
     endless = optimizer.schedule in ("constant", "inverse_sqrt")
@@ -158,7 +211,7 @@ def _schedule_changed(run: Built) -> list[str]:
     last = learning_rate(run.done, num_steps=before, config=optimizer)
     now = learning_rate(run.done + 1, num_steps=run.num_steps, config=optimizer)
     shape = f"{optimizer.schedule} over {run.num_steps:,} steps, not {before:,}"
-    return [f"  schedule: {shape}: the rate of step {run.done + 1} is {now:.2e}, after {last:.2e}"]
+    return [("schedule", f"{shape}: the rate of step {run.done + 1} is {now:.2e}, after {last:.2e}")]
 
 
 def _steps_before(run: Built) -> int:

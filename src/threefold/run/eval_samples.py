@@ -15,8 +15,8 @@ import torch
 
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config.text import as_yaml
-from threefold.data.conversations.formats import Message, RowError
-from threefold.data.conversations.labeller import chat_template, encoder_of
+from threefold.data.chat.formats import Message, RowError
+from threefold.data.chat.labeller import chat_template, encoder_of
 from threefold.data.rows.known_rows import parts_of
 from threefold.data.tokens import for_texts
 from threefold.errors import ConfigError
@@ -80,7 +80,8 @@ def prompts_of(run: Built) -> list[Prompt]:
     """
     config, labels = run.config, next(iter(sources_of(run.config).values())).labels
     template = None
-    if any(_is_chat(part.rows.store.labels) for part in parts_of(run.rows)):
+    masks = [part.rows.store.loss_mask for part in parts_of(run.rows)]
+    if any(mask is not None and mask.templated for mask in masks):
         template = chat_template(run.tokenizer, labels, run.checkpointer.template)
     text = run.architecture.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
@@ -106,11 +107,6 @@ def prompts_of(run: Built) -> list[Prompt]:
             )
         found.append(Prompt(prompt, ids, end_id))
     return found
-
-
-def _is_chat(labels: str | None) -> bool:
-    """Whether rows are conversations, or become some: prompts and completions may be texts."""
-    return labels is not None and (labels.startswith("chat ") or "(instruction" in labels)
 
 
 def _question(text: str) -> Message:

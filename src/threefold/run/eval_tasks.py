@@ -89,7 +89,7 @@ def _loaded(names: Sequence[str]) -> Any:
     from lm_eval.tasks import TaskManager
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # what fails is told once, with its reason
+    datasets.logging.set_verbosity(logging.CRITICAL)  # what fails is reported once, with its reason
     logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
     manager = TaskManager(include_defaults=not all(map(is_task_file, names)))  # to list the harness' own takes its time
     known = set(manager.all_tasks)

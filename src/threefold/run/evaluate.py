@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 
-from threefold.bars import Bars
 from threefold.check.admit import admit
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.layout import Checkpoint, damaged
 from threefold.checkpoint.manifest import read_manifest, refuse_other
 from threefold.checkpoint.tensors import read_whole
-from threefold.config.loading import Loaded
+from threefold.config.loading import LoadedConfig
 from threefold.config.schema import Config
-from threefold.data.loader import evaluation_batches
 from threefold.data.rows.concat import Rows
+from threefold.data.sampling.loader import evaluation_batches
 from threefold.errors import ThreefoldError
 from threefold.jsonl import Metrics
 from threefold.mesh import environment
@@ -22,6 +21,8 @@ from threefold.mesh.topology import Topology
 from threefold.model import float8
 from threefold.model.build import build
 from threefold.model.model import Model
+from threefold.plan import choices
+from threefold.progress_bars import Bars
 from threefold.run import assemble
 from threefold.run.eval_tasks import EvalTasks
 from threefold.run.failure import report_failure
@@ -33,7 +34,7 @@ from threefold.training.evaluation import EvalStep
 from threefold.training.loop import eval_metrics
 
 
-def evaluate_rank(loaded: Loaded, topology: Topology, checkpoint: Checkpoint, *, ema: bool = False) -> int:
+def evaluate_rank(loaded: LoadedConfig, topology: Topology, checkpoint: Checkpoint, *, ema: bool = False) -> int:
     """Evaluates as one rank of `topology`, and returns its exit code; rank 0 prints what was found.
 
     Args:
@@ -80,17 +81,16 @@ def _evaluated(asked: Asked, mesh: Mesh, checkpoint: Checkpoint, *, ema: bool) -
 
 def _over(rows: Rows, evaluate: EvalStep, config: Config, mesh: Mesh) -> Metrics:
     """The metrics of held-out rows, each counted once."""
-    size = config.train.micro_batch
-    each = max(1, config.train.global_batch // mesh.dp_size) if size == "auto" else size
+    micro_batch = choices.micro_batch(config, mesh.topology).value
     batches = evaluation_batches(
         rows,
-        rows_per_rank=each,
+        rows_per_rank=micro_batch,
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
         document_mask=bool(config.data.document_mask),
         alike=config.train.reduce == "exact",
     )
-    total = -(-rows.num_rows // (each * mesh.dp_size))
+    total = -(-rows.num_rows // (micro_batch * mesh.dp_size))
     return eval_metrics(evaluate, Bars(quiet=mesh.rank != 0).track(batches, "evaluation", total))
 
 

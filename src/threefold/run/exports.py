@@ -1,4 +1,4 @@
-"""Folders that transformers loads, written and verified while a run goes on (`checkpoint.export_every`).
+"""Folders that transformers loads, written and verified while a run continues (`checkpoint.export_every`).
 
 The first rank writes them from the checkpoint of that step, one process with the whole model on its CPU; the others
 wait for it outside of collectives. A step that is replayed is written again.
@@ -43,7 +43,7 @@ class Exports:
     def _write(self, step: int) -> None:
         run = self._checkpointer.folder.path
         checkpoint = next((each for each in CheckpointFolder(run).complete() if each.step == step), None)
-        if checkpoint is None:  # it could not be saved, and the run goes on all the same
+        if checkpoint is None:  # it could not be saved, and the run continues all the same
             return
         to = run / EXPORT_FOLDER / checkpoint.path.name
         shutil.rmtree(to, ignore_errors=True)
@@ -55,7 +55,7 @@ class Exports:
 
 @contextmanager
 def _ticking(progress: Progress) -> Iterator[None]:
-    """Says meanwhile that this rank goes on: a large model takes long."""
+    """Says meanwhile that this rank continues: a large model takes long."""
     stopped = threading.Event()
 
     def tick() -> None:

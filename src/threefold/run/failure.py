@@ -13,7 +13,7 @@ from threefold.mesh import environment
 from threefold.mesh.exchange import OtherRankError
 from threefold.mesh.mesh import FAILURES, Mesh
 from threefold.mesh.rendezvous_errors import NoDeviceError, RendezvousError
-from threefold.run.watchdog import Watchdog
+from threefold.run.watch.watchdog import Watchdog
 
 log = logging.getLogger("threefold")
 
@@ -72,7 +72,7 @@ def _outlives(watch: Watchdog) -> bool:
 def _peer_gone(reason: str) -> Problem:
     return Problem(
         f"rank {environment.current().rank} lost its connection to another rank: {reason}",
-        "every rank to stay until the run is over",
+        "all ranks to run until the end",
         "if no rank has reported an error, one was killed: look for `Out of memory` in the kernel's log (dmesg) of its "
         "host; the same command resumes from the newest checkpoint, and --max-restarts N does so automatically",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import logging
 import os
 import time
@@ -19,7 +20,7 @@ from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, damaged
 from threefold.checkpoint.lineage import Identity, Journal, Origin
 from threefold.checkpoint.seal import sync, write_sealed
 from threefold.config import text as config_text
-from threefold.config.paths import with_absolute_paths
+from threefold.config.paths import LOG_START, with_absolute_paths
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
 from threefold.mesh import environment
@@ -203,7 +204,7 @@ def log_to_file(path: Path, rank: int) -> None:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
-    logging.getLogger("threefold").info("process %d", os.getpid())
+    logging.getLogger(LOG_START).info("%s", json.dumps({"process": os.getpid()}))
 
 
 def require_shared(folder: Path, mesh: Mesh) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 from threefold.checkpoint.layout import Checkpoint
 from threefold.errors import RunError
 from threefold.jsonl import Metrics
-from threefold.run.given import name_of
+from threefold.run.user_objects import name_of
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a hook is told.
+    """What a hook is given.
 
     Attributes:
         run: the run's folder.

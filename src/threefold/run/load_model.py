@@ -1,4 +1,4 @@
-"""For loops of one's own: a model on the mesh, with what `threefold train` would have checked before."""
+"""For custom loops: a model on the mesh, with what `threefold train` would have checked before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from threefold.check.admit import admit
 from threefold.config.loading import validate
 from threefold.config.schema import Config
-from threefold.data.permutation import seed_of
+from threefold.data.order.permutation import seed_of
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh
 from threefold.model import data_parallel, load, noise
@@ -21,8 +21,8 @@ from threefold.model.build import build
 from threefold.model.context_parallel import limits
 from threefold.model.context_parallel.split import split_problems
 from threefold.model.model import Model
-from threefold.model.own_module import on_mesh
 from threefold.model.tensor_parallel.plan import plan_problems
+from threefold.model.user_module import on_mesh
 
 Recomputed = Literal["none", "selective", "full", "offload"]
 

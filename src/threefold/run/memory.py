@@ -9,15 +9,17 @@ from pathlib import Path
 
 import torch
 
-from threefold.config.schema import Config
 from threefold.errors import RunError
 from threefold.mesh.mesh import Mesh
-from threefold.mesh.topology import Topology
-from threefold.model import load
+from threefold.plan.accelerators import of_memory
+from threefold.plan.fit import MORE_RANKS, estimate_of, what_fits
+from threefold.plan.peak import peak
+from threefold.plan.setup import setup_of
 from threefold.run.request import Asked
 
 log = logging.getLogger("threefold")
-_LESS_ACTIVATIONS = {"none": "selective", "selective": "full", "full": "offload"}
+# Of the estimate for what did not fit, that other settings may need at most: first of what is sure to help.
+_SHARES = (0.8, 0.99)
 
 
 @contextlib.contextmanager
@@ -30,68 +32,30 @@ def explained(asked: Asked, mesh: Mesh, folder: Path) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        config, topology, rank = asked.config, mesh.topology, mesh.rank
-        snapshot = _snapshot(folder.resolve() / "memory" / f"rank-{rank:04d}.pickle")
         reason = str(error).strip().split("\n")[0].split(". GPU")[0].rstrip(".")
-        outline = load.outline(asked.architecture, trust_remote_code=config.model.trust_remote_code)
-        state = state_bytes(config, topology, sum(each.numel() for each in outline.parameters()))
-        first, *others = what_fits(config, topology, state_share=state / _device_bytes())
-        raise RunError(
-            f"rank {rank} has no memory left: {reason}",
-            expected=f"{state / 2**30:,.1f} GiB of weights, gradients and moments to fit in its device, together with "
-            f"activations and gathered weights{snapshot}",
-            fix=first + (f"   (then {', '.join(others)})" if others else ""),
-        ) from error
+        snapshot = _snapshot(folder.resolve() / "memory" / f"rank-{mesh.rank:04d}.pickle")
+        expected, fix = _advice(asked, mesh)
+        what = f"rank {mesh.rank} has no memory left: {reason}"
+        raise RunError(what, expected=expected + snapshot, fix=fix) from error
 
 
-def state_bytes(config: Config, topology: Topology, num_parameters: int) -> float:
-    """Bytes of a rank for float32 weights, their gradients and AdamW's moments; adapters alone have the latter two."""
-    moments = 4 if config.optimizer.moments == "bfloat16" else 8
-    trained = 0 if config.model.lora.r else 4 + moments
-    return num_parameters * (4 + trained) / (topology.dp_shard * topology.cp * topology.tp)
-
-
-def what_fits(config: Config, topology: Topology, *, state_share: float) -> list[str]:
-    """Settings to paste, what saves most for its price first; only those that are not used up yet.
-
-    Args:
-        state_share: of the device's memory that weights, gradients and moments take.
-    """
-    activations = [*_of_rows(config, topology), *_of_layers(config)]
-    state = list(_of_state(config, topology))
-    found = [*state, *activations] if state_share > 0.5 else [*activations, *state]
-    if config.train.accumulate == "unsharded":
-        found.insert(0, "--train.accumulate sharded")
-    longer = f"--data.seq_len {config.data.seq_len // 2}, whose rows are shorter"
-    return found or [f"--mesh.tp {2 * topology.tp}   (more ranks for a layer)", longer]
-
-
-def _of_rows(config: Config, topology: Topology) -> Iterator[str]:
-    rows = config.train.global_batch // topology.dp
-    now = rows if config.train.micro_batch == "auto" else config.train.micro_batch
-    if now > 1:
-        yield f"--train.micro_batch {max(each for each in range(1, now) if rows % each == 0)}"
-
-
-def _of_layers(config: Config) -> Iterator[str]:
-    if less := _LESS_ACTIVATIONS.get(config.train.activation_checkpointing):
-        yield f"--train.activation_checkpointing {less}"
-
-
-def _of_state(config: Config, topology: Topology) -> Iterator[str]:
-    if topology.dp_shard < topology.dp:
-        yield f"--mesh.dp_shard {topology.dp}"
-    optimizer = config.optimizer
-    if (optimizer.name, optimizer.moments) == ("adamw", "float32") and not config.model.lora.r:
-        yield "--optimizer.moments bfloat16"
-    if not config.mesh.cpu_offload and optimizer.name not in ("muon", "adafactor"):
-        yield "--mesh.cpu_offload true"
-
-
-def _device_bytes() -> float:
-    if not torch.cuda.is_available():
-        return float("inf")
-    return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+def _advice(asked: Asked, mesh: Mesh) -> tuple[str, str]:
+    """(what was expected, what would fit), by the estimate if there is one."""
+    device = None
+    if mesh.device.type == "cuda":
+        device = of_memory(torch.cuda.get_device_properties(mesh.device).total_memory)
+    estimate = estimate_of(asked.config, asked.architecture.to_dict(), mesh.topology, device)
+    if estimate is None:
+        setup = setup_of(asked.config, None, mesh.topology, device)
+        return "a step that fits in its device", what_fits(None, setup, 0)
+    moment = peak(*estimate)
+    state = sum(moment.lines.get(line, 0.0) for line in ("weights", "gradients", "moments", "averages"))
+    expected = (
+        f"about {moment.total / 2**30:,.1f} GiB to fit in its device, as estimated for the {moment.name}: "
+        f"{state / 2**30:,.1f} GiB of weights, gradients and moments, together with activations and gathered weights"
+    )
+    fixes = (what_fits(*estimate, share * moment.total) for share in _SHARES)
+    return expected, next((fix for fix in fixes if fix != MORE_RANKS), MORE_RANKS)
 
 
 def _snapshot(path: Path) -> str:

@@ -18,9 +18,10 @@ from threefold.data.rows.known_rows import parts_of
 from threefold.data.rows.padded import PaddedRows
 from threefold.mesh.environment import cache_folder
 from threefold.model.model import Model
+from threefold.plan import choices
 from threefold.training.evaluation import EvalStep
 from threefold.training.preferences import PairLoss, WithoutAdapters
-from threefold.training.reference import Identity, Kept, Lookup, digest_of, kept_reference, most_documents
+from threefold.training.reference import Kept, Lookup, ReferenceIdentity, digest_of, kept_reference, most_documents
 
 FOLDER = "reference"
 
@@ -89,16 +90,14 @@ def _loss_of(
     most = most_documents(padded)
     if weights is None:
         return PairLoss(model, config.dpo, WithoutAdapters(model, num_documents=most), num_documents=most), []
-    asked = config.train.micro_batch
-    micro_batch = max(1, config.train.global_batch // model.mesh.dp_size) if asked == "auto" else asked
     kept = [
         kept_reference(
             part,
             model,
-            Identity(part.fingerprint, weights, config.model.dtype),
+            ReferenceIdentity(part.fingerprint, weights, config.model.dtype),
             cache=cache_folder() / "references",
             run=resumed / FOLDER if resumed is not None else None,
-            micro_batch=micro_batch,
+            micro_batch=choices.micro_batch(config, model.mesh.topology).value,
             say=say,
         )
         for part in padded

@@ -9,7 +9,7 @@ import torch
 import transformers
 import xxhash
 
-from threefold import __version__
+from threefold.build_id import build_id
 from threefold.config.schema import Config
 from threefold.mesh import environment
 from threefold.training.saving import versions
@@ -24,7 +24,7 @@ def facts_of(config: Config) -> dict[str, str]:
     if config.train.reduce == "exact":
         of_bits = [versions()[name] for name in ("torch", "transformers", "cpu")]
         digests["what the bits of train.reduce exact depend on"] = ", ".join(of_bits)
-    return {"threefold": __version__, **digests}
+    return {"threefold": build_id(), **digests}
 
 
 def quieten_libraries(*, shown: bool = False) -> None:

@@ -10,44 +10,49 @@ import contextlib
 import dataclasses
 import logging
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from threefold import bars
+from threefold import progress_bars
 from threefold.audit.compare import Audit
 from threefold.check.admit import admit
 from threefold.checkpoint import run_template
-from threefold.config.loading import Loaded
+from threefold.config.loading import LoadedConfig
+from threefold.data.sampling.loader import Batch
 from threefold.errors import ThreefoldError
-from threefold.jsonl import Tracker
+from threefold.jsonl import MetricsFile, Tracker
 from threefold.mesh import environment
 from threefold.mesh.mesh import FAILURES, Mesh, join_mesh
 from threefold.mesh.topology import Topology
+from threefold.model.flops import flops_of
 from threefold.plan.accelerators import peak_flops
-from threefold.plan.flops import flops_of
 from threefold.run import assemble, memory
 from threefold.run.assemble import Built
-from threefold.run.besides import Besides, besides_of
-from threefold.run.console import conclude, introduce
+from threefold.run.console import conclude, head_of, introduce
+from threefold.run.eval_samples import EvalSamples
+from threefold.run.eval_tasks import EvalTasks
+from threefold.run.exports import Exports
 from threefold.run.failure import report_failure
 from threefold.run.fits import Fitted, fitted
 from threefold.run.folder import RunFolder, log_to_file, open_run, require_shared
-from threefold.run.given import Given
+from threefold.run.head import Head, printed
 from threefold.run.hooks import Hooks
 from threefold.run.lock import RunLock
-from threefold.run.observed import kept_rows_of, shown_evaluation, timeline_of, trackers_on
 from threefold.run.process import compute_alike, facts_of, quieten_libraries
 from threefold.run.request import Asked, asked_of
 from threefold.run.resume import undamaged
 from threefold.run.same_bytes import keep_lists
 from threefold.run.sources import file_lines
-from threefold.run.stall import CLOSING
-from threefold.run.terminal import Screen
-from threefold.run.watchdog import Watchdog
+from threefold.run.terminal import Screen, Terminal
+from threefold.run.user_objects import Given
+from threefold.run.watch.stall import CLOSING
+from threefold.run.watch.watchdog import Watchdog
 from threefold.training.evaluation import EvalStep
 from threefold.training.forward import token_loss_of, warm_up_buckets
+from threefold.training.kept_rows import KeptRows, count_pairs
 from threefold.training.loop import Outcome, Run, train_loop
 from threefold.training.nonfinite import Finite, Policy
 from threefold.training.profiled import Profiled
@@ -55,7 +60,6 @@ from threefold.training.progress import DeviceForward, Progress
 from threefold.training.saving import versions
 from threefold.training.step import TrainStep
 from threefold.training.stop_request import StopRequest
-from threefold.training.timeline import merge
 
 log = logging.getLogger("threefold")
 
@@ -65,12 +69,12 @@ _REPORT_BEFORE = 0.9
 _LINGER_S = 60.0
 
 
-def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
+def run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
     """Trains as one rank of `topology` and returns its exit code; failures are printed once for all ranks."""
     config, info = loaded.config, environment.current()
     quieten_libraries(shown=info.rank == 0 and not loaded.quiet)
     if loaded.quiet:
-        bars.silence()
+        progress_bars.silence()
     asked, mesh = config.mesh, None
     timeout_s = config.train.timeout_s or _REPORT_BEFORE * asked.timeout_s
     environment.record_collectives()
@@ -99,7 +103,7 @@ def run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
             sys.stdout.flush()
 
 
-def _train(loaded: Loaded, mesh: Mesh, why: str, lock: RunLock, watch: Watchdog) -> int:
+def _train(loaded: LoadedConfig, mesh: Mesh, why: str, lock: RunLock, watch: Watchdog) -> int:
     config, enter = loaded.config, watch.progress.enter
     enter("the request")
     compute_alike(config)
@@ -120,8 +124,9 @@ def _train(loaded: Loaded, mesh: Mesh, why: str, lock: RunLock, watch: Watchdog)
         enter("data preparation")
         run = assemble.build_run(asked, mesh, folder, loaded.given or Given(), say=console.print, enter=enter)
         enter("the start")
-        besides = besides_of(run, say=console.print)
-        introduce(console, run, why, (admission.said, *fitting.said))
+        extras = extras_of(run, say=console.print)
+        head = head_of(run, why, (admission.said, *fitting.said))
+        introduce(console, head)
         if run.done >= run.num_steps:
             more = "--train.steps" if config.train.epochs is None else "--train.epochs"
             console.print(f"nothing to do: step {run.done} of {run.num_steps} is done. To train more: {more} N")
@@ -130,17 +135,12 @@ def _train(loaded: Loaded, mesh: Mesh, why: str, lock: RunLock, watch: Watchdog)
             return 0
         # Until the end, so that no signal can interrupt what is being saved.
         with StopRequest(mesh, last=loaded.last) as stop:
-            audit = _accept(console, run, lock)
+            audit = _accept(console, run, head, lock)
             hooks = Hooks(run.given.callbacks if mesh.rank == 0 else (), run.folder.path, stop.ask)
-            outcome = _followed(run, audit, console, stop, besides, hooks, watch)
+            outcome = _followed(run, audit, console, stop, extras, hooks, watch)
             hooks.ended(outcome.step, outcome.by if outcome.stopped else "done")
             mesh.barrier()
             mesh.close()
-            if config.log.timeline is not None and mesh.rank == 0:
-                found = merge(folder.path)
-                console.print(
-                    f"timeline: {found}, for https://ui.perfetto.dev" if found else "no step was in log.timeline"
-                )
             return conclude(console, run, outcome)
 
 
@@ -153,7 +153,7 @@ def _open_folder(asked: Asked, mesh: Mesh, lock: RunLock) -> RunFolder:
     return undamaged(folder, mesh)
 
 
-def _accept(console: Screen, run: Built, lock: RunLock) -> Audit:
+def _accept(console: Screen, run: Built, head: Head, lock: RunLock) -> Audit:
     """Makes the folder this run's, because nothing can refuse the request any more, and opens the run's audit."""
     config, mesh = run.config, run.mesh
     run.loader.leave_out(config.data.skip, first_step=run.done + 1)
@@ -165,29 +165,31 @@ def _accept(console: Screen, run: Built, lock: RunLock) -> Audit:
             run.pairs.keep(run.folder.path)
         if run.checkpointer.template is not None:
             run_template.keep(run.checkpointer.template, run.folder.path)
-        return run.folder.accept(config, facts=_facts_of_start(run))
+        files = file_lines(config, to=run.folder.path)
+        accepted = run.folder.accept(config, facts=_facts_of_start(run, head, files))
+        return {**accepted, "files": files}
 
     accepted = mesh.share("accept", accept)
     run.checkpointer.folder = dataclasses.replace(run.folder, run=accepted["run"], start=accepted["start"])
     for path in accepted["aside"]:
         console.print(f"  set aside: {path}, later than the step that the run resumes from")
-    for line in mesh.share("files", lambda: file_lines(config, to=run.folder.path)):
-        console.print(f"  files  {line}")
+    for line in accepted["files"]:
+        console.print(printed("files", line))
     lock.keep()
     return audit
 
 
-def _facts_of_start(run: Built) -> dict[str, object]:
+def _facts_of_start(run: Built, head: Head, files: Sequence[str]) -> dict[str, object]:
     """What the journal keeps of a start."""
     from_checkpoint = str(run.folder.resume.path.resolve()) if run.folder.resume is not None else None
     info, template = environment.current(), run.checkpointer.template
-    exact = {"reduce": "exact"} if run.config.train.reduce == "exact" else {}
+    exact: dict[str, object] = {"reduce": "exact"} if run.config.train.reduce == "exact" else {}
     if (lost := run.checkpointer.lost_bits) is not None:
-        exact["bits"] = "; ".join(lost) or "same"
-    facts = {"from": from_checkpoint, "mesh": str(run.mesh.topology), "restart": info.restart, "host": info.host}
+        exact["lost_bits"] = lost
+    facts = {"from": from_checkpoint, "mesh": run.mesh.topology.sizes, "restart": info.restart, "host": info.host}
     changed = {change.key: [change.before, change.now] for change in run.checkpointer.changed}
     kept = {run_template.KEY: run_template.digest_of(template)} if template is not None else {}
-    return {**facts, "changed": changed, **exact, **kept, **versions()}
+    return {**facts, "changed": changed, **exact, **kept, **versions(), "files": files, "head": head.to_values()}
 
 
 def _followed(
@@ -195,7 +197,7 @@ def _followed(
     audit: Audit,
     console: Screen,
     stop: StopRequest,
-    besides: Besides,
+    extras: Extras,
     hooks: Hooks,
     watch: Watchdog,
 ) -> Outcome:
@@ -205,17 +207,16 @@ def _followed(
         watch.follow(Profiled(run.folder.path, run.mesh.rank, profile))
     if run.mesh.device.type == "cuda" and run.mesh.world_size > 1:
         watch.progress.device = DeviceForward(partial(torch.cuda.Event, enable_timing=True))
-    watch.progress.timeline = timeline_of(run)
     checkpointer = run.checkpointer
     if (
         run.pairs is None and run.given.loss is None
-    ):  # the gradients of a loss of one's own are averaged outside of those buckets
+    ):  # the gradients of a custom loss are averaged outside of those buckets
         watch.progress.enter("the warm-up")
         warm_up_buckets(run.model, run.mesh, rows=run.micro_batch, seq_len=run.config.data.seq_len)
     checkpointer.start()
     rows = kept_rows_of(run, audit)
     try:
-        loop = _loop_of(run, audit, trackers, stop, besides, watch.progress)
+        loop = _loop_of(run, audit, trackers, stop, extras, watch.progress)
         shown = shown_evaluation(console, run)
         loop = dataclasses.replace(loop, kept_rows=rows, eval_batches=shown)
         outcome = train_loop(dataclasses.replace(loop, after_step=lambda: _saved(run, hooks)), first_step=run.done + 1)
@@ -233,8 +234,6 @@ def _followed(
         audit.close()
         if rows is not None:
             rows.close()
-        if watch.progress.timeline is not None:
-            watch.progress.timeline.close(device=False)
     return outcome
 
 
@@ -265,17 +264,17 @@ def _loop_of(
     audit: Audit,
     trackers: list[Tracker],
     stop: StopRequest,
-    besides: Besides,
+    extras: Extras,
     progress: Progress,
 ) -> Run:
     config, train, mesh = run.config, run.config.train, run.mesh
-    for each in besides:
+    for each in extras:
         if each is not None:
             each.progress = progress
     step = TrainStep(
         run.model, run.optimizer, **_loss_of(run), grad_clip=train.grad_clip, ema=run.ema, progress=progress
     )
-    policy = Policy(skip=train.nonfinite == "skip", limit=train.nonfinite_limit, run=str(run.folder.path))
+    policy = Policy(skip=train.nonfinite == "skip", run=str(run.folder.path))
     peak = peak_flops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
     return Run(
         config,
@@ -285,11 +284,11 @@ def _loop_of(
         run.loader,
         run.num_steps,
         run.micro_batch,
-        besides.exports.save,
+        extras.exports.save,
         run.checkpointer.saver.check,
         evaluate=_evaluation_of(run),
-        sample=besides.sample,
-        tasks=besides.tasks,
+        sample=extras.sample,
+        tasks=extras.tasks,
         trackers=trackers,
         flops=flops_of(run.model.module) if peak is not None else None,
         peak_flops=peak,
@@ -300,3 +299,55 @@ def _loop_of(
         progress=progress,
         stop=stop,
     )
+
+
+class Extras(NamedTuple):
+    """Each has a `progress`, which is to be the run's."""
+
+    exports: Exports
+    sample: EvalSamples | None
+    tasks: EvalTasks | None
+
+
+def extras_of(run: Built, *, say: Callable[[str], None]) -> Extras:
+    """Every rank calls it.
+
+    Raises:
+        ConfigError: a prompt or a task cannot be used.
+    """
+    sample = EvalSamples(run, say=say) if run.config.eval.sample else None
+    tasks = EvalTasks(run.config, run.model) if run.config.eval.tasks else None
+    return Extras(Exports(run.checkpointer, say=say), sample, tasks)
+
+
+def trackers_on(console: Screen, run: Built, hooks: Hooks) -> list[Tracker]:
+    """All that get the metrics, on rank 0."""
+    if run.mesh.rank != 0:
+        return []
+    go_on = run.config.checkpoint.on_error == "continue"
+    terminal = Terminal(console, num_steps=run.num_steps, done=run.done)
+    return [
+        MetricsFile(run.folder.metrics, continue_on_error=go_on, timed=True),
+        terminal,
+        *assemble.trackers_of(run, say=console.print),
+        hooks,
+    ]
+
+
+def kept_rows_of(run: Built, audit: Audit) -> KeptRows | None:
+    """Keeps the rows' losses on the first rank of each tp group, if they are asked for and known."""
+    asked, mesh = run.config.audit, run.mesh
+    if not (asked.rows and asked.every) or mesh.tp_rank or run.given.loss is not None:
+        return None
+    count = count_pairs if run.pairs is not None else None
+    spread = run.config.train.reduce == "exact"
+    return KeptRows(run.folder.path, mesh, segment=audit.start.segment, count=count, spread=spread)
+
+
+def shown_evaluation(console: Screen, run: Built) -> Callable[[], Iterable[Batch]] | None:
+    """Makes the held-out batches again, with a bar of how many are evaluated; None without an evaluation."""
+    make = assemble.held_out_of(run)
+    if make is None or run.held_out is None:
+        return make
+    total = -(-run.held_out.num_rows // (run.micro_batch * run.mesh.dp_size))
+    return lambda: console.bars.track(make(), "evaluation", total)

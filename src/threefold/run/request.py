@@ -9,36 +9,24 @@ from functools import partial
 from transformers import PretrainedConfig
 
 from threefold.checkpoint.manifest import architecture_problems
-from threefold.config.paths import tokenizer_name
 from threefold.config.schema import Config
-from threefold.data.tokens import MODEL_KEY, Tokenizer, difference, load_tokenizer
+from threefold.data.tokens import Tokenizer, difference
 from threefold.errors import ConfigError, DataError, Problem
 from threefold.integrations import trackers
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.shares import batch_problems
 from threefold.mesh.topology import Topology
-from threefold.model import data_parallel, exact_limits, float8, fused_loss, load, lora
-from threefold.model.context_parallel import flex, limits
+from threefold.model import data_parallel, float8, fused_loss, load, lora
+from threefold.model.context_parallel import flex
+from threefold.model.context_parallel import limits as cp_limits
 from threefold.model.context_parallel.split import split_problems
+from threefold.model.exact import limits as exact_limits
 from threefold.model.head import first_position
 from threefold.model.tensor_parallel.plan import expert_problems, plan_problems
+from threefold.optim.build import optimizer_problems
 from threefold.run import eval_tasks
-from threefold.run.sources import refuse_labels_without_effect, with_packing
+from threefold.run.sources import own_tokenizer, refuse_labels_without_effect, tokenizer_of, with_packing
 from threefold.training.loss import router_problems
-from threefold.training.optimizer import optimizer_problems
-
-
-def tokenizer_of(config: Config) -> Tokenizer:
-    """Returns the tokenizer that the config asks for."""
-    name, _ = tokenizer_name(config)
-    if name == config.model.name_or_path:
-        return _own_tokenizer(config, key="data.tokenizer" if config.data.tokenizer is not None else MODEL_KEY)
-    return load_tokenizer(name)
-
-
-def _own_tokenizer(config: Config, *, key: str = MODEL_KEY) -> Tokenizer:
-    assert config.model.name_or_path is not None
-    return load_tokenizer(config.model.name_or_path, revision=config.model.revision, key=key)
 
 
 def tokenizer_problems(config: Config, tokenizer: Tokenizer) -> list[Problem]:
@@ -48,7 +36,7 @@ def tokenizer_problems(config: Config, tokenizer: Tokenizer) -> list[Problem]:
         return []
     expected = "the tokenizer that the weights were trained with: to them, another one's ids mean other tokens"
     try:
-        own = _own_tokenizer(config)
+        own = own_tokenizer(config)
     except DataError as error:
         what = f"data.tokenizer = {given!r} cannot be compared with the model's own: {error.problems[0].what}"
         fix = f"{error.problems[0].fix}, and leave data.tokenizer out; if {given} is the model's own: "
@@ -124,8 +112,8 @@ def setup_problems(config: Config, architecture: PretrainedConfig, topology: Top
     problems += plan_problems(architecture, topology.tp, plan=outline.tp_plan)
     problems += expert_problems(architecture, config.mesh.ep, topology.tp)
     problems += split_problems(config.mesh.cp_method, architecture, topology, outline)
-    problems += limits.direction_problems(outline, pretrained=config.model.name_or_path is not None)
-    problems += limits.document_problems(outline) if config.data.document_mask else []
+    problems += cp_limits.direction_problems(outline, pretrained=config.model.name_or_path is not None)
+    problems += cp_limits.document_problems(outline) if config.data.document_mask else []
     problems += architecture_problems(architecture)
     problems += data_parallel.problems(config, topology, device=device)
     problems += optimizer_problems(config, outline, topology)
@@ -134,7 +122,7 @@ def setup_problems(config: Config, architecture: PretrainedConfig, topology: Top
         problems += trackers.problems(config.log.trackers)
     problems += eval_tasks.problems(config.eval.tasks)
     if config.model.attention == "flex":
-        problems += flex.problems("flex", architecture, device=device)
+        problems += flex.problems(architecture, device=device)
     if config.train.fused_loss == "liger":
         smoothing = config.train.label_smoothing
         problems += fused_loss.problems(device=device, tp=topology.tp, label_smoothing=smoothing)

@@ -19,10 +19,9 @@ from transformers import PretrainedConfig
 from threefold.audit import record as audit_record
 from threefold.checkpoint import run_template
 from threefold.checkpoint import state as run_state
-from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, newest_undamaged
 from threefold.checkpoint.manifest import (
-    Change,
+    ChangedKey,
     architecture_of,
     changes,
     lost_bits,
@@ -33,23 +32,22 @@ from threefold.checkpoint.manifest import (
     refuse_unconfirmed,
     with_axes,
 )
-from threefold.checkpoint.saver import Job, Saver
+from threefold.checkpoint.saver import Save, Saver
 from threefold.checkpoint.seal import Seal, sync
-from threefold.checkpoint.tensors import Part
-from threefold.config.paths import FORMER, with_absolute_paths
-from threefold.config.peak_rate import peak_rate
+from threefold.checkpoint.shards import Index
+from threefold.checkpoint.tensors import TensorPart
+from threefold.config.auto_lr import peak_rate
+from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config
-from threefold.data.loader import TokenLoader
-from threefold.data.permutation import seed_of
+from threefold.data.order.permutation import seed_of
 from threefold.data.rows.known_rows import digests_of
-from threefold.errors import DataError
+from threefold.data.sampling.loader import TokenLoader
 from threefold.mesh.mesh import Mesh
 from threefold.model import load, noise
 from threefold.model.model import Model
+from threefold.optim.build import begin_state
+from threefold.optim.ema import Ema
 from threefold.run.folder import RunFolder
-from threefold.run.sources import with_glob
-from threefold.training.ema import Ema
-from threefold.training.optimizer import begin_state
 from threefold.training.saving import versions
 
 
@@ -72,8 +70,8 @@ class Checkpointer:
 
     def __post_init__(self) -> None:
         self._best: float | None = self.mesh.share("best", self._best_before)
-        self.changed: list[Change] = []  # keys that are not as they were when the checkpoint was saved
-        self.lost_bits: list[str] | None = None  # why an exact run goes on with other bits; None: it does not resume
+        self.changed: list[ChangedKey] = []  # keys that are not as they were when the checkpoint was saved
+        self.lost_bits: list[str] | None = None  # why an exact run continues with other bits; None: it does not resume
         self.saved: Checkpoint | None = None  # the last one, on the rank that completes it
         self.saver: Saver  # made by `start`
         # Adapters only work with the base weights they were trained on, and pairs are compared with them.
@@ -93,7 +91,7 @@ class Checkpointer:
         self.saver = Saver(
             self.mesh,
             self._parts,
-            background=asked.mode == "async" and not once,
+            background=not once,
             continue_on_error=asked.on_error == "continue",
         )
 
@@ -117,12 +115,12 @@ class Checkpointer:
             self.saved = checkpoints.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
             if best is not None:
                 checkpoints.mark_best(step, best)
-            checkpoints.prune(asked.keep, keep_every=asked.keep_every)
+            checkpoints.prune(asked.keep)
             self.folder.journal.note("save", step=step, start=self.folder.start)
 
         state = checkpoints.partial(step) / "state"
         begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
-        self.saver.save(Job(step, state, begin, commit, abandon))
+        self.saver.save(Save(step, state, begin, commit, abandon))
         if best is not None:
             self._best = best
 
@@ -134,14 +132,14 @@ class Checkpointer:
         def commit(seals: Mapping[str, Seal]) -> None:
             to.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
 
-        def copied() -> list[Part]:
+        def copied() -> list[TensorPart]:
             # A tensor that was written cannot be resized any more, as FSDP does in the next step.
             return [replace(part, values=part.values.clone()) for part in run_state.own_parts(state, held)]
 
         saver = Saver(self.mesh, copied, background=False, continue_on_error=False)
-        saver.save(Job(step, to.partial(step) / "state", partial(to.begin, step), commit, partial(to.abandon, step)))
+        saver.save(Save(step, to.partial(step) / "state", partial(to.begin, step), commit, partial(to.abandon, step)))
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[TensorPart]:
         # Some optimizers make their state in the first step, and of parameters without a gradient none.
         state = run_state.state_of(self.model.module, self.optimizer)
         state |= self.ema.state() if self.ema is not None else {}
@@ -188,11 +186,8 @@ class Checkpointer:
             refuse_unconfirmed(self.changed, checkpoint, exact=exact)
         if self._base is not None:
             refuse_other_base(manifest, self._base, self.config, checkpoint)
-        try:
-            if manifest["data"]:  # what another program has read of its data is not known here
-                self.loader.load_state_dict(manifest["data"])
-        except DataError as error:
-            raise with_glob(error, self.config) from error
+        if manifest["data"]:  # what another program has read of its data is not known here
+            self.loader.load_state_dict(manifest["data"])
         index = Index.read(checkpoint.state)
         begin_state(self.model.module, self.optimizer, index)
         state = run_state.state_of(self.model.module, self.optimizer)
@@ -215,18 +210,6 @@ def rate_of(config: Config, folder: RunFolder) -> tuple[float, str]:
         if isinstance(before, float):
             return before, "the run began with it"
     return peak_rate(config)
-
-
-def with_former(config: Config, folder: RunFolder) -> Config:
-    """Returns the config with the keys of the order and of the labels as the resumed run has them, unless given.
-
-    The configs of version 0.1.0 do not name them: it knew only these.
-    """
-    if folder.resume is None:
-        return config
-    before, given = read_manifest(folder.resume)["config"].get("data", {}), config.data.model_fields_set
-    update = {name: before.get(name, former) for name, former in FORMER.items() if name not in given}
-    return config.model_copy(update={"data": config.data.model_copy(update=update)})
 
 
 def undamaged(folder: RunFolder, mesh: Mesh) -> RunFolder:

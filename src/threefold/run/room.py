@@ -18,7 +18,7 @@ BYTES_PER_RANK = 128 * 2**20
 
 @dataclass(frozen=True)
 class Room:
-    """Cores that this process may use, and memory that is free; None where it cannot be told."""
+    """Cores that this process may use, and memory that is free; None where it cannot be known."""
 
     num_cores: int
     free_bytes: int | None

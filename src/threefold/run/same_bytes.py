@@ -1,8 +1,7 @@
 """Whether all ranks read the same bytes, and a resumed run those that it began with.
 
 The digests of the stores' blocks are compared before a model is built. If they differ, the lists of hashes say in
-which block: those of the other rank, or those that the run keeps in its folder (`blocks/DIGEST.blocks`). Runs of
-version 0.1.0 recorded none; their data is compared by its fingerprint alone.
+which block: those of the other rank, or those that the run keeps in its folder (`blocks/DIGEST.blocks`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 from threefold.audit.stores import list_at
 from threefold.checkpoint.manifest import read_manifest
 from threefold.data.rows.concat import Rows
-from threefold.data.rows.known_rows import Part, block_text, digests_of, parts_of
+from threefold.data.rows.known_rows import SourceRows, block_text, digests_of, parts_of
 from threefold.data.store.blocks import Blocks
 from threefold.errors import DataError, ranks_text
 from threefold.mesh import environment
@@ -78,7 +77,7 @@ def _refuse(told: dict[str, Any], rows: Rows, key: str, sent: list[str | None]) 
         f"{key}: {ranks_text(ranks)} ({others}) and rank 0 (host {hosts[0]}) have different copies of {path}: {where}",
         expected="the same bytes on every host: otherwise a sample's number means different samples",
         fix="copy the store's folder from a host that has the right one to the others; or once: threefold data prepare "
-        "--source ... --to DIR, copy DIR to every host, and --data.source DIR",
+        "--data.source ... --to DIR, copy DIR to every host, and --data.source DIR",
     )
 
 
@@ -109,7 +108,7 @@ def _compare_with_run(rows: Rows, folder: RunFolder) -> None:
         )
 
 
-def _difference(part: Part, other: Blocks) -> str | None:
+def _difference(part: SourceRows, other: Blocks) -> str | None:
     """The first block in which a source's store and another list differ, as text."""
     own, change = part.blocks, part.blocks.difference(other)
     if change is None:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from threefold.config.paths import tokenizer_name
 from threefold.config.schema import Config, MixtureSource
-from threefold.config.text import pasted
 from threefold.data.store.resolve import files_of, refuse_without_effect, rows_format
-from threefold.data.text.listing import kind_of, summary, write_list
+from threefold.data.text.listing import summary, write_list
 from threefold.data.text.source import PREFERENCE, Labels, Source
-from threefold.errors import ConfigError, DataError, Problem, ThreefoldError
+from threefold.data.tokens import MODEL_KEY, Tokenizer, load_tokenizer
+from threefold.errors import ConfigError, Problem, ThreefoldError
 from threefold.mesh.environment import cache_folder, data_path
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ T = TypeVar("T")
 # The key itself, not a path that holds these words.
 _SOURCE_KEY = re.compile(r"(?<![\w/.'\"])data\.source(?!\w|/|\.\w|['\"])")
 _HELD_OUT = "eval.source"
-_OTHER_DATA = "the saved state has data = "
 
 
 def sources_of(config: Config, *, held_out: bool = False) -> dict[str, Source]:
@@ -39,6 +39,20 @@ def sources_of(config: Config, *, held_out: bool = False) -> dict[str, Source]:
     if data.mixture is None:
         return {"data.source": _source(config, MixtureSource(source=data.source, weight=1))}
     return {f"data.mixture.{name}": _source(config, source) for name, source in data.mixture.items()}
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    """Returns the tokenizer that the config asks for."""
+    name, _ = tokenizer_name(config)
+    if name == config.model.name_or_path:
+        return own_tokenizer(config, key="data.tokenizer" if config.data.tokenizer is not None else MODEL_KEY)
+    return load_tokenizer(name)
+
+
+def own_tokenizer(config: Config, *, key: str = MODEL_KEY) -> Tokenizer:
+    """The tokenizer of the model."""
+    assert config.model.name_or_path is not None
+    return load_tokenizer(config.model.name_or_path, revision=config.model.revision, key=key)
 
 
 def opened(key: str, open_source: Callable[[], T]) -> T:
@@ -62,44 +76,24 @@ def file_lines(config: Config, *, to: Path | None = None) -> list[str]:
     return [f"{summary(lists)}; {write_list(lists, to)}"]
 
 
-def with_glob(error: DataError, config: Config) -> ThreefoldError:
-    """The error of a run on other data, whose fix names the glob for a folder that is read otherwise since 0.1.0.
-
-    The first release read no .json, .csv, .gz and .zst, every README, and a linked file under each of its names.
-    """
-    source = config.data.source
-    glob = f"{source}/**/*.{{txt,md,py,jsonl,parquet}}"
-    with contextlib.suppress(DataError):
-        now, then = ([path for each in files_of(Source(name)) for path in each.read] for name in (source, glob))
-        kept = {path for path in now if (kind := kind_of(path)) is not None and not kind.is_later}
-        if isinstance(source, str) and Path(source).expanduser().is_dir() and now != then and kept and kept <= {*then}:
-            fix = f"--data.source {pasted(glob)}   (reads the folder as 0.1.0 did), or "
-            found = ((each, fix if each.what.startswith(_OTHER_DATA) else "") for each in error.problems)
-            return DataError.of(dataclasses.replace(each, fix=f"{fix}{each.fix}") for each, fix in found)
-    return error
-
-
 def _source(config: Config, source: MixtureSource) -> Source:
     """Settings that a source omits come from the data section."""
     data, named = config.data, source.source
     return Source(
         data_path(named) if isinstance(named, str) else tuple(map(data_path, named)),
-        text_field=source.text_field or data.text_field,
         split=source.split or data.split,
         config_name=source.config_name or data.config_name,
         revision=source.revision or data.revision,
         skip_bad_lines=data.skip_bad_lines,
         labels=Labels(
             data.format,
-            data.fields,
+            data.fields if source.fields is None else source.fields,
             data.train_on,
             data.train_on_end,
             data.chat_template,
             data.template_variables,
-            data.chat_date,
             data.control_tokens,
             data.bos,
-            data.skip_empty_targets,
         ),
     )
 
@@ -121,7 +115,7 @@ def with_packing(config: Config, mesh: Mesh) -> Config:
     """The config with data.packing and data.document_mask, which depend on what the source holds if not given.
 
     Raises:
-        ConfigError: the sources have rows that train.objective does not learn from; on every rank.
+        ConfigError: the sources have rows that train.objective does not train on; on every rank.
     """
     data = config.data
     formats = mesh.once_per_host("format", lambda: formats_of(config))
@@ -160,18 +154,18 @@ def refuse_other_rows(formats: Mapping[str, str], objective: str) -> None:
     if pairs and others:
         raise ConfigError(
             f"{pairs[0]} has pairs of answers (preference), and {others[0]} rows of the format {formats[others[0]]}",
-            expected="sources of one kind: a loss compares the two answers of a pair, or learns rows one by one",
-            fix=f"leave out {pairs[0]} or {others[0]}   (or, to learn the chosen answers: a store of them, made by "
-            "threefold data prepare --format prompt_completion --fields '{completion: chosen}' ...)",
+            expected="sources of one kind: a loss compares the two answers of a pair, or trains on rows one by one",
+            fix=f"leave out {pairs[0]} or {others[0]}   (or, to train on the chosen answers: a store of them, made by "
+            "threefold data prepare --data.format prompt_completion --data.fields '{completion: chosen}' ...)",
         )
     if pairs and objective != "dpo":
         raise ConfigError(
-            f"{pairs[0]} has pairs of answers (preference): rejected answers would be learnt like those chosen",
-            expected=f"rows to learn from one by one, for train.objective = {objective}",
-            fix="--train.objective dpo   (to learn the chosen answers alone: "
+            f"{pairs[0]} has pairs of answers (preference): rejected answers would be trained on like those chosen",
+            expected=f"rows to train on one by one, for train.objective = {objective}",
+            fix="--train.objective dpo   (to train on the chosen answers alone: "
             "--data.format prompt_completion --data.fields '{completion: chosen}', of whole conversations "
             "--data.format chat --data.fields '{messages: chosen}' --data.train_on last; a token store is made again "
-            "with these options: threefold data prepare --format ... --fields ...)",
+            "with these keys: threefold data prepare --data.format ... --data.fields ...)",
         )
     if others and objective == "dpo":
         raise ConfigError(

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from threefold.config import loading
-from threefold.config.loading import Loaded
+from threefold.config.loading import LoadedConfig
 from threefold.config.schema import Config, DataConfig, value_at
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST, ConfigError, Problem, RunError
 from threefold.mesh import environment, local_ranks
+from threefold.mesh.local_ranks import ignore
 from threefold.mesh.shares import refuse_impossible
-from threefold.mesh.signals import ignore
 from threefold.mesh.topology import Topology, resolve
 from threefold.run.folder import new_path
-from threefold.run.given import PLACES, Given, callbacks_of, check, place_of, refuse_unsendable, with_rows
 from threefold.run.room import refuse_too_many, room_here
+from threefold.run.user_objects import PLACES, Given, callbacks_of, check, place_of, refuse_unsendable, with_rows
 
 # What every rank imports; the server that forks the ranks imports it in advance.
 PRELOAD = (
@@ -105,15 +105,15 @@ def train(
     return Result(code, Path(folder) if (folder := loaded.config.log.dir) is not None else None)
 
 
-def _loaded(config: Config | Mapping[str, Any] | str | Path | None, handed: Iterable[str]) -> Loaded:
+def _loaded(config: Config | Mapping[str, Any] | str | Path | None, handed: Iterable[str]) -> LoadedConfig:
     """The config, with the places of what is handed over where it names nothing."""
     places = {PLACES[name]: place_of(name) for name in handed}
     if isinstance(config, Config):
         free = {key: place for key, place in places.items() if value_at(config, key) == value_at(Config(), key)}
         values = config.model_dump(exclude_unset=True)
-        return Loaded(loading.validate(_with_places(values, free)) if free else config)
+        return LoadedConfig(loading.validate(_with_places(values, free)) if free else config)
     if isinstance(config, Mapping):
-        return Loaded(loading.validate(_with_places(config, places)))
+        return LoadedConfig(loading.validate(_with_places(config, places)))
     defaults = [(key, place, "threefold.train") for key, place in places.items()]
     path = str(config) if config is not None else None
     variables = environment.variables()
@@ -130,7 +130,7 @@ def _with_places(values: Mapping[str, Any], places: Mapping[str, str]) -> dict[s
     return found
 
 
-def train_command(loaded: Loaded, *, max_restarts: int = 0, force: bool = False) -> int:
+def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = False) -> int:
     """Trains and returns the exit code; errors that users can fix are raised or, on ranks, printed once.
 
     Args:
@@ -242,11 +242,11 @@ def topology_here(config: Config, *, force: bool = False) -> tuple[Topology, str
     return topology, why
 
 
-def _run_rank(loaded: Loaded, topology: Topology, why: str) -> int:
+def _run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
     from threefold.run.rank import run_rank
 
     return run_rank(loaded, topology, why)
 
 
-def _rank_entry(loaded: Loaded, topology: Topology, why: str) -> None:
+def _rank_entry(loaded: LoadedConfig, topology: Topology, why: str) -> None:
     sys.exit(_run_rank(replace(loaded, last=True), topology, why))

@@ -18,8 +18,8 @@ from typing import Any
 
 from rich.console import Console
 
-from threefold.bars import Bar, Bars
 from threefold.jsonl import Metrics
+from threefold.progress_bars import Bar, Bars
 from threefold.training.progress import Lag
 
 log = logging.getLogger("threefold")
@@ -28,7 +28,7 @@ SAMPLE = "  | "
 _WIDTH = 100
 # No numbers of JSON.
 _ENDLESS = (math.inf, -math.inf)
-# Where the text of a folded line goes on: below that of the head's entries.
+# Where the text of a folded line continues: below that of the head's entries.
 _INDENT = " " * 9
 
 
@@ -53,16 +53,22 @@ class Screen(Console):
         self.bars = Bars(self, quiet=quiet or as_json)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        text = " ".join(map(str, objects))
-        plain = all(isinstance(each, str) for each in objects)
-        if plain and self._logs and not text.startswith(SAMPLE):  # a model's text could look like an error's
-            log.info("%s", text)
-        if plain and self.as_json:
-            self._write({"kind": "text", "text": text}, options)
-        elif plain and self.is_terminal:
-            super().print(folded(text, min(self.width, _WIDTH)), **options)
+        if all(isinstance(part, str) for part in objects):
+            self._show(" ".join(objects), logging.INFO, **options)
         else:
             super().print(*objects, **options)
+
+    def _show(self, text: str, level: int, **options: Any) -> None:
+        if self._logs and not text.startswith(SAMPLE):  # a model's text could look like an error's
+            log.log(level, "%s", text)
+        if self.as_json:
+            self._write({"kind": "text", "text": text}, options)
+        else:
+            super().print(folded(text, min(self.width, _WIDTH)) if self.is_terminal else text, **options)
+
+    def warn(self, text: str) -> None:
+        """Prints a text, which is logged as a warning."""
+        self._show(text, logging.WARNING)
 
     def tell(self, kind: str, values: Metrics, text: str) -> None:
         """Prints a text, or the values that it was made from."""
@@ -159,10 +165,11 @@ class Terminal:
                 held, estimated = (metrics[f"{name}_memory_bytes"] / 2**30 for name in ("peak", "estimated"))
                 line += f"\n  memory: {held:.2f} GiB were allocated at the peak, {estimated:.2f} estimated"
             self._bar.at(metrics["step"], self._live_text(metrics))
-            if "slowest_rank" in metrics:
-                lag = self._lag.after(metrics["step"], metrics["slowest_rank"], metrics["slowest_share"])
-                line += f"\n{lag}" if lag is not None else ""
         self._screen.tell(kind, metrics, line)
+        if kind == "step" and "slowest_rank" in metrics:
+            lag = self._lag.after(metrics["step"], metrics["slowest_rank"], metrics["slowest_share"])
+            if lag is not None:
+                self._screen.warn(lag)
 
     def _live_text(self, metrics: Metrics) -> str:
         """What stands before the live bar."""

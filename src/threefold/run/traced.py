@@ -30,10 +30,11 @@ from threefold.mesh.topology import Topology
 from threefold.model import storage
 from threefold.model.build import arranged
 from threefold.model.collectives import local_part
+from threefold.optim.build import build_optimizer
+from threefold.optim.ema import Ema
+from threefold.plan import choices
 from threefold.plan.live import LiveTensors
-from threefold.training.ema import Ema
 from threefold.training.forward import token_loss_of
-from threefold.training.optimizer import build_optimizer
 from threefold.training.step import TrainStep
 
 # What of a collective is counted: the whole tensor of an all-gather or a reduce-scatter, what a rank gives of others.
@@ -85,11 +86,8 @@ def refused(config: Config) -> list[Problem]:
     return found
 
 
-def trace(config: Config, architecture: PretrainedConfig, topology: Topology, *, micro_batch: int) -> Traced:
+def trace(config: Config, architecture: PretrainedConfig, topology: Topology) -> Traced:
     """Traces one step of the first rank, with as many micro-batches as a step has.
-
-    Args:
-        micro_batch: rows of one forward.
 
     Raises:
         ConfigError: this process has a process group already, or torch cannot trace the model.
@@ -104,7 +102,7 @@ def trace(config: Config, architecture: PretrainedConfig, topology: Topology, *,
             # It tells a failure once more.
             logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)
             mesh = join_mesh(topology, LaunchInfo(0, topology.world_size), device="cpu", timeout_s=60)
-            return _traced(config, architecture, mesh, micro_batch)
+            return _traced(config, architecture, mesh)
     except RuntimeError as error:
         name = config.model.name_or_path or (config.model.config or {}).get("model_type", "the model")
         reason = next(iter(str(error).splitlines()), type(error).__name__)
@@ -115,10 +113,11 @@ def trace(config: Config, architecture: PretrainedConfig, topology: Topology, *,
         dist.destroy_process_group()
 
 
-def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh, micro_batch: int) -> Traced:
+def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Traced:
     model, _ = arranged(config, architecture, mesh)
     replicated = ("data parallelism: ddp", model.choices[0][1]) in model.choices
-    seq_len, num_batches = config.data.seq_len, config.train.global_batch // mesh.dp_size // micro_batch
+    seq_len, micro_batch = config.data.seq_len, choices.micro_batch(config, mesh.topology).value
+    num_batches = choices.num_micro_batches(config, mesh.topology)
     with FakeTensorMode(allow_non_fake_inputs=True):
         storage.reserve(model.module, mesh, offloaded=config.mesh.cpu_offload)
         model.module.train()

@@ -1,4 +1,4 @@
-"""Batches of a loop of one's own: what a model would leave out or misread in silence is refused, with the fix."""
+"""Batches of a custom loop: what a model would leave out or misread in silence is refused, with the fix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.data.permutation import seed_of
+from threefold.data.order.permutation import seed_of
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, DataError
 from threefold.mesh.mesh import Mesh
@@ -31,7 +31,7 @@ class Batches:
     """
 
     def __init__(self, model: Model, *, own_loss: bool, labels: bool = False) -> None:
-        """Args: `labels`: a loss of one's own is given what the model says of them."""
+        """Args: `labels`: a custom loss is given what the model says of them."""
         self._model, self._mesh, self._own_loss = model, model.mesh, own_loss
         self._labels = labels or not own_loss
         self.taken = 0

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, DataError
 from threefold.model.data_parallel import reshard
-from threefold.model.exact_sums import loss_on_grid
 from threefold.model.model import Model, OutputsOf
 from threefold.training.batches import Batches
 from threefold.training.forward import Batch, OwnLoss, forward_own, forward_sums, measures_of, token_loss_of
@@ -32,7 +31,7 @@ class EvalNumbers(NamedTuple):
 
 
 class EvalStep:
-    """Evaluates a model, which every rank of its mesh calls; nothing is updated, and nothing is learnt of the rows."""
+    """Evaluates a model, which every rank of its mesh calls; nothing is updated."""
 
     def __init__(self, model: Model, *, loss: OwnLoss | None = None, loss_on: OutputsOf = "logits") -> None:
         """Args: as for `TrainStep`."""
@@ -56,7 +55,7 @@ class EvalStep:
 
     @torch.no_grad()
     def measured(self, batches: Iterable[Mapping[str, Any]]) -> tuple[EvalNumbers, dict[str, float]]:
-        """As a call, and the means of what a loss of one's own measures besides, by name (`forward`)."""
+        """As a call, and the means of what a custom loss measures besides, by name (`forward`)."""
         loss_sum, count, *sums = self._totals(batches)
         means = {name: total / count if count else math.nan for name, total in zip(self._measures, sums, strict=True)}
         return EvalNumbers(loss_sum, round(count) if self._loss is None else count), means
@@ -84,8 +83,7 @@ class EvalStep:
                 return own.totals
         with forward_sums(model, batch, mesh, token_loss_of(model, mesh)) as sums:
             targets = (batch["labels"] != IGNORED).sum().to(mesh.device, torch.float64) / mesh.size("cp")
-            own = sums.cross_entropy.double() if model.exact is None else loss_on_grid(sums.cross_entropy)
-            return torch.stack([own, targets])
+            return torch.stack([model.sums.summand(sums.cross_entropy).double(), targets])
 
     def _with_stand_ins(self, reader: Batches, batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Batch, bool]]:
         """This rank's batches, then stand-ins until the last rank has none left."""

@@ -1,6 +1,6 @@
-"""One forward of a micro-batch, with backward inside it: to the sums of our loss, or of a loss of one's own.
+"""One forward of a micro-batch, with backward inside it: to the sums of our loss, or of a custom one.
 
-A loss of one's own is a function (outputs, batch) -> (sum, count) of this rank's part of a batch. The loss of a step is
+A custom loss is a function (outputs, batch) -> (sum, count) of this rank's part of a batch. The loss of a step is
 the sum of the sums over the dp x cp ranks and all micro-batches, divided by the sum of the counts. A loss with an
 attribute `measures`, names, gives a third thing: a tensor [measures] of further sums, told as means of the same count.
 """
@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, RunError
 from threefold.mesh.mesh import Mesh
 from threefold.model.context_parallel.split import local_positions
 from threefold.model.head import Sums
@@ -33,7 +34,7 @@ _PER_TOKEN = ("input_ids", "labels", "position_ids", "document_ids")
 
 
 class OwnSums(NamedTuple):
-    """What a loss of one's own gave for a micro-batch.
+    """What a custom loss gave for a micro-batch.
 
     Attributes:
         objective: its sum, to go backward from; through all outputs, with no gradient for those that it left out.
@@ -64,7 +65,7 @@ def forward_sums(
 def forward_own(
     model: Model, batch: Batch, loss: OwnLoss, *, of: OutputsOf = "logits", routers: bool = False
 ) -> Iterator[OwnSums]:
-    """The sums of a loss of one's own over this rank's part of a batch; backward belongs inside the `with`."""
+    """The sums of a custom loss over this rank's part of a batch; backward belongs inside the `with`."""
     if model.context is None:
         moved = {name: _moved(values, model.mesh.device) for name, values in batch.items()}
         outputs = model.own_outputs(moved)
@@ -81,7 +82,7 @@ def _moved(values: Any, device: torch.device) -> Any:
 
 
 def measures_of(loss: OwnLoss | None) -> tuple[str, ...]:
-    """The names of what a loss of one's own tells besides its sum and count."""
+    """The names of what a custom loss tells besides its sum and count."""
     return getattr(loss, "measures", ())
 
 
@@ -191,3 +192,62 @@ def warm_up_buckets(model: Model, mesh: Mesh, *, rows: int, seq_len: int) -> Non
     ):
         sums.objective.backward()
     model.module.zero_grad(set_to_none=True)
+
+
+# Relative: tp ranks have the same outputs bit for bit, and compute the same of them but for the order of sums.
+_SAME = 1e-4
+
+
+def refuse_unequal(totals: Tensor, count: Tensor, mesh: Mesh) -> None:
+    """Compares this rank's [sum, count] with those of its tp ranks, and looks at the count of the global batch.
+
+    Raises:
+        RunError: tp ranks differ, or the count is not a number, or negative; on every rank.
+    """
+    if (group := mesh.group("tp")) is not None:
+        both = torch.cat([totals, -totals])
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        highest, lowest = both[:2], -both[2:]
+        apart = ((highest - lowest) > _SAME * highest.abs().maximum(lowest.abs())).any().float()
+        dist.all_reduce(apart, dist.ReduceOp.MAX, group=mesh.group("world"))
+        if apart.item():
+            found = f"{lowest[0].item():.8g} to {highest[0].item():.8g}"
+            raise RunError(
+                f"tp ranks compute different losses from the same outputs: {found} here",
+                expected="a function of the outputs and the batch alone, the same on all tp ranks; nothing was updated",
+                fix="draw what the loss draws at random from a torch.Generator with the same seed on every rank",
+            )
+    number = count.item()
+    if not (math.isfinite(number) and number >= 0):
+        raise RunError(
+            f"the loss has the count {number} over all ranks",
+            expected="how many terms its sum has: a number that is not negative; nothing was updated",
+            fix="return losses.sum(), losses.numel()",
+        )
+
+
+def check_settings(model: Model, loss: OwnLoss | None, grad_clip: float, micro_batch: int | None) -> None:
+    """ConfigError if a step cannot be made of these."""
+    if not isinstance(model, Model):
+        raise ConfigError(
+            f"TrainStep was given a {type(model).__name__}",
+            expected="a model on the mesh",
+            fix="step = threefold.TrainStep(threefold.load_model(module, mesh=mesh), ...)",
+        )
+    if model.context is None and loss is None:
+        raise ConfigError(
+            f"a {type(model.module).__name__} has no loss of ours",
+            expected="for a module of one's own, a function of what it returns and the batch",
+            fix="threefold.TrainStep(model, loss=lambda outputs, batch: (losses.sum(), losses.numel()))",
+        )
+    if not (isinstance(grad_clip, int | float) and 0 <= grad_clip < math.inf):
+        raise ConfigError(f"grad_clip = {grad_clip!r}", expected="a norm, or 0 for none", fix="grad_clip=1.0")
+    if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 1):
+        raise ConfigError(f"micro_batch = {micro_batch!r}", expected="rows in one forward", fix="micro_batch=1")
+
+
+def checked_rate(name: str, value: object) -> float:
+    """A rate that is a number from 0 on; ConfigError for anything else."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return float(value)
+    raise ConfigError(f"{name} = {value!r}", expected="a number that is not negative", fix=f"{name}=1e-3")

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from threefold.model.collectives import local_part
 from threefold.model.data_parallel import is_sharded
-from threefold.model.exact_sums import exact_norm
 from threefold.model.model import Model
 
 # Gradients that copies of a model average in one collective.
@@ -80,7 +79,7 @@ class Gradients:
                 _place_as_parameter(parameter)
                 over_tp = name in split and not split[name].is_replicate()
                 gradients[over_tp, is_sharded(parameter)].append(local_part(parameter.grad))
-        norm = self._norm(gradients)
+        norm = self._model.sums.norm(gradients)
         if observe is not None:
             observe()
         if clip:
@@ -88,38 +87,17 @@ class Gradients:
             _multiply([each for own in gradients.values() for each in own], factor)
         return norm
 
-    def _norm(self, gradients: dict[tuple[bool, bool], list[Tensor]]) -> Tensor:
-        if self._model.exact is None:
-            return self._global_norm(gradients)
-        split, whole = ([*gradients[over_tp, True], *gradients[over_tp, False]] for over_tp in (True, False))
-        return exact_norm(split, whole, self._mesh)
-
     def _sum_partial(self, gradients: Sequence[Tensor | None]) -> None:
         """Sums over tp the gradients that each rank knows only in part; once a step, in one collective."""
         tp = self._mesh.group("tp")
         own = [local_part(gradient) for gradient in gradients if gradient is not None]
         if tp is None or not own:
             return
-        # With exact sums: two ranks add the same numbers in either order (`mesh.exact`).
+        # With exact sums: two ranks add the same numbers in either order (`mesh.exact_limits`).
         together = torch.cat([gradient.flatten() for gradient in own]).to(self._mesh.device)
         dist.all_reduce(together, group=tp)
         parts = together.split([gradient.numel() for gradient in own])
         torch._foreach_copy_(own, [part.view_as(gradient) for part, gradient in zip(parts, own, strict=True)])
-
-    def _global_norm(self, gradients: dict[tuple[bool, bool], list[Tensor]]) -> Tensor:
-        """Norm of the whole gradient; what tp does not split is the same on each of its ranks and counts once."""
-        device = self._mesh.device
-        squares = torch.stack([_square_sum(gradients[over_tp, True], device) for over_tp in (True, False)])
-        # Replicas have equal gradients; only ranks that share one copy hold different parts.
-        if (fsdp := self._mesh.group("fsdp")) is not None:
-            dist.all_reduce(squares, group=fsdp)
-        squares = squares + torch.stack([_square_sum(gradients[over_tp, False], device) for over_tp in (True, False)])
-        if (tp := self._mesh.group("tp")) is None:
-            return squares.sum().sqrt()
-        # The second is 0, or NaN if `whole` is not finite on one tp rank alone: all must know.
-        parts = torch.stack([squares[0], squares[1] - squares[1]])
-        dist.all_reduce(parts, group=tp)
-        return (parts.sum() + squares[1]).sqrt()
 
 
 def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
@@ -138,9 +116,3 @@ def _place_as_parameter(parameter: nn.Parameter) -> None:
     both_split = isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
     if both_split and gradient.placements != parameter.placements:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
-
-
-def _square_sum(tensors: list[Tensor], device: torch.device) -> Tensor:
-    if not tensors:
-        return torch.zeros((), device=device)
-    return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).square().sum().to(device)

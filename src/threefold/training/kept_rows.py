@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from threefold.audit.row_losses import FOLDER, Int64, Part, packed
+from threefold.audit.row_losses import FOLDER, Int64, RankPart, packed
 from threefold.data.rows.concat import IGNORED
 from threefold.mesh.mesh import Mesh
 from threefold.training.forward import Batch
@@ -46,7 +46,7 @@ class KeptRows:
         count: what each row of a batch counts, [rows]; None: its targets.
         """
         self._path = run / FOLDER / f"rank-{mesh.rank:04}.bin"
-        self._part = Part(mesh.dp_rank, mesh.dp_size, mesh.cp_rank, mesh.size("cp"))
+        self._part = RankPart(mesh.dp_rank, mesh.dp_size, mesh.cp_rank, mesh.size("cp"))
         self._segment, self._count = segment, count or count_targets
         self._join = torch.column_stack if spread else torch.cat  # to the order of the rows
         self._on_cpu = mesh.device.type == "cpu"
@@ -104,7 +104,7 @@ def count_targets(batch: Batch) -> Int64:
 
 
 def count_pairs(batch: Batch) -> Int64:
-    """The pairs of each row of which something is learnt, [rows]: documents 2k and 2k + 1."""
-    learnt, documents = (batch["labels"] != IGNORED).numpy(force=True), batch["document_ids"].numpy(force=True)
-    rows = zip(learnt, documents, strict=True)
+    """The pairs of each row of which something is trained on, [rows]: documents 2k and 2k + 1."""
+    trained, documents = (batch["labels"] != IGNORED).numpy(force=True), batch["document_ids"].numpy(force=True)
+    rows = zip(trained, documents, strict=True)
     return np.array([len(np.unique(ids[own & (ids % 2 == 0)])) for own, ids in rows], np.int64)

@@ -15,14 +15,16 @@ from typing import NamedTuple
 from threefold.audit.compare import Audit
 from threefold.audit.digest import TOKEN_FIELDS
 from threefold.config.schema import Config
-from threefold.data.loader import TokenLoader
+from threefold.data.sampling.loader import TokenLoader
 from threefold.errors import RunError
 from threefold.jsonl import Metrics, Tracker
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.shares import shared_length
 from threefold.model.compiled import Recompiled
+from threefold.model.flops import KeysSeen
 from threefold.model.model import Model
-from threefold.plan.flops import KeysSeen
+from threefold.optim.build import rates_of
+from threefold.optim.schedule import learning_rate
 from threefold.plan.operations import Flops
 from threefold.training.batches import cut, micro_batches, with_noise
 from threefold.training.evaluation import EvalStep
@@ -30,9 +32,7 @@ from threefold.training.forward import Batch
 from threefold.training.kept_rows import KeptRows
 from threefold.training.nonfinite import Finite
 from threefold.training.numbers import StepResult, mean_aux_loss, mean_loss, mean_measures
-from threefold.training.optimizer import rates_of
 from threefold.training.progress import OwnTime, Progress, Slowest, Stopwatch, peak_memory_bytes
-from threefold.training.schedule import learning_rate
 from threefold.training.step import TrainStep
 from threefold.training.stop_request import StopRequest
 

@@ -25,17 +25,20 @@ from threefold.training.numbers import StepResult
 log = logging.getLogger("threefold")
 
 
+# Skipping that does not help by then does not help at all.
+MOST_IN_A_ROW = 10
+
+
 @dataclass(frozen=True)
 class Policy:
     """What to do with a step whose loss or gradient is not finite.
 
     Attributes:
-        skip: continue without its update, up to `limit` times in a row; else the run ends.
+        skip: continue without its update, until `MOST_IN_A_ROW` of them follow one another; else the run ends.
         run: the folder of the run, for messages.
     """
 
     skip: bool
-    limit: int
     run: str = "RUN"
 
 
@@ -98,10 +101,10 @@ class Finite:
                 f"leave them out: --data.skip '[[{step.number}, {step.number}]]'; or --train.nonfinite skip",
             )
         log.warning("%s: skipped", what)
-        if self._in_a_row >= self._policy.limit:
+        if self._in_a_row >= MOST_IN_A_ROW:
             raise RunError(
                 f"{what}: the {_ordinal(self._in_a_row)} step in a row without an update",
-                expected=f"fewer than train.nonfinite_limit = {self._policy.limit} in a row: skipping does not help",
+                expected=f"fewer than {MOST_IN_A_ROW} in a row: skipping does not help",
                 fix="resume from a checkpoint with a smaller rate, --optimizer.lr; "
                 f"or look at the rows: threefold data order {self._policy.run} --step {step.number} --show",
             )

@@ -24,13 +24,13 @@ class StepResult:
     """What one step computed, still on the device.
 
     Attributes:
-        loss_sum: cross entropy (or a loss of one's own) of this rank; sum it over the `loss` group for the step's own.
-        target_tokens: number of target tokens (or the count of a loss of one's own) of the global batch.
+        loss_sum: cross entropy (or a custom loss) of this rank; sum it over the `loss` group for the step's own.
+        target_tokens: number of target tokens (or the count of a custom loss) of the global batch.
         grad_norm: of the global gradient, before clipping.
         aux_loss: this rank's share of the routers' loss, or None if the model has none.
         micro_losses: what this rank minimised in each micro-batch.
         of_rows: this rank's part of the loss of each row, [rows] of each micro-batch; empty: it is not known.
-        measured: [measures]: sums of this rank, of what a loss of one's own tells besides; None: nothing.
+        measured: [measures]: sums of this rank, of what a custom loss tells besides; None: nothing.
     """
 
     loss_sum: Tensor
@@ -49,7 +49,7 @@ def mean_loss(result: StepResult, mesh: Mesh) -> float:
 
 
 def mean_measures(result: StepResult, mesh: Mesh) -> list[float]:
-    """What a loss of one's own told besides, as means of the global batch; as `mean_loss`."""
+    """What a custom loss told besides, as means of the global batch; as `mean_loss`."""
     if result.measured is None or not len(result.measured):
         return []
     total: list[float] = (over_ranks(result.measured.clone(), mesh) / result.target_tokens).tolist()

@@ -1,7 +1,7 @@
-"""The loss of pairs of answers: a loss of one's own, on the log-probabilities of the labels.
+"""The loss of pairs of answers: a custom loss, on the log-probabilities of the labels.
 
 In a row, document 2k is the prompt with the chosen answer and document 2k + 1 that with the rejected one. Of each, the
-log-probabilities of what is learnt are summed over the whole document, wherever cp ranks hold it. What the sum has
+log-probabilities of what is trained on are summed over the whole document, wherever cp ranks hold it. What the sum has
 gained on the same one of a frozen reference, the model that training began with, is the reward of the answer, in units
 of 1 / beta. The loss is the mean over the pairs of the global batch.
 """
@@ -28,7 +28,7 @@ MEASURES = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accurac
 
 
 class Documents(NamedTuple):
-    """Of each document of some rows, [rows, documents] float64: log-probability of what is learnt, and its tokens."""
+    """Of each document of some rows, [rows, documents] float64: log-probability of its trained tokens, and how many."""
 
     sums: Tensor
     counts: Tensor
@@ -42,10 +42,10 @@ def of_documents(model: Model, log_probabilities: Tensor, batch: Batch, num_docu
         batch: this rank's part, with `labels` and `document_ids` [rows, sequence / cp].
         num_documents: of the row that has most; the others have none there.
     """
-    ids, learnt = batch["document_ids"], batch["labels"] != IGNORED
+    ids, trained = batch["document_ids"], batch["labels"] != IGNORED
     # A product, as a scattered sum would have no order on a GPU. of_document: (rows, documents, sequence / cp)
     of_document = ids[:, None] == torch.arange(num_documents, device=ids.device)[:, None]
-    values = torch.stack([log_probabilities * learnt, learnt], dim=-1).double()
+    values = torch.stack([log_probabilities * trained, trained], dim=-1).double()
     sums = model.sum_over_context(of_document.double() @ values)
     return Documents(sums[..., 0], sums[..., 1])
 

@@ -39,7 +39,6 @@ class Profiled(Progress):
 
     def close(self) -> None:
         """Writes the trace and its summary, if one is being made."""
-        super().close()
         if self._profiler is None:
             return
         self._mark(None)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from threefold.mesh.mesh import Mesh
-    from threefold.training.timeline import Timeline
 
 _KEY = "threefold/own-time"
 # A rank that is slowest by this share of the step, in each logged step of so many.
@@ -35,9 +34,8 @@ class Progress:
 
     Attributes:
         ticks: counts signs of progress within phases; ranks may have different ones.
-        mirror: is told each place.
+        mirror: is given each place.
         device: measures the device's time of the phases; None on a CPU.
-        timeline: notes the times of the phases; None: of none.
         blocked_s: time in a step without a core, and not for another rank: noted by whoever watches the main thread.
     """
 
@@ -46,7 +44,6 @@ class Progress:
         self.ticks = 0
         self.mirror: Callable[[Phase], None] | None = None
         self.device: DeviceForward | None = None
-        self.timeline: Timeline | None = None
         self.blocked_s = 0.0
 
     def enter(self, phase: str, *, step: int | None = None) -> None:
@@ -57,21 +54,17 @@ class Progress:
             self.mirror(place)
         if self.device is not None:
             self.device.enter(phase)
-        if self.timeline is not None:
-            self.timeline.enter(place.step, phase)
 
     def go_on_from(self, before: Progress) -> None:
-        """Takes the place of another object, which is told no more."""
+        """Takes the place of another object, which gets nothing any more."""
         self.place, self.ticks, self.mirror = before.place, before.ticks, before.mirror
 
     def tick(self) -> None:
-        """What this rank alone does in a phase goes on."""
+        """What this rank alone does in a phase continues."""
         self.ticks += 1
 
     def close(self) -> None:
         """The last phase is over."""
-        if self.timeline is not None:
-            self.timeline.close()
 
 
 class DeviceForward:

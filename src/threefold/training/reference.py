@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from threefold.checkpoint.seal import checksum_of, write_sealed
-from threefold.data.loader import evaluation_batches
 from threefold.data.rows.padded import PaddedRows
+from threefold.data.sampling.loader import evaluation_batches
 from threefold.errors import CheckpointError, RunError
 from threefold.model.data_parallel import reshard
 from threefold.model.model import Model
@@ -38,7 +38,7 @@ _TELL_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
-class Identity:
+class ReferenceIdentity:
     """What a reference is of.
 
     Attributes:
@@ -66,7 +66,7 @@ class Identity:
 class Kept:
     """The reference of the rows of one source: float64 [documents of all rows], the same on every rank."""
 
-    identity: Identity
+    identity: ReferenceIdentity
     values: Float64
 
     def keep(self, folder: Path) -> None:
@@ -96,7 +96,7 @@ class Lookup:
 def kept_reference(
     rows: PaddedRows,
     model: Model,
-    identity: Identity,
+    identity: ReferenceIdentity,
     *,
     cache: Path,
     run: Path | None,
@@ -202,7 +202,7 @@ def most_documents(parts: Sequence[PaddedRows]) -> int:
     return max(int(np.diff(part.document_ends, prepend=0).max()) for part in parts)
 
 
-def _write(path: Path, identity: Identity, values: Float64) -> None:
+def _write(path: Path, identity: ReferenceIdentity, values: Float64) -> None:
     content = values.astype("<f8").tobytes()
     head = {"kind": _KIND, **vars(identity), "documents": len(values)}
     head["checksum"] = checksum_of(json.dumps(head).encode() + content)
@@ -212,7 +212,7 @@ def _write(path: Path, identity: Identity, values: Float64) -> None:
     os.replace(temporary, path)
 
 
-def _read(path: Path, identity: Identity, num_documents: int) -> Float64:
+def _read(path: Path, identity: ReferenceIdentity, num_documents: int) -> Float64:
     """Raises CheckpointError: the file is not as it was written, or that of something else."""
     again = f"rm {path}   (it is computed again from the weights that the run began with)"
     try:

@@ -1,4 +1,4 @@
-"""Checkpoints of a loop of one's own: as `threefold train` writes them, by the same saver, in `FOLDER/checkpoints`.
+"""Checkpoints of a custom loop: as `threefold train` writes them, by the same saver, in `FOLDER/checkpoints`.
 
 Sealed by checksums and free of any mesh: weights and moments as named tensors, the loader's place and further values as
 JSON. Nothing is pickled. `threefold export FOLDER --to DIR` reads them like those of a run.
@@ -6,8 +6,9 @@ JSON. Nothing is pickled. `threefold export FOLDER --to DIR` reads them like tho
 
 from __future__ import annotations
 
+import hashlib
+import json
 import platform
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,31 +19,23 @@ from typing import Any
 import torch
 import transformers
 
+from threefold.build_id import build_id
 from threefold.checkpoint import state as run_state
-from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, checkpoint_at, damaged
 from threefold.checkpoint.manifest import architecture_of, read_manifest, refuse_other, refuse_other_base
-from threefold.checkpoint.saver import Job, Saver
+from threefold.checkpoint.saver import Save, Saver
 from threefold.checkpoint.seal import Seal
-from threefold.checkpoint.tensors import Part
+from threefold.checkpoint.shards import Index
+from threefold.checkpoint.tensors import TensorPart, bytes_of
 from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config
-from threefold.data.permutation import seed_of
+from threefold.data.order.permutation import seed_of
 from threefold.errors import CheckpointError, ConfigError, DataError
 from threefold.mesh.mesh import Mesh
 from threefold.model import load as weights
 from threefold.model import noise
 from threefold.model.model import Model
-from threefold.training.optimizer import begin_state
-from threefold.training.plain_values import (
-    digests_of,
-    optimizer_of,
-    rates_of,
-    refuse_other_buffers,
-    refuse_other_values,
-    set_rates,
-    state_of_loader,
-)
+from threefold.optim.build import begin_state
 from threefold.training.step import TrainStep
 
 
@@ -109,7 +102,7 @@ def save(
             checkpoints.prune(keep)
 
     begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
-    saver.save(Job(step, checkpoints.partial(step) / "state", begin, commit, abandon))
+    saver.save(Save(step, checkpoints.partial(step) / "state", begin, commit, abandon))
     return Saving(checkpoints.path / f"step-{step:08d}", saver)
 
 
@@ -190,7 +183,7 @@ def _saver_of(model: Model, optimizer: torch.optim.Optimizer | None, *, backgrou
             other.wait()
     if known is None:
 
-        def parts() -> list[Part]:
+        def parts() -> list[TensorPart]:
             state = _state(model, optimizer)
             return run_state.parts(state, run_state.holdings(state, model.mesh), model.mesh)
 
@@ -220,7 +213,7 @@ def _manifest(model: Model, described: Mapping[str, Any]) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """The versions that results depend on."""
     return {
-        "threefold": sys.modules["threefold"].__version__,
+        "threefold": build_id(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -253,7 +246,7 @@ def _newest(folder: Path) -> str | None:
 
 def _refuse_other_model(manifest: Mapping[str, Any], model: Model, checkpoint: Checkpoint) -> None:
     if model.asked is None or model.architecture is None:
-        return  # the tensors of a module of one's own are compared by name, shape and type
+        return  # the tensors of a custom module are compared by name, shape and type
     seed = manifest["seed"]
     config = model.asked.model_copy(update={"train": model.asked.train.model_copy(update={"seed": seed})})
     refuse_other(manifest, config, model.architecture, checkpoint)
@@ -261,3 +254,101 @@ def _refuse_other_model(manifest: Mapping[str, Any], model: Model, checkpoint: C
         mesh: Mesh = model.mesh
         base = mesh.once_per_host("base", lambda: weights.fingerprint(config.model))
         refuse_other_base(manifest, base, config, checkpoint)
+
+
+def optimizer_of(optimizer: torch.optim.Optimizer | TrainStep | None) -> torch.optim.Optimizer | None:
+    return optimizer.optimizer if isinstance(optimizer, TrainStep) else optimizer
+
+
+def rates_of(optimizer: torch.optim.Optimizer | TrainStep | None) -> dict[str, Any] | None:
+    """The step's rate, and the settings of each group, which a scheduler may have changed."""
+    if (inner := optimizer_of(optimizer)) is None:
+        return None
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in inner.param_groups]
+    plain = [{name: value for name, value in group.items() if _is_plain(value)} for group in groups]
+    return {"lr": optimizer.lr if isinstance(optimizer, TrainStep) else None, "groups": plain}
+
+
+def set_rates(optimizer: torch.optim.Optimizer | TrainStep | None, saved: Any, checkpoint: Checkpoint) -> None:
+    inner = optimizer_of(optimizer)
+    if inner is None or saved is None:
+        return
+    if isinstance(optimizer, TrainStep) and optimizer.lr is not None:
+        # Groups of ours are by the mesh of their parameters, and have one rate.
+        optimizer.lr = saved["lr"] if saved["lr"] is not None else optimizer.lr
+        return
+    if len(saved["groups"]) != len(inner.param_groups):
+        raise CheckpointError(
+            f"{checkpoint.path} was saved with {len(saved['groups'])} groups of parameters, the optimizer has "
+            f"{len(inner.param_groups)}",
+            expected="the groups that were saved, whose rates are restored",
+            fix="make the optimizer as the one that was saved",
+        )
+    for group, values in zip(inner.param_groups, saved["groups"], strict=True):
+        group.update({name: tuple(each) if isinstance(each, list) else each for name, each in values.items()})
+
+
+def state_of_loader(loader: Any) -> dict[str, Any]:
+    if loader is None:
+        return {}
+    if not hasattr(loader, "state_dict") or not hasattr(loader, "load_state_dict"):
+        raise ConfigError(
+            f"loader is a {type(loader).__name__}, which has no state",
+            expected="a loader or sampler with state_dict() and load_state_dict()",
+            fix="loader = threefold.distribute(loader)",
+        )
+    return dict(loader.state_dict())
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float)
+
+
+def digests_of(described: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Digests of what is saved as JSON, to compare; ConfigError for what JSON has not."""
+    for name in ("loader", "extra"):
+        for key, value in described[name].items():
+            if not isinstance(key, str) or not _is_plain(value):
+                of = "the loader's state" if name == "loader" else "extra"
+                raise ConfigError(
+                    f"{of} has a {type(value).__name__} under {key!r}",
+                    expected="numbers, texts, lists and dicts of them by names: nothing is pickled",
+                    fix="save tensors with the model, as buffers; of others their plain values",
+                )
+    texts = {name: json.dumps(described[name], sort_keys=True) for name in described}
+    return {"step": step, **{name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}}
+
+
+def refuse_other_values(parts: list[dict[str, Any]]) -> str:
+    for rank, part in enumerate(parts):
+        if wrong := [name for name in part if part[name] != parts[0][name]]:
+            raise ConfigError(
+                f"ranks 0 and {rank} save different values as {wrong[0]}",
+                expected="the same on every rank: a checkpoint has one, for any mesh",
+                fix="threefold.distribute(loader) has the same state on every rank"
+                if wrong[0] == "loader"
+                else f"take {wrong[0]} from what is the same on all ranks, as the loss of a step is",
+            )
+    return ""
+
+
+def refuse_other_buffers(model: Model) -> None:
+    """RunError if buffers of one's own module, which are saved once, have become different on the ranks."""
+    if model.context is not None or not (buffers := dict(model.module.named_buffers())):
+        return
+    seen = {name: hashlib.sha256(bytes_of(each.cpu())).hexdigest() for name, each in buffers.items()}
+
+    def judge(parts: list[dict[str, str]]) -> str:
+        if wrong := [name for name in seen if len({part[name] for part in parts}) > 1]:
+            raise ConfigError(
+                f"the buffer {wrong[0]} differs between the ranks",
+                expected="the same on every rank: forward changed it by the rows of one",
+                fix=f"dist.all_reduce(module.{wrong[0]}, dist.ReduceOp.AVG) in the loop, before it is saved",
+            )
+        return ""
+
+    model.mesh.decide("buffers", seen, judge)

@@ -1,7 +1,7 @@
 """One optimizer step: micro-batches, backward, one global norm, update.
 
 The loss of the step is the sum over all target tokens of the global batch divided by their number, for any mesh and any
-micro-batching; or the sum of a loss of one's own divided by its count. Only `gradients` reads them.
+micro-batching; or the sum of a custom loss divided by its count. Only `gradients` reads them.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from threefold.config.optimizer_keys import OptimizerConfig
+from threefold.config.optimizer import OptimizerConfig
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError
 from threefold.model.data_parallel import last_backward
-from threefold.model.exact_sums import loss_on_grid
 from threefold.model.model import Model, OutputsOf
+from threefold.optim.bfloat16_moments import NarrowAdamW
+from threefold.optim.build import build_optimizer, refuse_other_parameters
+from threefold.optim.ema import Ema
 from threefold.training.batches import Batches
-from threefold.training.ema import Ema
 from threefold.training.forward import (
     Batch,
     OwnLoss,
+    check_settings,
+    checked_rate,
     counted_tokens,
     forward_own,
     forward_sums,
     measures_of,
+    refuse_unequal,
     token_loss_of,
     warm_up_buckets,
 )
 from threefold.training.gradients import Gradients
 from threefold.training.loss import RouterLoss, TokenLoss
-from threefold.training.narrow_moments import NarrowAdamW
 from threefold.training.numbers import StepNumbers, StepResult, mean_loss, over_ranks
-from threefold.training.optimizer import build_optimizer, refuse_other_parameters
-from threefold.training.own_loss import check_settings, checked_rate, refuse_unequal
 from threefold.training.progress import Progress
 
 _WITH_FLAG = (torch.optim.Adam, torch.optim.AdamW, NarrowAdamW)
@@ -107,19 +108,19 @@ class TrainStep:
         self._progress, self._ema = progress or Progress(), ema
         # Copies of a whole model, of which each may leave some parameters out of its loss.
         self._averages = loss is not None and not isinstance(model.forward, FSDPModule)
-        # A module of one's own may use other parameters in another micro-batch, which reductions of each would mix up.
+        # A custom module may use other parameters in another micro-batch, which reductions of each would mix up.
         self._unsharded = model.asked is None or model.asked.train.accumulate == "unsharded"
-        # FSDP2 and DDP average over the dp x cp ranks, exact sums do not; the count that divides the loss is global.
-        self._averaged_over = 1 if model.exact is not None else self._mesh.size("loss")
+        # The count that divides the loss is global.
+        self._averaged_over = model.sums.averaged_over
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """The names of what a loss of one's own tells besides (`forward`)."""
+        """The names of what a custom loss tells besides (`forward`)."""
         return measures_of(self._loss)
 
     @property
     def lr(self) -> float | None:
-        """The rate of the next step; None with an optimizer of one's own, whose groups have theirs."""
+        """The rate of the next step; None with a custom optimizer, whose groups have theirs."""
         return self._rate
 
     @lr.setter
@@ -172,8 +173,7 @@ class TrainStep:
         """
         self._progress.enter("forward")
         backward = partial(self._backward if self._loss is None else self._backward_own, batches)
-        exact = self.model.exact
-        result, scale = backward() if exact is None else exact.complete(backward, len(batches))
+        result, scale = self.model.sums.complete(backward, len(batches))
         self._progress.enter("reduce")
         if self._averages:
             self._gradients.average()
@@ -206,10 +206,10 @@ class TrainStep:
                 if aux_loss is not None:
                     share, added = self._routers_share(batch, sums.router_logits, picks)
                     objective = objective + added
-                    aux_loss += share if self.model.exact is None else loss_on_grid(share)
+                    aux_loss += self.model.sums.summand(share)
                 losses.append(objective.detach())
                 self._go_backward(objective)
-            loss_sum = loss_sum + (sums.cross_entropy if self.model.exact is None else loss_on_grid(sums.cross_entropy))
+            loss_sum = loss_sum + self.model.sums.summand(sums.cross_entropy)
             of_rows += [] if sums.of_rows is None else [sums.of_rows]
         found = StepResult(loss_sum, target_tokens, loss_sum, aux_loss, tuple(losses), of_rows=tuple(of_rows))
         return found, None
@@ -287,7 +287,7 @@ class TrainStep:
 
     @torch.no_grad()
     def _beforehand(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """Routers' picks, and the count of a loss of one's own, over the global batch: the first backward needs them.
+        """Routers' picks, and the count of a custom loss, over the global batch: the first backward needs them.
 
         Costs one more forward. Dropout and jitter are drawn as they will be in the forward of each micro-batch.
         """

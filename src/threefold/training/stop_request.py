@@ -10,8 +10,8 @@ import uuid
 from collections import deque
 from typing import Any
 
+from threefold.mesh.local_ranks import STOPS
 from threefold.mesh.mesh import Mesh
-from threefold.mesh.signals import STOPS
 
 _KEY = "threefold/stop-after"  # and who asks: the store may outlive a restart, and hold an older request
 # A terminal sends Ctrl-C to every process and a launcher passes it on: within this time it is one request.

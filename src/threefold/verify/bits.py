@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from threefold.check.compare import Difference, compare_exactly
 from threefold.checkpoint.tensors import bytes_of
-from threefold.config.peak_rate import peak_rate, with_rate
+from threefold.config.auto_lr import peak_rate, with_rate
 from threefold.config.schema import Config
 from threefold.errors import ConfigError
 from threefold.mesh import environment
@@ -24,6 +24,8 @@ from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
 from threefold.model.build import build
 from threefold.model.model import Model
+from threefold.optim.schedule import learning_rate
+from threefold.plan import choices
 from threefold.run import assemble, request
 from threefold.run.failure import report_failure
 from threefold.run.process import compute_alike, quieten_libraries
@@ -31,9 +33,8 @@ from threefold.run.sources import with_packing
 from threefold.training.batches import micro_batches, with_noise
 from threefold.training.forward import token_loss_of
 from threefold.training.numbers import mean_loss
-from threefold.training.schedule import learning_rate
 from threefold.training.step import TrainStep
-from threefold.verify.comparison import Options
+from threefold.verify.comparison import VerifyOptions
 from threefold.verify.mesh_side import cut
 
 # Of one step: `loss`, `gradient norm`, and in `weights` the SHA-256 of each tensor after it, in the model's order, or
@@ -45,7 +46,8 @@ _DATA_RANKS = ((1, 1), (1, 2), (2, 2))
 def refuse_fast(config: Config) -> None:
     """ConfigError unless the config asks for what is compared here."""
     if config.train.reduce != "exact":
-        size = 1 if config.train.micro_batch == "auto" else config.train.micro_batch
+        asked = config.train.micro_batch
+        size = asked if isinstance(asked, int) else 1  # as `mesh.exact_limits` asks for it: any number would do
         raise ConfigError(
             f"verify --bits with train.reduce = {config.train.reduce}",
             expected="a run that promises the same bits on any number of data ranks",
@@ -56,13 +58,13 @@ def refuse_fast(config: Config) -> None:
 def meshes_of(config: Config, topology: Topology) -> list[Topology]:
     """1, 2 and 4 data ranks that the global batch can be dealt to, with the cp and tp of `topology`; and that mesh."""
     size = config.train.micro_batch
-    assert size != "auto", "mesh.exact refuses it"
+    assert isinstance(size, int), "mesh.exact_limits refuses `auto`, which depends on the mesh"
     found = [Topology(*sizes, topology.cp, topology.tp) for sizes in _DATA_RANKS]
     found = [each for each in found if config.train.global_batch % (each.dp * size) == 0]
     return [*(each for each in found if each != topology), topology]
 
 
-def bits_rank(config: Config, options: Options, topology: Topology, answer: str) -> int:
+def bits_rank(config: Config, options: VerifyOptions, topology: Topology, answer: str) -> int:
     """Trains as one rank and returns its exit code; rank 0 writes the steps to `answer`."""
     quieten_libraries()
     mesh: Mesh | None = None
@@ -79,7 +81,7 @@ def bits_rank(config: Config, options: Options, topology: Topology, answer: str)
         return report_failure(error, mesh, info.rank)
 
 
-def steps_on(mesh: Mesh, config: Config, options: Options) -> list[Step]:
+def steps_on(mesh: Mesh, config: Config, options: VerifyOptions) -> list[Step]:
     """The first steps of a run on an existing mesh; every rank calls it."""
     compute_alike(config)
     config = with_rate(config, peak_rate(config)[0])
@@ -93,10 +95,10 @@ def steps_on(mesh: Mesh, config: Config, options: Options) -> list[Step]:
     loss = token_loss_of(model, mesh, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
     step = TrainStep(model, optimizer, token_loss=loss, grad_clip=train.grad_clip, ema=ema)
     loader, steps = iter(assemble.loader_of(config, rows, mesh)), list[Step]()
-    exact, size = train.reduce == "exact", train.micro_batch
+    exact, size = train.reduce == "exact", choices.micro_batch(config, mesh.topology).value
     for number in range(1, options.steps + 1):
         batch = next(loader)
-        pieces = micro_batches(batch, len(batch["labels"]) if size == "auto" else size, spread=exact)
+        pieces = micro_batches(batch, size, spread=exact)
         lr = learning_rate(number, num_steps=options.steps, config=config.optimizer)
         result = step.run(with_noise(pieces, model, seed=train.seed, step=number, spread=exact), lr=lr)
         numbers = {"loss": mean_loss(result, mesh), "gradient norm": result.grad_norm.item()}

@@ -29,11 +29,12 @@ from threefold.check.compare import (
 )
 from threefold.errors import ConfigError
 from threefold.mesh.topology import Topology
-from threefold.records import metrics
+from threefold.records.files import METRICS
+from threefold.records.metrics import Metrics
 
 
 @dataclass(frozen=True)
-class Options:
+class VerifyOptions:
     """What to compare: steps, layers (None: all), random weights instead of the named ones; and whether to probe."""
 
     steps: int = 3
@@ -168,7 +169,7 @@ def compare_runs(first: Path, second: Path, *, steps: int | None = None) -> tupl
     if not common:
         what = f"{first} and {second} have no logged step in common"
         raise ConfigError(what, expected="two runs that logged the same steps", fix="--log.every 1 in both")
-    logged = [[[_number(curve[step], key) for key in ("loss", "grad_norm")] for step in common] for curve in curves]
+    logged = [[curve[step] for step in common] for curve in curves]
     comparison = compare_curves(logged[0], logged[1], places=[f"step {step}" for step in common])
     missing = [*_missing(curves[1], curves[0], of=second), *_missing(curves[0], curves[1], of=first)]
     comparison.differences += missing
@@ -185,23 +186,23 @@ def compare_runs(first: Path, second: Path, *, steps: int | None = None) -> tupl
     return [*lines, "the runs follow one another" if comparison.holds else "the runs differ"], comparison.holds
 
 
-def _curve_of(run: Path, steps: int | None) -> dict[int, dict[str, Any]]:
-    """The lines of the training steps that stand, by step."""
-    if not (run / metrics.FILE).exists():
+def _curve_of(run: Path, steps: int | None) -> dict[int, list[float]]:
+    """(loss, gradient norm) of the training steps that stand, by step."""
+    path = run / METRICS
+    if not path.exists():
         fix = "threefold verify --against RUN_A RUN_B"
-        raise ConfigError(f"{run} has no {metrics.FILE}", expected="the folders of two runs", fix=fix)
-    logged = metrics.read(run)
-    if logged.damaged:
-        expected = "lines as the run wrote them: no proof rests on a damaged file"
+        raise ConfigError(f"{run} has no {METRICS}", expected="the folders of two runs", fix=fix)
+    metrics = Metrics(path)
+    # A torn last line is that of a run that was killed, and belongs to no step.
+    if wrong := [damage for damage in metrics.damaged if damage.line != metrics.lines.torn]:
         raise ConfigError(
-            logged.damaged[0], expected=expected, fix=f"restore {run / metrics.FILE}, or compare another run"
+            f"{path}, line {wrong[0].line}: {wrong[0].what}",
+            expected="lines as the run wrote them: no proof rests on a damaged file",
+            fix=f"restore {path}, or compare another run",
         )
-    return {step: line for step, line in logged.steps.items() if steps is None or step <= steps}
-
-
-def _number(line: dict[str, Any], key: str) -> float:
-    value = line.get(key)
-    return float(value) if isinstance(value, int | float) else math.nan
+    norms = dict(zip(*metrics.points("grad_norm"), strict=True))
+    losses = zip(metrics.steps, metrics.points("loss").values.tolist(), strict=True)
+    return {step: [loss, norms.get(step, math.nan)] for step, loss in losses if steps is None or step <= steps}
 
 
 def _missing(curve: dict[int, Any], other: dict[int, Any], *, of: Path) -> list[Difference]:

@@ -13,17 +13,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from threefold.bars import Bars
 from threefold.check.admit import RefusedError, admit
-from threefold.check.compare import FINITE, GRADIENT, OUTPUT, Difference, TensorComparison, Training, compare_tensors
-from threefold.check.gradients import complete_gradients
+from threefold.check.compare import (
+    FINITE,
+    GRADIENT,
+    OUTPUT,
+    Difference,
+    TensorComparison,
+    Training,
+    compare_tensors,
+    complete_gradients,
+)
 from threefold.check.reference import run_alone
 from threefold.checkpoint.manifest import architecture_of, with_infinities
+from threefold.config.auto_lr import peak_rate, with_rate
 from threefold.config.loading import validate
 from threefold.config.paths import tokenizer_name
-from threefold.config.peak_rate import peak_rate, with_rate
 from threefold.config.schema import Config
-from threefold.data.loader import TokenLoader
+from threefold.data.sampling.loader import TokenLoader
 from threefold.errors import EXIT_FAILED
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh, join_mesh
@@ -34,6 +41,10 @@ from threefold.model.collectives import gather_parts, local_part
 from threefold.model.context_parallel.split import gathered_positions
 from threefold.model.load import layers_of
 from threefold.model.model import Model
+from threefold.optim.build import build_optimizer
+from threefold.optim.schedule import learning_rate
+from threefold.plan import choices
+from threefold.progress_bars import Bars
 from threefold.run import assemble, request
 from threefold.run.failure import report_failure
 from threefold.run.pairs import pairs_of
@@ -41,13 +52,11 @@ from threefold.run.process import quieten_libraries
 from threefold.run.sources import file_lines, with_packing
 from threefold.training.batches import micro_batches
 from threefold.training.numbers import StepResult, mean_loss
-from threefold.training.optimizer import build_optimizer
-from threefold.training.schedule import learning_rate
 from threefold.training.step import TrainStep
-from threefold.verify.comparison import Options, Verification, table
+from threefold.verify.comparison import Verification, VerifyOptions, table
 
 
-def verify_rank(config: Config, options: Options, topology: Topology, answer: str | None) -> int:
+def verify_rank(config: Config, options: VerifyOptions, topology: Topology, answer: str | None) -> int:
     """Compares as one rank; rank 0 writes the comparison to `answer`, or prints it without one."""
     quieten_libraries()
     mesh: Mesh | None = None
@@ -75,13 +84,13 @@ def _as_compared(config: Config, topology: Topology) -> Config:
     values["model"]["dtype"] = "float32"
     values["model"]["lora"]["dropout"] = 0.0
     ep = config.mesh.ep if config.mesh.ep == topology.tp else 1
-    values["mesh"].update(cpu_offload=False, prefetch=0, ep=ep)
+    values["mesh"].update(cpu_offload=False, ep=ep)
     values["train"].update(accumulate="sharded", float8="none")
     values["train"]["epochs"] = None  # an order without an end: the steps to compare may be more than an epoch's
     return validate(values)
 
 
-def verify_on(mesh: Mesh, config: Config, options: Options) -> Verification:
+def verify_on(mesh: Mesh, config: Config, options: VerifyOptions) -> Verification:
     """Compares an existing mesh with one process; the result is complete on rank 0. Every rank calls it."""
     config = _as_compared(with_rate(config, peak_rate(config)[0]), mesh.topology)
     tokenizer, architecture = request.model_of(config)
@@ -116,7 +125,7 @@ def verify_on(mesh: Mesh, config: Config, options: Options) -> Verification:
     outputs = _watch(model.module)
     step = TrainStep(model, optimizer, **own, grad_clip=config.train.grad_clip, observe=observe)
     loader = iter(assemble.loader_of(config, rows, mesh))
-    micro_batch = observed if config.train.micro_batch == "auto" else config.train.micro_batch
+    micro_batch = choices.micro_batch(config, mesh.topology).value
     for number in bars.track(range(1, options.steps + 1), f"the mesh, {mesh.topology}"):
         batch = next(loader)
         lr = learning_rate(number, num_steps=options.steps, config=config.optimizer)
@@ -137,7 +146,7 @@ def _admission(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tu
         return False, str(error)
 
 
-def cut(config: Config, architecture: PretrainedConfig, options: Options) -> tuple[Config, PretrainedConfig]:
+def cut(config: Config, architecture: PretrainedConfig, options: VerifyOptions) -> tuple[Config, PretrainedConfig]:
     """The model with as many layers, and of such weights, as the options say."""
     text = architecture.get_text_config()
     if options.layers is not None and options.layers < text.num_hidden_layers:

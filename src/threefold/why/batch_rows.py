@@ -57,7 +57,7 @@ class BatchRow:
         return {name: _finite(value) for name, value in values.items()}
 
 
-class Batches:
+class StepBatches:
     """The rows of any step of a run; what is read for one is kept for the next."""
 
     def __init__(self, run: Lookback) -> None:

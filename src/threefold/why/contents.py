@@ -13,9 +13,9 @@ from threefold.audit.record import Segment
 from threefold.config import loading
 from threefold.config.paths import RUN_CONFIG, tokenizer_name
 from threefold.config.schema import Config
-from threefold.data.rows.known_rows import PackedRows, Part, parts_of
+from threefold.data.rows.known_rows import PackedRows, SourceRows, parts_of
 from threefold.data.rows.packing import MixedRows, Packing
-from threefold.data.store.remembered import known
+from threefold.data.store.hash_cache import known
 from threefold.data.store.store import TokenStore
 from threefold.data.tokens import Tokenizer, load_tokenizer
 from threefold.errors import ThreefoldError
@@ -47,7 +47,7 @@ class Contents:
         except (ThreefoldError, OSError, ValueError, KeyError) as error:
             self._parts, self.missing = [], str(error).splitlines()[0]
 
-    def _opened(self) -> list[Part]:
+    def _opened(self) -> list[SourceRows]:
         if not self._segments or not (start := self._segments[-1].start).stores:
             raise ValueError("the run's record does not say where its data lay")
         packing = Packing.of(self._config.data)

@@ -5,48 +5,39 @@ Lines that were superseded by a later start are left out, and what is damaged is
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from threefold.audit import record, row_losses
 from threefold.audit.lookup import ordered_rows, ordered_step
-from threefold.audit.record import Segment
-from threefold.audit.row_losses import Float64, Int64, RowLosses
-from threefold.checkpoint.lineage import Journal
+from threefold.audit.row_losses import FOLDER, Float64, Int64
 from threefold.errors import ConfigError
-from threefold.records.metrics import FILE as METRICS
-from threefold.records.metrics import read as read_metrics
+from threefold.records.files import METRICS
+from threefold.records.run import RunRecord
 
 # Steps whose rows are computed together.
 _AT_A_TIME = 256
 
 
-@dataclass
 class Lookback:
-    """A run, looked back at.
+    """A run's records as tables by step and row.
 
     Attributes:
-        segments: its history that stands; empty: it has no record, and no row can be named.
+        segments: its audited history that stands; empty: it has no record, and no row can be named.
         kept: the losses of its rows.
-        logged: the lines of its logged steps, by step, ascending.
-        skipped: what was said of steps without an update, by step.
+        logged: its logged steps, ascending.
+        skipped: why steps made no update, by step.
         events: the lines of its journal.
         damaged: what could not be read, in words.
     """
 
-    run: Path
-    segments: Sequence[Segment]
-    kept: RowLosses
-    logged: dict[int, dict[str, Any]] = field(default_factory=dict)
-    skipped: dict[int, str] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    damaged: list[str] = field(default_factory=list)
+    def __init__(self, record: RunRecord) -> None:
+        self.run, self._metrics = record.path, record.metrics
+        self.segments, self.kept = record.segments, record.rows
+        self.logged, self.skipped = self._metrics.steps, self._metrics.skipped
+        self.events, self.damaged = record.events, record.damaged
 
     @classmethod
     def of(cls, run: Path) -> Lookback:
@@ -56,21 +47,18 @@ class Lookback:
             ConfigError: nothing in it says what the run did.
             RunError: its audit.jsonl is damaged.
         """
-        segments = record.read(run / record.FILE) if (run / record.FILE).exists() else []
-        metrics, kept = read_metrics(run), row_losses.read(run, segments)
-        damaged = [*kept.damaged, *metrics.damaged, *metrics.torn]
-        found = cls(run, segments, kept, metrics.steps, metrics.skipped, Journal(run).lines(), damaged)
-        if not found.logged and not found.kept.steps:
+        back = cls(RunRecord(run))
+        if not back.logged and not back.kept.steps:
             raise ConfigError(
                 f"{run} has no logged step yet",
-                expected=f"a run that has trained: {METRICS}, and {row_losses.FOLDER}/ with the losses of its rows",
+                expected=f"a run that has trained: {METRICS}, and {FOLDER}/ with the losses of its rows",
                 fix=f"wait for its first step, or check the path: ls {run}",
             )
-        return found
+        return back
 
     @property
     def last_step(self) -> int:
-        return max([*self.kept.steps[-1:], *list(self.logged)[-1:]])
+        return max([*self.kept.steps[-1:], *self.logged[-1:]])
 
     @cached_property
     def table(self) -> Table:
@@ -78,14 +66,11 @@ class Lookback:
 
     def number(self, step: int, name: str) -> float | None:
         """A number of a logged step; None if it is not there, or not finite."""
-        value: Any = self.logged.get(step, {}).get(name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-        return float(value) if is_number else None
+        return self._metrics.number(step, name)
 
     def series(self, name: str) -> tuple[Int64, Float64]:
-        """(steps, values) of a number of the logged steps, where it is one."""
-        found = [(step, value) for step in self.logged if (value := self.number(step, name)) is not None]
-        return np.array([step for step, _ in found], np.int64), np.array([value for _, value in found])
+        """(steps, values) of a number of the logged steps, where it is finite."""
+        return self._metrics.points(name).finite()
 
     def rows_of(self, step: int) -> Int64 | None:
         """The row at each place of a step, [global batch], -1 where there is none; None if the order is not known."""

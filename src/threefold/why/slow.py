@@ -19,7 +19,7 @@ Values = tuple[str, list[int], float, str, list[str]]
 
 
 def slow_findings(run: Lookback) -> Iterator[Values]:
-    """What `found.Finding` is made of, for each."""
+    """What `findings.Anomaly` is made of, for each."""
     yield from _late_ranks(run)
     yield from _waits(run)
     yield from _long_steps(run)

@@ -9,8 +9,8 @@ In: a store and three ways to cut it. Out: an object with a number of rows that 
 What stays true: the content of a row depends on the store and the settings only, never on the mesh. Labels are shifted
 already, and -100 if nothing is to be predicted. With `document_mask`, `document_ids` count the documents inside a row
 and positions restart with each of them; without, a row is one document, 0, at positions 0 to S-1. Padding has the
-document id -1. A token is a label at most once. With `document_mask` a document's first token is none, unless
-`cross_targets` keeps it as the label of the end token before it. Of a store with targets, only these are labels.
+document id -1. A token is a label at most once, and with `document_mask` a document's first token never. Of a store
+with a loss mask, only the tokens that it has are labels.
 """
 
 from __future__ import annotations
@@ -93,7 +93,6 @@ class ConcatRows:
     _: KW_ONLY
     seq_len: int
     document_mask: bool = False
-    cross_targets: bool = True
 
     def __post_init__(self) -> None:
         self.num_rows = max(0, self.store.num_tokens - 1) // self.seq_len
@@ -106,8 +105,7 @@ class ConcatRows:
 
     @cached_property
     def fingerprint(self) -> str:
-        masked = () if self.cross_targets or not self.document_mask else ("masked",)
-        return fingerprint_of(self.store, "concat 1", self.seq_len, self.document_mask, *masked)
+        return fingerprint_of(self.store, "concat 1", self.seq_len, self.document_mask)
 
     @cached_property
     def report(self) -> PackingReport:
@@ -125,11 +123,10 @@ class ConcatRows:
             mark_documents(begins, starts, self.store.document_ends)
         position_ids, document_ids = numbered(begins[:, :-1])
         labels = windows[:, 1:].copy()
-        if not self.cross_targets:
-            labels[begins[:, 1:]] = IGNORED
-        if self.store.has_targets:
+        labels[begins[:, 1:]] = IGNORED
+        if self.store.has_loss_mask:
             for row, start in zip(labels, starts.tolist(), strict=True):
-                row[~self.store.learnt(start + 1, start + 1 + self.seq_len)] = IGNORED
+                row[~self.store.trained_on(start + 1, start + 1 + self.seq_len)] = IGNORED
         return {
             "input_ids": windows[:, :-1].copy(),
             "labels": labels,

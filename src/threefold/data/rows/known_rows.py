@@ -1,6 +1,6 @@
 """Rows and the known bytes they are read from: which rows read a changed block, whether those of a row are unchanged.
 
-In: rows whose stores know their bytes (`store.remembered`), one store or several (`MixedRows`). Out: the digests of
+In: rows whose stores know their bytes (`store.hash_cache`), one store or several (`MixedRows`). Out: the digests of
 their bytes, for a run's record; texts that name the file, the block and the rows; and for the audit, a check of the
 blocks of rows that were just read, which reads them once more from the disk.
 """
@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 
 from threefold.data.rows.concat import Int64, Rows
-from threefold.data.store.blocks import OF_TOKENS, TARGETS, Blocks, Change, with_suffix
+from threefold.data.store.blocks import LOSS_MASK, OF_TOKENS, Blocks, Change, with_suffix
 from threefold.data.store.store import TokenStore
 from threefold.errors import Problem, rows_text
 
@@ -39,7 +39,7 @@ class Changed(NamedTuple):
     change: Change
 
 
-class Part(NamedTuple):
+class SourceRows(NamedTuple):
     """The rows of one source; `name` as in a mixture, `first_row`: the number of its first row among those of all."""
 
     name: str
@@ -53,11 +53,11 @@ class Part(NamedTuple):
         return self.rows.store.blocks
 
 
-def parts_of(rows: Rows) -> list[Part]:
+def parts_of(rows: Rows) -> list[SourceRows]:
     """The rows of each source; a single one is called `source`."""
     parts, first_row = [], 0
     for name, part in cast("dict[str, PackedRows]", getattr(rows, "parts", {"source": rows})).items():
-        parts.append(Part(name, part, first_row))
+        parts.append(SourceRows(name, part, first_row))
         first_row += part.num_rows
     return parts
 
@@ -87,8 +87,8 @@ def block_text(blocks: Blocks, change: Change, rows: PackedRows | None, *, first
     if rows is None or change.suffix not in OF_TOKENS:
         return which
     size = rows.store.dtype.itemsize
-    # A bit of .targets says of a token whether it is learnt, in each row that reads it.
-    first, stop = (8 * start, 8 * last) if change.suffix == TARGETS else (start // size, -(-last // size))
+    # A bit of .loss_mask says of a token whether it is trained on, in each row that reads it.
+    first, stop = (8 * start, 8 * last) if change.suffix == LOSS_MASK else (start // size, -(-last // size))
     return f"{which}, read by {rows_text(first_row + rows.readers(first, min(stop, rows.store.num_tokens)))}"
 
 
@@ -120,7 +120,9 @@ class KnownRows:
             } - seen
             seen |= new
             blocks = sorted(block for _, block in new)
-            bits = {TARGETS: sorted({block // (8 * size) for block in blocks})} if part.rows.store.has_targets else {}
+            bits = (
+                {LOSS_MASK: sorted({block // (8 * size) for block in blocks})} if part.rows.store.has_loss_mask else {}
+            )
             for suffix, numbers in {".bin": blocks, **bits}.items():
                 if (change := part.blocks.change(part.rows.store.prefix, suffix, numbers)) is not None:
                     return checked, Changed(number, change)

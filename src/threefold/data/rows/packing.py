@@ -20,18 +20,16 @@ import numpy.typing as npt
 from threefold.config.schema import DataConfig
 from threefold.data.rows.concat import ConcatRows, PackingReport, RowArrays, Rows, checked
 from threefold.data.rows.known_rows import PackedRows, parts_of, problem_of
-from threefold.data.rows.padded import PaddedRows
-from threefold.data.store.blocks import OF_TOKENS, Blocks
-from threefold.data.store.id_range import check_ids
-from threefold.data.store.remembered import known
+from threefold.data.rows.padded import PLACEMENTS, PaddedRows
+from threefold.data.store.blocks import OF_TOKENS, Blocks, with_suffix
+from threefold.data.store.hash_cache import known
 from threefold.data.store.resolve import open_store
 from threefold.data.store.store import TokenStore
 from threefold.data.text.source import Source
 from threefold.data.tokens import Tokenizer
 from threefold.errors import ConfigError, DataError, Problem
 
-PACKINGS = ("concat", "best_fit", "none")
-DEFAULT_LOOKAHEAD = 8192
+PACKINGS = ("concat", *PLACEMENTS)
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,9 @@ class Packing:
 
     Args:
         seq_len: tokens of a row.
-        packing: `concat`, `best_fit` or `none`; None: `best_fit` for a store with targets, else `concat`.
+        packing: `concat`, `best_fit` or `none`; None: `best_fit` for a store with a loss mask, else `concat`.
         document_mask: number the documents inside a row and restart positions with each.
         truncate: `best_fit` and `none`: keep the first row of a longer document, drop the rest.
-        lookahead: `best_fit`: pieces to choose from at a time; None: 8192.
-        cross_targets: a document's first token is the label of the token before it in its row; without, `document_mask`
-            masks it.
 
     Raises:
         ConfigError: a setting that has no effect with this packing.
@@ -55,8 +50,6 @@ class Packing:
     packing: str | None = "concat"
     document_mask: bool = False
     truncate: bool = False
-    lookahead: int | None = None
-    cross_targets: bool = True
 
     def __post_init__(self) -> None:
         if self.packing not in (*PACKINGS, None):
@@ -65,44 +58,31 @@ class Packing:
                 expected=", ".join(PACKINGS),
                 fix="--data.packing concat",
             )
-        without_effect = []
         if self.truncate and self.packing == "concat":
-            without_effect.append(("truncate", "true", "best_fit or none: concat truncates no document"))
-        if self.lookahead is not None and self.packing != "best_fit":
-            without_effect.append(("lookahead", str(self.lookahead), "best_fit: only it chooses among documents"))
-        if without_effect:
-            raise ConfigError.of(
-                Problem(
-                    f"data.{key} = {value} has no effect with data.packing = {self.packing}",
-                    f"data.packing {expected}",
-                    f"remove data.{key}, or --data.packing best_fit",
-                )
-                for key, value, expected in without_effect
+            raise ConfigError(
+                "data.truncate = true has no effect with data.packing = concat",
+                expected="data.packing best_fit or none: concat truncates no document",
+                fix="remove data.truncate, or --data.packing best_fit",
             )
 
     @classmethod
     def of(cls, data: DataConfig) -> Packing:
         """The packing that a config asks for."""
-        crossing = data.end_target == "keep"
-        mask = bool(data.document_mask)
-        return cls(data.seq_len, data.packing, mask, data.truncate, data.lookahead, crossing)
+        return cls(data.seq_len, data.packing, bool(data.document_mask), data.truncate)
 
     def pack(self, store: TokenStore) -> Rows:
         """The rows of a store; a DataError if it gives not one, a ConfigError for what pairs cannot have."""
-        packing = self.packing or ("best_fit" if store.has_targets else "concat")
+        packing = self.packing or ("best_fit" if store.has_loss_mask else "concat")
         if store.has_pairs:
             self._refuse_for_pairs(packing)
         if packing == "concat":
-            return ConcatRows(
-                store, seq_len=self.seq_len, document_mask=self.document_mask, cross_targets=self.cross_targets
-            )
+            return ConcatRows(store, seq_len=self.seq_len, document_mask=self.document_mask)
         return PaddedRows(
             store,
             seq_len=self.seq_len,
-            lookahead=(self.lookahead or DEFAULT_LOOKAHEAD) if packing == "best_fit" else None,
+            placement=PLACEMENTS[packing],
             document_mask=self.document_mask,
             truncate=self.truncate,
-            cross_targets=self.cross_targets,
         )
 
     def _refuse_for_pairs(self, packing: str) -> None:
@@ -112,8 +92,6 @@ class Packing:
         if not self.document_mask:
             what = "true: two answers in a row must not see one another"
             wrong.append(("document_mask", "false", what, "document_mask true"))
-        if self.cross_targets:
-            wrong.append(("end_target", "keep", "mask: an answer is compared to its own end", "end_target mask"))
         if wrong:
             raise ConfigError.of(
                 Problem(
@@ -211,3 +189,40 @@ class MixedRows:
                 # values: (rows of this source, seq_len)
                 batch.setdefault(name, np.empty((len(wanted), *values.shape[1:]), np.int64))[mine] = values
         return batch
+
+
+# Ids that are looked at together.
+_CHUNK = 1 << 24
+
+
+def check_ids(store: TokenStore, blocks: Blocks, *, vocab_size: int) -> None:
+    """DataError if a store has an id below 0, or one that a model of `vocab_size` has no embedding for.
+
+    Under tensor parallelism an id that no rank has would be trained in silence: its embedding is zero and its target is
+    never hit. The range of the ids was found with the store's hashes (`known`), in the same pass.
+    """
+    path = with_suffix(store.prefix, ".bin")
+    if store.dtype.kind == "f":
+        raise DataError(
+            f"{path} holds numbers of type {store.dtype.name}",
+            expected="token ids, which are whole numbers; these would be cut off to such",
+            fix="threefold data prepare --data.source TEXT --data.tokenizer TOKENIZER --to DIR   (makes a new store)",
+        )
+    if blocks.min_id >= 0 and blocks.max_id < vocab_size:
+        return
+    place = _first_outside(store.tokens, vocab_size)
+    document = int(np.searchsorted(store.document_ends, place, "right"))
+    raise DataError(
+        f"{path} has the id {int(store.tokens[place])} as token {place:,}, in document {document:,} "
+        f"(both counted from 0); its ids are {blocks.min_id} to {blocks.max_id}",
+        expected=f"ids from 0 to {vocab_size - 1}: the model has {vocab_size} of them in its vocabulary",
+        fix="prepare the text again with the model's tokenizer, or use the model that the store was made for",
+    )
+
+
+def _first_outside(tokens: npt.NDArray[Any], vocab_size: int) -> int:
+    for start in range(0, len(tokens), _CHUNK):
+        part = tokens[start : start + _CHUNK].astype(np.int64)
+        if len(outside := np.flatnonzero((part < 0) | (part >= vocab_size))):
+            return start + int(outside[0])
+    raise AssertionError("no id is outside")

@@ -63,7 +63,7 @@ def cut_pairs(store: TokenStore, *, seq_len: int, truncate: bool) -> Pieces:
     """Two pieces of each pair, chosen and rejected, that fit into a row of `seq_len` tokens together.
 
     Of a pair that does not fit, with `truncate`, each document keeps its first seq_len // 2 tokens at most, and the
-    label after them. If one of them then has no label that is learnt, or both are the same, the pair is dropped.
+    label after them. If one of them then has no label that is trained on, or both are the same, the pair is dropped.
 
     Raises:
         DataError: a pair does not fit, without `truncate`, or all are dropped.
@@ -100,10 +100,10 @@ def cut_pairs(store: TokenStore, *, seq_len: int, truncate: bool) -> Pieces:
 
 
 def _compares(store: TokenStore, chosen: tuple[int, int], rejected: tuple[int, int]) -> bool:
-    """Whether two stretches of the stream, as (start, stop), differ, and something is learnt of each."""
+    """Whether two stretches of the stream, as (start, stop), differ, and something is trained on of each."""
     # A document's first token is no label; the one after a cut is.
-    learnt = (stop - start > 1 and store.learnt(start + 1, stop).any() for start, stop in (chosen, rejected))
-    return all(learnt) and not np.array_equal(store.read(*chosen), store.read(*rejected))
+    trained_on = (stop - start > 1 and store.trained_on(start + 1, stop).any() for start, stop in (chosen, rejected))
+    return all(trained_on) and not np.array_equal(store.read(*chosen), store.read(*rejected))
 
 
 def _stretches(ends: Int64) -> tuple[Int64, Int64]:

@@ -29,9 +29,9 @@ FORMAT = "threefold-blocks-1"
 HASH_BYTES = 16
 IDENTITY = (".idx", ".bin")
 """The files that a store's digest is made of; a .json names sources and paths, which copies may have of their own."""
-TARGETS = ".targets"
-"""One bit a token, of stores that have them: whether it is learnt. Part of the digest too."""
-OF_TOKENS = (".bin", TARGETS)
+LOSS_MASK = ".loss_mask"
+"""One bit a token, of stores that have a loss mask: whether it is trained on. Part of the digest too."""
+OF_TOKENS = (".bin", LOSS_MASK)
 """Files of which each block belongs to some tokens."""
 
 _READ_BYTES = 16 << 20
@@ -114,7 +114,7 @@ class Blocks:
     @cached_property
     def digest(self) -> str:
         """Identity of the bytes of .idx and .bin, whatever the files are called and when they were written."""
-        names = [*IDENTITY, *([TARGETS] if TARGETS in self.files else [])]
+        names = [*IDENTITY, *([LOSS_MASK] if LOSS_MASK in self.files else [])]
         parts = [f"{self.block_bytes}", *(f"{name} {self.files[name].size_bytes}" for name in names)]
         digest = xxhash.xxh3_128("\n".join(parts).encode())
         for name in names:
@@ -208,7 +208,7 @@ class Blocks:
 def stats_of(prefix: Path) -> dict[str, tuple[int, int]]:
     """(size, time of change in ns) of a store's files that are there, by suffix."""
     found = {}
-    for suffix in (*IDENTITY, TARGETS, ".json"):
+    for suffix in (*IDENTITY, LOSS_MASK, ".json"):
         if (path := with_suffix(prefix, suffix)).is_file():
             stat = path.stat()
             found[suffix] = stat.st_size, stat.st_mtime_ns

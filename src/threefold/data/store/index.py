@@ -27,7 +27,7 @@ DTYPE_OF_CODE = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: 
 _CODE_OF_DTYPE = {np.dtype(name): code for code, name in DTYPE_OF_CODE.items()}
 _HEADER = struct.Struct("<9sQBQQ")
 _CHUNK = 1 << 20
-_REMAKE = "threefold data prepare --source TEXT --tokenizer TOKENIZER --to DIR   (makes a new store)"
+_REMAKE = "threefold data prepare --data.source TEXT --data.tokenizer TOKENIZER --to DIR   (makes a new store)"
 _COPY_AGAIN = f"copy the .bin and .idx again from their origin, or\n       {_REMAKE}"
 
 

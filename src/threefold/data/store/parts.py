@@ -2,7 +2,7 @@
 
 A part is a run of a source's pieces with about 8 MiB of text, or more if that would give over 4,096 parts. Its files
 are NUMBER.bin (tokens), NUMBER.len (tokens of each document, int32) and NUMBER.json, written last and renamed into
-place: a part with a .json is finished. A source with labels also has NUMBER.targets (a byte each token). A row's
+place: a part with a .json is finished. A source with a loss mask also has NUMBER.loss_mask (a byte each token). A row's
 documents are in one part, so no pair is torn. Each process gets one part at a time; its exceptions are raised here.
 """
 
@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from threefold.data.store.store import dtype_for
 from threefold.data.store.writer import sync
-from threefold.data.text.source import Document, Labelled, Piece, ReadLog, TextSource, has_pairs
+from threefold.data.text.source import Document, Labelled, Piece, ReadLog, TextSource
 from threefold.data.tokens import Tokenizer
 from threefold.errors import DataError, RunError
 
@@ -37,7 +37,7 @@ _BATCH_DOCUMENTS = 1024
 
 
 @dataclass(frozen=True)
-class Part:
+class EncodedPart:
     """A run of pieces: what one process encodes at a time."""
 
     number: int
@@ -49,7 +49,7 @@ class Part:
 class PartDone:
     """A part that was encoded: its counts, and the problems found in it."""
 
-    part: Part
+    part: EncodedPart
     num_tokens: int
     num_documents: int
     log: ReadLog
@@ -66,27 +66,27 @@ class PartMaker:
     encode_at_once: int = _BATCH_DOCUMENTS
     """documents per call of the tokenizer; 1 keeps a tokenizer with its own threads to one thread."""
 
-    def make(self, part: Part) -> PartDone:
+    def make(self, part: EncodedPart) -> PartDone:
         """Encodes one part. If documents are bad, nothing is kept and the log has the problems."""
         log = ReadLog(skip_bad=self.skip_bad)
         temporary = self.folder / f"{part.number:05}.{os.getpid()}.tmp"
         all_lengths: list[npt.NDArray[np.int32]] = []
-        targets: list[bytes] = []
+        masks: list[bytes] = []
         num_tokens = 0
         try:
             with temporary.open("wb") as file:
                 for documents in self._batches(part, log):
-                    tokens, lengths, learnt = self._joined(documents)
+                    tokens, lengths, mask = self._joined(documents)
                     file.write(tokens.data)
                     all_lengths.append(lengths)
-                    targets.append(learnt.tobytes())
+                    masks.append(mask.tobytes())
                     num_tokens += len(tokens)
                 sync(file)
             lengths = np.concatenate([np.empty(0, np.int32), *all_lengths])
             if not log.num_bad:
                 os.replace(temporary, self._path(part, "bin"))
                 record = {"num_tokens": num_tokens, "num_documents": len(lengths), "log": asdict(log)}
-                kinds = {"len": lengths.tobytes(), "targets": b"".join(targets), "json": json.dumps(record).encode()}
+                kinds = {"len": lengths.tobytes(), "loss_mask": b"".join(masks), "json": json.dumps(record).encode()}
                 for kind, data in kinds.items():
                     with temporary.open("wb") as file:
                         file.write(data)
@@ -96,27 +96,28 @@ class PartMaker:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def finished(self, part: Part) -> PartDone | None:
+    def finished(self, part: EncodedPart) -> PartDone | None:
         """The part that an earlier, interrupted run made; None if it is missing or damaged."""
         try:
             record = json.loads(self._path(part, "json").read_bytes())
             done = PartDone(part, record["num_tokens"], record["num_documents"], ReadLog(**record["log"]))
-            kinds = ("bin", "len", *(("targets",) if self.source.labels is not None else ()))
+            kinds = ("bin", "len", *(("loss_mask",) if self.source.loss_mask is not None else ()))
             sizes = tuple(self._path(part, kind).stat().st_size for kind in kinds)
         except (OSError, ValueError, KeyError, TypeError):
             return None
         expected = (done.num_tokens * self._dtype.itemsize, done.num_documents * 4, done.num_tokens)
-        torn = has_pairs(self.source.labels) and done.num_documents % 2
+        mask = self.source.loss_mask
+        torn = mask is not None and mask.has_pairs and done.num_documents % 2
         return done if sizes == expected[: len(sizes)] and not torn else None
 
     def read(self, done: PartDone) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.bool_] | None]:
-        """Tokens (memory-mapped), document lengths and, of a source with labels, targets of a finished part."""
+        """Tokens (memory-mapped), document lengths and, of a source with a loss mask, that of a finished part."""
         lengths = np.fromfile(self._path(done.part, "len"), np.int32)
-        labelled = self.source.labels is not None
-        targets = np.fromfile(self._path(done.part, "targets"), np.bool_) if labelled else None
+        masked = self.source.loss_mask is not None
+        mask = np.fromfile(self._path(done.part, "loss_mask"), np.bool_) if masked else None
         if not done.num_tokens:
-            return np.empty(0, self._dtype), lengths, targets
-        return np.memmap(self._path(done.part, "bin"), self._dtype, mode="r"), lengths, targets
+            return np.empty(0, self._dtype), lengths, mask
+        return np.memmap(self._path(done.part, "bin"), self._dtype, mode="r"), lengths, mask
 
     @property
     def _dtype(self) -> np.dtype[Any]:
@@ -125,21 +126,21 @@ class PartMaker:
     def _joined(
         self, documents: list[Document]
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """Tokens, lengths and targets (empty without labels) of a batch."""
-        if self.source.labels is None:
+        """Tokens, lengths and loss mask (empty for texts) of a batch."""
+        if self.source.loss_mask is None:
             texts = cast("list[str]", documents)
             return *joined(self._encoded(texts), end_id=self.tokenizer.end_id, dtype=self._dtype), np.empty(0, np.bool_)
         labelled = cast("list[Labelled]", documents)
         lengths = np.array([len(each.ids) for each in labelled], np.int32)
         tokens = np.concatenate([each.ids for each in labelled]).astype(self._dtype)
-        return tokens, lengths, np.concatenate([each.targets for each in labelled])
+        return tokens, lengths, np.concatenate([each.loss_mask for each in labelled])
 
     def _encoded(self, texts: list[str]) -> list[npt.NDArray[Any]]:
         step = self.encode_at_once
         batches = (texts[start : start + step] for start in range(0, len(texts), step))
         return [ids for batch in batches for ids in self.tokenizer.encode_batch(batch)]
 
-    def _batches(self, part: Part, log: ReadLog) -> Iterator[list[Document]]:
+    def _batches(self, part: EncodedPart, log: ReadLog) -> Iterator[list[Document]]:
         batch: list[Document] = []
         characters = 0
         for piece in part.pieces:
@@ -152,21 +153,21 @@ class PartMaker:
         if batch:
             yield batch
 
-    def _path(self, part: Part, kind: str) -> Path:
+    def _path(self, part: EncodedPart, kind: str) -> Path:
         return self.folder / f"{part.number:05}.{kind}"
 
 
-def plan_parts(pieces: Sequence[Piece]) -> list[Part]:
+def plan_parts(pieces: Sequence[Piece]) -> list[EncodedPart]:
     """Runs of consecutive pieces of about equal size; a function of the pieces alone."""
     target = max(PART_BYTES, sum(piece.size_bytes for piece in pieces) // MAX_PARTS)
-    parts: list[Part] = []
+    parts: list[EncodedPart] = []
     run: list[Piece] = []
     size = 0
     for number, piece in enumerate(pieces, start=1):
         run.append(piece)
         size += piece.size_bytes
         if size >= target or number == len(pieces):
-            parts.append(Part(len(parts), tuple(run), size))
+            parts.append(EncodedPart(len(parts), tuple(run), size))
             run, size = [], 0
     return parts
 
@@ -189,14 +190,16 @@ def joined(
     return tokens, lengths.astype(np.int32)
 
 
-def make_in_processes(maker: PartMaker, parts: Sequence[Part], *, num_workers: int) -> Generator[PartDone, None, None]:
+def make_in_processes(
+    maker: PartMaker, parts: Sequence[EncodedPart], *, num_workers: int
+) -> Generator[PartDone, None, None]:
     """Encodes parts in `num_workers` new processes; yields each as it is done, in any order.
 
     Closing the iterator ends the processes. A RunError if one ended without an error, as after a kill for memory.
     """
     context = multiprocessing.get_context("spawn")
     waiting = iter(parts)
-    busy: dict[Connection, Part] = {}
+    busy: dict[Connection, EncodedPart] = {}
     processes = []
 
     def send_next(worker: Connection) -> None:

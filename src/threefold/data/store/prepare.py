@@ -23,10 +23,10 @@ from pathlib import Path
 from filelock import FileLock
 
 from threefold.data.store.blocks import with_suffix
-from threefold.data.store.parts import Part, PartDone, PartMaker, make_in_processes, plan_parts
+from threefold.data.store.parts import EncodedPart, PartDone, PartMaker, make_in_processes, plan_parts
 from threefold.data.store.store import StoreInfo, TokenStore, dtype_for, fingerprint_of_content, read_info
 from threefold.data.store.writer import StoreWriter
-from threefold.data.text.source import ReadLog, TextSource, has_pairs, log_error
+from threefold.data.text.source import ReadLog, TextSource, log_error
 from threefold.data.tokens import Tokenizer
 from threefold.errors import DataError, RunError
 
@@ -36,7 +36,7 @@ STORE_NAME = "tokens"
 _SMALL_BYTES = 64 << 20
 # A full disk, a full quota, and a limit on the size of files.
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Part of every request's name: after a change to how parts are cut or encoded, old parts are not reused.
+# EncodedPart of every request's name: after a change to how parts are cut or encoded, old parts are not reused.
 _FORMAT = 1
 
 
@@ -171,7 +171,7 @@ def _refuse_other(prefix: Path, *, request: str, begun: bool) -> None:
 
 def _make_parts(
     maker: PartMaker,
-    plan: Sequence[Part],
+    plan: Sequence[EncodedPart],
     *,
     num_workers: int | None,
     progress: Callable[[PrepareProgress], None] | None,
@@ -218,8 +218,8 @@ def _refuse_bad(source: TextSource, done: Sequence[PartDone]) -> None:
     if log.num_bad or (source.text_field is not None and log.num_rows and not log.num_with_field):
         raise log_error(source, log)
     num_documents = sum(d.num_documents for d in done)
-    if source.labels is not None and not num_documents:
-        raise _wrong_labels(source, f"none of {log.num_rows:,} rows, {log.num_skipped:,} of them skipped")
+    if source.loss_mask is not None and not num_documents:
+        raise _wrong_mask(source, f"none of {log.num_rows:,} rows, {log.num_skipped:,} of them skipped")
     if sum(d.num_tokens for d in done) == num_documents:
         counts = f"empty documents: {num_documents:,}, skipped: {log.num_skipped:,}"
         raise DataError(
@@ -230,26 +230,26 @@ def _refuse_bad(source: TextSource, done: Sequence[PartDone]) -> None:
 
 
 def _refuse_whole(source: TextSource, writer: StoreWriter) -> None:
-    """Refuses labels that tell nothing apart: no token, or every token of rows with prompts."""
-    if source.labels is None:
+    """Refuses a loss mask that tells nothing apart: no token, or every token of rows with prompts."""
+    if source.loss_mask is None:
         return
-    if not writer.num_targets:
-        raise _wrong_labels(source, f"no token of {writer.num_tokens:,}")
-    if writer.num_targets == writer.num_tokens and "learnt: all" not in source.labels:
-        raise _wrong_labels(source, f"all of its {writer.num_tokens:,} tokens")
+    if not writer.num_loss_tokens:
+        raise _wrong_mask(source, f"no token of {writer.num_tokens:,}")
+    if writer.num_loss_tokens == writer.num_tokens and source.loss_mask.train_on != "all":
+        raise _wrong_mask(source, f"all of its {writer.num_tokens:,} tokens")
 
 
-def _wrong_labels(source: TextSource, what: str) -> DataError:
+def _wrong_mask(source: TextSource, what: str) -> DataError:
     return DataError(
-        f"data.source = {source.name!r}, {source.labels}: {what} would be learnt",
-        expected="prompts, which are not learnt, and answers, which are",
-        fix="threefold data show --source SOURCE --tokenizer TOKENIZER   shows why; if all of it is meant: "
+        f"data.source = {source.name!r}, {source.loss_mask}: {what} would be trained on",
+        expected="prompts, which are not trained on, and answers, which are",
+        fix="threefold data show --data.source SOURCE --data.tokenizer TOKENIZER   shows why; if all of it is meant: "
         "--data.train_on all",
     )
 
 
 def _join(maker: PartMaker, done: Sequence[PartDone], *, prefix: Path, request: str) -> StoreInfo:
-    tokenizer, source = maker.tokenizer, maker.source
+    tokenizer, source, mask = maker.tokenizer, maker.source, maker.source.loss_mask
 
     def info(writer: StoreWriter) -> StoreInfo:
         _refuse_whole(source, writer)
@@ -265,10 +265,10 @@ def _join(maker: PartMaker, done: Sequence[PartDone], *, prefix: Path, request: 
             tokenizer_fingerprint=tokenizer.fingerprint,
             vocab_size=tokenizer.vocab_size,
             end_id=tokenizer.end_id,
-            labels=source.labels,
-            num_targets=writer.num_targets if source.labels is not None else None,
-            bos_id=tokenizer.bos_id if source.labels is None else None,
-            pairs=has_pairs(source.labels) or None,
+            loss_mask=mask,
+            num_loss_tokens=writer.num_loss_tokens if mask is not None else None,
+            bos_id=tokenizer.bos_id if mask is None else None,
+            pairs=True if mask is not None and mask.has_pairs else None,
         )
 
     with StoreWriter(prefix, dtype=dtype_for(tokenizer.vocab_size)) as writer:

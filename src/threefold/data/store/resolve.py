@@ -11,25 +11,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from threefold.bars import Bars
 from threefold.config.text import as_yaml, pasted
-from threefold.data.conversations.formats import FORMATS
-from threefold.data.conversations.labeller import format_of, labeller_for
-from threefold.data.conversations.targets import TRAIN_ON
+from threefold.data.chat.formats import FORMATS
+from threefold.data.chat.labeller import format_of, labeller_for
 from threefold.data.store.blocks import with_suffix
 from threefold.data.store.prepare import PreparedStore, PrepareProgress, prepare, request_of
 from threefold.data.store.store import TokenStore, read_info
 from threefold.data.text.files import Files, open_files, open_stdlib
 from threefold.data.text.hub import is_saved, open_hub, open_saved
-from threefold.data.text.joined import JoinedSources
 from threefold.data.text.listing import FileList, Known
-from threefold.data.text.source import LabellerFor, Labels, Source, TextSource
+from threefold.data.text.source import TRAIN_ON, ConcatSource, LabellerFor, Labels, Source, TextSource
 from threefold.data.tokens import Tokenizer, for_texts
 from threefold.errors import DataError, ThreefoldError
+from threefold.progress_bars import Bars
 
 _REMOTE = re.compile(r"([a-z][a-z0-9+.-]*)://")
-# Keys that say what is learnt of rows that are not text, and how these become text.
-_OF_LABELS = ("fields", "train_on_end", "chat_template", "template_variables", "chat_date", "skip_empty_targets")
+# Keys that say what is trained on of rows that are not text, and how these become text.
+_OF_LABELS = ("train_on_end", "chat_template", "template_variables")
 _LABELLED = (*FORMATS[1:], *TRAIN_ON[:-1])
 _DOWNLOAD = {
     "s3": "aws s3 cp --recursive {}",
@@ -67,22 +65,21 @@ def open_text(source: Source, labeller_for: LabellerFor | None = None, *, memory
     """The documents that a source names, their files' digests remembered in `memory`; a DataError if it has none."""
     texts = _opened(source, labeller_for, memory)
     opened = [replace(text, memory=memory) if isinstance(text, Files) else text for text in texts]
-    if labeller_for is not None and opened[0].labels is None and source.labels.train_on not in (None, "all"):
+    if labeller_for is not None and opened[0].loss_mask is None and source.labels.train_on not in (None, "all"):
         raise DataError(
-            f"data.train_on = {source.labels.train_on}: {opened[0].name} is text, of which every token is learnt",
+            f"data.train_on = {source.labels.train_on}: {opened[0].name} is text, of which every token is trained on",
             expected="rows with messages, or with prompt and completion",
             fix="leave data.train_on out   (or, if columns have other names: --data.fields '{messages: NAME}'; in a "
-            "mixture with text: threefold data prepare --source ROWS --train-on ...)",
+            "mixture with text: threefold data prepare --data.source ROWS --data.train_on ...)",
         )
-    return opened[0] if len(opened) == 1 else JoinedSources(tuple(opened))
+    return opened[0] if len(opened) == 1 else ConcatSource(tuple(opened))
 
 
 def rows_format(source: Source, *, memory: Path | None = None) -> str:
     """The format of a source's rows, or of those that a store was made of; arguments and errors as for `open_text`."""
     if isinstance(source.name, str) and (prefix := store_prefix(source.name)) is not None:
         info = read_info(prefix)
-        labels = info.labels if info is not None else None
-        return labels.partition(" ")[0] if labels is not None else "text"
+        return info.loss_mask.format if info is not None and info.loss_mask is not None else "text"
     found = []
 
     def look(names: Sequence[str]) -> None:
@@ -95,7 +92,8 @@ def rows_format(source: Source, *, memory: Path | None = None) -> str:
 def refuse_without_effect(sources: Sequence[Source], *, memory: Path | None = None) -> None:
     """Refuses keys about labels that none of the sources has rows for: a DataError. Other errors come on reading."""
     asked, usual = sources[0].labels, Labels()
-    given = [name for name in _OF_LABELS if getattr(asked, name) != getattr(usual, name)]
+    given = ["fields"] if asked.fields.keys() - {"text"} else []
+    given += [name for name in _OF_LABELS if getattr(asked, name) != getattr(usual, name)]
     given += [name for name, value in (("format", asked.format), ("train_on", asked.train_on)) if value in _LABELLED]
     begins = [] if asked.bos == "auto" else ["bos"]
     if not given and not begins:
@@ -113,7 +111,7 @@ def refuse_without_effect(sources: Sequence[Source], *, memory: Path | None = No
         what, expected = f"{named}: the rows are conversations", "a chat template that writes what begins one"
         raise DataError(what, expected=expected, fix=f"{leave}   (or --data.chat_template FILE)")
     raise DataError(
-        f"{named}: {sources[0].name} is text, of which every token is learnt",
+        f"{named}: {sources[0].name} is text, of which every token is trained on",
         expected="rows with messages, or with prompt and completion: only they have labels",
         fix=f"{leave}   (or, if columns have other names: --data.fields '{{messages: NAME}}')",
     )
@@ -143,9 +141,9 @@ def _opened(source: Source, labeller_for: LabellerFor | None = None, memory: Pat
     except DataError as error:
         fixes = ((each, each.fix.replace("--data.source ", "in the list: ")) for each in error.problems)
         raise DataError.of(replace(each, fix=fix) for each, fix in fixes) from error
-    if len({each.labels for each in opened}) > 1:
+    if len({each.loss_mask for each in opened}) > 1:
         raise DataError(
-            f"data.source is a list of different kinds: {'; '.join(each.labels or 'text' for each in opened)}",
+            f"data.source is a list of different kinds: {'; '.join(str(each.loss_mask or 'text') for each in opened)}",
             expected="sources of one format, which are encoded together",
             fix="--data.mixture '{a: {source: ..., weight: 1}, b: ...}'   (or --data.format text)",
         )
@@ -229,22 +227,24 @@ def _check_tokenizer(source: str, store: TokenStore, tokenizer: Tokenizer | None
 
 
 def _check_labels(source: str, store: TokenStore, asked: Labels) -> None:
-    """Refuses keys that ask for something else than what a store has recorded to be learnt."""
-    recorded = (store.info.labels if store.info is not None else None) or "text, learnt: all"
-    format, learnt = recorded.partition(" ")[0].rstrip(","), recorded.rpartition("learnt: ")[2]
+    """Refuses keys that ask for another loss mask than a store has recorded."""
+    recorded = store.loss_mask
+    format, train_on, end = ("text", "all", "trained")
+    if recorded is not None:
+        format, train_on, end = recorded.format, recorded.train_on, recorded.end
     wrong = [
         f"data.{key} = {given}"
         for key, given, other in (
             ("format", asked.format, asked.format not in ("auto", format)),
-            ("train_on", asked.train_on, asked.train_on not in (None, learnt.partition(" ")[0])),
-            ("train_on_end", "false", not asked.train_on_end and " without its end" not in learnt),
+            ("train_on", asked.train_on, asked.train_on not in (None, train_on)),
+            ("train_on_end", "false", not asked.train_on_end and end != "masked"),
         )
         if other
     ]
     if wrong:
         raise DataError(
-            f"{', '.join(wrong)}: the token store {source} was made as {recorded}",
-            expected="what the store has recorded: which tokens are learnt is decided when it is prepared",
-            fix="leave the keys out   (or make another store: threefold data prepare --source SOURCE --tokenizer "
-            "TOKENIZER --to DIR, with --format, --train-on)",
+            f"{', '.join(wrong)}: the token store {source} was made as {recorded or 'text, trained on: all'}",
+            expected="what the store has recorded: which tokens are trained on is decided when it is prepared",
+            fix="leave the keys out   (or make another store: threefold data prepare --data.source SOURCE "
+            "--data.tokenizer TOKENIZER --to DIR, with --data.format, --data.train_on)",
         )

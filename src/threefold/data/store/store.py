@@ -4,7 +4,7 @@ The layout is Megatron-LM's, so stores made by other programs can be read here, 
 
     PREFIX.bin   only the tokens (uint16 if the vocabulary allows, else int32), little-endian
     PREFIX.idx   where documents begin and end (`index`)
-    PREFIX.targets  of conversations and the like: a bit for each token, whether it is learnt
+    PREFIX.loss_mask  of conversations and the like: a bit for each token, whether it is trained on
     PREFIX.json  written last: the origin of the store (`StoreInfo`); stores made by other programs have none
     PREFIX.blocks  a hash of each block of the others, the smallest and the largest id (`blocks`)
 
@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from threefold.data.store.blocks import TARGETS, Blocks, with_suffix
+from threefold.data.store.blocks import LOSS_MASK, Blocks, with_suffix
 from threefold.data.store.index import check_arrays, read_index
-from threefold.data.text.source import has_pairs
+from threefold.data.text.source import LossMask
 from threefold.errors import DataError
 
 INFO_FORMAT = "threefold-store-1"
@@ -55,9 +55,9 @@ class StoreInfo:
     tokenizer_fingerprint: str
     vocab_size: int
     end_id: int
-    labels: str | None = None
-    """what is learnt of the documents; None: all of their tokens, and there are no targets."""
-    num_targets: int | None = None
+    loss_mask: LossMask | None = None
+    """what is trained on of the documents; None: all of their tokens, and there is no PREFIX.loss_mask."""
+    num_loss_tokens: int | None = None
     bos_id: int | None = None
     """the token that begins each document; None: there is none, or it is not known."""
     pairs: bool | None = None
@@ -69,11 +69,11 @@ class StoreInfo:
         return f"{self.num_documents // 2:,} pairs" if self.pairs else f"{self.num_documents:,} documents"
 
     @property
-    def learnt(self) -> str:
-        """`chat (messages), learnt: assistant: 12 of 34 tokens (35.3 %)`, of a store with labels."""
-        learnt = self.num_targets or 0
-        share = 100 * learnt / max(1, self.num_tokens)
-        return f"{self.labels}: {learnt:,} of {self.num_tokens:,} tokens ({share:.1f} %)"
+    def mask_summary(self) -> str:
+        """`chat (messages), trained on: assistant: 12 of 34 tokens (35.3 %)`, of a store with a loss mask."""
+        count = self.num_loss_tokens or 0
+        share = 100 * count / max(1, self.num_tokens)
+        return f"{self.loss_mask}: {count:,} of {self.num_tokens:,} tokens ({share:.1f} %)"
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
@@ -98,13 +98,13 @@ class TokenStore:
         self.num_tokens = self._index.num_tokens
         self.num_documents = self._index.num_bounds - 1
         self.info = read_info(self.prefix)
-        self.labels = self.info.labels if self.info is not None else None
-        self.has_targets = self.labels is not None
-        if self.has_targets:
-            _check_targets(self.prefix, self.num_tokens)
+        self.loss_mask = self.info.loss_mask if self.info is not None else None
+        self.has_loss_mask = self.loss_mask is not None
+        if self.has_loss_mask:
+            _check_loss_mask(self.prefix, self.num_tokens)
         self.has_pairs = self.info is not None and self.info.pairs is True
         if self.info is None:
-            _refuse_unexplained_targets(self.prefix)
+            _refuse_unexplained_mask(self.prefix)
             self.check()
         elif (self.info.num_tokens, self.info.num_documents) != (self.num_tokens, self.num_documents):
             raise DataError(
@@ -114,7 +114,9 @@ class TokenStore:
                 fix=f"{_as_foreign(self.prefix)}copy all files again",
             )
 
-        elif self.has_pairs != has_pairs(self.info.labels) or (self.has_pairs and self.num_documents % 2):
+        elif self.has_pairs != (self.loss_mask is not None and self.loss_mask.has_pairs) or (
+            self.has_pairs and self.num_documents % 2
+        ):
             raise _torn_pairs(self.prefix, self.info)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -156,17 +158,17 @@ class TokenStore:
         return np.frombuffer(data, self.dtype)
 
     @cached_property
-    def _targets(self) -> int:
-        number = os.open(with_suffix(self.prefix, TARGETS), os.O_RDONLY | os.O_CLOEXEC)
+    def _mask(self) -> int:
+        number = os.open(with_suffix(self.prefix, LOSS_MASK), os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, number)
         return number
 
-    def learnt(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Whether each of the tokens [start, stop) is learnt, of a store that has targets; errors as for `read`."""
+    def trained_on(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Whether each of the tokens [start, stop) is trained on, of a store with a loss mask; errors as for `read`."""
         first, last = start // 8, -(-stop // 8)
-        data = os.pread(self._targets, last - first, first)
+        data = os.pread(self._mask, last - first, first)
         if len(data) != last - first:
-            raise _cut_targets(self.prefix, self.num_tokens)
+            raise _cut_loss_mask(self.prefix, self.num_tokens)
         bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
         return bits[start - 8 * first : stop - 8 * first].astype(np.bool_)
 
@@ -214,35 +216,35 @@ class TokenStore:
         return digest.hexdigest()
 
 
-def _check_targets(prefix: Path, num_tokens: int) -> None:
+def _check_loss_mask(prefix: Path, num_tokens: int) -> None:
     try:
-        whole = with_suffix(prefix, TARGETS).stat().st_size == -(-num_tokens // 8)
+        whole = with_suffix(prefix, LOSS_MASK).stat().st_size == -(-num_tokens // 8)
     except OSError:
         whole = False
     if not whole:
-        raise _cut_targets(prefix, num_tokens)
+        raise _cut_loss_mask(prefix, num_tokens)
 
 
-def _cut_targets(prefix: Path, num_tokens: int) -> DataError:
+def _cut_loss_mask(prefix: Path, num_tokens: int) -> DataError:
     return DataError(
-        f"{with_suffix(prefix, TARGETS)} is missing, or is not the targets of {num_tokens:,} tokens",
-        expected=f"{-(-num_tokens // 8):,} bytes, a bit for each token: without it nobody knows what is learnt",
+        f"{with_suffix(prefix, LOSS_MASK)} is missing, or is not the loss mask of {num_tokens:,} tokens",
+        expected=f"{-(-num_tokens // 8):,} bytes, a bit for each token: without it nobody knows what is trained on",
         fix="copy all files of the store again from their origin, or prepare the source again",
     )
 
 
 def _as_foreign(prefix: str | Path) -> str:
-    """The way out that a store without targets has: all of its tokens are learnt then."""
-    targets = with_suffix(prefix, TARGETS).exists()
-    return "" if targets else "remove the .json to read the store as one made by another program, or "
+    """The way out that a store without a loss mask has: all of its tokens are trained on then."""
+    masked = with_suffix(prefix, LOSS_MASK).exists()
+    return "" if masked else "remove the .json to read the store as one made by another program, or "
 
 
-def _refuse_unexplained_targets(prefix: Path) -> None:
-    if with_suffix(prefix, TARGETS).exists():
+def _refuse_unexplained_mask(prefix: Path) -> None:
+    if with_suffix(prefix, LOSS_MASK).exists():
         raise DataError(
-            f"{with_suffix(prefix, '.json')} does not exist, and {prefix.name}{TARGETS} does",
-            expected="the .json, which says what the targets are: without it every token would be learnt, and rejected "
-            "answers too",
+            f"{with_suffix(prefix, '.json')} does not exist, and {prefix.name}{LOSS_MASK} does",
+            expected="the .json, which says what the loss mask is: without it every token would be trained on, and "
+            "rejected answers too",
             fix="copy all files of the store again from their origin, or prepare the source again",
         )
 
@@ -251,8 +253,8 @@ def _torn_pairs(prefix: Path, info: StoreInfo) -> DataError:
     kind = "documents in pairs" if info.pairs is True else "no pairs"
     return DataError(
         f"{with_suffix(prefix, '.json')} describes {kind} (pairs: {info.pairs}), in {info.num_documents:,} documents "
-        f"with the labels {info.labels!r}",
-        expected="pairs and an even number of documents, each chosen one before its rejected one, with the labels "
+        f"with the loss mask {info.loss_mask}",
+        expected="pairs and an even number of documents, each chosen one before its rejected one, with the loss mask "
         "'preference ...'; and no pairs without: else an answer would be compared with one to another prompt",
         fix="copy all files of the store again from their origin, or prepare the source again",
     )
@@ -270,10 +272,12 @@ def read_info(prefix: str | Path) -> StoreInfo | None:
         record = json.loads(path.read_bytes())
         if record.pop("format", None) != INFO_FORMAT:
             raise ValueError(f"its format is not {INFO_FORMAT}")
+        if (mask := record.pop("loss_mask", None)) is not None:
+            record["loss_mask"] = LossMask(**{**mask, "columns": tuple(mask["columns"])})
         return StoreInfo(**record)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise DataError(
             f"{path} does not describe a token store: {error}",
             expected=f"a record of format {INFO_FORMAT}, written next to the .bin and .idx",

@@ -14,11 +14,11 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from threefold.data.store.blocks import SUFFIX, TARGETS, BlockHasher, Blocks, FileBlocks, IdRange, hashed, with_suffix
+from threefold.data.store.blocks import LOSS_MASK, SUFFIX, BlockHasher, Blocks, FileBlocks, IdRange, hashed, with_suffix
 from threefold.data.store.index import write_index
 from threefold.data.store.store import INFO_FORMAT, StoreInfo
 
-_WRITTEN = (".bin", TARGETS, ".idx", SUFFIX, ".json")
+_WRITTEN = (".bin", LOSS_MASK, ".idx", SUFFIX, ".json")
 
 
 class StoreWriter:
@@ -36,7 +36,7 @@ class StoreWriter:
         self._blocks, self._ids = BlockHasher(), IdRange()
         self._bits = bytearray()
         self._rest: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
-        self.num_targets = 0
+        self.num_loss_tokens = 0
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         self._bin: BinaryIO = self._temporary(".bin").open("wb")
 
@@ -49,16 +49,16 @@ class StoreWriter:
             self._temporary(suffix).unlink(missing_ok=True)
 
     def add_block(
-        self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_] | None = None
+        self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int32], loss_mask: npt.NDArray[np.bool_] | None = None
     ) -> None:
         """Appends documents of `lengths`, [documents] int32, whose tokens are concatenated in `tokens`.
 
         Args:
-            targets: [tokens], whether each is learnt; for all blocks of a store, or for none.
+            loss_mask: [tokens], whether each is trained on; for all blocks of a store, or for none.
         """
-        if targets is not None:
-            self.num_targets += int(np.count_nonzero(targets))
-            bits = np.concatenate([self._rest, targets])
+        if loss_mask is not None:
+            self.num_loss_tokens += int(np.count_nonzero(loss_mask))
+            bits = np.concatenate([self._rest, loss_mask])
             whole = len(bits) // 8 * 8
             self._bits += np.packbits(bits[:whole], bitorder="little").tobytes()
             self._rest = bits[whole:].copy()
@@ -86,7 +86,7 @@ class StoreWriter:
         self._bin.close()
         lengths = np.frombuffer(self._lengths, np.int32)
         if bits := self._all_bits():
-            with self._temporary(TARGETS).open("wb") as file:
+            with self._temporary(LOSS_MASK).open("wb") as file:
                 file.write(bits)
                 sync(file)
         with self._temporary(".idx").open("wb") as file:
@@ -101,11 +101,11 @@ class StoreWriter:
         files = {".idx": hashed(self._temporary(".idx"))}
         files[".bin"] = FileBlocks(stat.st_size, stat.st_mtime_ns, self._blocks.finish())
         if bits:
-            files[TARGETS] = hashed(self._temporary(TARGETS))
+            files[LOSS_MASK] = hashed(self._temporary(LOSS_MASK))
         files[".json"] = hashed(self._temporary(".json"))
         self._temporary(SUFFIX).write_bytes(Blocks(self._ids.low, self._ids.high, files).to_bytes())
         for suffix in _WRITTEN:
-            if suffix != TARGETS or bits:
+            if suffix != LOSS_MASK or bits:
                 os.replace(self._temporary(suffix), with_suffix(self.prefix, suffix))
         return made
 

@@ -9,16 +9,16 @@ from typing import Any
 from threefold.data.text.source import MISSING, Document, Labeller, ReadLog, chat_or, missing_field, names_in, value_of
 from threefold.errors import DataError
 
-SKIP = "--data.skip_bad_lines true (data prepare: --skip-bad-lines) to count it instead"
+SKIP = "--data.skip_bad_lines true to count it instead"
 AGAIN = f"copy or make the file again, or {SKIP}"
 
 
 @dataclass(frozen=True)
 class TextField:
-    """Takes the text of one field of each row; its documents are not labelled."""
+    """Takes the text of one field of each row; all tokens of its documents are trained on."""
 
     name: str
-    description = None
+    loss_mask = None
 
     @property
     def recipe(self) -> str:
@@ -95,9 +95,9 @@ def require_text(where: str, schema: Any, field: str) -> None:
         raise missing_field(where, field, list(kinds), texts=texts)
     if field not in texts:
         raise DataError(
-            f"data.text_field = {field!r}: {where}: the field is {kinds.get(field, 'a struct')}, not text",
+            f"data.fields.text = {field!r}: {where}: the field is {kinds.get(field, 'a struct')}, not text",
             expected="a field of text; tokens made by other programs are read as a .bin/.idx store",
-            fix=chat_or(field, "--data.text_field NAME   (a field that holds text)"),
+            fix=chat_or(field, "--data.fields '{text: NAME}'   (a field that holds text)"),
         )
 
 

@@ -7,10 +7,14 @@ folder that was moved or copied is the same source. Text is UTF-8 and keeps its 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
+import json
+import os
 import shlex
 import sysconfig
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,19 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from threefold.data.text import listing
 from threefold.data.text import rows as text_rows
-from threefold.data.text.digests import Digests
 from threefold.data.text.fields import AGAIN, SKIP, TextField
 from threefold.data.text.listing import KINDS, TEXTS, FileList, Kind, Known, kind_of
-from threefold.data.text.source import MAX_PROBLEMS, Document, Labelled, Labeller, LabellerFor, Piece, ReadLog
+from threefold.data.text.source import MAX_PROBLEMS, Document, Labelled, Labeller, LabellerFor, LossMask, Piece, ReadLog
 from threefold.errors import DataError, Problem
 
 # Of the standard library: no tests and no installed packages.
 EXCLUDED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
-_PLAIN = tuple(Kind(suffix, None) for suffix in TEXTS)
 _UNPACK = {".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zip": "unzip", ".tar": "tar xf", ".tgz": "tar xzf"}
 
 
@@ -57,8 +60,8 @@ class Files:
     labeller: Labeller | None = None
 
     @property
-    def labels(self) -> str | None:
-        return self.labeller.description if self.labeller is not None else None
+    def loss_mask(self) -> LossMask | None:
+        return self.labeller.loss_mask if self.labeller is not None else None
 
     @property
     def _take(self) -> Labeller:
@@ -97,17 +100,9 @@ class Files:
 
     @property
     def _recipe(self) -> str:
-        """How the files are read. Releases without compressed files kept a text's byte order mark as a token."""
-        marked = any(self._is_marked(path) for path, kind in zip(self.paths, self.kinds, strict=True) if kind in _PLAIN)
-        recipe = f"files 1 {self.text_field!r} {self.skip_undecodable}" + (" without marks" if marked else "")
+        """How the files are read."""
+        recipe = f"files 1 {self.text_field!r} {self.skip_undecodable}"
         return recipe if self.labeller is None else f"{recipe} {self.labeller.recipe}"
-
-    def _is_marked(self, path: str) -> bool:
-        try:
-            with (self.root / path).open("rb") as file:
-                return file.read(len(text_rows.BOM)) == text_rows.BOM
-        except OSError:  # the fingerprint names it
-            return False
 
     @cached_property
     def pieces(self) -> Sequence[Piece]:
@@ -221,7 +216,7 @@ def _labelled(files: Files, labeller_for: LabellerFor) -> Files:
     if labeller is not None and (texts := [path for path in files.paths if kind_suffix(path) in TEXTS]):
         raise DataError(
             f"data.source = {files.name!r}: {texts[0]} is a text, and other files hold rows with labels",
-            expected="files of one format: a text has nothing that says what is learnt of it",
+            expected="files of one format: a text has no prompt and no answer",
             fix="--data.source 'FOLDER/**/*.jsonl'   (or --data.format text)",
         )
     return replace(files, labeller=labeller)
@@ -230,7 +225,7 @@ def _labelled(files: Files, labeller_for: LabellerFor) -> Files:
 class _FirstRow:
     """A labeller that only looks at the columns of the first row."""
 
-    description = recipe = ""
+    recipe, loss_mask = "", None
     columns: Sequence[str] = ()
 
     def documents(self, row: Any, log: ReadLog) -> Sequence[Labelled] | tuple[str, str]:
@@ -284,3 +279,61 @@ def _not_there(source: str, path: Path) -> DataError:
         expected=f"stdlib, hf:ID, a prepared folder, or a file, folder or glob, relative to {Path.cwd()}",
         fix=fix,
     )
+
+
+_DIGESTS_FORMAT = "threefold-files-1"
+
+# A file that changes again within a tick of its file system's clock keeps its time; so new ones are not remembered.
+_SETTLED_NS = 2_000_000_000
+
+
+class Digests:
+    """The BLAKE2b digests of files below one root, kept below the folder `memory`; None: nowhere.
+
+    A file is read again only if its size or times have changed. What is kept is a cache and no record: whatever is
+    wrong with it, the files are read, and it is written anew.
+    """
+
+    def __init__(self, root: Path, memory: Path | None) -> None:
+        self._root = root
+        name = hashlib.blake2b(os.fsencode(root.resolve()), digest_size=16).hexdigest()
+        self._place = memory / f"{name}.json" if memory is not None else None
+        self._known: dict[str, list[int | str]] = self._read()
+        self._changed = False
+
+    def of(self, path: str) -> tuple[int, str]:
+        """(size, digest of the content) of the file at a path below the root; OSError if it cannot be read."""
+        with (self._root / path).open("rb") as file:
+            stat = os.fstat(file.fileno())
+            facts = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+            known = self._known.get(path)
+            if known is not None and known[:3] == facts:
+                return stat.st_size, str(known[3])
+            content = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+            size = file.tell()
+        if size == stat.st_size and max(facts[1:]) < time.time_ns() - _SETTLED_NS:
+            self._known[path], self._changed = [*facts, content], True
+        return size, content
+
+    def keep(self) -> None:
+        """Writes what was learned, if the cache can be written."""
+        if self._place is None or not self._changed:
+            return
+        text = json.dumps(self._known)
+        temporary = self._place.with_name(f".{self._place.name}.{os.getpid()}.tmp")
+        with contextlib.suppress(OSError):
+            self._place.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(f"{_DIGESTS_FORMAT} {xxhash.xxh3_128_hexdigest(text.encode())}\n{text}\n")
+            os.replace(temporary, self._place)
+
+    def _read(self) -> dict[str, list[int | str]]:
+        if self._place is None:
+            return {}
+        try:
+            head, text, _ = self._place.read_text().split("\n")
+            if head != f"{_DIGESTS_FORMAT} {xxhash.xxh3_128_hexdigest(text.encode())}":
+                return {}
+            known: dict[str, list[int | str]] = json.loads(text)
+        except (OSError, ValueError):
+            return {}
+        return known

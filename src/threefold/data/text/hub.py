@@ -17,9 +17,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from threefold.data.text.digests import Digests
 from threefold.data.text.fields import AGAIN, TextField, require_text, rows_of_table
-from threefold.data.text.source import Document, Labeller, LabellerFor, Piece, ReadLog, Source
+from threefold.data.text.files import Digests
+from threefold.data.text.source import Document, Labeller, LabellerFor, LossMask, Piece, ReadLog, Source
 from threefold.errors import DataError, Problem, ThreefoldError
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class HubRows:
     labeller: Labeller | None = None
 
     @property
-    def labels(self) -> str | None:
-        return self.labeller.description if self.labeller is not None else None
+    def loss_mask(self) -> LossMask | None:
+        return self.labeller.loss_mask if self.labeller is not None else None
 
     @cached_property
     def pieces(self) -> Sequence[Piece]:

@@ -54,8 +54,8 @@ class Kind(NamedTuple):
     compression: str | None
 
     @property
-    def is_later(self) -> bool:
-        """Whether the first release left such files out."""
+    def has_frame(self) -> bool:
+        """Whether no file of this kind can be empty: an empty one is no archive, no JSON and no table."""
         return self.compression is not None or self.suffix in (".json", ".csv")
 
 
@@ -207,7 +207,7 @@ def each_once(root: Path, kinds: dict[str, Kind], left: list[LeftOut], known: Kn
             continue
         if not stat.S_ISREG(status.st_mode):
             left.append(LeftOut(path, "special", "not an ordinary file"))
-        elif kind.is_later and not status.st_size:
+        elif kind.has_frame and not status.st_size:
             left.append(LeftOut(path, "empty", "empty"))
         else:
             same.setdefault((status.st_dev, status.st_ino), []).append((path, status))

@@ -9,8 +9,10 @@ collected in a `ReadLog`, so that one error names several lines.
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -21,6 +23,8 @@ from threefold.errors import DataError, Problem
 PREFERENCE = "preference"
 """The format of rows with two answers: their documents are pairs, each a chosen one and the rejected one after it."""
 SIDES = ("chosen", "rejected")
+TRAIN_ON = ("assistant", "last", "completion", "all")
+_ENDS = {"trained": "", "masked": " without its end token", "missing": ", which has no end token"}
 
 MAX_PROBLEMS = 10
 MAX_FIELDS = 40
@@ -28,26 +32,53 @@ MAX_FIELDS = 40
 _CHATS = {"messages", "conversations", "prompt", "completion", "instruction", "response"}
 CHAT_FIX = (
     "leave data.format out: conversations are found by their columns; columns of other names: --data.fields "
-    "'{prompt: NAME, completion: NAME}'   (or one field of text: --data.text_field NAME)"
+    "'{prompt: NAME, completion: NAME}'   (or one field of text: --data.fields '{text: NAME}')"
 )
 
 
-NO_END = " and no end"
-"""In the words that say what is learnt: the chat template writes nothing that ends an answer."""
+@dataclass(frozen=True)
+class LossMask:
+    """Which tokens of a source's documents are trained on. Stores keep it as JSON; `str` of it is only for people.
+
+    Attributes:
+        format: of the rows: chat, prompt_completion, preference, or tokens (which came with their labels).
+        columns: the columns that were read, by the source's own names.
+        train_on: assistant, last, completion or all; `labels` of tokens.
+        end: whether the token that ends an answer is trained on. `missing`: the chat template writes none.
+        templated: a chat template has rendered all rows; else some may have been texts.
+    """
+
+    format: str
+    columns: tuple[str, ...]
+    train_on: str
+    end: str = "trained"
+    templated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.train_on not in (*TRAIN_ON, "labels") or self.end not in _ENDS:
+            raise ValueError(f"train_on is {self.train_on!r} and end {self.end!r}")
+
+    def __str__(self) -> str:
+        return f"{self.format} ({', '.join(self.columns)}), trained on: {self.train_on}{_ENDS[self.end]}"
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether documents are pairs, a chosen one and then the rejected one."""
+        return self.format == PREFERENCE
 
 
 def no_end_warning(template: str) -> str:
-    """What that means, and what to do; `template`: the file with the chat template, or the tokenizer that has it."""
+    """What a loss mask with a missing end means; `template`: the chat template's file, or the tokenizer that has it."""
     return (
-        f"warning: the chat template of {template} writes no end token after the assistant's turn: none is learnt, so "
-        "the model does not learn to stop. With a copy of it that writes one there: --data.chat_template FILE   (else "
-        "end answers at the token that begins the next turn)"
+        f"warning: the chat template of {template} writes no end token after the assistant's turn, so the model does "
+        "not learn to stop. With a copy of it that writes one there: --data.chat_template FILE   (else end answers at "
+        "the token that begins the next turn)"
     )
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What is learnt of rows that are not text, in the words of the config's `data` section."""
+    """How rows that are not text are read and what is trained on, in the words of the config's `data` section."""
 
     format: str = "auto"
     fields: Mapping[str, str] = field(default_factory=dict)
@@ -55,10 +86,8 @@ class Labels:
     train_on_end: bool = True
     chat_template: str | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    chat_date: str | None = None
     control_tokens: str = "text"
     bos: bool | str = "auto"
-    skip_empty_targets: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,19 +98,22 @@ class Source:
         name: `stdlib`, a file, folder or glob (`listing`), `hf:ID` (ID may be a folder), a folder of `save_to_disk`, or
             a token store: a prepared folder or the prefix of a .bin/.idx pair. Several of them, but stores: one after
             the other, each file once.
-        text_field: field of the text in rows; `meta.text` is the field `text` inside `meta`.
         split, config_name, revision: of a Hub dataset.
         skip_bad_lines: count lines, rows and files that cannot be read instead of refusing them.
-        labels: what is learnt of rows that are not text.
+        labels: what is trained on of rows that are not text.
     """
 
     name: str | tuple[str, ...]
-    text_field: str = "text"
     split: str = "train"
     config_name: str | None = None
     revision: str | None = None
     skip_bad_lines: bool = False
     labels: Labels = field(default_factory=Labels)
+
+    @property
+    def text_field(self) -> str:
+        """The field of the text in rows; `meta.text` is the field `text` inside `meta`."""
+        return self.labels.fields.get("text", "text")
 
 
 @dataclass(frozen=True)
@@ -159,26 +191,21 @@ def names_in(row: Mapping[str, Any]) -> list[str]:
 
 
 class Labelled(NamedTuple):
-    """A document as token ids, [n] int32, and whether each of them is learnt, [n] bool."""
+    """A document as token ids, [n] int32, and whether each of them is trained on, [n] bool."""
 
     ids: npt.NDArray[np.int32]
-    targets: npt.NDArray[np.bool_]
+    loss_mask: npt.NDArray[np.bool_]
 
 
 Document = str | Labelled
-
-
-def has_pairs(labels: str | None) -> bool:
-    """Whether documents with these labels (`TextSource.labels`) are pairs, a chosen one and then the rejected one."""
-    return isinstance(labels, str) and labels.partition(" ")[0] == PREFERENCE
 
 
 class Labeller(Protocol):
     """Makes documents of rows. Pickles."""
 
     @property
-    def description(self) -> str | None:
-        """The format, the columns and what is learnt, in words; None: the documents are texts, without labels."""
+    def loss_mask(self) -> LossMask | None:
+        """What is trained on; None: the documents are texts, and all of their tokens are."""
 
     @property
     def recipe(self) -> str:
@@ -200,8 +227,8 @@ class TextSource(Protocol):
     """Documents in a fixed order. Pickles, so that other processes can read pieces."""
 
     @property
-    def labels(self) -> str | None:
-        """What is learnt of the documents, which are `Labelled` then; None: they are texts."""
+    def loss_mask(self) -> LossMask | None:
+        """What is trained on of the documents, which are `Labelled` then; None: they are texts."""
 
     @property
     def name(self) -> str: ...
@@ -237,14 +264,14 @@ def missing_field(
     rows = f"none of the first {num_rows:,} rows has this field" if num_rows is not None else "no such field"
     fix = "a source whose rows have a field of text"
     if nearest := difflib.get_close_matches(field, [name for name in texts if name not in _CHATS], 1, 0.5):
-        fix = f"--data.text_field {nearest[0]}"
+        fix = f"--data.fields '{{text: {nearest[0]}}}'"
     elif _CHATS & {name.partition(".")[0] for name in fields}:
         fix = CHAT_FIX
     elif texts:
         others = f"   (or another field of text: {', '.join(texts[1:])})" if len(texts) > 1 else ""
-        fix = f"--data.text_field {texts[0]}{others}"
+        fix = f"--data.fields '{{text: {texts[0]}}}'{others}"
     return DataError(
-        f"data.text_field = {field!r}: {where}: {rows}",
+        f"data.fields.text = {field!r}: {where}: {rows}",
         expected=f"one of the existing fields: {', '.join(fields) or 'none'}",
         fix=fix,
     )
@@ -253,3 +280,43 @@ def missing_field(
 def chat_or(field: str, fix: str) -> str:
     """The fix for a field that is not text: another one if it is known to hold a conversation."""
     return CHAT_FIX if field in _CHATS else fix
+
+
+# A piece's file is counted within its source, whose number is in the bits above these.
+_FILE_BITS = 32
+
+
+@dataclass(frozen=True)
+class ConcatSource:
+    """A list in `data.source`: the documents of `sources`, one source after the other."""
+
+    sources: tuple[TextSource, ...]
+
+    @property
+    def name(self) -> str:
+        return f"[{', '.join(source.name for source in self.sources)}]"
+
+    @property
+    def text_field(self) -> str | None:
+        return next((source.text_field for source in self.sources if source.text_field is not None), None)
+
+    @property
+    def loss_mask(self) -> LossMask | None:
+        return self.sources[0].loss_mask
+
+    @cached_property
+    def fingerprint(self) -> str:
+        recipe = f"joined 1 {[source.fingerprint for source in self.sources]}"
+        return hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def pieces(self) -> Sequence[Piece]:
+        return [
+            replace(piece, file=number << _FILE_BITS | piece.file)
+            for number, source in enumerate(self.sources)
+            for piece in source.pieces
+        ]
+
+    def read(self, piece: Piece, log: ReadLog) -> Iterator[Document]:
+        source = self.sources[piece.file >> _FILE_BITS]
+        return source.read(replace(piece, file=piece.file & (1 << _FILE_BITS) - 1), log)

@@ -15,9 +15,9 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 
-from threefold.data.distribute import KEPT, DistributedLoader, IgnoreLastRow, check_loader, distribute
-from threefold.data.partition import Tail
+from threefold.data.order.partition import Tail
 from threefold.data.rows.concat import IGNORED
+from threefold.data.sampling.distribute import KEPT, DistributedLoader, IgnoreLastRow, check_loader, distribute
 from threefold.errors import ConfigError
 from threefold.integrations.huggingface.data import Axis, on_device, tracked
 from threefold.integrations.huggingface.loaders import EvaluationLoader

@@ -25,7 +25,7 @@ from threefold.audit.compare import Audit, begin
 from threefold.audit.digest import Int64
 from threefold.audit.offences import Evidence, explain
 from threefold.audit.record import SegmentLine
-from threefold.data.order import Order, Place
+from threefold.data.order.order import Order, Place
 from threefold.errors import Problem, ranks_text
 from threefold.integrations.huggingface.counter import RowCounter, from_all_ranks, queue_of
 from threefold.integrations.huggingface.data import Taken, TrainLoader
@@ -120,7 +120,7 @@ class OrderAudit:
             place["epoch"] = done // math.ceil(len(loader) / args.gradient_accumulation_steps)
         sampler = loader.sampler
         sizes = (sampler.epoch_size, sampler.global_batch, sampler.seed, sampler.shuffle, sampler.tail)
-        order, at = Order(*sizes, version=place["order_version"]), Place(place["epoch"], place["position"])
+        order, at = Order(*sizes), Place(place["epoch"], place["position"])
         start = SegmentLine.of(order, at, first_step=done + 1, topology=loader.axis.topology, every=every)
         path = folder / record.FILE
         file = _open_record(path, again=again, first_step=start.first_step) if loader.axis.rank == 0 else None

@@ -25,8 +25,9 @@ from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh, active_mesh
 from threefold.model.context_parallel import limits
-from threefold.model.context_parallel.split import ContextParallel, choose_method, gathered_positions, split_problems
+from threefold.model.context_parallel.split import ContextParallel, gathered_positions, heads_of, split_problems
 from threefold.model.head import first_position
+from threefold.plan import choices
 
 # What the Trainer passes to every model, and what changes nothing here.
 _IGNORED_ARGUMENTS = {"num_items_in_batch", "return_dict", "use_cache", "output_attentions", "output_hidden_states"}
@@ -84,7 +85,7 @@ def cut_rows(model: Any, mesh: Mesh) -> None:
     _admit(model, mesh)
     config: PretrainedConfig = model.config
     longest = getattr(config.get_text_config(), "max_position_embeddings", 0) or 0
-    method, _ = choose_method("auto", config, mesh.topology, seq_len=longest)
+    method = choices.cp_method("auto", mesh.topology, heads=heads_of(config), seq_len=longest).value
     context = ContextParallel(mesh, method=method)
     model.set_attn_implementation(context.name)
     context.adapt(model)

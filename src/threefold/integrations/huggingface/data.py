@@ -23,8 +23,8 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from threefold.data.distribute import DistributedLoader
-from threefold.data.sampler import DistributedSampler
+from threefold.data.sampling.distribute import DistributedLoader
+from threefold.data.sampling.sampler import DistributedSampler
 from threefold.mesh.topology import Topology
 
 Collate = Callable[[list[Any]], Any]

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from threefold.data.order import Plain
-from threefold.data.permutation import IntArray, Permutation
-from threefold.data.sampler import DistributedSampler
+from threefold.data.order.order import Plain
+from threefold.data.order.permutation import IntArray, Permutation
+from threefold.data.sampling.sampler import DistributedSampler
 
 # Rows of a stretch; fewer in a small dataset, which has four stretches at least.
 _LONGEST_STRETCH = 4096
@@ -40,7 +40,7 @@ class GroupedSampler(DistributedSampler):
 
     def _indices_at(self, epoch: int, seed: int) -> Callable[[IntArray], IntArray]:
         size = len(self._lengths)
-        shuffle = Permutation(size, seed=seed, epoch=epoch, version=self._order_version)
+        shuffle = Permutation(size, seed=seed, epoch=epoch)
         rows = shuffle.at(np.arange(size, dtype=np.int64))
         stretch = np.arange(size) // min(_LONGEST_STRETCH, max(size // 4, 1))
         # Equal lengths stay in the order of the shuffle.

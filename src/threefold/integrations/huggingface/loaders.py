@@ -22,8 +22,8 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from transformers.trainer_pt_utils import LengthGroupedSampler, find_batch_size
 from transformers.trainer_utils import seed_worker
 
-from threefold.data.distribute import KEPT, DistributedLoader, draw_of, is_known, require_distributed
-from threefold.data.sampler import DistributedSampler
+from threefold.data.sampling.distribute import KEPT, DistributedLoader, draw_of, is_known, require_distributed
+from threefold.data.sampling.sampler import DistributedSampler
 from threefold.integrations.huggingface.data import (
     Axis,
     Collate,

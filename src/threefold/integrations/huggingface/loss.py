@@ -57,7 +57,7 @@ def nothing_of(outputs: Any, loss: Tensor) -> Tensor:
     return torch.stack(zeros).sum() if zeros else loss.nan_to_num(0.0, 0.0, 0.0) * 0
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """What a rank computes at once in a step: a micro-batch, or the part of it before or in an epoch's last round.
 
     `targets` and `rows` are the real ones: a stand-in has neither. `share` is that of the micro-batch's rows. `alone`
@@ -80,7 +80,7 @@ class Part(NamedTuple):
 
 
 @contextlib.contextmanager
-def weighing(trainer: Any, part: Part, step: Part) -> Iterator[None]:
+def weighing(trainer: Any, part: StepPart, step: StepPart) -> Iterator[None]:
     """Weighs the trainer's loss by what `part` is of `step`, whatever computes it; a stand-in's is zero.
 
     A loss that transformers would divide by the micro-batches is a mean over rows. Any other is taken for normalised

@@ -30,11 +30,10 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from threefold.checkpoint.boxes import Index
 from threefold.checkpoint.layout import checkpoint_at, seal_folder
-from threefold.checkpoint.saver import Job, Saver
+from threefold.checkpoint.saver import Save, Saver
+from threefold.checkpoint.shards import Index
 from threefold.checkpoint.state import damage_found, fit, holdings, own_parts, read_into
-from threefold.checkpoint.tensors import index_of_dcp
 from threefold.errors import CheckpointError, DataError, Problem, RunError
 from threefold.integrations.huggingface.data import TrainLoader
 from threefold.mesh.mesh import Mesh
@@ -124,7 +123,7 @@ def save_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
     def commit(seals: Mapping[str, Any]) -> None:
         seal_folder(partial, final, step, {}, {f"state/{name}": seal for name, seal in seals.items()})
 
-    job = Job(step, partial / "state", begin, commit, lambda: shutil.rmtree(partial, ignore_errors=True))
+    job = Save(step, partial / "state", begin, commit, lambda: shutil.rmtree(partial, ignore_errors=True))
     saver = Saver(mesh, lambda: own_parts(state, holdings(state, mesh)), background=False, continue_on_error=False)
     try:
         saver.save(job)
@@ -145,23 +144,19 @@ def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
         expected = "a checkpoint of a model that was loaded with DistributedConfig, as this one was"
         fix = "from_pretrained(CHECKPOINT, distributed_config=...) begins with its weights, without its optimizer"
         raise CheckpointError(what, expected=expected, fix=fix)
-    mesh, from_dcp = all_ranks(), any(folder.glob("shard-*.safetensors"))
-    if from_dcp:  # 0.1.0 wrote through torch.distributed.checkpoint
-        files, index = folder, index_of_dcp(folder)
-    else:
-        if (reason := damage_found(checkpoint_at(folder), mesh)) is not None:
-            what = f"{folder} is damaged: {reason}"
-            raise CheckpointError(what, expected="the files as the Trainer wrote them", fix=_OLDER)
-        files, index = folder / "state", Index.read(folder / "state")
+    mesh = all_ranks()
+    if (reason := damage_found(checkpoint_at(folder), mesh)) is not None:
+        what = f"{folder} is damaged: {reason}"
+        raise CheckpointError(what, expected="the files as the Trainer wrote them", fix=_OLDER)
+    files = folder / "state"
+    index = Index.read(files)
     optimizer = getattr(optimizer, "optimizer", optimizer)
     live = _tensors(model, optimizer)
-    # It saved a scalar tensor as one of a single element.
-    wanted = {name: t.reshape(1) if from_dcp and t.ndim == 0 else t for name, t in live.items()}
     if missing := sorted(live.keys() - index.entries.keys()):
         what = f"{folder} has no {missing[0]}" + (f", and {len(missing) - 1} more" if len(missing) > 1 else "")
         raise CheckpointError(what, expected="the tensors of the same model and optimizer", fix=_SAME)
-    fit(wanted, index, fix=_SAME)
-    read_into(wanted, files, index, mesh)
+    fit(live, index, fix=_SAME)
+    read_into(live, files, index, mesh)
     if optimizer is not None:
         # Settings (learning rates, betas) are the current ones; the scheduler restores its own place.
         state = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
@@ -208,7 +203,8 @@ def check_order(saved: Mapping[str, Any], *, loader: Any) -> None:
         loader.load_state_dict(saved)
     except DataError as error:
         problems = [in_trainer_words(problem) for problem in error.problems]
-        if any(name in problem.what for problem in problems for name in _OF_THE_DATA):
+        here, then = loader.state_dict()["fingerprint"], saved.get("fingerprint")
+        if isinstance(then, Mapping) and any(here.get(name) != then.get(name) for name in _OF_THE_DATA):
             problems = [replace(problem, fix=f"{problem.fix}; {_OTHER_DATA}") for problem in problems]
         raise DataError.of(problems) from None
 

@@ -24,11 +24,11 @@ from torch.utils.data import IterableDataset, RandomSampler
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from threefold.data.distribute import require_distributed
+from threefold.data.sampling.distribute import require_distributed
 from threefold.integrations.huggingface import checks, context, loaders, state
 from threefold.integrations.huggingface.audit import AuditCallback
 from threefold.integrations.huggingface.data import Axis, TrainLoader
-from threefold.integrations.huggingface.loss import Part, RunningMean, measuring, part_of_mean, targets_in, weighing
+from threefold.integrations.huggingface.loss import RunningMean, StepPart, measuring, part_of_mean, targets_in, weighing
 
 log = logging.get_logger(__name__)
 # For a sharded model; transformers' own scheduler.pt is a pickle.
@@ -50,9 +50,9 @@ class Trainer(transformers.Trainer):
         self._checkpoint: Path | None = None
         self._resumed: state.Resumed | None = None
         # The parts of each micro-batch of the step that is not trained yet, the one that is, and all of all ranks.
-        self._micro_batches: deque[list[Part]] = deque()
-        self._part: Part | None = None
-        self._step = Part(0, 0)
+        self._micro_batches: deque[list[StepPart]] = deque()
+        self._part: StepPart | None = None
+        self._step = StepPart(0, 0)
         self.loss_weight, self._collects, self._of_trl = 1.0, False, checks.is_of_trl(type(self))
         self._mean: RunningMean | None = None
         with state.may_save_shards(given.get("model"), given.get("args")):
@@ -129,14 +129,14 @@ class Trainer(transformers.Trainer):
         own_parts = [(part.targets, part.rows) for parts in self._micro_batches for part in parts]
         all_parts = self.accelerator.reduce(torch.tensor(own_parts, device=device).sum(0), reduction="sum")
         targets, rows = all_parts // self.axis.sharers
-        self._step = Part(int(targets), int(rows))
+        self._step = StepPart(int(targets), int(rows))
         first = batch_samples[0]
         labelled = isinstance(first, Mapping) and isinstance(first.get("labels"), Tensor)
         # An overridden compute_loss is told of targets where transformers tells it.
         told = self.compute_loss_func is not None or (labelled and self.model_accepts_loss_kwargs)
         return targets if told else None
 
-    def _parts_of(self, batch: Any) -> list[Part]:
+    def _parts_of(self, batch: Any) -> list[StepPart]:
         """The parts of one micro-batch; a stream's has no numbered rows, and is weighed as one."""
         read = self._train_loader.returned.popleft() if isinstance(self._train_loader, TrainLoader) else None
         found = [(batch, 1, False)]
@@ -144,7 +144,7 @@ class Trainer(transformers.Trainer):
             found = [(batch, read.rows, read.alone), (read.rest, read.rest_rows, True)]
         total = max(sum(rows for _, rows, _ in found), 1)
         return [
-            Part(
+            StepPart(
                 int(targets_in(part, shifts_labels=self._loss_shifts_labels)) * (rows > 0),
                 rows,
                 rows / total,
@@ -167,7 +167,7 @@ class Trainer(transformers.Trainer):
             losses.append(self._part_step(part, model, inputs if number == 1 else part.batch, num_items_in_batch))
         return torch.stack(losses).sum()
 
-    def _part_step(self, part: Part, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+    def _part_step(self, part: StepPart, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         self._part = part
         try:
             with weighing(self, part, self._step):

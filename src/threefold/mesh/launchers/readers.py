@@ -33,8 +33,7 @@ def read(environ: Mapping[str, str]) -> LaunchInfo:
         info = _read_torchrun(environ)
         _refuse_lonely_agent(environ, info)
         return info
-    readers = (_read_mpi, _read_flux, _read_pals, _read_mpich, _read_slurm, _read_kubernetes)
-    outer = next((found for reader in readers if (found := reader(environ)) is not None), None)
+    outer = next((found for reader in _READERS if (found := reader(environ)) is not None), None)
     plain = [name for name in _TORCH[:2] if name in environ]
     if plain and (outer is None or len(plain) == 2):
         info = _read_plain(environ, outer)
@@ -304,3 +303,7 @@ def _refuse_forgotten_launcher(environ: Mapping[str, str]) -> None:
             expected=f"torchrun on each host: {_ALONE}" if "torchrun" in cluster.fix.lower() else f"ranks: {_ALONE}",
             fix=f"{cluster.fix}   (to use only this one: unset {cluster.variable})",
         )
+
+
+# In this order: mpirun starts its processes through srun in a Slurm job, and several set what MPICH's does besides.
+_READERS = (_read_mpi, _read_flux, _read_pals, _read_mpich, _read_slurm, _read_kubernetes)

@@ -7,7 +7,6 @@ computed, so windows, documents and the causal half cost what they hold.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -19,28 +18,23 @@ from transformers import PretrainedConfig
 
 from threefold.errors import Problem
 from threefold.model.context_parallel.rotary import places_in_documents
+from threefold.plan import choices
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def choose(config: PretrainedConfig, *, device: str) -> tuple[str, str]:
-    """(`flex` or `sdpa`, why) for `model.attention` = auto."""
-    if device != "cuda":
-        return "sdpa", "flex_attention has no backward on a CPU"
-    if importlib.util.find_spec("triton") is None:
-        return "sdpa", "triton, which compiles flex_attention, is not installed"
-    if getattr(config.get_text_config(), "attention_dropout", 0.0):
-        return "sdpa", "the model drops attention weights, which flex_attention cannot do"
-    return "flex", "masks that are not plain causal cost no memory, and what they hide costs no time"
-
-
-def problems(asked: str, config: PretrainedConfig, *, device: str) -> list[Problem]:
+def problems(config: PretrainedConfig, *, device: str) -> list[Problem]:
     """Why blocks cannot be used although they were asked for by name; empty if they can."""
-    chosen, why = choose(config, device=device)
-    if asked != "flex" or chosen == "flex":
+    possible = choices.attention("auto", choices.Device.here(device), drops_weights=drops_weights(config))
+    if possible.value == "flex":
         return []
     expected = "a CUDA device with triton, and a model without attention dropout"
-    return [Problem(f"model.attention = flex, but {why}", expected, "--model.attention auto")]
+    return [Problem(f"model.attention = flex, but {possible.why}", expected, "--model.attention auto")]
+
+
+def drops_weights(config: PretrainedConfig) -> bool:
+    """Whether the model drops attention weights in training."""
+    return bool(getattr(config.get_text_config(), "attention_dropout", 0.0))
 
 
 def block_mask(

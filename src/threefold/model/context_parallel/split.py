@@ -28,11 +28,10 @@ from threefold.model.context_parallel.attention import BatchMasks, Mask, attend
 from threefold.model.context_parallel.recurrence import DocumentRows, keep_documents_apart
 from threefold.model.context_parallel.rotary import follow_lengths, number_tokens, text_lengths
 from threefold.model.layer_kinds import common_number
+from threefold.plan.choices import heads_divide
 
 _instance_numbers = itertools.count()
 
-# Below it all-to-all costs more than it saves (on a CPU, 2 ranks: 0.80 of one process' speed at 512, 0.92 at 2048).
-_ULYSSES_FROM = 2048
 # Layers that carry a state along the sequence, which neither method keeps.
 _RECURRENT = ("mamba", "rwkv", "linear_attention", "recurrent", "xlstm", "conv", "hybrid")
 
@@ -57,19 +56,6 @@ def gathered_positions(sequence: int, *, cp_size: int) -> Tensor:
     return torch.cat([local_positions(sequence, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)])
 
 
-def choose_method(method: str, config: PretrainedConfig, topology: Topology, *, seq_len: int) -> tuple[str, str]:
-    """(`gather` or `ulysses`, why) for what `mesh.cp_method` asks."""
-    if method != "auto":
-        return method, "as given"
-    if topology.cp == 1:
-        return "gather", "rows are not split"
-    if not _heads_divide(config, topology):
-        return "gather", "the heads of a tp rank do not divide by cp"
-    if seq_len < _ULYSSES_FROM:
-        return "gather", f"rows shorter than {_ULYSSES_FROM} tokens"
-    return "ulysses", f"the heads divide by cp, and rows have {_ULYSSES_FROM} tokens or more"
-
-
 def split_problems(method: str, config: PretrainedConfig, topology: Topology, model: Any = None) -> list[Problem]:
     """Why this architecture's sequences cannot be split as asked; empty if they can.
 
@@ -87,20 +73,21 @@ def split_problems(method: str, config: PretrainedConfig, topology: Topology, mo
         return [Problem(what, expected, "--mesh.cp 1   (use mesh.dp or mesh.tp instead)")]
     if model is not None and (found := limits.cp_problems(model, topology)):
         return found
-    if method == "ulysses" and not _heads_divide(config, topology):
+    if method == "ulysses" and not heads_divide(heads_of(config), topology):
         what = f"mesh.cp_method = ulysses, but the heads of a tp rank do not divide by mesh.cp ({topology.cp})"
         expected = "attention heads and key-value heads that are multiples of mesh.tp x mesh.cp"
         return [Problem(what, expected, "--mesh.cp_method gather   (works for any number of heads)")]
     return []
 
 
-def _heads_divide(config: PretrainedConfig, topology: Topology) -> bool:
-    text, ranks = config.get_text_config(), topology.tp * topology.cp
+def heads_of(config: PretrainedConfig) -> tuple[int, int] | None:
+    """Attention heads, and heads of keys and values; None where they are not known."""
+    text = config.get_text_config()
     heads = common_number(text, "num_attention_heads")
     if heads is None:
-        return False
-    kv_heads = 1 if getattr(text, "multi_query", False) else common_number(text, "num_key_value_heads") or heads
-    return heads % ranks == 0 and kv_heads % ranks == 0
+        return None
+    shared = getattr(text, "multi_query", False)
+    return heads, 1 if shared else common_number(text, "num_key_value_heads") or heads
 
 
 class ContextParallel:

@@ -28,6 +28,7 @@ from threefold.model.layer_kinds import common_number
 from threefold.model.load import layers_of
 from threefold.model.tensor_parallel import layers, symmetric
 from threefold.model.tensor_parallel.layers import SharedInput
+from threefold.plan.choices import Decision
 
 _OUR_STYLES = {(nn.Linear, "colwise"), (nn.Linear, "rowwise"), (nn.Embedding, "embedding_rowwise")}
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
@@ -112,13 +113,12 @@ def _expanded(model: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, str]
 
 
 def split_over_tp(
-    model: PreTrainedModel, mesh: Mesh, *, scatter: bool | str = "auto", whole_experts: bool = False
+    model: PreTrainedModel, mesh: Mesh, *, scatter: Decision[bool | str], whole_experts: bool = False
 ) -> tuple[TensorParallelism, tuple[str, str] | None]:
     """Splits `model` (on the meta device) over the tp axis; returns what was split, and (the choice, why).
 
     Args:
-        scatter: sequence parallelism between the split parts; `auto`: if the plan allows it, not on a CPU; `async`:
-            its exchanges beside products.
+        scatter: sequence parallelism between the split parts (`plan.choices.sequence_parallel`).
         whole_experts: give each tp rank some experts instead of a part of all.
 
     Raises:
@@ -138,7 +138,7 @@ def split_over_tp(
     scattered, why = _sequence(model, modules, {**plan, **experts}, asked=scatter, mesh=mesh)
     if scattered:
         plan |= _rules(model, embedding_name, "embedding_rowwise")
-    if overlapped := scatter == "async":
+    if overlapped := scatter.value == "async":
         symmetric.share_memory(group)
         why = "sent beside the products, in memory that the tp ranks share"
     shared = SharedInput(group, scattered=scattered, overlapped=overlapped)
@@ -212,23 +212,27 @@ def _known_in_part(
 
 
 def _sequence(
-    model: PreTrainedModel, modules: Mapping[str, nn.Module], plan: Mapping[str, str], *, asked: bool | str, mesh: Mesh
+    model: PreTrainedModel,
+    modules: Mapping[str, nn.Module],
+    plan: Mapping[str, str],
+    *,
+    asked: Decision[bool | str],
+    mesh: Mesh,
 ) -> tuple[bool, str]:
-    if asked is False:
-        return False, "as given"
-    if asked == "auto" and mesh.device.type == "cpu":
-        return False, "on a CPU, twice as many exchanges take longer than the work that they save"
+    wanted, why = asked
+    if wanted is False:
+        return False, why
     possible, why = layers.allowed(modules, plan, layers_of(model))
     known, head_why = kind_of(model)
     if possible and known is None:
         possible, why = False, head_why
-    if asked != "auto" and not possible:
+    if wanted != "possible" and not possible:
         raise ConfigError(
-            f"mesh.sequence_parallel = {str(asked).lower()}, but {model.config.model_type!r} does not allow it: {why}",
+            f"mesh.sequence_parallel = {str(wanted).lower()}, but {model.config.model_type!r} does not allow it: {why}",
             expected="layers whose split parts each begin by columns and end by rows",
             fix="--mesh.sequence_parallel auto   (or false)",
         )
-    if asked == "async" and (lacks := symmetric.lacking(mesh)) is not None:
+    if wanted == "async" and (lacks := symmetric.lacking(mesh)) is not None:
         raise ConfigError(
             f"mesh.sequence_parallel = async, which needs memory that the tp ranks share, but {lacks}",
             expected="CUDA devices of one host that read and write one another's memory (NVLink), seen by each rank",

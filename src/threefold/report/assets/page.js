@@ -363,13 +363,13 @@
 
   /* The rows of a step, the farthest from their like first, with the beginning of their text. */
   function showBatch(box, batch) {
-    const pieces = batch.where ? [element("p", {}, `It read ${batch.where}, on ${batch.mesh}. Its rows, the farthest from their like first:`)] : [];
+    const pieces = batch.where ? [element("p", {}, `It read ${batch.where}, on ${batch.mesh}. Its rows, the largest outliers first:`)] : [];
     for (const row of batch.rows) {
       const name = row.row == null ? `the row at place ${row.place}` : `row ${row.row}`;
       const rank = batch.dp > 1 ? ` (dp rank ${row.place % batch.dp})` : "";
       const source = row.source === "source" ? "" : ` of ${row.source}`;
       const loss = row.loss == null ? "" : `: loss ${told(row.loss, "")} over ${NUMBER.format(row.targets)} targets`;
-      const like = row.like == null || row.loss == null ? "" : `, its like ${told(row.like, "")} (${NUMBER.format(Math.round(row.score * 10) / 10)} deviations)`;
+      const like = row.like == null || row.loss == null ? "" : `, others ${told(row.like, "")} (${NUMBER.format(Math.round(row.score * 10) / 10)} deviations)`;
       const documents = row.documents.length ? `, document${row.documents.length > 1 ? "s" : ""} ${row.documents.slice(0, 6).join(", ")}` : "";
       pieces.push(element("p", {}, element("strong", {}, name), `${source}${rank}${loss}${like}${documents}`));
       if (row.text) pieces.push(element("pre", {}, element("bdi", {}, row.text)));
@@ -396,62 +396,6 @@
       button.textContent = "selected";
     }
     setTimeout(() => { button.textContent = "copy"; }, 1500);
-  });
-
-  /* --- the timeline of phases --- */
-
-  function bar(region, rect) {
-    for (const other of region.querySelectorAll(".at")) other.classList.remove("at");
-    rect.classList.add("at");
-    const [number, step, from, length] = rect.dataset.at.split(" ").map(Number);
-    const part = region.closest("section"), name = part.querySelectorAll("thead th")[number + 1].textContent;
-    const rank = rect.closest("tr").firstElementChild.textContent;
-    part.querySelector(".read").textContent =
-      `${rank}: ${name} of step ${NUMBER.format(step)}, ${NUMBER.format(length)} ms, from ${NUMBER.format(from)} ms on`;
-  }
-
-  /* Wider by a factor; 0: as wide as the page. */
-  function widen(region, factor) {
-    const wide = Math.min(64, Math.max(1, factor * Number(region.dataset.wide || 1)));
-    region.dataset.wide = wide;
-    region.firstElementChild.style.width = `${100 * wide}%`;
-    const rect = region.querySelector(".at");
-    if (rect) rect.scrollIntoView({block: "nearest", inline: "center"});
-  }
-
-  /* Left and right move along a rank, up and down to the bar of another rank that begins next to it. */
-  function barKeyed(region, event) {
-    const lanes = [...region.querySelectorAll("svg")].map((lane) => [...lane.children]);
-    const now = region.querySelector(".at"), row = now ? lanes.findIndex((lane) => lane.includes(now)) : 0;
-    const place = now ? lanes[row].indexOf(now) : -1;
-    const inLane = (at) => lanes[row][Math.max(0, Math.min(lanes[row].length - 1, at))];
-    const other = (at) => {
-      const lane = lanes[Math.max(0, Math.min(lanes.length - 1, at))], from = now ? Number(now.dataset.at.split(" ")[2]) : 0;
-      return lane.findLast((each) => Number(each.dataset.at.split(" ")[2]) <= from) || lane[0];
-    };
-    const moves = {
-      ArrowLeft: () => inLane(place - 1), ArrowRight: () => inLane(place + 1), Home: () => inLane(0),
-      End: () => inLane(lanes[row].length - 1), ArrowUp: () => other(row - 1), ArrowDown: () => other(row + 1),
-    };
-    const zooms = {"+": 2, "=": 2, "-": 0.5, 0: 0};
-    if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in moves || event.key in zooms)) return;
-    event.preventDefault();
-    if (event.key in zooms) return widen(region, zooms[event.key]);
-    const rect = moves[event.key]();
-    bar(region, rect);
-    rect.scrollIntoView({block: "nearest", inline: "nearest"});
-  }
-
-  document.addEventListener("pointerover", (event) => {
-    const region = event.target.closest && event.target.closest(".timeline");
-    if (region && event.target.dataset.at) bar(region, event.target);
-  });
-  document.addEventListener("keydown", (event) => {
-    if (event.target.classList && event.target.classList.contains("timeline")) barKeyed(event.target, event);
-  });
-  document.addEventListener("click", (event) => {
-    const button = event.target.closest && event.target.closest("button.zoom");
-    if (button) widen(button.closest("section").querySelector(".timeline"), button.textContent === "wider" ? 2 : 0.5);
   });
 
   /* --- controls --- */
@@ -510,44 +454,22 @@
 
   /* --- a live page --- */
 
-  function append(run, line) {
-    if (line.step == null) return;
-    for (const [name, value] of Object.entries(line.values)) {
-      const curve = run.curves[name];
-      if (!curve) return again();
-      curve.x.push(line.step); curve.y.push(value);
-      if (curve.mean) { curve.mean.x.push(line.step); curve.mean.y.push(value); }
-      if (value == null && run.holes[name]) run.holes[name].push([line.step, line.step]);
-      if (curve.x.length > 8000) again();
-    }
-    for (const by of ["tokens", "seconds"]) {
-      if (line[by] != null) { run[by].x.push(line.step); run[by].y.push(line[by]); }
-    }
-  }
+  const query = () => new URLSearchParams((values.runs || []).map((run) => ["run", run.key])).toString();
 
-  const query = () => new URLSearchParams(values.runs.map((run) => ["run", run.key])).toString();
-
-  let asking = false;
-  async function again() {
-    if (asking) return;
-    asking = true;
-    try {
-      const answer = await fetch(`values?${query()}`);
-      const found = await answer.json();
-      values.runs = found.runs;
-      if (state.zoom) detail();
-      const names = JSON.stringify(values.charts);
-      values.charts = found.charts;
-      if (JSON.stringify(found.charts) !== names) makeCharts(); else redraw();
-      follow();
-    } finally { asking = false; }
+  function renewed(found) {
+    const names = JSON.stringify(values.charts);
+    values.runs.forEach((run, place) => { found.runs[place].detail = run.detail; });
+    values.runs = found.runs;
+    if (state.zoom) detail();
+    values.charts = found.charts;
+    if (JSON.stringify(found.charts) !== names) makeCharts(); else redraw();
   }
 
   const FOCUSED = "a, button, input, summary, [tabindex]";
   const focusable = (part) => [...part.querySelectorAll(FOCUSED)];
   const keyOf = (each) => each.value || each.getAttribute("href") || each.getAttribute("aria-label") || each.textContent;
 
-  /* Puts a part in the place of the one before: what is open, ticked, focused, widened or scrolled in it stays so. */
+  /* Puts a part in the place of the one before: what is open, ticked, focused or scrolled in it stays so. */
   function replace(before, parsed) {
     for (const details of before.querySelectorAll("details[open]")) {
       const same = parsed.querySelector(`[data-keep="${details.dataset.keep}"]`);
@@ -556,11 +478,10 @@
     const ticked = new Set([...before.querySelectorAll("input:checked")].map((input) => input.value));
     for (const input of parsed.querySelectorAll("input")) input.checked = ticked.has(input.value);
     const active = before.contains(document.activeElement) ? document.activeElement : null;
-    const scrolled = [...before.querySelectorAll(".wide")].map((each) => [each.dataset.wide, each.scrollLeft, each.scrollTop]);
+    const scrolled = [...before.querySelectorAll(".wide")].map((each) => [each.scrollLeft, each.scrollTop]);
     before.replaceWith(parsed);
     parsed.querySelectorAll(".wide").forEach((each, number) => {
-      const [wide, left, top] = scrolled[number] || [];
-      if (wide && each.classList.contains("timeline")) widen(each, Number(wide));
+      const [left, top] = scrolled[number] || [];
       if (left || top) each.scrollTo({left, top, behavior: "instant"});
     });
     const next = active && focusable(parsed).find((each) => keyOf(each) === keyOf(active));
@@ -573,7 +494,7 @@
   for (const part of document.querySelectorAll("[data-box] > [data-part]")) {
     onPage.set(`${part.parentElement.dataset.box} ${part.dataset.part}`, part.outerHTML);
   }
-  function place({box, order, changed}) {
+  function place(box, order, changed) {
     const inside = document.querySelector(`[data-box="${box}"]`);
     if (!inside) return;
     const there = new Map([...inside.children].map((part) => [part.dataset.part, part]));
@@ -585,7 +506,7 @@
       latest.set(key, changed[name]);
       if (before && onPage.get(key) === parsed.outerHTML) continue;
       if (before && !selection.isCollapsed && before.contains(selection.anchorNode)) {
-        setTimeout(() => place({box, order, changed: {[name]: latest.get(key)}}), 1000);
+        setTimeout(() => place(box, order, {[name]: latest.get(key)}), 1000);
         continue;
       }
       onPage.set(key, parsed.outerHTML);
@@ -598,26 +519,32 @@
     }
   }
 
-  let source = null;
-  function follow() {
-    if (source) source.close();
+  /* Asks for what this page does not have: points of another version, and parts of other digests. */
+  let version = "", have = [];
+  async function ask() {
+    const answer = await fetch(`values?${query()}&${new URLSearchParams({version, have: have.join(".")})}`);
+    if (!answer.ok) throw new Error(answer.statusText);
+    const found = await answer.json();
+    version = found.version;
+    have = Object.values(found.parts).flatMap((digests) => Object.values(digests));
+    for (const [box, digests] of Object.entries(found.parts)) place(box, Object.keys(digests), found.changed[box]);
+    if (found.values) renewed(found.values);
+  }
+
+  async function follow() {
     const status = document.getElementById("live");
-    const after = (values.runs || []).map((run) => ["after", run.cursor.join(".")]);
-    source = new EventSource(values.runs ? `events?${query()}&${new URLSearchParams(after)}` : "events");
-    source.onopen = () => { status.textContent = "following"; };
-    source.onerror = () => {
-      /* The browser would ask again from the same place: the page asks for everything that it missed. */
-      source.close();
+    let wait = values.runs ? 500 : 2000;
+    const began = performance.now();
+    try {
+      await ask();
+      status.textContent = "following";
+      /* A page that takes long to make is asked for less often, and one that nobody sees too. */
+      wait = Math.max(document.hidden ? 5000 : wait, 4 * (performance.now() - began));
+    } catch {
       status.textContent = "no answer: asking again";
-      setTimeout(() => (values.runs ? again().catch(() => source.onerror()) : follow()), 2000);
-    };
-    source.addEventListener("lines", (event) => {
-      const {run, lines} = JSON.parse(event.data);
-      lines.forEach((line) => append(values.runs[run], line));
-      redraw();
-    });
-    source.addEventListener("values", () => again());
-    source.addEventListener("parts", (event) => place(JSON.parse(event.data)));
+      wait = 2000;
+    }
+    setTimeout(follow, wait);
   }
 
   if (values.live) follow();

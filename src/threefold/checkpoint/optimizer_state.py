@@ -1,0 +1,107 @@
+"""An optimizer's state as named tensors: `optimizer.exp_avg.` and a parameter's name, for any optimizer.
+
+A tensor that is split as its parameter, or in any way that a DTensor says, is kept whole and read by any mesh; scalars
+are the same on every rank. What a checkpoint lacks for a parameter had not begun when it was saved.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from threefold.checkpoint.shards import Index
+from threefold.checkpoint.tensors import TYPE_NAMES
+from threefold.errors import CheckpointError, ConfigError
+
+_PREFIX = "optimizer."
+_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Live tensors of the optimizer's state; Adam's are made here before its first step, as it makes them.
+
+    Raises:
+        ConfigError: something in it cannot be kept for any mesh.
+    """
+    state: dict[str, Tensor] = {}
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in own or not parameter.requires_grad:
+            continue
+        kept = optimizer.state[parameter] if makes_its_state(optimizer) else optimizer.state.get(parameter, {})
+        if makes_its_state(optimizer) and not kept:
+            kept["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            kept["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            kept["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        for key, value in _plain(kept).items():
+            if (wrong := _cannot_be_kept(value, parameter)) is not None:
+                kind = type(optimizer).__name__
+                raise ConfigError(
+                    f"the optimizer {kind} has a state that cannot be kept: {key} of {name} {wrong}",
+                    expected="tensors, split as the parameters are, which any mesh can read",
+                    fix="torch.optim.AdamW(model.parameters()), or save without optimizer=",
+                )
+            assert isinstance(value, Tensor)
+            state[f"{_PREFIX}{key}.{name}"] = value.detach()
+    return state
+
+
+def _plain(kept: dict[str, object]) -> dict[str, object]:
+    """The state with tensors that are made of others (torchao's of 8 bits) as those: `exp_avg.codes` and so on."""
+    found: dict[str, object] = {}
+    for key, value in kept.items():
+        if isinstance(value, DTensor) and is_traceable_wrapper_subclass(value.to_local()) and not _is_split(value):
+            value = value.to_local()
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and is_traceable_wrapper_subclass(value):
+            found |= {f"{key}.{inner}": getattr(value, inner) for inner in value.__tensor_flatten__()[0]}
+        elif value is not None:
+            found[key] = value
+    return found
+
+
+def makes_its_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the state is Adam's, which is known before a step was made."""
+    return type(optimizer) in _ADAM and not any(group.get("amsgrad") for group in optimizer.param_groups)
+
+
+def _cannot_be_kept(value: object, parameter: Tensor) -> str | None:
+    if not isinstance(value, Tensor):
+        return f"is no tensor, but {value!r}"
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if value.dtype not in TYPE_NAMES or type(local) not in (Tensor, nn.Parameter):
+        return f"is a {type(local).__name__} of {value.dtype}"
+    if _is_split(parameter) and not isinstance(value, DTensor) and value.numel() > 1:
+        return f"has the shape {list(value.shape)} on each rank, of a parameter that is split"
+    return None
+
+
+def _is_split(tensor: Tensor) -> bool:
+    """Whether ranks hold parts of it; in bfloat16 FSDP2 has tensors that each rank holds whole."""
+    if not isinstance(tensor, DTensor):
+        return False
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return any(size > 1 and not placement.is_replicate() for placement, size in sizes)
+
+
+def refuse_other_state(model: nn.Module, optimizer: torch.optim.Optimizer, index: Index) -> None:
+    """CheckpointError if a checkpoint has the state of another optimizer; forgets what it lacks altogether.
+
+    The optimizer has a state for all parameters, whose values are to be read from the checkpoint.
+    """
+    wanted = optimizer_state(model, optimizer)
+    held = {name for name in index.entries if name.startswith(_PREFIX)}
+    kind = type(optimizer).__name__
+    if strange := sorted(held - wanted.keys()):
+        raise CheckpointError(
+            f"the checkpoint has {strange[0]}, which {kind} does not have",
+            expected="the state of the same optimizer, with the same options, over the same parameters",
+            fix="use the optimizer of the run, or --log.dir ANOTHER_FOLDER for a new one",
+        )
+    if makes_its_state(optimizer):
+        return
+    for name, parameter in model.named_parameters():
+        kept = optimizer.state.get(parameter, {})
+        if kept and not any(f"{_PREFIX}{key}.{name}" in held for key in _plain(kept)):
+            del optimizer.state[parameter]

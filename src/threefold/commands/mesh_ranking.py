@@ -1,0 +1,178 @@
+"""The part of `threefold plan` that ranks every legal mesh of some devices. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from threefold.commands.model_config import values_of
+from threefold.errors import ConfigError
+
+if TYPE_CHECKING:
+    from threefold.plan.advise import Plan, Question
+
+_SHOWN = 10
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What is planned for: devices, what connects them, and the price of an hour of one."""
+
+    count: int
+    name: str | None
+    nodes: int | None
+    link: str | None
+    network: str | None
+    price: float | None
+
+
+def ranked(devices: Devices, arguments: list[str], *, tokens: float | None, emit: Path | None, as_json: bool) -> Plan:
+    """Prints the plans of some devices, or writes what is asked for; returns the first.
+
+    Args:
+        arguments: keys of the config, which are kept as they are.
+        tokens: of the run whose days are asked for.
+        emit: a file for the first plan, as a config.
+    """
+    question = _question(devices, arguments)
+    plans = question.plans()
+    if emit is not None:
+        _write(emit, _as_config(question, plans[0]))
+    if as_json:
+        typer.echo(json.dumps([plan.to_json() for plan in plans]))
+    else:
+        _print(question, plans, devices, tokens)
+    return plans[0]
+
+
+def _question(devices: Devices, arguments: list[str]) -> Question:
+    from threefold.commands.arguments import load_config
+    from threefold.plan import accelerators
+    from threefold.plan.adapters import adapted
+    from threefold.plan.advise import Question
+    from threefold.plan.decoder import decoder_of
+    from threefold.plan.fabric import fabric_of
+
+    if devices.name is None:
+        expected = f"the kind of device: {', '.join(accelerators.ACCELERATORS)}"
+        raise ConfigError("--gpus without --gpu", expected=expected, fix="--gpu h100-80gb")
+    device, count = accelerators.named(devices.name), devices.count
+    nodes = devices.nodes or -(-count // 8)
+    if count % nodes:
+        expected = "as many devices on each host"
+        fix = f"--nodes {max(size for size in range(1, nodes + 1) if count % size == 0)}"
+        raise ConfigError(f"--gpus {count} cannot be divided over --nodes {nodes}", expected=expected, fix=fix)
+    loaded = load_config(arguments)
+    config, pinned = loaded.config, frozenset(loaded.origins)
+    if "model.dtype" not in pinned:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    decoder = adapted(decoder_of(values_of(config.model)), config.model.lora)
+    fabric = fabric_of(device, in_host=count // nodes, link=devices.link, network=devices.network)
+    return Question(decoder, config, pinned, count, fabric, device)
+
+
+def _as_config(question: Question, plan: Plan) -> str:
+    """YAML that `threefold train` takes: the keys that were given, and those of the plan."""
+    from threefold.config.text import as_document
+
+    values, document = question.config.model_dump(mode="json"), dict[str, Any]()
+    for key in sorted({*question.pinned, "model.dtype", "data.seq_len", "train.global_batch"}):
+        *sections, name = key.split(".")
+        source, target = values, document
+        for section in sections:
+            source, target = source[section], target.setdefault(section, {})
+        target[name] = source[name]
+    for section, keys in plan.sections().items():
+        document.setdefault(section, {}).update(keys)
+    return f"# {plan.why}; {plan.duration.total:.2f} s a step, estimated by threefold plan\n{as_document(document)}"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        expected = "a file that can be written"
+        raise ConfigError(f"{path}: {error.strerror}", expected=expected, fix="check the path") from error
+
+
+def number_of(text: str) -> float:
+    """20B -> 20e9; ConfigError if it is no number of tokens."""
+    digits, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    try:
+        number = float(digits) * _UNITS[unit]
+    except (KeyError, ValueError):
+        number = 0.0
+    if not 0 < number < float("inf"):
+        expected = "a number above 0 with K, M, B or T"
+        raise ConfigError(f"--tokens {text} is not a number of tokens", expected=expected, fix="--tokens 20B")
+    return number
+
+
+def _print(question: Question, plans: list[Plan], devices: Devices, tokens: float | None) -> None:
+    from threefold.plan.advise import pareto, what_fits, what_pays
+    from threefold.plan.operations import formula
+
+    fitting = [plan for plan in plans if plan.fits]
+    decoder, config = question.decoder, question.config
+    in_host, rows = question.fabric.in_host, config.train.global_batch
+    typer.echo(
+        f"{decoder.model_type}: {decoder.size:,} parameters on {devices.count} x {devices.name}, {in_host} in a host; "
+        f"{rows} rows of {config.data.seq_len} tokens a step, {config.model.dtype}"
+    )
+    typer.echo(f"{len(plans):,} set-ups are legal, {len(fitting):,} fit; estimated, see docs/plan.md for how far")
+    for line in formula(decoder.flops, config.data.seq_len):
+        typer.echo(line)
+    _table(fitting[:_SHOWN], set(map(id, pareto(plans))), devices, tokens)
+    if fitting:
+        best = fitting[0]
+        typer.echo("\nthe first, at the moment when a rank holds the most: " + best.peak.name)
+        for line, size in sorted(best.peak.lines.items(), key=lambda item: -item[1]):
+            typer.echo(f"  {size / 2**30:8.2f} GiB  {line}")
+        typer.echo("\nwhat it sends, s a step: " + (", ".join(
+            f"{axis} {seconds:.2f}" for axis, seconds in best.duration.sent.items()) or "nothing")
+            + f"; waited for: {best.duration.waited:.2f}")  # fmt: skip
+        for line in what_pays(question, plans):
+            typer.echo(f"  {line}")
+    if rejected := [plan for plan in plans if not plan.fits]:
+        typer.echo("\nof those that do not fit, the nearest:")
+        for plan in rejected[:3]:
+            fix = what_fits(plan, plans)
+            typer.echo(f"  {_shown(plan)}: {plan.why}" + (f"\n    fits with {fix}" if fix else ""))
+
+
+def _table(plans: list[Plan], best: set[int], devices: Devices, tokens: float | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    heads = ["", "mesh", "rows", "checkpointing", "GiB", "s a step", "tokens/s a GPU", "MFU"]
+    heads += ["days"] * (tokens is not None) + ["cost"] * (tokens is not None and devices.price is not None)
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("", "mesh", "checkpointing") else "right")
+    for plan in plans:
+        setup = plan.setup
+        cells = [
+            "*" if id(plan) in best else "", str(setup.topology), str(setup.micro_batch),
+            setup.recompute + (" + cpu_offload" if setup.cpu_offload else ""), f"{plan.memory_bytes / 2**30:.1f}",
+            f"{plan.duration.total:.2f}", f"{plan.tokens_per_s_per_gpu:,.0f}", f"{plan.mfu:.1%}",
+        ]  # fmt: skip
+        if tokens is not None:
+            days = tokens / (plan.tokens_per_s_per_gpu * devices.count) / 86400
+            cells.append(f"{days:.2f}")
+            if devices.price is not None:
+                cells.append(f"{days * 24 * devices.count * devices.price:,.0f}")
+        table.add_row(*cells)
+    console = Console(width=140, soft_wrap=True, highlight=False, markup=False)
+    if plans:
+        console.print(table)
+        typer.echo("  *: none is both faster and smaller; rows: of a micro-batch; cost: in the unit of --price")
+
+
+def _shown(plan: Plan) -> str:
+    setup = plan.setup
+    return f"{setup.topology}, {setup.micro_batch} rows, {setup.recompute}" + ", cpu_offload" * setup.cpu_offload

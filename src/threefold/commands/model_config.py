@@ -1,0 +1,59 @@
+"""The config.json of a model that a command names: a Hub id, a folder, or the file itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from threefold.errors import ConfigError
+
+if TYPE_CHECKING:
+    from threefold.config.schema import ModelConfig
+
+
+def model_keys(model: str) -> list[str]:
+    """The keys of the config that name a model."""
+    path = Path(model)
+    if path.suffix != ".json":
+        return ["--model.name_or_path", model]
+    values = _read(path)
+    if "model_type" not in values:
+        expected = "an object with a model_type, as transformers writes it"
+        raise ConfigError(f"{model} has no model_type", expected=expected, fix="check the path")
+    return ["--model.config", json.dumps(values)]
+
+
+def values_of(model: ModelConfig) -> dict[str, Any]:
+    """The object of the model's config.json, of a folder or from the Hub or its cache.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if model.config is not None:
+        return model.config
+    path = Path(model.name_or_path or "") / "config.json"
+    return _read(path if path.is_file() else _from_hub(str(model.name_or_path), model.revision))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    expected = "a model's config.json, as transformers writes it"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", expected=expected, fix="check the path") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is not an object", expected=expected, fix="check the path")
+    return values
+
+
+def _from_hub(model: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, "config.json", revision=revision))
+    except Exception as error:  # of several families: no such model, no network, a name that is none
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        expected = "a Hub id, a folder with a config.json, or a config.json"
+        what = f"{model} has no config.json that can be read: {reason}"
+        raise ConfigError(what, expected=expected, fix="check it") from error

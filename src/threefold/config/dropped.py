@@ -1,0 +1,32 @@
+"""Keys that other trainers have, or that drafts of this one had, and what replaces each of them.
+
+They are refused like any unknown key, but the fix is written here, not guessed from the nearest name. An option or a
+command that was dropped is named as it is typed. A key of an entry of `data.mixture` or `optimizer.groups` is named
+without the entry: `data.mixture.KEY`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+DROPPED: Mapping[str, str] = {
+    "calibrate": "leave it out: the seconds of `threefold plan` are estimates, and metrics.jsonl has those of a run",
+    "checkpoint.keep_every": "--checkpoint.keep N keeps the N newest; exports of --checkpoint.export_every N all stay",
+    "checkpoint.mode": "leave it out: a checkpoint is written while the next steps run, and the last one at once",
+    "data.chat_date": "--data.template_variables '{date: 2026-01-31}'",
+    "data.end_target": "leave it out: with data.document_mask no label crosses into another document",
+    "data.lookahead": "leave it out: best_fit chooses among 8,192 documents at a time",
+    "data.mixture.text_field": "fields: {text: NAME} in the source",
+    "data.skip_empty_targets": "--data.skip_bad_lines true also counts rows with nothing to train on",
+    "data.text_field": "--data.fields '{text: NAME}'",
+    "global-batch": "--train.global_batch N",
+    "html": "leave it out: --json prints every set-up of `threefold plan`, --emit FILE writes the first as a config",
+    "instances": "--nodes N, as for every kind of job",
+    "log.timeline": "--log.profile '[10, 12]' traces the phases of these steps, and every operation in them",
+    "mesh.prefetch": "leave it out: each sharded unit is gathered one ahead of its turn",
+    "ranks": "the sizes of the axes, as numbers: --mesh.dp 8 --mesh.tp 2",
+    "seq-len": "--data.seq_len N",
+    "threefold flops": "threefold plan MODEL --data.seq_len N --gpu h100-80gb, which prints them with the memory",
+    "trace": "threefold plan MODEL without --gpus traces a set-up: give the keys that --emit FILE writes",
+    "train.nonfinite_limit": "leave it out: the tenth skipped step in a row ends the run",
+}

@@ -1,0 +1,208 @@
+"""Takes over what another program trained: a checkpoint of torch.distributed.checkpoint becomes a run, or a model.
+
+Tensors are read, converted and written one at a time. The run has one checkpoint, with the step that the optimizer has
+counted; it resumes there with weights and moments as they were, and reads its own data from the first row on, because
+what the other program has read of its data is not known here.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from threefold.checkpoint import state as run_state
+from threefold.checkpoint.layout import CheckpointFolder
+from threefold.checkpoint.lineage import Identity, Journal
+from threefold.checkpoint.manifest import architecture_of
+from threefold.checkpoint.saver import indexed
+from threefold.checkpoint.shards import Box
+from threefold.checkpoint.tensors import TYPE_NAMES, write_boxes
+from threefold.config.paths import with_absolute_paths
+from threefold.config.schema import Config
+from threefold.convert.dcp_reader import Foreign, open_dcp
+from threefold.convert.names import MOMENTS, Convert, Found, Wanted, find_names
+from threefold.errors import CheckpointError, ConfigError
+from threefold.export.model_folder import Exported, export
+from threefold.model import load
+from threefold.run.folder import keep_config
+from threefold.run.request import model_of
+from threefold.training.saving import versions
+
+_FILE = "rank-00000.safetensors"
+# Values of these types are values of float32.
+_EXACT = ("F32", "BF16", "F16")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was taken over: whose names the tensors had, the last step done, and what was left out."""
+
+    program: str
+    step: int
+    num_weights: int
+    left_out: tuple[str, ...]
+
+
+def import_run(source: Path, to: Path, config: Config) -> Imported:
+    """Makes a run whose newest checkpoint is the one in `source`; `threefold resume` continues it.
+
+    Raises:
+        CheckpointError: it is not a checkpoint of this model with AdamW's moments. ConfigError: `to` is not empty.
+    """
+    refuse_filled(to)
+    config = config.model_copy(update={"log": config.log.model_copy(update={"dir": str(to)})})
+    return _made(source, to, config, weights_alone=False)
+
+
+def import_model(source: Path, to: Path, config: Config) -> tuple[Imported, Exported]:
+    """Makes a Hugging Face folder of the weights in `source`, and reloads it; errors as `import_run` and `export`."""
+    refuse_filled(to)
+    between = to.absolute().with_name(f".{to.name}.imported")
+    shutil.rmtree(between, ignore_errors=True)
+    try:
+        return _made(source, between, config, weights_alone=True), export(between, to)
+    finally:
+        shutil.rmtree(between, ignore_errors=True)
+
+
+def refuse_filled(to: Path) -> None:
+    """ConfigError if something is there already."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        what = f"{to} is not empty"
+        raise ConfigError(what, expected="a new or empty folder", fix="--to ANOTHER_FOLDER")
+
+
+def _made(source: Path, to: Path, config: Config, *, weights_alone: bool) -> Imported:
+    if config.model.lora.r:
+        what, expected = f"model.lora.r = {config.model.lora.r}", "the whole model: no adapters are taken over"
+        raise ConfigError(what, expected=expected, fix="--model.lora.r 0")
+    foreign = open_dcp(source)
+    _, architecture = model_of(config)
+    model = load.build_without_storage(
+        architecture, attention="eager", trust_remote_code=config.model.trust_remote_code
+    )
+    shapes = run_state.model_state(model)
+    found = find_names(foreign, _wanted(model, shapes, architecture), where=str(source))
+    _refuse_other_twins(foreign, found)
+    step = 0 if weights_alone else _step_of(foreign, found, source)
+    made = not to.exists()
+    try:
+        _write(foreign, found, shapes, to, config, architecture, step=step, weights_alone=weights_alone)
+    except BaseException:
+        shutil.rmtree(to, ignore_errors=True)
+        if not made:
+            to.mkdir()
+        raise
+    left = tuple(found.left_out) + (tuple(_entries(found)) if weights_alone else ())
+    return Imported(found.program, step, len(found.weights), left)
+
+
+def _wanted(model: torch.nn.Module, shapes: dict[str, Tensor], architecture: PretrainedConfig) -> Wanted:
+    text = architecture.get_text_config()
+    heads = getattr(text, "num_attention_heads", 1)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return Wanted(
+        {name.removeprefix("model."): tuple(tensor.shape) for name, tensor in shapes.items()},
+        frozenset(trained),
+        architecture.model_type,
+        (heads, getattr(text, "num_key_value_heads", None) or heads),
+        bool(getattr(text, "tie_word_embeddings", False)),
+    )
+
+
+def _entries(found: Found) -> Iterator[str]:
+    return (entry for group in found.moments.values() for entry, _ in group.values())
+
+
+def _refuse_other_twins(foreign: Foreign, found: Found) -> None:
+    for name, other in found.twins:
+        if not torch.equal(foreign.read(name), foreign.read(other)):
+            raise CheckpointError(
+                f"{name} and {other} differ, but the model has one tensor for both",
+                expected="equal ones, as a model with tied embeddings has them",
+                fix="--model.config '{..., tie_word_embeddings: false}', or a config.json with it",
+            )
+
+
+def _step_of(foreign: Foreign, found: Found, source: Path) -> int:
+    """The number of steps that the optimizer has counted, the same for all weights."""
+    if not found.moments:
+        raise CheckpointError(
+            f"{source} has no state of AdamW",
+            expected="exp_avg, exp_avg_sq and step of every weight: a run continues with them",
+            fix="--weights   (makes a Hugging Face folder, from which --model.name_or_path begins a new run)",
+        )
+    steps = {float(foreign.read(entry)) for entry, _ in found.moments["step"].values()}
+    if len(steps) > 1 or not all(step.is_integer() and step > 0 for step in steps):
+        raise CheckpointError(
+            f"the optimizer in {source} has counted {' and '.join(f'{step:g}' for step in sorted(steps)[:3])} steps",
+            expected="one number of steps for all weights, 1 or more",
+            fix="--weights   (makes a Hugging Face folder of the weights alone)",
+        )
+    return int(steps.pop())
+
+
+def _write(
+    foreign: Foreign,
+    found: Found,
+    shapes: dict[str, Tensor],
+    to: Path,
+    config: Config,
+    architecture: PretrainedConfig,
+    *,
+    step: int,
+    weights_alone: bool,
+) -> None:
+    sources: dict[str, tuple[str, Convert, tuple[int, ...]]] = {
+        f"model.{name}": (*pair, tuple(shapes[f"model.{name}"].shape)) for name, pair in found.weights.items()
+    }
+    for moment in MOMENTS if not weights_alone else ():
+        for name, pair in found.moments[moment].items():
+            shape = () if moment == "step" else tuple(shapes[f"model.{name}"].shape)
+            sources[f"optimizer.{moment}.{name}"] = (*pair, shape)
+    types = {name: shapes[name].dtype if name in shapes else torch.float32 for name in sources}
+    _refuse_inexact(foreign, sources, types)
+    ordered = sorted(sources, key=lambda name: -types[name].itemsize)
+    boxes = [
+        (name, TYPE_NAMES[types[name]], sources[name][2], Box((0,) * len(sources[name][2]), sources[name][2]))
+        for name in ordered
+    ]
+    (to / "logs").mkdir(parents=True)
+    checkpoints, identity = CheckpointFolder(to), Identity.new()
+    state = checkpoints.begin(step) / "state"
+
+    def values() -> Iterator[Tensor]:
+        for name in ordered:
+            entry, convert, shape = sources[name]
+            yield convert(foreign.read(entry)).reshape(shape).to(types[name])
+
+    seals = indexed(state, {_FILE: write_boxes(state / _FILE, boxes, values())})
+    identity.write(to)
+    keep_config(to, config)
+    Journal(to).append("import", program=found.program, step=step, left_out=sorted(found.left_out)[:100])
+    manifest = {
+        **{"run": identity.id, "start": 0, "mesh": [], "device": "cpu", "data": {}, "seed": config.train.seed},
+        "architecture": architecture_of(architecture),
+        "config": with_absolute_paths(config).model_dump(mode="json"),
+        **{"base": None, "admission": config.model.admission, "versions": versions()},
+    }
+    checkpoints.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
+
+
+def _refuse_inexact(
+    foreign: Foreign, sources: dict[str, tuple[str, Convert, tuple[int, ...]]], types: dict[str, torch.dtype]
+) -> None:
+    for name, (entry, _, _) in sources.items():
+        theirs, ours = foreign.tensors[entry].dtype, types[name]
+        if theirs != TYPE_NAMES[ours] and not (ours == torch.float32 and theirs in _EXACT):
+            raise CheckpointError(
+                f"{entry} is {theirs}, and {TYPE_NAMES[ours]} does not hold all of its values",
+                expected="F32, BF16 or F16",
+                fix="save the checkpoint again in one of them",
+            )

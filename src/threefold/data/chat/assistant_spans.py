@@ -1,0 +1,234 @@
+"""The character spans of the assistant's turns in a rendered conversation.
+
+It goes from where the model would begin to write (the rendering of the messages before, with the generation prompt) to
+the end of its own text. The messages up to the turn are rendered, and must be the beginning of the whole; or at least
+what follows the message before must be. Where a template renders earlier turns in another way (thinking left out,
+tools put before the last question), other texts are written into the turn: what changes is the turn. What cannot be
+told apart is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from threefold.data.chat.formats import Message, RowError
+
+# Two texts that begin and end differently, and that no template takes for anything but words.
+_PROBES = ("Aqx", "Bqz")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_EVERYWHERE = 1 << 62
+
+
+class Turn(NamedTuple):
+    """A stretch of the rendered text that the assistant wrote: [begin, end), in characters.
+
+    Attributes:
+        ending: what the template writes after the stretch where this turn is the last (`<|im_end|>` and a line's end);
+            "" if the stretch has its end in it.
+        reach: up to where the text continues as `ending` says.
+        shared: up to where the text would be the same if the conversation went on; what is beyond ends that.
+        written: where the turn's content ends, if that matters to what ends it; else 0.
+    """
+
+    begin: int
+    end: int
+    message: int
+    ending: str = ""
+    reach: int = 0
+    shared: int = _EVERYWHERE
+    written: int = 0
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A rendered conversation, of which the turns are told apart.
+
+    Args:
+        renders: renders other messages as these were, with `prompt` up to where the assistant would begin to write.
+        after_mark: renders them and gives what follows the last stretch that the template marks.
+    """
+
+    messages: list[Message]
+    text: str
+    renders: Callable[..., str]
+    after_mark: Callable[[Sequence[Message]], str]
+    _known: dict[str, str] = field(default_factory=dict)
+
+    def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        """What `renders` renders, once."""
+        key = repr((prompt, messages))
+        if key not in self._known:
+            self._known[key] = self.renders(messages, prompt=prompt)
+        return self._known[key]
+
+    def turn(self, number: int) -> Turn:
+        """The stretch of one turn; RowError if it cannot be told apart."""
+        last = number + 1 == len(self.messages)
+        before = self.render(self.messages[:number], prompt=True) if number else self._prompt_of_nothing()
+        until = self.text if last else self.render(self.messages[: number + 1])
+        if self.text.startswith(until) and until.startswith(before):
+            return self.closed(Turn(len(before), len(until), number))
+        return self._beside(number) or self._found(number, before)
+
+    def marked(self, number: int, begin: int, end: int) -> Turn:
+        """The stretch of a turn that the template marks."""
+        if number + 1 == len(self.messages):
+            return self._ended(Turn(begin, end, number), self.text[end:])
+        said = [*self.messages[:number], {"role": "assistant", "content": _PROBES[0]}]
+        try:
+            return self._ended(Turn(begin, end, number), self.after_mark(said))
+        except RowError:
+            return Turn(begin, end, number)
+
+    def _ended(self, turn: Turn, ending: str) -> Turn:
+        reach = turn.end + _alike(self.text[turn.end :], ending)
+        return self.closed(turn._replace(ending=ending, reach=reach))
+
+    def closed(self, turn: Turn) -> Turn:
+        """The turn with what tells its end from that of the conversation."""
+        if turn.message + 1 < len(self.messages):
+            return turn
+        try:
+            shared = _alike(self.text, self.render([*self.messages, {"role": "user", "content": _PROBES[0]}]))
+            if shared == len(self.text):
+                return turn
+            return turn._replace(shared=shared, written=self._content(self.messages, turn.message)[1])
+        except RowError:
+            return turn
+
+    def _beside(self, number: int) -> Turn | None:
+        """The stretch by what follows the message before it: here, and where the turn or its prompt is the last.
+
+        What the template leaves out of the turn here (thinking, the words beside tool calls) is left out there too.
+        """
+        if not number:
+            return None
+        message = self.messages[number]
+        bare = {key: value for key, value in message.items() if key not in _REASONING}
+        silent = {**bare, **({"content": ""} if message.get("tool_calls") and message.get("content") else {})}
+        try:
+            after = self._after(self.messages, number - 1)
+            prompt = self._after(self.messages[:number], number - 1, prompt=True)
+            if not after.startswith(prompt):
+                return None
+            for each in (message, *(other for other in (bare, silent) if other != message)):
+                said = [*self.messages[:number], each]
+                if each is not message and self.render([*said, *self.messages[number + 1 :]]) != self.text:
+                    continue
+                until = self._after(said, number - 1)
+                if after.startswith(until) and until.startswith(prompt):
+                    place = len(self.text) - len(after)
+                    return self.closed(Turn(place + len(prompt), place + len(until), number))
+        except RowError:
+            pass
+        return None
+
+    def _after(self, messages: list[Message], number: int, *, prompt: bool = False) -> str:
+        """What follows the content of a message."""
+        prefix, suffix = self._around(messages, number, prompt=prompt)
+        text = self.text if messages is self.messages and not prompt else self.render(messages, prompt=prompt)
+        if not (text.startswith(prefix) and text.endswith(suffix)):
+            raise RowError(
+                f"messages[{number}]: its place depends on its content", "a template that writes it as it is"
+            )
+        return suffix
+
+    def _found(self, number: int, before: str) -> Turn:
+        """The stretch by writing other texts into the turn."""
+        message = self.messages[number]
+        plain: Message = {"role": "assistant", "content": ""}
+        wrong = None
+        # As a whole first: its thinking and its tool calls are the turn's too. Not all templates take that.
+        for each in (plain, message) if set(message) - {"role", "content"} else (message,):
+            said = [*self.messages[:number], each]
+            try:
+                begin, end = self._content([*said, *self.messages[number + 1 :]], number)
+                shown, ending = self._around(said, number)
+            except RowError as error:
+                wrong = error
+                continue
+            turn = self._ended(Turn(self._begin(number, before, shown, begin), end, number), ending)
+            if turn.reach >= end + len(ending.rstrip()):
+                return self.closed(Turn(turn.begin, turn.reach, number))
+            if each is message and message.get("tool_calls"):
+                # The calls follow the content: without them, a part of the turn would be left out.
+                what = f"messages[{number}]: the chat template renders the tool calls differently in their place"
+                raise RowError(
+                    what, "a template that renders earlier turns as they were, or marks them: {% generation %}"
+                )
+            return turn
+        assert wrong is not None
+        raise wrong
+
+    def _begin(self, number: int, before: str, shown: str, content: int) -> int:
+        """Where the model would begin to write this turn, whose content begins at `content`."""
+        if self.text.startswith(before) and len(before) <= content:
+            return len(before)
+        if number:
+            try:
+                after = self._after(self.messages, number - 1)
+                prompt = self._after(self.messages[:number], number - 1, prompt=True)
+            except RowError:
+                pass
+            else:
+                begin = len(self.text) - len(after) + len(prompt)
+                if after.startswith(prompt) and begin <= content:
+                    return begin
+        # What stands between the prompt and the content of the turn, where that can be seen.
+        lead = shown[len(before) :] if shown.startswith(before) else ""
+        return content - len(lead) if lead and self.text[:content].endswith(lead) else content
+
+    def _prompt_of_nothing(self) -> str:
+        """The beginning of a conversation that the assistant begins; what all of them have in common."""
+        first = self.render([self.messages[0]])
+        try:
+            begin, _ = self._content(self.messages, 0)
+            question: list[Message] = [{"role": "user", "content": ""}]
+            (_, asked), (_, closed) = self._around(question, 0, prompt=True), self._around(question, 0)
+        except RowError:
+            return ""
+        header = asked[_alike(asked, closed) :]
+        if header and header in first[:begin]:
+            begin = first.index(header) + len(header)
+        return first[:begin] if self.text.startswith(first[:begin]) else ""
+
+    def _content(self, messages: list[Message], number: int) -> tuple[int, int]:
+        """Where the content of a message lies in the whole text; RowError if that cannot be known."""
+        prefix, suffix = self._around(messages, number)
+        begin, end = len(prefix), len(self.text) - len(suffix)
+        if not (self.text.startswith(prefix) and self.text.endswith(suffix) and begin <= end):
+            raise RowError(
+                f"messages[{number}]: the chat template renders this turn in a way that depends on its content, so "
+                "what the assistant wrote cannot be told apart",
+                "a template that renders earlier turns as they were, or marks them with {% generation %}",
+            )
+        return begin, end
+
+    def _around(self, messages: Sequence[Message], number: int, *, prompt: bool = False) -> tuple[str, str]:
+        """What stands before and after the content of a message, found by writing other contents."""
+        if "content" not in messages[number]:
+            what = f"messages[{number}] has only tool calls, and the chat template renders it differently in its place"
+            raise RowError(what, "a template that renders earlier turns as they were, or marks them: {% generation %}")
+        one, other = (
+            self.render(
+                [*messages[:number], {**messages[number], "content": probe}, *messages[number + 1 :]], prompt=prompt
+            )
+            for probe in _PROBES
+        )
+        begin, after = _alike(one, other), _alike(one[::-1], other[::-1])
+        if one[begin : len(one) - after] != _PROBES[0] or other[begin : len(other) - after] != _PROBES[1]:
+            raise RowError(
+                f"messages[{number}]: the chat template does not write the content once and as it is",
+                "a template that writes each turn once",
+            )
+        return one[:begin], one[len(one) - after :]
+
+
+def _alike(one: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    return next(place for place in range(length) if one[place] != other[place])

@@ -1,0 +1,290 @@
+"""Rows of instruction data as conversations: which columns hold what, and what is wrong with a row.
+
+The columns are those of the datasets that TRL reads: `messages`, ShareGPT's `conversations`, `prompt` and `completion`
+(texts or messages), Alpaca's `instruction`, `input` and `output`, and `chosen` and `rejected` with or without a
+`prompt`. `data.fields` maps other names to these. A row becomes one `Example` (two of a preference, in `preference`),
+or a RowError says why it cannot.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from threefold.errors import ConfigError
+
+FORMATS = ("text", "chat", "prompt_completion", "preference")
+# Format -> the sets of columns that make it, the first complete one counts.
+_COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "preference": (("chosen", "rejected"),),
+    "chat": (("messages",), ("conversations",)),
+    "prompt_completion": (("prompt", "completion"), ("instruction", "output")),
+}
+# Columns that a row may have besides; a later row may have one that the first has not.
+_OPTIONAL = {
+    "text": (),
+    "chat": ("system", "tools", "chat_template_kwargs"),
+    "prompt_completion": ("input", "system", "tools", "chat_template_kwargs"),
+    "preference": ("prompt", "system", "tools", "chat_template_kwargs"),
+}
+FIELDS = (
+    *("text", "messages", "conversations", "role", "content", "prompt", "completion", "instruction", "input", "output"),
+    *("chosen", "rejected", "system", "tools", "chat_template_kwargs"),
+)
+# ShareGPT's names of who speaks, and those of other collections.
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+_ROLES |= {"model": "assistant", "observation": "tool", "function_response": "tool", "ipython": "tool"}
+_KNOWN = ("system", "developer", "user", "assistant", "tool", "function")
+Message = dict[str, Any]
+
+
+class RowError(Exception):
+    """Why a row cannot be used: `what` is wrong with it, what was `expected`, the data.train_on that could use it."""
+
+    def __init__(self, what: str, expected: str, *, train_on: str | None = None) -> None:
+        super().__init__(what)
+        self.what, self.expected, self.train_on = what, expected, train_on
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What a source's rows are: their format, and the columns that are read.
+
+    Attributes:
+        fields: our name of a column, or of a key of its messages -> the source's name for it.
+    """
+
+    format: str
+    names: tuple[str, ...]
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The columns that are read of a row that has them."""
+        return (*self.names, *(name for name in _OPTIONAL[self.format] if name not in self.names))
+
+    def theirs(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The source's names of some columns."""
+        return tuple(self.fields.get(name, name) for name in names)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row: messages, or two texts, of which the first `num_prompt` messages (or the first text) are the prompt.
+
+    Attributes:
+        tools: the functions that the model may call, as JSON schemas.
+        variables: of the chat template, for this row.
+    """
+
+    messages: tuple[Message, ...] = ()
+    texts: tuple[str, str] | None = None
+    num_prompt: int = 0
+    tools: tuple[Any, ...] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+def columns_of(names: Sequence[str], *, format: str = "auto", fields: Mapping[str, str] | None = None) -> Columns:
+    """What rows with these columns are.
+
+    Raises:
+        ConfigError: they are of no format or, with `auto`, of several; or lack a column of the format asked for.
+    """
+    given = dict(fields or {})
+    found = formats_in(names, fields=given)
+    matching = list(found)
+    if format == "auto" and len(matching) > 1:
+        raise ConfigError(
+            f"data.format = auto: the columns {', '.join(names)} are those of {' and of '.join(matching)}",
+            expected="one format, so that nobody has to guess what is trained",
+            fix=f"--data.format {matching[-1]}   (or {', '.join(reversed(matching[:-1]))})",
+        )
+    chosen = (matching[0] if matching else None) if format == "auto" else format
+    if chosen is None or chosen not in found:
+        sets = [columns for each, sets in _COLUMNS.items() if chosen in (None, each) for columns in sets]
+        wanted = " or ".join(" + ".join(columns) for columns in (*sets, *([("text",)] if chosen is None else [])))
+        raise ConfigError(
+            f"data.format = {format}: the columns are {', '.join(names) or 'none'}",
+            expected=f"the columns {wanted}",
+            fix=f"name them: --data.fields '{{{sets[0][0] if sets else 'messages'}: {names[0] if names else 'NAME'}}}'",
+        )
+    present = {name for name in _OPTIONAL[chosen] if given.get(name, name) in names}
+    optional = (name for name in _OPTIONAL[chosen] if name in present and name not in found[chosen])
+    return Columns(chosen, (*found[chosen], *optional), given)
+
+
+def formats_in(names: Sequence[str], *, fields: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Each format that rows with these columns can be read as, and the columns that make it.
+
+    Raises:
+        ConfigError: `fields` has a key that is none of ours, or names a column that is not there.
+    """
+    _refuse_unknown(fields, names)
+    present = {ours for ours in FIELDS if fields.get(ours, ours) in names}
+    found: dict[str, tuple[str, ...]] = {"text": ("text",)} if "text" in present else {}
+    for format in FORMATS[1:]:
+        if complete := [columns for columns in _COLUMNS[format] if present.issuperset(columns)]:
+            found[format] = complete[0]
+    return found
+
+
+def _refuse_unknown(given: Mapping[str, str], names: Sequence[str]) -> None:
+    """ConfigError for a key of data.fields that is none of ours, or that names a column which is not there."""
+    for ours, theirs in given.items():
+        if ours not in FIELDS:
+            nearest = difflib.get_close_matches(ours, FIELDS, 1)
+            raise ConfigError(
+                f"data.fields has {ours!r}, which is no field",
+                expected=f"one of {', '.join(FIELDS)}",
+                fix=f"--data.fields '{{{nearest[0] if nearest else FIELDS[0]}: {theirs}}}'",
+            )
+        # A text may be inside another field; what reads it names those that there are.
+        if ours not in ("role", "content", "text") and theirs not in names:
+            nearest = difflib.get_close_matches(theirs, names, 1) or list(names[:1]) or ["NAME"]
+            raise ConfigError(
+                f"data.fields has {ours}: {theirs}, and there is no column {theirs!r}",
+                expected=f"one of the columns: {', '.join(names) or 'none'}",
+                fix=f"--data.fields '{{{ours}: {nearest[0]}}}'",
+            )
+
+
+def example_of(row: Mapping[str, Any], columns: Columns) -> Example:
+    """The example of one row of conversations, or of prompt and completion (`preference` makes two of such).
+
+    Raises:
+        RowError: a column is missing, null, or of another form.
+    """
+    values = {name: row.get(columns.fields.get(name, name)) for name in columns.all_names}
+    tools, variables = _tools(values.get("tools")), _variables(values.get("chat_template_kwargs"))
+    if columns.format == "chat":
+        return Example(tuple(_conversation(values, columns)), tools=tools, variables=variables)
+    prompt, completion = _prompt_and_completion(values, columns)
+    return _completed(_with_system(values, prompt), completion, columns, tools, variables)
+
+
+def _conversation(values: Mapping[str, Any], columns: Columns) -> list[Message]:
+    name = columns.names[0]
+    messages: list[Message] = _with_system(values, _messages(_given(values, name), name, columns))
+    return messages
+
+
+def _with_system(values: Mapping[str, Any], messages: Any) -> Any:
+    """Messages that begin with the row's system text, if it has one and they do not."""
+    system = values.get("system")
+    if not system:
+        return messages
+    if not isinstance(system, str) or not isinstance(messages, list):
+        what = f"'system' is {kind_of(system)}, beside {kind_of(messages)}"
+        raise RowError(what, "a system text beside messages   (or data.fields without it, and texts that hold it)")
+    begins = bool(messages) and isinstance(messages[0], Mapping) and messages[0].get("role") == "system"
+    return messages if begins else [{"role": "system", "content": system}, *messages]
+
+
+def _given(values: Mapping[str, Any], name: str) -> Any:
+    if values.get(name) is None:
+        raise RowError(f"{name!r} is missing or null", f"{name!r} in every row")
+    return values[name]
+
+
+def _prompt_and_completion(values: Mapping[str, Any], columns: Columns) -> tuple[Any, Any]:
+    if "instruction" not in columns.names:
+        return _given(values, "prompt"), _given(values, "completion")
+    instruction, more, output = _given(values, "instruction"), values.get("input"), _given(values, "output")
+    for name, text in (("instruction", instruction), ("input", more or ""), ("output", output)):
+        if not isinstance(text, str):
+            raise RowError(f"{name!r} is {kind_of(text)}, not text", "instruction, input and output as texts")
+    asked = [{"role": "user", "content": f"{instruction}\n\n{more}" if more else instruction}]
+    return asked, [{"role": "assistant", "content": output}]
+
+
+def _completed(
+    prompt: Any, completion: Any, columns: Columns, tools: tuple[Any, ...] | None, variables: Mapping[str, Any]
+) -> Example:
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion:
+            raise RowError("the completion is empty", "a text after the prompt")
+        return Example(texts=(prompt, completion), tools=tools, variables=variables)
+    if isinstance(prompt, str) or isinstance(completion, str):
+        what = f"the prompt is {kind_of(prompt)} and the completion {kind_of(completion)}"
+        raise RowError(what, "two texts, or two lists of messages")
+    asked, answered = _messages(prompt, "prompt", columns), _messages(completion, "completion", columns)
+    return Example((*asked, *answered), num_prompt=len(asked), tools=tools, variables=variables)
+
+
+def _messages(value: Any, where: str, columns: Columns) -> list[Message]:
+    if not isinstance(value, list | tuple):
+        raise RowError(f"{where!r} is {kind_of(value)}, not a list of messages", "a list of messages")
+    if not value:
+        raise RowError(f"{where!r} is an empty list", "at least one message")
+    return [_message(each, f"{where}[{number}]", columns) for number, each in enumerate(value)]
+
+
+def _message(value: Any, where: str, columns: Columns) -> Message:
+    if not isinstance(value, Mapping):
+        raise RowError(f"{where} is {kind_of(value)}, not a message", '{"role": ..., "content": ...}')
+    role_key, content_key = columns.fields.get("role", "role"), columns.fields.get("content", "content")
+    if role_key not in value and "from" in value:
+        role_key, content_key = "from", columns.fields.get("content", "value")
+    said = value.get(role_key)
+    if not isinstance(said, str):
+        raise RowError(
+            f"{where} has no {role_key!r}" if said is None else f"{where}: the role is {kind_of(said)}", "a role"
+        )
+    role = _ROLES.get(said, said)
+    if role not in _KNOWN:
+        raise RowError(f"{where}: the role {said!r} is not known", f"one of {', '.join((*_KNOWN, *_ROLES))}")
+    others = {key: each for key, each in value.items() if key not in (role_key, content_key) and each is not None}
+    content = value.get(content_key)
+    if content is None and not others.get("tool_calls"):
+        raise RowError(f"{where} has no {content_key!r}", "a text in every message, or tool_calls")
+    if content is not None:
+        others["content"] = _text(content, where)
+    return {"role": role, **others}
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, list) and content:
+        # The parts of multimodal messages, where all of them are text.
+        parts = [
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
+        ]
+        if all(isinstance(part, str) for part in parts):
+            return "".join(parts)  # type: ignore[arg-type]
+    if not isinstance(content, str):
+        raise RowError(f"{where}: the content is {kind_of(content)}, not text", "text (images and audio are not read)")
+    if any("\ud800" <= character <= "\udfff" for character in content):
+        raise RowError(f"{where}: half of a surrogate pair in the text", "text that can be written as UTF-8")
+    return content
+
+
+def _tools(value: Any) -> tuple[Any, ...] | None:
+    if value is None or value in ("", [], "[]"):
+        return None
+    if isinstance(value, str):
+        import json
+
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError(f"'tools' is not JSON: {error}", "a list of functions, or its JSON") from None
+    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+        raise RowError(f"'tools' is {kind_of(value)}", "a list of functions as JSON schemas")
+    return tuple(value)
+
+
+def _variables(value: Any) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RowError(f"'chat_template_kwargs' is {kind_of(value)}", "names and values for the chat template")
+    return value
+
+
+def kind_of(value: Any) -> str:
+    """What a JSON value is, in words."""
+    if isinstance(value, Mapping):
+        return "an object"
+    kinds = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list", str: "text"}
+    return kinds.get(type(value), type(value).__name__)

@@ -1,0 +1,241 @@
+"""From rows of instruction data to labelled tokens, by the settings of the config: what the readers of rows call."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, date, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from threefold.data.chat.formats import Columns, Example, RowError, columns_of, example_of, formats_in
+from threefold.data.chat.loss_mask import Encoder
+from threefold.data.chat.preference import labelled_pair
+from threefold.data.chat.template import ChatTemplate
+from threefold.data.text.source import PREFERENCE, TRAIN_ON, Labelled, LabellerFor, Labels, LossMask, ReadLog, Source
+from threefold.data.tokens import Tokenizer, for_texts
+from threefold.errors import ConfigError, DataError
+
+# What is trained on of a format by default.
+_DEFAULT = {"chat": "assistant", "prompt_completion": "completion", PREFERENCE: "completion"}
+# What may be trained on. Never a pair's prompt, so that only its answers are compared.
+_ALLOWED = {
+    "chat": TRAIN_ON,
+    "prompt_completion": tuple(each for each in TRAIN_ON if each != "last"),
+    PREFERENCE: ("completion",),
+}
+_LONGEST = 400
+# A text that no template writes.
+_ANSWER = "Aqx"
+
+
+@dataclass(frozen=True)
+class RowLabeller:
+    """Makes the documents of rows with these columns."""
+
+    read: Columns
+    encoder: Encoder
+    tokenizer: str
+
+    @cached_property
+    def loss_mask(self) -> LossMask:
+        read, end = self.read, "trained" if self.encoder.train_on_end else "masked"
+        # Of a prompt and a completion, it is not known before they are read whether they are texts.
+        if end == "trained" and "prompt" not in read.names and not ends_turns(self.encoder):
+            end = "missing"
+        templated = read.format == "chat" or "instruction" in read.names
+        return LossMask(read.format, read.theirs(read.names), self.encoder.train_on, end, templated)
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return self.read.theirs(self.read.all_names)
+
+    @cached_property
+    def recipe(self) -> str:
+        made = self.encoder
+        template = made.template
+        shown = None if template is None else [template.source, template.special, template.variables]
+        parts: list[Any] = [
+            self.read.format,
+            self.read.names,
+            dict(self.read.fields),
+            self.tokenizer,
+            shown,
+        ]
+        parts += [made.train_on, made.train_on_end, made.control_ids, made.bos_id]
+        content = json.dumps(parts, sort_keys=True, default=str).encode()
+        return f"labels 1 {hashlib.blake2b(content, digest_size=16).hexdigest()}"
+
+    def documents(self, row: Any, log: ReadLog) -> Sequence[Labelled] | tuple[str, str]:
+        """As `Labeller`."""
+        if not isinstance(row, dict):
+            return f"a JSON {type(row).__name__}, not an object", "one JSON object per line"
+        log.num_rows += 1
+        log.num_with_field += 1
+        try:
+            if self.read.format == PREFERENCE:
+                return labelled_pair(row, self.read, self.encoder)
+            return [self.encoder.labelled(example_of(row, self.read))]
+        except RowError as error:
+            # Roles and what a template says may be as long as a row.
+            other = f"   (or --data.train_on {error.train_on})" if error.train_on else ""
+            return shorten(error.what), error.expected + other
+
+
+def shorten(text: str) -> str:
+    """The beginning of a text that is too long for an error."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
+
+
+def labeller_for(source: Source, tokenizer: Tokenizer) -> LabellerFor:
+    """Chooses the labeller of a source's rows by their columns; a ConfigError if these are of several formats."""
+    labels = source.labels
+
+    def choose(names: Sequence[str]) -> RowLabeller | None:
+        if format_of(names, source) == "text":
+            return None
+        read = columns_of(names, format=labels.format, fields=labels.fields)
+        train_on = labels.train_on or _DEFAULT[read.format]
+        if train_on not in (known := _ALLOWED[read.format]):
+            raise ConfigError(
+                f"data.train_on = {train_on!r} with rows of the format {read.format}",
+                expected=f"one of {', '.join(known)}" if len(known) > 1 else f"{known[0]}: the two answers",
+                fix=f"--data.train_on {_DEFAULT[read.format]}",
+            )
+        template = chat_template(tokenizer, labels)
+        if template is None and read.format == "chat":
+            raise ConfigError(
+                f"{source.name} has conversations, and the tokenizer {tokenizer.name!r} has no chat template",
+                expected="a chat template, which says how a conversation becomes text",
+                fix="--data.chat_template FILE   (jinja, as chat_template.jinja of a model on the Hub)",
+            )
+        encoder = encoder_of(tokenizer, labels, train_on, template)
+        return RowLabeller(read, encoder, tokenizer.fingerprint)
+
+    return choose
+
+
+def format_of(names: Sequence[str], source: Source) -> str:
+    """The format of rows with these columns; `text` also if `auto` knows none: its errors name the field.
+
+    Raises:
+        ConfigError: the columns are of several formats, or not those of the one asked for.
+    """
+    labels = source.labels
+    found = {*formats_in(names, fields=labels.fields)}
+    if labels.format == "text" or (labels.format == "auto" and found <= {"text"}):
+        return "text"
+    return columns_of(names, format=labels.format, fields=labels.fields).format
+
+
+def template_source(tokenizer: Tokenizer, labels: Labels) -> str | None:
+    """The text of the chat template of a tokenizer, or of the file that is named; None without any."""
+    return _own_template(tokenizer)[0] if labels.chat_template is None else template_file(labels.chat_template)
+
+
+def chat_template(tokenizer: Tokenizer, labels: Labels, source: str | None = None) -> ChatTemplate | None:
+    """The chat template of a tokenizer, or the file that is named, or `source` instead; None without any."""
+    own, special = _own_template(tokenizer)
+    if source is None:
+        source = own if labels.chat_template is None else template_file(labels.chat_template)
+    if source is None:
+        return None
+    _refuse_wrong(source, labels)
+    found = ChatTemplate(source, special, labels.template_variables)
+    if not found.prints_date:
+        return found
+    today = f"--data.template_variables '{{date: {datetime.now(UTC).date()}}}'"
+    if found.today is None:
+        raise ConfigError(
+            "the chat template prints today's date, which is another one tomorrow",
+            expected="one date for all rows, so that the same rows give the same tokens on any day",
+            fix=today,
+        )
+    try:
+        date.fromisoformat(found.today)
+    except ValueError as error:
+        raise ConfigError(
+            f"data.template_variables has date: {found.today}: {error}",
+            expected="a day: year, month, day",
+            fix=today,
+        ) from error
+    return found
+
+
+def template_file(name: str) -> str:
+    """The chat template in a file; a DataError if it cannot be read."""
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"data.chat_template = {name!r} cannot be read: {error}",
+            expected="a file with a chat template in jinja",
+            fix="check the path",
+        ) from error
+
+
+def encoder_of(tokenizer: Tokenizer, labels: Labels, train_on: str, template: ChatTemplate | None) -> Encoder:
+    """What encodes the examples of a source with these labels."""
+    return Encoder(
+        _backend(tokenizer),
+        tokenizer.end_id,
+        template,
+        train_on,
+        train_on_end=labels.train_on_end,
+        control_ids=labels.control_tokens == "ids",
+        bos_id=for_texts(tokenizer, bos=labels.bos, control_tokens=labels.control_tokens).bos_id,
+    )
+
+
+def ends_turns(encoder: Encoder) -> bool:
+    """Whether what is trained on of an answer has an end, or that cannot be known."""
+    said = ({"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER})
+    try:
+        answered = replace(encoder, train_on="assistant", train_on_end=True).labelled(Example(said))
+    except RowError:
+        return True
+    written = str(encoder.backend.decode(answered.ids[answered.loss_mask].tolist(), skip_special_tokens=False))
+    return _ANSWER not in written or bool(written.rpartition(_ANSWER)[2].strip())
+
+
+def _refuse_wrong(source: str, labels: Labels) -> None:
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        _compile_jinja_template(source)
+    except TemplateSyntaxError as error:
+        name = labels.chat_template or "the tokenizer's chat template"
+        raise DataError(
+            f"{name}, line {error.lineno}: {error.message}", expected="a chat template in jinja", fix="correct the line"
+        ) from error
+
+
+def _own_template(tokenizer: Tokenizer) -> tuple[str | None, dict[str, str]]:
+    """The tokenizer's own template and the special tokens that templates may name."""
+    folder = getattr(tokenizer, "folder", None)
+    if folder is None:
+        return None, {"eos_token": "<|end|>"}
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    found = loaded.chat_template
+    if isinstance(found, dict):
+        found = found.get("default")
+    return found, {name: str(token) for name, token in loaded.special_tokens_map.items() if not isinstance(token, list)}
+
+
+def _backend(tokenizer: Tokenizer) -> Any:
+    from threefold.data.tokens import byte_backend
+
+    backend = byte_backend() if tokenizer.name == "bytes" else getattr(tokenizer, "backend", None)
+    if not hasattr(backend, "encode_batch_fast"):
+        raise DataError(
+            f"data.tokenizer = {tokenizer.name!r} is written in Python, and does not say where a token lies",
+            expected="a tokenizer with a tokenizer.json, for rows with labels",
+            fix="AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER), then --data.tokenizer FOLDER",
+        )
+    return backend

@@ -1,0 +1,313 @@
+"""An example as token ids, and which of them are trained on.
+
+A token is trained on if all of its characters lie inside an answer; one that crosses the border is not. A turn's end
+token is with `train_on_end`: it is the control token that the template writes after the turn; what follows it
+up to the next turn is not. Control tokens that are spelled out inside a text stay text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from threefold.data.chat.assistant_spans import Turn
+from threefold.data.chat.formats import Example, Message, RowError
+from threefold.data.chat.template import ChatTemplate, Rendered
+from threefold.data.text.source import Labelled
+
+# Private characters that stand for the control tokens of a text, and for those that the template writes.
+_IN_TEXT, _BY_TEMPLATE = 0xF0000, 0x100000
+_PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Examples as labelled tokens.
+
+    Args:
+        backend: a tokenizer of the `tokenizers` library.
+        end_id: the end token, which follows a completion that is a text.
+        template: for messages; None: they are refused.
+        train_on: `assistant` (all its turns), `last` (its last), `completion` or `all`.
+        train_on_end: the token that ends an answer is trained on too.
+        control_ids: control tokens spelled out in a text become control tokens.
+        bos_id: a token before texts without messages; None: there is none.
+    """
+
+    backend: Any
+    end_id: int
+    template: ChatTemplate | None
+    train_on: str
+    train_on_end: bool = True
+    control_ids: bool = False
+    bos_id: int | None = None
+
+    def labelled(self, example: Example) -> Labelled:
+        """An example's tokens.
+
+        Raises:
+            RowError: the template refuses it, or its answers cannot be told apart.
+        """
+        example, spelled = self._with_marks(example)
+        found = self._texts(example, spelled) if example.texts is not None else self._messages(example, spelled)
+        if not found.loss_mask.any():
+            raise RowError("no token of it would be trained on", "a text of the assistant, or a completion")
+        return found
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a conversation, up to where the assistant would begin to write; a RowError as for `labelled`."""
+        assert self.template is not None
+        example, spelled = self._with_marks(Example(tuple(messages)))
+        ids: list[int] = self._encoded(self.template.render(example.messages, prompt=True), spelled)[0].tolist()
+        return ids
+
+    def end_of_turn(self, messages: Sequence[Message]) -> int:
+        """The control token that the template writes after an answer to `messages`; the end token if there is none."""
+        made = replace(self, train_on_end=True)
+        answered = made.labelled(Example((*messages, {"role": "assistant", "content": "-"})))
+        last = answered.ids[answered.loss_mask][-1]
+        return int(last) if self._is_control(last) else self.end_id
+
+    def _with_marks(self, example: Example) -> tuple[Example, bool]:
+        """The example, its control tokens marked if there are some that stay text, and whether there are."""
+        texts = json.dumps(_strings(example), ensure_ascii=False, default=str)
+        if self.control_ids or not self._control_texts.search(texts):
+            return example, False
+        return _mapped(example, self._marked), True
+
+    def _texts(self, example: Example, spelled: bool) -> Labelled:
+        assert example.texts is not None
+        prompt, completion = example.texts
+        ids, offsets = self._encoded(prompt + completion, spelled)
+        begin = len(self._spelled_out(prompt)) if spelled else len(prompt)
+        loss_mask = np.ones(len(ids), np.bool_) if self.train_on == "all" else offsets[:, 0] >= begin
+        first = [] if self.bos_id is None else [self.bos_id]
+        return Labelled(
+            np.concatenate([first, ids, [self.end_id]]).astype(np.int32),
+            np.concatenate([np.zeros(len(first), np.bool_), loss_mask, [self.train_on_end]]),
+        )
+
+    def _messages(self, example: Example, spelled: bool) -> Labelled:
+        if self.template is None:
+            raise RowError(
+                "it has messages, and the tokenizer has no chat template", "a chat template: data.chat_template"
+            )
+        given: dict[str, Any] = {"tools": example.tools, "variables": example.variables}
+        self.template.refuse_unwritten(example.messages, **given)
+        if self.train_on == "all":
+            text = self.template.render(example.messages, **given)
+            ids, _ = self._encoded(text, spelled)
+            return Labelled(ids, np.ones(len(ids), np.bool_))
+        shown = self._completion(example, given) if self.train_on == "completion" else self._turns(example, given)
+        ids, offsets = self._encoded(shown.text, spelled)
+        loss_mask = np.zeros(len(ids), np.bool_)
+        places = self._places(shown.text) if spelled else None
+
+        def place(at: int) -> int:
+            return at if places is None else int(places[min(at, len(places) - 1)])
+
+        for turn in shown.turns:
+            self._mark(loss_mask, ids, offsets, turn, place)
+        return Labelled(ids, loss_mask)
+
+    def _turns(self, example: Example, given: Mapping[str, Any]) -> Rendered:
+        assert self.template is not None
+        shown = self.template.rendered(example.messages, **given)
+        return Rendered(shown.text, shown.turns[-1:]) if self.train_on == "last" else shown
+
+    def _completion(self, example: Example, given: Mapping[str, Any]) -> Rendered:
+        assert self.template is not None
+        if not example.num_prompt:
+            raise RowError("it has no prompt", "prompt and completion", train_on="assistant")
+        return self.template.completion(example.messages, example.num_prompt, **given)
+
+    def _mark(
+        self,
+        loss_mask: npt.NDArray[np.bool_],
+        ids: npt.NDArray[np.int32],
+        offsets: npt.NDArray[np.int64],
+        turn: Turn,
+        place: Callable[[int], int],
+    ) -> None:
+        """Sets the loss mask of one turn."""
+        begin, end = place(turn.begin), place(turn.end)
+        covered = (offsets[:, 0] >= begin) & (offsets[:, 1] <= end) & (offsets[:, 0] < end)
+        loss_mask[covered] = True
+        last = int(np.flatnonzero(covered)[-1]) if covered.any() else int(np.searchsorted(offsets[:, 0], end)) - 1
+        opened = self._control_texts.search(turn.ending)
+        if opened is not None:
+            self._mark_after(loss_mask, ids, offsets, turn, last, place, opened.start())
+            return
+        # The turn's own end token, if the stretch reaches that far: after it there is only white space.
+        controls = self._run_of_controls(ids, last, int(covered.sum()))
+        if controls:
+            own = [
+                at for at in controls if place(turn.written) <= offsets[at, 0] and offsets[at, 1] <= place(turn.shared)
+            ]
+            tail = max(own, default=controls[0])
+            if self.train_on != "completion":
+                loss_mask[tail + 1 : last + 1] = False
+            if not self.train_on_end:
+                loss_mask[tail : last + 1] = False
+
+    def _run_of_controls(self, ids: npt.NDArray[np.int32], last: int, length: int) -> list[int]:
+        """The control tokens at the end of a stretch, the last one first, with nothing but white space among them."""
+        found = []
+        for at in range(last, last - length, -1):
+            if self._is_control(ids[at]):
+                found.append(at)
+            elif self._shown(ids[at]).strip():
+                break
+        return found
+
+    def _mark_after(
+        self,
+        loss_mask: npt.NDArray[np.bool_],
+        ids: npt.NDArray[np.int32],
+        offsets: npt.NDArray[np.int64],
+        turn: Turn,
+        last: int,
+        place: Callable[[int], int],
+        opened: int,
+    ) -> None:
+        """Sets the loss mask of what follows a turn's stretch up to its end token, which `ending` has at `opened`."""
+        reach = place(min(turn.reach, turn.shared) if turn.shared > turn.end else turn.reach)
+        after = np.arange(last + 1, len(ids))
+        controls = [int(at) for at in after[offsets[after, 1] <= reach] if self._is_control(ids[at])]
+        if not controls and turn.reach >= turn.end + opened:
+            # The text agrees up to an end token; in this place it is another one (of a turn, not of a conversation).
+            begins = np.flatnonzero(offsets[:, 0] == place(turn.end + opened))
+            controls = [int(at) for at in begins[:1] if self._is_control(ids[at])]
+        if controls:
+            loss_mask[last + 1 : controls[-1]] = True
+            loss_mask[controls[-1]] = self.train_on_end
+
+    def _is_control(self, id: Any) -> bool:
+        return int(id) in self._control
+
+    def _shown(self, id: Any) -> str:
+        return str(self.backend.decode([int(id)], skip_special_tokens=False))
+
+    @cached_property
+    def _control(self) -> dict[int, str]:
+        """Id -> text of the control tokens."""
+        return {
+            id: str(token.content) for id, token in self.backend.get_added_tokens_decoder().items() if token.special
+        }
+
+    @cached_property
+    def _greedy(self) -> list[int]:
+        """The control tokens that take white space beside them."""
+        tokens = self.backend.get_added_tokens_decoder()
+        return [id for id in self._control if tokens[id].lstrip or tokens[id].rstrip]
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {text: number for number, text in enumerate(sorted(self._control.values(), key=len, reverse=True))}
+
+    @cached_property
+    def _control_texts(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self._numbers)) or r"(?!)")
+
+    def _encoded(self, text: str, spelled: bool) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Ids [n], and the characters that each covers [n, 2], of the text or, if `spelled`, of what it stands for."""
+        if spelled:
+            text = self._spelled_out(text)
+        backend = self._apart if spelled else self._bare
+        encoding = backend.encode(text, add_special_tokens=False)
+        ids = np.array(encoding.ids, np.int32)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        for at in np.flatnonzero(np.isin(ids, self._greedy)):
+            # Such a token takes the white space beside it: the token itself is where its own text is.
+            start, end = offsets[at]
+            taken = text[start:end]
+            offsets[at] = start + len(taken) - len(taken.lstrip()), end - len(taken) + len(taken.rstrip())
+        if spelled:
+            for id, (start, end) in zip(ids.tolist(), offsets.tolist(), strict=True):
+                if id in self._control and not _PRIVATE.fullmatch(text[start:end].strip()):
+                    what = f"{self._control[id]!r} inside a text becomes the control token: the vocabulary has it too"
+                    raise RowError(what, "a text without it   (or --data.control_tokens ids)")
+        return ids, offsets
+
+    def _marked(self, text: str) -> str:
+        """A user's text with its control tokens as private characters."""
+        if _PRIVATE.search(text):
+            raise RowError("it has private-use characters and spells out a control token", "a text without them")
+        return self._control_texts.sub(lambda found: chr(_IN_TEXT + self._numbers[found[0]]), text)
+
+    def _spelled_out(self, text: str) -> str:
+        """A marked text with the template's control tokens as private characters, and the users' spelled out."""
+        texts = list(self._numbers)
+        by_template = self._control_texts.sub(lambda found: chr(_BY_TEMPLATE + self._numbers[found[0]]), text)
+        return _PRIVATE.sub(
+            lambda found: found[0] if ord(found[0]) >= _BY_TEMPLATE else texts[ord(found[0]) - _IN_TEXT], by_template
+        )
+
+    def _places(self, text: str) -> npt.NDArray[np.int64]:
+        """Where each character of a marked text begins once it is spelled out; a control token is one place."""
+        lengths = np.ones(len(text), np.int64)
+        names = list(self._numbers)
+        for found in self._control_texts.finditer(text):
+            lengths[found.start() : found.end()] = 0
+            lengths[found.end() - 1] = 1
+        for found in _PRIVATE.finditer(text):
+            lengths[found.start()] = len(names[ord(found[0]) - _IN_TEXT])
+        return np.concatenate([[0], np.cumsum(lengths)])
+
+    @cached_property
+    def _bare(self) -> Any:
+        """The tokenizer without its last step, which may trim the places of its tokens."""
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_str(json.dumps({**json.loads(self.backend.to_str()), "post_processor": None}))
+
+    @cached_property
+    def _apart(self) -> Any:
+        """The tokenizer, but with private characters for its control tokens: their texts are texts to it."""
+        from tokenizers import Tokenizer
+
+        names = {text: chr(_BY_TEMPLATE + number) for text, number in self._numbers.items()}
+        values = json.loads(self.backend.to_str())
+        for token in values["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        model = values["model"]
+        if isinstance(model.get("vocab"), dict):
+            model["vocab"] = {names.get(text, text): id for text, id in model["vocab"].items()}
+        else:
+            model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
+        if model.get("unk_token") is not None:
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        values["post_processor"] = None
+        return Tokenizer.from_str(json.dumps(values))
+
+
+def _strings(example: Example) -> list[Any]:
+    return [example.texts, example.messages, example.tools, dict(example.variables)]
+
+
+def _mapped(example: Example, change: Callable[[str], str]) -> Example:
+    """The example with every text in it changed; names of keys and roles stay."""
+
+    def mapped(value: Any, key: str = "") -> Any:
+        if isinstance(value, str):
+            return value if key == "role" else change(value)
+        if isinstance(value, Mapping):
+            return {name: mapped(each, name) for name, each in value.items()}
+        if isinstance(value, Sequence):
+            return type(value)(mapped(each) for each in value) if isinstance(value, list | tuple) else value
+        return value
+
+    return Example(
+        mapped(example.messages),
+        mapped(example.texts),
+        example.num_prompt,
+        mapped(example.tools),
+        mapped(example.variables),
+    )

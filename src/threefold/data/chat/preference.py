@@ -1,0 +1,141 @@
+"""Rows with two answers to one prompt, a chosen and a rejected one: each answer becomes a document after the prompt.
+
+The prompt is the row's own. Without one it is what both answers begin with: whole messages, or a text up to the last
+white space that both have. Answers that are whole conversations may repeat the prompt. The prompt must be the same
+tokens in both documents, and at least one: only then does the loss of a pair compare its answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from threefold.data.chat.formats import Columns, Example, RowError, example_of, kind_of
+from threefold.data.chat.loss_mask import Encoder
+from threefold.data.text.source import SIDES, Labelled
+
+_ANSWER = "an answer after the prompt: a text, or a turn of the assistant"
+
+
+def labelled_pair(row: Mapping[str, Any], columns: Columns, encoder: Encoder) -> list[Labelled]:
+    """The documents of a row: the prompt with the chosen answer, then the prompt with the rejected one.
+
+    Raises:
+        RowError: as `pair_of`; answers cannot be told apart; the documents are the same, or have two prompts.
+    """
+    pair = []
+    for name, example in zip(SIDES, pair_of(row, columns), strict=True):
+        with _named(name):
+            pair.append(encoder.labelled(example))
+    _refuse_unlike(*pair)
+    return pair
+
+
+def pair_of(row: Mapping[str, Any], columns: Columns) -> list[Example]:
+    """The row's prompt with the chosen answer, and with the rejected one.
+
+    Raises:
+        RowError: a column is missing or of another form, or an answer is empty.
+    """
+    values = {name: row.get(columns.fields.get(name, name)) for name in columns.all_names}
+    keys = {key: columns.fields[key] for key in ("role", "content") if key in columns.fields}
+    read = Columns("prompt_completion", ("prompt", "completion"), keys)
+    pair = []
+    for name, (prompt, answer) in zip(SIDES, _with_prompts(values, keys), strict=True):
+        with _named(name):
+            if answer in ("", []):
+                raise RowError("it is empty", _ANSWER)
+            example = example_of({**values, "prompt": prompt, "completion": answer}, read)
+            said = example.messages[example.num_prompt :]
+            if said and said[0]["role"] != "assistant":
+                raise RowError(f"it begins with a turn of the {said[0]['role']}", _ANSWER)
+            if said and not any(each.get("content") or each.get("tool_calls") for each in said):
+                raise RowError("it is empty", _ANSWER)
+            pair.append(example)
+    return pair
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """What is wrong with one side says which; another data.train_on is no way out for a pair."""
+    try:
+        yield
+    except RowError as error:
+        raise type(error)(f"{name!r}: {error.what}", error.expected) from None
+
+
+def _with_prompts(values: Mapping[str, Any], keys: Mapping[str, str]) -> Sequence[tuple[Any, Any]]:
+    """(prompt, answer) of either side, as the row has them; RowError if they cannot be told apart."""
+    prompt, answers = values.get("prompt"), [values[name] for name in SIDES]
+    for name, answer in zip(SIDES, answers, strict=True):
+        if answer is None:
+            raise RowError(f"{name!r} is missing or null", f"{name!r} in every row")
+        if not isinstance(answer, str | list):
+            raise RowError(f"{name!r} is {kind_of(answer)}", "a text, or a list of messages")
+    if len({type(answer) for answer in answers}) > 1:
+        what = " and ".join(f"{name!r} is {kind_of(answer)}" for name, answer in zip(SIDES, answers, strict=True))
+        raise RowError(what, "two texts, or two lists of messages")
+    if isinstance(prompt, list):
+        begun = [isinstance(answer, list) and answer[: len(prompt)] == prompt for answer in answers]
+        return [
+            (prompt, answer[len(prompt) :] if is_whole else answer)
+            for answer, is_whole in zip(answers, begun, strict=True)
+        ]
+    if prompt is None or all(_asks(answer, prompt, keys) for answer in answers):
+        return _apart(*answers)
+    return [(prompt, answer) for answer in answers]
+
+
+def _asks(answer: Any, prompt: Any, keys: Mapping[str, str]) -> bool:
+    """Whether an answer is a whole conversation whose first question is the text `prompt`."""
+    if not isinstance(answer, list) or not all(isinstance(message, Mapping) for message in answer):
+        return False
+    for message in answer:
+        role = message.get(keys.get("role", "role"), message.get("from"))
+        if role != "system":
+            asked = message.get(keys.get("content", "content"), message.get("value"))
+            return role in ("user", "human") and bool(asked == prompt)
+    return False
+
+
+def _apart(chosen: Any, rejected: Any) -> list[tuple[Any, Any]]:
+    """Two answers without a prompt as what both begin with and what follows, which is never nothing."""
+    length = _in_common(chosen, rejected)
+    if isinstance(chosen, str):
+        common = chosen[:length]
+        # No token should lie across the border, and most tokenizers begin one with a space.
+        length = len(common.rstrip() if common[-1:].isspace() else "".join(common.rsplit(None, 1)[:-1]))
+    else:
+        length = min(length, len(chosen) - 1, len(rejected) - 1)
+        if length < 1:
+            what = "there is no prompt, and 'chosen' and 'rejected' do not begin with a turn in common"
+            raise RowError(what, "a prompt, or two conversations that begin with the same turns")
+    return [(answer[:length], answer[length:]) for answer in (chosen, rejected)]
+
+
+def _in_common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items two sequences begin with in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (first, second) in pairs if first != second), min(len(one), len(other)))
+
+
+def _refuse_unlike(chosen: Labelled, rejected: Labelled) -> None:
+    """Refuses two documents that are the same, or that do not have one prompt."""
+    if np.array_equal(chosen.ids, rejected.ids):
+        raise RowError("'chosen' and 'rejected' are the same, token for token", "two answers that differ")
+    begins = [int(np.argmax(each.loss_mask)) for each in (chosen, rejected)]
+    if begins[0] != begins[1] or not np.array_equal(chosen.ids[: begins[0]], rejected.ids[: begins[1]]):
+        shared = min(*begins, _in_common(chosen.ids.tolist(), rejected.ids.tolist()))
+        raise RowError(
+            f"the prompt is not the same tokens before both answers: {begins[0]} before 'chosen', {begins[1]} before "
+            f"'rejected', and they part after {shared}",
+            "a prompt that ends where a token ends, such as one without white space at its end",
+        )
+    if not begins[0]:
+        raise RowError(
+            "nothing comes before the answers, so that their first token could not be trained on",
+            "a prompt, or answers that begin alike   (or a token before each text: --data.bos true)",
+        )

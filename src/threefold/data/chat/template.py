@@ -1,0 +1,217 @@
+"""A conversation as text, by a chat template of transformers (jinja), and which stretches of it the assistant wrote.
+
+Where `{% generation %}` marks a stretch, that is taken; else the stretches are told apart by rendering the conversation
+in other ways, or refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any
+
+from threefold.data.chat.assistant_spans import Turn, Whole
+from threefold.data.chat.formats import Message, RowError
+
+_GENERATION, _END = (re.compile(rf"\{{%([-+]?)\s*{name}\s*([-+]?)%\}}") for name in ("generation", "endgeneration"))
+# Characters that are in no text: they stand where a stretch begins and ends.
+_OPEN_CLOSE = "\ufdd0\ufdd1"
+_BORDER = re.compile(f"[{_OPEN_CLOSE}]")
+_DATE = re.compile(r"\bstrftime_now\b")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text, with the turns of its assistant."""
+
+    text: str
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template with the special tokens that it names.
+
+    Args:
+        source: the template, in jinja.
+        special: the tokenizer's special tokens by name: bos_token, eos_token, ...
+        variables: other variables of the template; `date` is what a template that prints today's date prints.
+    """
+
+    source: str
+    special: Mapping[str, str]
+    variables: Mapping[str, Any]
+
+    @property
+    def today(self) -> str | None:
+        """The date that a template prints as today's; None: a template that does is refused."""
+        return str(self.variables["date"]) if "date" in self.variables else None
+
+    @cached_property
+    def marks_generation(self) -> bool:
+        """Whether the template itself marks what the assistant writes."""
+        return _GENERATION.search(self.source) is not None
+
+    @cached_property
+    def prints_date(self) -> bool:
+        """Whether the template asks for the date."""
+        return _DATE.search(self.source) is not None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        prompt: bool = False,
+    ) -> str:
+        """The text of a conversation; with `prompt`, up to where the assistant would begin to write.
+
+        Raises:
+            RowError: the template refuses the conversation, or fails on it.
+        """
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        if self.prints_date and self.today is None:
+            raise RowError("the chat template prints today's date", "one date for all rows: data.template_variables")
+        try:
+            texts, _ = render_jinja_template(
+                [[dict(message) for message in messages]],
+                tools=list(tools) if tools else None,
+                chat_template=self._dated,
+                add_generation_prompt=prompt,
+                **{**self.special, **self.variables, **(variables or {})},
+            )
+        except TemplateError as error:
+            raise RowError(
+                f"the chat template refuses it: {error}", "a conversation as the template takes it"
+            ) from None
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise RowError(f"the chat template fails: {error!r}", "messages as the template takes them") from None
+        return str(texts[0])
+
+    def rendered(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Rendered:
+        """A conversation's text with all turns of its assistant.
+
+        Raises:
+            RowError: as `render`, or a turn cannot be told apart from what is around it.
+        """
+        text = self.render(messages, tools=tools, variables=variables)
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        whole = self._whole(messages, tools, variables, text)
+        if not self.marks_generation:
+            return Rendered(text, tuple(whole.turn(number) for number in turns))
+        marked = self._marks(messages, tools, variables, text)
+        if len(marked) != len(turns):
+            marked = [(begin, end) for begin, end in marked if end > begin]
+        if len(marked) != len(turns):
+            what = (
+                f"the template marks {len(marked)} stretches as generated, and there are {len(turns)} assistant turns"
+            )
+            raise RowError(what, "one stretch for each turn of the assistant")
+        return Rendered(
+            text, tuple(whole.marked(number, *stretch) for number, stretch in zip(turns, marked, strict=True))
+        )
+
+    def refuse_unwritten(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] | None, variables: Mapping[str, Any] | None
+    ) -> None:
+        """RowError for tools, or calls of tools, that the template leaves out: the model would not see any of them."""
+        calls = [{"content": "", **{k: v for k, v in each.items() if k != "tool_calls"}} for each in messages]
+        others: dict[str, tuple[Sequence[Message], Any]] = {"tools": (messages, None)} if tools else {}
+        others |= {"tool_calls": (calls, tools)} if any(each.get("tool_calls") for each in messages) else {}
+        for what, (said, known) in others.items():
+            text = self.render(messages, tools=tools, variables=variables)
+            try:
+                written = self.render(said, tools=known, variables=variables) != text
+            except RowError:  # it refuses to be without them
+                written = True
+            if not written:
+                expected = "a chat template that knows tools: data.chat_template"
+                raise RowError(f"it has {what}, and the chat template does not write them", expected)
+
+    def _whole(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any] | None,
+        text: str,
+    ) -> Whole:
+        def after_mark(said: Sequence[Message]) -> str:
+            shown = self.render(said, tools=tools, variables=variables)
+            marked = self._marks(said, tools, variables, shown)
+            return shown[marked[-1][1] :] if marked else ""
+
+        return Whole(list(messages), text, partial(self.render, tools=tools, variables=variables), after_mark)
+
+    def completion(
+        self,
+        messages: Sequence[Message],
+        num_prompt: int,
+        *,
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Rendered:
+        """A conversation's text, of which all is the assistant's that follows the first `num_prompt` messages.
+
+        Raises:
+            RowError: as `render`, or the prompt is rendered in another way when the completion follows.
+        """
+        text = self.render(messages, tools=tools, variables=variables)
+        prompt = self.render(messages[:num_prompt], tools=tools, variables=variables, prompt=True)
+        if not text.startswith(prompt):
+            what = "the chat template renders the prompt in another way when the completion follows"
+            raise RowError(what, "a template that renders it as it was", train_on="assistant")
+        whole = self._whole(messages, tools, variables, text)
+        return Rendered(text, (whole.closed(Turn(len(prompt), len(text), len(messages) - 1)),))
+
+    def _marks(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any] | None,
+        text: str,
+    ) -> list[tuple[int, int]]:
+        """Where the stretches lie that the template marks: it is rendered with a character in place of each mark."""
+        shown = self._bordered.render(messages, tools=tools, variables=variables)
+        pieces = _BORDER.split(shown)
+        if (
+            "".join(pieces) != text
+            or len(pieces) % 2 == 0
+            or "".join(_BORDER.findall(shown)) != _OPEN_CLOSE * (len(pieces) // 2)
+        ):
+            what = "what the template marks as generated cannot be told: its marks are inside what it changes"
+            raise RowError(what, "{% generation %} around texts as they are written")
+        places = [0, *accumulate(map(len, pieces))]
+        return list(zip(places[1::2], places[2::2], strict=False))
+
+    @cached_property
+    def _bordered(self) -> ChatTemplate:
+        """The template, which writes a border where it has a mark."""
+        source = self.source
+        for mark, border in zip((_GENERATION, _END), _OPEN_CLOSE, strict=True):
+            source = mark.sub(f"{{%\\1 if true -%}}{{{{ '{border}' }}}}{{%- endif \\2%}}", source)
+        return replace(self, source=source)
+
+    @cached_property
+    def _dated(self) -> str:
+        """The template, with `today` where it asks for the date."""
+        if self.today is None or not self.prints_date:
+            return self.source
+        day = date.fromisoformat(self.today)
+        forms = set(re.findall(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", self.source))
+        known = ", ".join(f"{quote}{form}{quote}: {day.strftime(form)!r}" for quote, form in sorted(forms))
+        unknown = "raise_exception('strftime_now is asked for a form that is not written out: ' ~ form)"
+        told = f"{{{{- {{{known}}}[form] if form in {{{known}}} else {unknown} -}}}}"
+        return f"{{%- macro strftime_now(form) -%}}{told}{{%- endmacro +%}}{self.source}"

@@ -1,0 +1,78 @@
+"""Gradients summed in floating point, as FSDP2 and DDP sum them: `train.reduce: fast`.
+
+The step asks the model's sums (`FloatSums`, or `exact.sums.ExactSums`) wherever numbers of several micro-batches or
+ranks are added, and so does not know which of the two it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from threefold.mesh.mesh import Mesh
+
+_Result = TypeVar("_Result")
+# This rank's parts of the gradients, by whether tp splits them, and whether fsdp does.
+SplitGradients = Mapping[tuple[bool, bool], list[Tensor]]
+
+
+class GradientSums(Protocol):
+    """How gradients and losses of micro-batches and ranks are added."""
+
+    @property
+    def averaged_over(self) -> int:
+        """By how many ranks what backward leaves in the gradients is divided."""
+
+    def complete(self, backward: Callable[[], _Result], num_micro_batches: int) -> _Result:
+        """Calls `backward`, which goes through a rank's micro-batches, and completes the gradients over dp and cp."""
+
+    def summand(self, loss: Tensor) -> Tensor:
+        """A micro-batch's summed loss, detached, in the form in which it is added to the others."""
+
+    def norm(self, gradients: SplitGradients) -> Tensor:
+        """The norm of the whole gradient, the same on every rank; not finite if a number on any rank is not."""
+
+
+class FloatSums:
+    """The default: one order of sums for one mesh."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    @property
+    def averaged_over(self) -> int:
+        """FSDP2 and DDP average over the dp x cp ranks."""
+        return self._mesh.size("loss")
+
+    def complete(self, backward: Callable[[], _Result], num_micro_batches: int) -> _Result:
+        """Calls `backward`; FSDP2 and DDP complete the gradients in it."""
+        return backward()
+
+    def summand(self, loss: Tensor) -> Tensor:
+        """The loss as it is."""
+        return loss.detach()
+
+    def norm(self, gradients: SplitGradients) -> Tensor:
+        """The root of the sum of squares; what tp does not split is the same on its ranks and counts once."""
+        device = self._mesh.device
+        squares = torch.stack([_square_sum(gradients[over_tp, True], device) for over_tp in (True, False)])
+        # Replicas have equal gradients; only ranks that share one copy hold different parts.
+        if (fsdp := self._mesh.group("fsdp")) is not None:
+            dist.all_reduce(squares, group=fsdp)
+        squares = squares + torch.stack([_square_sum(gradients[over_tp, False], device) for over_tp in (True, False)])
+        if (tp := self._mesh.group("tp")) is None:
+            return squares.sum().sqrt()
+        # The second is 0, or NaN if `whole` is not finite on one tp rank alone: all must know.
+        parts = torch.stack([squares[0], squares[1] - squares[1]])
+        dist.all_reduce(parts, group=tp)
+        return (parts.sum() + squares[1]).sqrt()
+
+
+def _square_sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    if not tensors:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).square().sum().to(device)

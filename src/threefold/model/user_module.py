@@ -1,0 +1,82 @@
+"""A custom module on the data ranks: whole on each (DDP), or its parameters shared among them (FSDP2, HSDP)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from threefold.errors import ConfigError, Problem
+from threefold.mesh.mesh import Mesh
+from threefold.model import data_parallel
+from threefold.model.model import Model
+from threefold.plan import choices
+
+
+def on_mesh(module: nn.Module, mesh: Mesh, *, dtype: str) -> Model:
+    """The module with rank 0's values on every rank, sharded in place as mesh.dp_shard asks; every rank calls it.
+
+    Raises:
+        ConfigError: the mesh or the module has what cannot be kept exact; on every rank.
+    """
+    named: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    seen = [[name, [*values.shape], str(values.dtype)] for name, values in named]
+
+    def judge(parts: list[Any]) -> str:
+        if problems := _problems(module, mesh):
+            raise ConfigError.of(problems)
+        if other := next((rank for rank, part in enumerate(parts) if part != parts[0]), None):
+            raise ConfigError(
+                f"rank {other} gives load_model another {type(module).__name__} than rank 0",
+                expected="the same module on every rank, by the names and shapes of its tensors",
+                fix="build it from the same settings on every rank",
+            )
+        return ""
+
+    mesh.decide("own module", seen, judge)
+    module.to(mesh.device)
+    if (group := mesh.group("world")) is not None:
+        with torch.no_grad():
+            for values in (*module.parameters(), *module.buffers()):
+                dist.broadcast(values.data, src=0, group=group)
+    kind, why = choices.data_parallel(mesh.topology)
+    if kind == "fsdp":
+        # Gathered in float32 and cast by operation: the same arithmetic as where the module is whole.
+        data_parallel.shard(module, mesh, dtype=torch.float32)
+    autocast = torch.bfloat16 if dtype == "bfloat16" else None
+    # As DDP its gradients are averaged once a step (`training.gradients`), wherever a rank has left some out.
+    return Model(module, module, mesh, autocast=autocast, choices=((f"data parallelism: {kind}", why),))
+
+
+def _problems(module: nn.Module, mesh: Mesh) -> list[Problem]:
+    kind = type(module).__name__
+    found = [
+        Problem(
+            f"mesh.{axis} = {mesh.size(axis)}, but a {kind} is a module of your own",
+            "data ranks alone: how its layers or its rows could be split is not known",
+            f"threefold.init_mesh(dp={mesh.world_size}, {axis}=1)   (dp_shard={mesh.world_size} shards its parameters)",
+        )
+        for axis in ("tp", "cp")
+        if mesh.size(axis) > 1
+    ]
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        what = f"a {kind} has no parameter that is trained"
+        found.append(Problem(what, "at least one with requires_grad", "parameter.requires_grad_(True)"))
+    other = next((name for name, each in module.named_parameters() if each.dtype != torch.float32), None)
+    if other is not None:
+        what = f"the parameter {other} of a {kind} is {str(module.get_parameter(other).dtype).removeprefix('torch.')}"
+        fix = "module.float(), and load_model(module, dtype='bfloat16')"
+        found.append(Problem(what, "float32 weights; dtype= says in what they compute", fix))
+    norm = next((name for name, each in module.named_modules() if _mixes_rows(each)), None)
+    if norm is not None and mesh.dp_size > 1:
+        what = f"{norm} normalises over the rows of a rank, of which {mesh.dp_size} dp ranks have each their own"
+        fix = "nn.GroupNorm in its place; or its statistics frozen: module.eval() for it and requires_grad_(False)"
+        found.append(Problem(what, "rows that do not see one another: the mesh would change the curve", fix))
+    return found
+
+
+def _mixes_rows(module: nn.Module) -> bool:
+    batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+    return batch_norm and module.training

@@ -1,0 +1,253 @@
+"""Which class an optimizer's name stands for, and whether it can be trusted on a mesh and in a checkpoint.
+
+A name of ours is known. Any other is the path of a class of an installed package: it is tried here on a few numbers,
+in every process alike and before the first collective. Its update of a matrix must be that of the matrix's parts, or
+it is refused where ranks hold parts; and its state must be tensors, or a run could not be resumed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from threefold.checkpoint.tensors import TYPE_NAMES
+from threefold.config.optimizer import OPTIMIZERS, OptimizerConfig
+from threefold.config.text import as_yaml
+from threefold.errors import ConfigError, Problem
+from threefold.mesh.topology import Topology
+from threefold.optim.muon import Muon
+
+# A program may make these itself, and use them on any mesh: tests compare them with one process.
+_COMPARED = (torch.optim.AdamW, torch.optim.SGD, Muon)
+# Keys of their own, and what the run settles.
+_SETTLED: tuple[str, ...] = ("params", "lr", "betas", "eps", "weight_decay", "mesh", "dtype")
+_SETTLED += ("fused", "foreach", "capturable", "differentiable")
+# One kernel for many tensors, which DTensor knows; the others have an operation for many tensors at a time.
+_FUSED = (torch.optim.Adam, torch.optim.AdamW)
+_OF_MANY: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
+_OF_MANY += (torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.ASGD, torch.optim.Adadelta)
+# The trial: three steps of a matrix, whose parts must be updated as the whole is. Of fewer than 4,096 values some
+# optimizers keep another state.
+_SHAPE, _STEPS, _RATE, _BOUND = (64, 64), 3, 0.1, 1e-4
+
+
+def class_of(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
+    """The class that optimizer.name stands for.
+
+    Raises:
+        ConfigError: there is none, or none that can be used here.
+    """
+    if (known := OPTIMIZERS.get(config.name)) is not None:
+        return _at(known.path)
+    first, *others = OPTIMIZERS
+    what, fix = f"optimizer.name = {as_yaml(config.name)}", f"--optimizer.name {first}   (or {', '.join(others)})"
+    module, _, name = config.name.rpartition(".")
+    package = module.partition(".")[0]
+    if package not in importlib.metadata.packages_distributions():
+        expected = "a class of an installed package: code from other places is not run"
+        raise ConfigError(f"{what}: there is no installed package {package!r}", expected=expected, fix=fix)
+    try:
+        holder = importlib.import_module(module)
+    except Exception as error:  # whatever a package raises while it is imported
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"{what}: {reason}", expected="a module that can be imported", fix=fix) from error
+    found = getattr(holder, name, None)
+    if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer) or found is torch.optim.Optimizer:
+        near = difflib.get_close_matches(name, [key for key in dir(holder) if key[:1].isupper()], n=1)
+        kind = "is not there" if found is None else "is not a class of optimizers"
+        fix = f"--optimizer.name {module}.{near[0]}" if near and near[0] != name else fix
+        raise ConfigError(f"{what} {kind}", expected="a subclass of torch.optim.Optimizer", fix=fix)
+    return found
+
+
+def exact_class_of(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
+    """The class that takes its place with train.reduce exact; `mesh.exact_limits` lets in only names that have one."""
+    path = OPTIMIZERS[config.name].exact_path
+    assert path is not None
+    return _at(path)
+
+
+def _at(path: str) -> type[torch.optim.Optimizer]:
+    module, _, name = path.partition(":")
+    value: Any = getattr(importlib.import_module(module), name)
+    kind: type[torch.optim.Optimizer] = value if isinstance(value, type) else value()
+    return kind
+
+
+def arguments_of(config: OptimizerConfig, kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    """What its constructor is given besides parameters and rate; weight decay belongs to the groups."""
+    known = inspect.signature(kind).parameters
+    options = config.options.items()
+    given: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in options}
+    if "betas" in known:
+        given["betas"] = config.betas
+    if "eps" in known and isinstance(known["eps"].default, float) and "eps" not in given:
+        given["eps"] = config.eps
+    return given
+
+
+def kernel_of(kind: type[torch.optim.Optimizer], *, device: str, sharded: bool) -> dict[str, bool]:
+    """The arguments that give one of torch's optimizers its fastest kernel; none for others, and where torch knows.
+
+    Args:
+        device: where the weights are.
+        sharded: whether they are DTensors, for which torch itself takes a loop over single tensors.
+    """
+    if kind in _FUSED:
+        return {"fused": True}
+    return {"foreach": True} if kind in _OF_MANY and sharded and device == "cuda" else {}
+
+
+def problems(config: OptimizerConfig, topology: Topology) -> list[Problem]:
+    """Why the optimizer that is asked for cannot be used on this mesh; empty if it can."""
+    try:
+        kind = class_of(config)
+    except ConfigError as error:
+        return list(error.problems)
+    if found := list(_argument_problems(config, kind)):
+        return found
+    named = OPTIMIZERS.get(config.name)
+    if named is not None and not named.splits and topology.dp_shard * topology.cp * topology.tp > 1:
+        what = f"optimizer.name = {config.name} on the mesh {topology}, which splits matrices"
+        expected = "dp ranks alone, each with the whole model: it does not update a part of a matrix as the whole"
+        return [Problem(what, expected, "--mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1, or --optimizer.name adamw")]
+    return _tried(config, kind, topology)
+
+
+def own_problems(optimizer: torch.optim.Optimizer, topology: Topology) -> list[Problem]:
+    """Why a program's optimizer cannot be used on this mesh, as far as a trial of its class with its defaults shows."""
+    kind = type(optimizer)
+    if kind in _COMPARED or topology.world_size == 1:
+        return []
+    return _tried(OptimizerConfig(name=f"{kind.__module__}.{kind.__qualname__}"), kind, topology)
+
+
+def _tried(config: OptimizerConfig, kind: type[torch.optim.Optimizer], topology: Topology) -> list[Problem]:
+    try:
+        start, gradients = _numbers()
+        vector = [] if kind is Muon else [start[0]]
+        whole = _trial(config, kind, [start, *vector], [gradients, [each[0] for each in gradients]])
+    except Exception as error:  # whatever a constructor or a step raises
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        given = f" with optimizer.options = {as_yaml(config.options)}" if config.options else ""
+        what = f"optimizer.name = {config.name}{given}: {reason}"
+        expected = "a constructor and a step that accept matrices, vectors and these options"
+        fix = "leave optimizer.options out" if config.options else f"--optimizer.name {' | '.join(OPTIMIZERS)}"
+        return [Problem(what, expected, fix)]
+    if config.name in OPTIMIZERS:
+        return []
+    return list(_trust_problems(config, kind, whole, topology))
+
+
+def _argument_problems(config: OptimizerConfig, kind: type[torch.optim.Optimizer]) -> Iterator[Problem]:
+    known, named = inspect.signature(kind).parameters, OPTIMIZERS.get(config.name)
+    allowed = [name for name in known if name not in _SETTLED] + [*(named.options if named is not None else ())]
+    any_name = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
+    for name in config.options:
+        if name in _SETTLED and name in known and name not in allowed:
+            what = f"optimizer.options has {name}, which is settled by the run"
+            yield Problem(what, f"options among {', '.join(allowed)}", f"leave {name} out of optimizer.options")
+        elif name not in allowed and not any_name:
+            near = difflib.get_close_matches(name, allowed, n=1)
+            fix = f"did you mean {near[0]}?" if near else f"leave {name} out of optimizer.options"
+            what = f"optimizer.options has {name}, which {kind.__name__} does not take"
+            yield Problem(what, f"options among {', '.join(allowed)}", fix)
+    for key in ("betas", "eps"):
+        value = getattr(config, key)
+        has = key in arguments_of(config, kind) and key not in config.options
+        if value != getattr(OptimizerConfig(), key) and not has and named is None:
+            what = f"optimizer.{key} = {as_yaml(value)} has no effect on {config.name}"
+            yield Problem(what, f"an optimizer that has {key}", f"leave optimizer.{key} out")
+    if "weight_decay" not in known and any(group.weight_decay for group in config.groups):
+        what = f"optimizer.groups has weight_decay, which {config.name} does not take"
+        yield Problem(what, "an optimizer with weight decay", "leave weight_decay out of optimizer.groups")
+    if "lr" not in known:
+        yield Problem(f"{config.name} has no learning rate", "lr, which the schedule sets", "--optimizer.name adamw")
+    step = inspect.signature(kind.step).parameters.values()
+    if any(each.default is inspect.Parameter.empty for each in step if each.name not in ("self", "args", "kwargs")):
+        what = f"{config.name} asks for the loss again in each step"
+        yield Problem(what, "an optimizer that steps with one gradient", "--optimizer.name adamw")
+
+
+def _numbers() -> tuple[Tensor, list[Tensor]]:
+    """A matrix, and its gradients in the steps of the trial; the same in every process."""
+    draw = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(_SHAPE, generator=draw) for _ in range(_STEPS + 1)]
+    return drawn[0], drawn[1:]
+
+
+class _Trial:
+    """What the trial leaves: the parameters, the optimizer, and what it kept outside of its state."""
+
+    def __init__(self, parameters: list[Tensor], optimizer: torch.optim.Optimizer, kept: dict[str, Any]) -> None:
+        self.parameters, self.optimizer = parameters, optimizer
+        self.changed = [name for name, value in _kept(optimizer).items() if kept.get(name) != value]
+
+
+def _trial(
+    config: OptimizerConfig, kind: type[torch.optim.Optimizer], start: list[Tensor], gradients: list[list[Tensor]]
+) -> _Trial:
+    parameters = [nn.Parameter(each.clone()) for each in start]
+    arguments = arguments_of(config, kind)
+    if "weight_decay" in inspect.signature(kind).parameters:
+        arguments["weight_decay"] = config.weight_decay
+    optimizer = kind([{"params": parameters}], lr=_RATE, **arguments)
+    kept = _kept(optimizer)
+    for number in range(_STEPS):
+        for parameter, own in zip(parameters, gradients, strict=False):
+            parameter.grad = own[number].clone()
+        optimizer.step()
+    return _Trial([parameter.detach() for parameter in parameters], optimizer, kept)
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Plain values outside of the state: of the groups, and of the object."""
+    own = {name: value for name, value in vars(optimizer).items() if isinstance(value, bool | int | float | str)}
+    groups = optimizer.param_groups
+    return {name: value for name, value in groups[0].items() if name != "params"} | {
+        name: value for name, value in own.items() if not name.startswith("_opt_called")
+    }
+
+
+def _trust_problems(
+    config: OptimizerConfig, kind: type[torch.optim.Optimizer], whole: _Trial, topology: Topology
+) -> Iterator[Problem]:
+    name, fix = config.name, "--optimizer.name adamw"
+    if whole.changed:
+        what = f"{name} changes {whole.changed[0]} as it steps, outside of its state"
+        yield Problem(what, "a state of tensors, one set for each parameter, which a checkpoint keeps", fix)
+        return
+    for state in whole.optimizer.state.values():
+        for key, value in state.items():
+            if value is not None and (type(value) is not Tensor or value.dtype not in TYPE_NAMES):
+                kept = f"a {type(value).__name__}"
+                yield Problem(f"{name} keeps {kept} as {key}", "a state of tensors, which a checkpoint keeps", fix)
+                return
+    if topology.world_size == 1:
+        return
+    start, gradients = _numbers()
+    again = _trial(config, kind, [start], [gradients])
+    if not torch.equal(again.parameters[0], whole.parameters[0]):
+        what = f"{name} gives another update when it is asked again: it draws random numbers"
+        yield Problem(what, "the same update on every rank that has the same weights", fix)
+        return
+    if topology.dp_shard * topology.cp * topology.tp == 1:
+        return
+    furthest = (whole.parameters[0] - start).abs().max()
+    for dim in (0, 1):
+        parts = [
+            _trial(config, kind, [part], [[each.chunk(2, dim)[number] for each in gradients]]).parameters[0]
+            for number, part in enumerate(start.chunk(2, dim))
+        ]
+        if (torch.cat(parts, dim) - whole.parameters[0]).abs().max() > _BOUND * furthest:
+            what = f"{name} does not update a part of a matrix as it updates the whole, and this mesh holds parts"
+            expected = "an update of each weight by itself, or dp ranks alone, each with the whole model"
+            yield Problem(what, expected, f"{fix}, or --mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1")
+            return

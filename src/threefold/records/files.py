@@ -1,0 +1,111 @@
+"""The files of a run's folder, which another user may have made, and may be changing meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shlex
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from threefold.audit.record import FILE as AUDIT
+from threefold.config.paths import RUN_CONFIG, RUN_FILE
+from threefold.errors import ConfigError
+from threefold.jsonl import leads_out, object_of, open_file
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+# A reader asks for no more of one file at once.
+MOST_BYTES = 1 << 26
+# YAML is slow to read, some 20 KB a second; a run's config has some KB.
+MOST_OF_CONFIG = 1 << 18
+# What other rooms read of a run, without asking what it is.
+_READ = (
+    "*.json", "*.jsonl", "*.yaml", "rows/*", "profile/*.json", "checkpoints/*.json",
+    "checkpoints/*-step-*/*", "checkpoints/step-*/*",
+)  # fmt: skip
+
+
+def content_of(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """What a file holds.
+
+    Raises:
+        OSError: as `open_file`, or it is too large.
+    """
+    with open_file(path) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {most_bytes >> 10:,} KiB", str(path))
+    return content
+
+
+def json_of(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; errors as `content_of`, ValueError for anything else."""
+    values = object_of(content_of(path))
+    if values is None:
+        raise ValueError("it is not a JSON object")
+    return values
+
+
+def unsafe_files(run: Path) -> Iterator[tuple[str, str]]:
+    """What of a run leads out of its folder or cannot be read: (path in it, what is wrong)."""
+    for path in _no_files(run):
+        yield path.relative_to(run).as_posix(), "it is not a file"
+    for path in _read(run):
+        with contextlib.suppress(OSError):  # it is gone, or a link to nothing
+            status = path.stat()
+            if path.name == RUN_CONFIG and status.st_size > MOST_OF_CONFIG:
+                yield path.relative_to(run).as_posix(), f"it is larger than {MOST_OF_CONFIG >> 10:,} KiB"
+            elif stat.S_ISREG(status.st_mode) and leads_out(path, run):
+                yield path.relative_to(run).as_posix(), "it is a link that leads out of the run's folder"
+
+
+def check_files(run: Path) -> None:
+    """Before the files of a run are read by a caller that waits for what they hold.
+
+    Raises:
+        ConfigError: one of them is no file: a FIFO or a device, of which nobody can say when it ends.
+    """
+    for path in _no_files(run):
+        what = f"{path} is not a file, but a FIFO, a socket or a device"
+        fix = f"was this run copied from somebody? Look at: ls -l {shlex.quote(str(path))}"
+        raise ConfigError(what, expected="a run as threefold writes it: files and folders", fix=fix)
+
+
+def _no_files(run: Path) -> Iterator[Path]:
+    for path in _read(run):
+        with contextlib.suppress(OSError):
+            mode = path.stat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                yield path
+
+
+def _read(run: Path) -> Iterator[Path]:
+    for pattern in _READ:
+        yield from sorted(run.glob(pattern))
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder looks like one of a run."""
+    return any((folder / name).is_file() for name in (RUN_CONFIG, RUN_FILE, METRICS, AUDIT))
+
+
+def run_folder(path: Path) -> Path:
+    """The run's folder that a path names: itself, or that of one of its files or checkpoints.
+
+    Raises:
+        ConfigError: it is not one of a run.
+    """
+    for folder in (path, path.parent, path.parent.parent):
+        if is_run(folder) and (folder == path or path.exists()):
+            return folder.absolute()
+    near = sorted(config.parent for config in Path("runs").glob(f"*/{RUN_CONFIG}"))
+    fix = f"{near[-1]} is the newest run here" if near else "check the path; a run's folder has a metrics.jsonl"
+    raise ConfigError(f"{path} is not a run", expected="the folder of a run (log.dir)", fix=fix)
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """A name for each of some runs: its folder's, or its path where two folders have the same."""
+    names = [folder.name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]

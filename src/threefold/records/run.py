@@ -1,0 +1,58 @@
+"""What a run has left in its folder, each file read when it is first asked for. Read only; no torch."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from threefold.audit import record, row_losses
+from threefold.audit.record import Segment
+from threefold.audit.row_losses import RowLosses
+from threefold.checkpoint.lineage import Journal
+from threefold.records.files import METRICS
+from threefold.records.metrics import Metrics
+
+
+class RunRecord:
+    """The records of one run: lines that a later start superseded are left out, and what is damaged is named."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        return Metrics(self.path / METRICS)
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        """The lines of its journal, oldest first."""
+        return Journal(self.path).lines()
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == "start"]
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """Its audited history that stands; empty without a record. RunError: audit.jsonl is damaged."""
+        path = self.path / record.FILE
+        return record.read(path) if path.exists() else []
+
+    @cached_property
+    def rows(self) -> RowLosses:
+        """The losses of its rows."""
+        return row_losses.read(self.path, self.segments)
+
+    @property
+    def last_logged(self) -> int:
+        """The last step that its last start has logged; 0 if there is none."""
+        started = max((str(start.get("time", "")) for start in self.starts), default="")
+        last = self.metrics.last
+        return int(last["step"]) if str(last.get("time", "")) > started else 0
+
+    @property
+    def damaged(self) -> list[str]:
+        """What could not be read, in words."""
+        lines = (f"{self.path / file}, line {line}: {what}" for file, line, what in self.metrics.damaged)
+        return [*self.rows.damaged, *(f"{line}, and is left out" for line in lines)]

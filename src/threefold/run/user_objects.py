@@ -1,0 +1,221 @@
+"""What a program hands to `threefold.train` besides the config: rows and a tokenizer, a loss, an optimizer, callbacks.
+
+Rows and tokenizer are written once, by their content, and are sources like any other from then on. The rest are objects
+of the program. They reach ranks that are started here by their names, as functions and classes of a module do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, Literal
+
+from threefold.config.optimizer import OptimizerConfig
+from threefold.config.schema import Config
+from threefold.config.text import as_yaml
+from threefold.errors import ConfigError, Problem
+from threefold.mesh.environment import cache_folder
+
+HOOKS = ("on_step", "on_eval", "on_save", "on_stop")
+
+
+@dataclass(frozen=True)
+class Given:
+    """Objects that a run uses in place of its own.
+
+    Attributes:
+        loss: (outputs, batch) -> (sum, count), as of `threefold.TrainStep`, in training and evaluation.
+        loss_on: what it is given: `logits` or `hidden_states`.
+        optimizer: makes a torch optimizer of a `threefold.Model`.
+        callbacks: objects with some of the methods HOOKS, called on rank 0.
+    """
+
+    loss: Callable[..., Any] | None = None
+    loss_on: Literal["logits", "hidden_states"] = "logits"
+    optimizer: Callable[[Any], Any] | None = None
+    callbacks: tuple[Any, ...] = ()
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Names of what changes the run's results, for its checkpoints."""
+        own = {"loss": self.loss, "optimizer": self.optimizer}
+        found = {key: name_of(value) for key, value in own.items() if value is not None}
+        return {**found, **({"loss_on": self.loss_on} if self.loss is not None else {})}
+
+
+def name_of(value: Any) -> str:
+    """`package.module.name` of a function, a class or an object's class."""
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def check(given: Given, config: Config) -> None:
+    """Refuses objects that cannot be used, and keys that then have no effect; all at once, before any process."""
+    problems = [problem for each in given.callbacks for problem in _callback_problems(each)]
+    if given.loss is not None and not callable(given.loss):
+        what = f"loss = {given.loss!r}"
+        problems.append(Problem(what, "a function of outputs and batch that returns a sum and a count", "loss=None"))
+    if given.loss_on not in ("logits", "hidden_states"):
+        problems.append(Problem(f"loss_on = {given.loss_on!r}", "logits or hidden_states", "leave it out"))
+    elif given.loss is None and given.loss_on != "logits":
+        problems.append(Problem(f"loss_on = {given.loss_on!r} without a loss", "loss_on with a loss", "leave it out"))
+    if given.loss is not None:
+        for key, value in (("label_smoothing", config.train.label_smoothing), ("z_loss", config.train.z_loss)):
+            if value:
+                what = f"train.{key} = {value} has no effect with a loss of your own"
+                problems.append(Problem(what, "what that loss itself adds", f"--train.{key} 0"))
+        if config.train.objective != "next_token":
+            what = f"train.objective = {config.train.objective} and a loss of your own"
+            problems.append(Problem(what, "one of them", "loss=None, or --train.objective next_token"))
+        if config.train.fused_loss == "liger":
+            what = "train.fused_loss = liger has no effect with a loss of your own"
+            problems.append(Problem(what, "the kernel computes the cross entropy alone", "--train.fused_loss auto"))
+        if config.audit.rows is True:
+            what = "audit.rows = true with a loss of your own"
+            problems.append(Problem(what, "the loss of each row: yours tells its sum alone", "--audit.rows auto"))
+    problems += _exact_problems(given, config)
+    if given.optimizer is not None:
+        problems += _optimizer_problems(given.optimizer, config.optimizer)
+    if problems:
+        raise ConfigError.of(problems)
+
+
+def _exact_problems(given: Given, config: Config) -> Iterator[Problem]:
+    objects = {"loss": given.loss, "optimizer": given.optimizer} if config.train.reduce == "exact" else {}
+    for name, value in objects.items():
+        if value is not None:
+            what = f"train.reduce = exact and the {name} is one of your own"
+            expected = f"no {name} of your own: its bits were not compared on several meshes"
+            yield Problem(what, expected, f"{name}=None, or --train.reduce fast")
+
+
+def _optimizer_problems(make: Any, config: OptimizerConfig) -> Iterator[Problem]:
+    if not callable(make) or not hasattr(make, "__qualname__"):
+        what, expected = f"optimizer is a {type(make).__name__}", "a function of the model that makes one on the ranks"
+        yield Problem(what, expected, "def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.01)")
+    usual = OptimizerConfig()
+    for name in ("name", "options", "betas", "eps", "weight_decay", "groups", "moments"):
+        if getattr(config, name) != getattr(usual, name):
+            what = f"optimizer.{name} = {as_yaml(getattr(config, name))} has no effect with an optimizer of your own"
+            yield Problem(what, "what that optimizer itself has", f"leave optimizer.{name} out")
+
+
+def _callback_problems(callback: Any) -> list[Problem]:
+    name, shown = name_of(callback), ", ".join(HOOKS)
+    if isinstance(callback, type):
+        return [Problem(f"the callback {name} is a class", "an object of it", f"callbacks=[{callback.__name__}()]")]
+    begun = [each for each in dir(callback) if each.startswith("on_")]
+    if unknown := [each for each in begun if each not in HOOKS]:
+        return [Problem(f"the callback {name} has {unknown[0]}, which nothing calls", f"one of {shown}", "rename it")]
+    if not begun or not all(callable(getattr(callback, each)) for each in begun):
+        return [Problem(f"the callback {name} has no hook", f"a method of {shown}", "callbacks=[...]")]
+    return []
+
+
+def refuse_unsendable(given: Given, num_ranks: int) -> None:
+    """ConfigError if an object cannot reach ranks that are started here, each a process of its own."""
+    own = (("loss", given.loss), ("optimizer", given.optimizer))
+    for name, value in (*own, *(("callbacks", each) for each in given.callbacks)):
+        if value is not None and (why := _unsendable(value)) is not None:
+            raise ConfigError(
+                f"{name}: {name_of(value)} cannot reach {num_ranks} ranks: {why}",
+                expected="a function or class of a module that the ranks can import, and plain values in its objects",
+                fix="move it to a module of its own, or start the script by torchrun --nproc-per-node "
+                f"{num_ranks} SCRIPT.py, or train in this process: mesh: {{dp: 1}}",
+            )
+
+
+def _unsendable(value: Any) -> str | None:
+    class Pickler(ForkingPickler):  # what sends it to a process
+        def reducer_override(self, each: Any) -> Any:
+            if getattr(each, "__module__", None) == "__main__" and hasattr(each, "__qualname__"):
+                raise TypeError("it is defined in the script, which ranks do not run")
+            return NotImplemented
+
+    try:
+        Pickler(io.BytesIO()).dump(value)
+    except Exception as error:  # an object's own methods may fail in any way
+        return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    return None
+
+
+# What stands for rows and a tokenizer in the config until they are written, by the keys that they are given for.
+PLACES = {"dataset": "data.source", "eval_dataset": "eval.source", "tokenizer": "data.tokenizer"}
+
+
+def place_of(name: str) -> str:
+    """The value of a key whose own one is handed over."""
+    return f"{name}="
+
+
+def with_rows(config: Config, handed: Mapping[str, Any]) -> Config:
+    """The config with rows and a tokenizer as its sources, written to the cache.
+
+    Args:
+        handed: of the names in PLACES; in the config, their places hold `place_of(name)`.
+
+    Raises:
+        ConfigError: the config names others. DataError: the rows are not such that can be written.
+    """
+    problems = []
+    for name in handed:
+        section, _, key = PLACES[name].partition(".")
+        if getattr(getattr(config, section), key) != place_of(name):
+            both = f"{name}= and {PLACES[name]} are both given"
+            problems.append(Problem(both, f"one of them: {name}=, or {PLACES[name]}", f"leave {PLACES[name]} out"))
+    if problems:
+        raise ConfigError.of(problems)
+    if "tokenizer" in handed:
+        config = _with(config, "data", tokenizer=str(_written_tokenizer(handed["tokenizer"])))
+    for name, section in (("dataset", "data"), ("eval_dataset", "eval")):
+        if name in handed:
+            config = _with(config, section, source=str(_written_rows(handed[name], name, config)))
+    return config
+
+
+def _with(config: Config, section: str, **values: Any) -> Config:
+    before = getattr(config, section)
+    return config.model_copy(update={section: before.model_copy(update=values)})
+
+
+def _written_rows(rows: Any, name: str, config: Config) -> Path:
+    from threefold.data.store.in_memory import written
+    from threefold.run.sources import tokenizer_of
+
+    return written(rows, name=name, cache=cache_folder(), tokenizer=lambda: tokenizer_of(config))
+
+
+def _written_tokenizer(tokenizer: Any) -> Path:
+    if not hasattr(tokenizer, "save_pretrained"):
+        raise ConfigError(
+            f"tokenizer is a {type(tokenizer).__name__}",
+            expected="a tokenizer of transformers, or its name in data.tokenizer",
+            fix="tokenizer=AutoTokenizer.from_pretrained(NAME)",
+        )
+    folder = cache_folder() / "handed"
+    partial = folder / f".{uuid.uuid4().hex}.partial"
+    partial.mkdir(parents=True)
+    try:
+        tokenizer.save_pretrained(str(partial))
+        digest = hashlib.blake2b(digest_size=16)
+        for file in sorted(path for path in partial.rglob("*") if path.is_file()):
+            digest.update(f"{file.relative_to(partial)} {file.stat().st_size}\n".encode() + file.read_bytes())
+        place = folder / f"tokenizer-{digest.hexdigest()}"
+        with contextlib.suppress(OSError):  # it is there
+            os.replace(partial, place)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return place
+
+
+def callbacks_of(values: Sequence[Any]) -> tuple[Any, ...]:
+    """A tuple of callbacks; one by itself is one too."""
+    return tuple(values) if isinstance(values, list | tuple) else (values,)

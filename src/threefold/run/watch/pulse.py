@@ -1,0 +1,195 @@
+"""A rank's pulse: its place and its last beat, in memory that the other ranks of its host read, whatever it does.
+
+A rank that is stopped, or in which one call holds Python's lock (the GIL), can tell nothing itself, and what it has
+told the store last may be a second old. Its place in this memory is current. What keeps it silent is in /proc; and if
+it only lacks the lock, a signal makes Python write its stack. Linux only: elsewhere ranks have no pulse, and only their
+silence is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import mmap
+import os
+import re
+import signal
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from threefold.run.watch.main_thread import state_of, uninterruptible
+from threefold.run.watch.stall import GONE, HELD, STOPPED, UNINTERRUPTIBLE
+from threefold.training.progress import Phase
+
+log = logging.getLogger("threefold")
+
+_BEAT, _PLACE = struct.Struct("<dq"), struct.Struct("<qq48s")
+_SIZE = 4096
+_NAMED = "/memfd:threefold-pulse (deleted)"  # how /proc shows it
+# Asks a process for its stack. Nobody else uses it, and a process that does not listen to it is not sent it.
+_ASKS = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
+_ANSWERS_WITHIN_S = 0.5
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+
+
+class Pulse:
+    """The pulse of this rank."""
+
+    def __init__(self) -> None:
+        self._file, self._stack = os.memfd_create("threefold-pulse"), os.memfd_create("threefold-stack")
+        os.ftruncate(self._file, _SIZE)
+        self._memory = mmap.mmap(self._file, _SIZE)
+        if _ASKS is not None:
+            faulthandler.register(_ASKS, file=self._stack, all_threads=False)
+
+    @classmethod
+    def begin(cls) -> Pulse | None:
+        """The pulse of this rank, where there can be one."""
+        if sys.platform != "linux":
+            return None
+        try:
+            return cls()
+        except (OSError, RuntimeError, ValueError) as error:  # no such memory, or no such signal, in this container
+            log.warning("watchdog: no pulse: %s", error)
+            return None
+
+    def tell(self, place: Phase) -> None:
+        """The place of this rank; called by its main thread at each phase."""
+        _PLACE.pack_into(self._memory, _BEAT.size, place.number, place.step, place.name.encode()[:48])
+
+    def beat(self, number: int) -> None:
+        """A sign of life; called by another thread, about once a second."""
+        _BEAT.pack_into(self._memory, 0, time.monotonic(), number)
+
+    @property
+    def address(self) -> dict[str, Any]:
+        """Where other processes of this host find it."""
+        process = os.getpid()
+        started = state_of(f"/proc/{process}")[1]
+        return {"here": _here(), "process": process, "since": started, "file": self._file, "stack": self._stack}
+
+    def close(self) -> None:
+        """Nobody reads it any more."""
+        if _ASKS is not None:
+            faulthandler.unregister(_ASKS)
+        self._memory.close()
+        os.close(self._file)
+        os.close(self._stack)
+
+
+class Peer:
+    """Another rank of this host, by its pulse."""
+
+    def __init__(self, address: dict[str, Any]) -> None:
+        self.process: int = address["process"]
+        self._folder, self._since = f"/proc/{self.process}", address["since"]
+        self._answer = f"{self._folder}/fd/{address['stack']}"
+        with open(f"{self._folder}/fd/{address['file']}", "rb") as file:
+            self._memory = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
+        self._asked_at: int | None = None
+        self._stack = ""
+
+    @classmethod
+    def at(cls, address: dict[str, Any] | None) -> Peer | None:
+        """The rank at an address, unless that is of another host, or its memory cannot be read."""
+        if address is None or address["here"] is None or address["here"] != _here():
+            return None
+        try:
+            return cls(address)
+        except OSError:
+            return None
+
+    @property
+    def place(self) -> Phase:
+        """Where it is."""
+        number, step, name = self._twice(_PLACE, _BEAT.size)
+        return Phase(number, step, name.rstrip(b"\0").decode(errors="replace"))
+
+    @property
+    def last_beat(self) -> tuple[float, int]:
+        """(seconds since its last sign of life, its number)."""
+        at, number = self._twice(_BEAT, 0)
+        return time.monotonic() - at, number
+
+    def silenced_by(self, silent_s: float) -> str:
+        """What keeps it silent, one of `stall.STATES`; or empty: it lives, and its last beat is no older than that."""
+        state, since = state_of(self._folder)
+        if not state or since != self._since or state in "ZX":
+            return GONE
+        if state in "Tt":
+            return STOPPED
+        if self.last_beat[0] <= silent_s:
+            return ""
+        return UNINTERRUPTIBLE if state == "D" else HELD
+
+    def stack(self) -> str:
+        """Its main thread's calls, the innermost last, which Python writes without its lock; asked for once a beat."""
+        _, beat = self.last_beat
+        if self._asked_at != beat:
+            self._asked_at, self._stack = beat, self._ask()
+        return self._stack
+
+    def where_in_the_kernel(self) -> str:
+        """Where it waits uninterruptibly, or empty."""
+        return uninterruptible(self._folder)
+
+    def _ask(self) -> str:
+        if _ASKS is None or not self._listens():
+            return ""
+        before = len(self._read())
+        with contextlib.suppress(OSError):
+            os.kill(self.process, _ASKS)
+        until = time.monotonic() + _ANSWERS_WITHIN_S
+        while not (answer := self._read()[before:]).endswith("\n") and time.monotonic() < until:
+            time.sleep(0.02)
+        calls = _FRAME.findall(answer)
+        return "\n".join(f'  File "{path}", line {line}, in {name}' for path, line, name in reversed(calls))
+
+    def _read(self) -> str:
+        try:
+            return Path(self._answer).read_text(errors="replace")
+        except OSError:
+            return ""
+
+    def _listens(self) -> bool:
+        """Whether the process has a handler for the signal: it would end one that has none."""
+        try:
+            caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(self._folder, "status").read_text(), re.MULTILINE)
+        except OSError:
+            return False
+        return caught is not None and _ASKS is not None and bool(int(caught[1], 16) >> (_ASKS - 1) & 1)
+
+    def _twice(self, layout: struct.Struct, at: int) -> tuple[Any, ...]:
+        """What stands there, read again if it is being written."""
+        for _ in range(100):
+            found = layout.unpack_from(self._memory, at)
+            if found == layout.unpack_from(self._memory, at):
+                break
+        return found
+
+
+def place_of(process: int, log_file: Path) -> Phase | None:
+    """Where a process of this host is, if it is the rank that writes `log_file`; None if that cannot be seen."""
+    place = None
+    try:
+        opened = {os.readlink(path): path for path in os.scandir(f"/proc/{process}/fd")}
+        if str(log_file.resolve()) in opened and (memory := opened.get(_NAMED)) is not None:
+            content = Path(memory).read_bytes()
+            number, step, name = _PLACE.unpack_from(content, _BEAT.size)
+            place = Phase(number, step, name.rstrip(b"\0").decode(errors="replace"))
+    except (OSError, struct.error):
+        return None
+    return place
+
+
+def _here() -> str | None:
+    """Names the processes that this one can see: of its host, and of its container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return None

@@ -1,0 +1,283 @@
+"""What stands out in a run, each with the facts that show it: the most telling first.
+
+    spike        a step whose loss, or gradient norm, is far above those before it
+    not finite   a step whose loss or gradient was not a number
+    row          a row whose loss is an outlier among comparable rows
+    drift        a source of a mixture whose loss rises again while the others fall
+    slow         a rank that the others waited for, or steps that waited for data
+    changed      keys that a later start has changed
+
+Each kind has a threshold; what is below it is noise.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from threefold.audit.row_losses import Float64, Int64
+from threefold.errors import ConfigError
+from threefold.why.batch_rows import BatchRow, StepBatches
+from threefold.why.lookback import Lookback
+from threefold.why.outliers import rises, scores_of_rows, scores_of_steps
+from threefold.why.slow import slow_findings
+
+# In robust standard deviations: of steps, of logarithms of norms, of rows. Those that are named in a step anyway.
+SPIKE, NORM, ROW, NAMED = 6.0, 6.0, 10.0, 4.0
+# Least rise of a loss as a share of it, and factor of a norm: smaller ones are no news. A norm that is several times as
+# large for one step is common in runs that are well; without a rise of the loss it is told if it is far more than that.
+_LEAST_RISE, _LEAST_FACTOR, _ALONE = 0.02, 3.0, 10.0
+# Steps after which a change is no longer said to be before a spike.
+_BEFORE = 20
+# Rows that are named of a step, and findings of rows at most.
+_NAMED_ROWS, _MOST_ROWS = 5, 100
+
+
+@dataclass
+class Anomaly:
+    """What stands out.
+
+    Attributes:
+        kind: one of those above.
+        steps: where, ascending; [] if it is the whole run.
+        score: how telling it is, among all kinds.
+        what: it in one line.
+        facts: what shows it.
+        rows: of its step, the most telling first.
+    """
+
+    kind: str
+    steps: list[int]
+    score: float
+    what: str
+    facts: list[str] = field(default_factory=list)
+    rows: list[BatchRow] = field(default_factory=list)
+
+    def to_values(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        score = self.score if np.isfinite(self.score) else str(self.score)
+        values = {"kind": self.kind, "steps": self.steps, "score": score, "what": self.what, "facts": self.facts}
+        return {**values, "rows": [row.to_values() for row in self.rows]}
+
+
+def findings(batches: StepBatches, *, step: int | None = None) -> list[Anomaly]:
+    """What stands out in a run, the most telling first; with a step, what concerns it."""
+    run = batches.run
+    found = [*_not_finite(batches), *_spikes(batches), *_norms(batches)]
+    told = {(row.step, row.place) for finding in found for row in finding.rows}
+    found += _far_rows(batches, told)
+    found += [*_drifts(run), *(Anomaly(*values) for values in slow_findings(run)), *_changes(run)]
+    if step is not None:
+        found = [each for each in found if step in each.steps]
+    return sorted(found, key=lambda each: -each.score)
+
+
+def telling(rows: list[BatchRow]) -> list[BatchRow]:
+    """Rows by how far they are from their like, those that are not finite first.
+
+    Below counts half: a row that is easy has done less to a step than one that is hard.
+    """
+
+    def strangeness(row: BatchRow) -> float:
+        if row.loss is not None and np.isnan(row.loss):
+            return float(np.inf)
+        return max(row.score, -row.score / 2)
+
+    return sorted(rows, key=strangeness, reverse=True)
+
+
+def _rows_at(batches: StepBatches, step: int, *, least: float = NAMED) -> list[BatchRow]:
+    try:
+        rows = telling(batches.rows_of(step))
+    except ConfigError:
+        return []
+    far = [row for row in rows if abs(row.score) >= least or (row.loss is not None and np.isnan(row.loss))]
+    return far[:_NAMED_ROWS]
+
+
+def row_text(row: BatchRow) -> str:
+    """A row and its loss in one line."""
+    name = row_name(row)
+    if row.loss is None:
+        return f"{name}: its loss was not kept" if not row.targets else f"{name}: {row.targets} targets"
+    if np.isnan(row.loss):
+        return f"{name}: its loss is not finite, over {row.targets:,} targets"
+    like = "" if row.like is None else f", others {row.like:.4f} ({row.score:+.1f} deviations)"
+    return f"{name}: loss {row.loss:.4f}{like}, over {row.targets:,} targets"
+
+
+def row_name(row: BatchRow) -> str:
+    name = f"row {row.row}" if row.row is not None else f"the row at place {row.place}"
+    return name + (f" of {row.source}" if row.source != "source" else "")
+
+
+def _losses(run: Lookback) -> tuple[Int64, Float64]:
+    """The loss of each step by its rows; by the logged steps, where none were kept."""
+    if len(run.table.steps):
+        return run.table.steps, run.table.losses()
+    return run.series("loss")
+
+
+def _spikes(batches: StepBatches) -> Iterator[Anomaly]:
+    run = batches.run
+    steps, losses = _losses(run)
+    scores, risen = scores_of_steps(losses), rises(losses)
+    high = np.flatnonzero((scores >= SPIKE) & (risen >= _LEAST_RISE * np.abs(losses)))
+    for group in _groups(high.tolist()):
+        peak, first = max(group, key=lambda each: float(scores[each])), int(steps[group[0]])
+        step = int(steps[peak])
+        what = f"the loss rose to {losses[peak]:.4f}, {risen[peak]:.4f} above the steps before"
+        facts = [f"{scores[peak]:.1f} deviations above the median of the 7 steps before it"]
+        if len(group) > 1:
+            facts.append(f"high from step {first} to {int(steps[group[-1]])}, highest in step {step}")
+        facts += _who(batches, step, float(risen[peak]), _rows_at(batches, step))
+        rows = telling([row for each in group for row in _rows_at(batches, int(steps[each]))])
+        facts += _before(run, first)
+        yield Anomaly("spike", [int(steps[each]) for each in group], float(scores[peak]), what, facts, rows)
+
+
+def _who(batches: StepBatches, step: int, risen: float, rows: list[BatchRow]) -> Iterator[str]:
+    """Which rows made the rise of a step's loss, or that all did."""
+    try:
+        every = [row for row in batches.rows_of(step) if row.loss is not None and row.like is not None]
+    except ConfigError:
+        return
+    total = sum(row.targets for row in every)
+    high = [row for row in rows if row.score > 0]
+    share = sum(row.targets * ((row.loss or 0.0) - (row.like or 0.0)) for row in high) / max(total, 1)
+    if high and share > 0.3 * risen:
+        names = ", ".join(str(row.row if row.row is not None else row.place) for row in high)
+        yield f"{min(1.0, share / risen):.0%} of the rise is that of {'rows' if len(high) > 1 else 'row'} {names}"
+    elif every:
+        yield "no single row made it: all rows of the step rose, so look at the model: its rate, and the steps before"
+
+
+def _before(run: Lookback, step: int) -> Iterator[str]:
+    """What came shortly before a step: starts, changed keys, a norm that was high."""
+    for event in run.events:
+        at = event.get("step")
+        if event.get("event") == "start" and isinstance(at, int) and at and 0 <= step - at - 1 <= _BEFORE:
+            changed = _changed_text(event)
+            yield f"the run was resumed after step {at}" + (f", with {changed}" if changed else "")
+    steps, norms = run.series("grad_norm")
+    logs = np.log(np.maximum(norms, 1e-30))
+    high = (scores_of_steps(logs, floor=0.0) >= NORM) & (rises(logs) >= np.log(_LEAST_FACTOR))
+    near = (steps < step) & (steps >= step - 3) & high
+    for each in np.flatnonzero(near).tolist():
+        yield f"step {int(steps[each])} had a gradient norm of {norms[each]:.3g}: the update after it was unusual"
+
+
+def _norms(batches: StepBatches) -> Iterator[Anomaly]:
+    run = batches.run
+    steps, norms = run.series("grad_norm")
+    logs = np.log(np.maximum(norms, 1e-30))
+    scores, risen = scores_of_steps(logs, floor=0.0), rises(logs)
+    steps_of_loss, losses = _losses(run)
+    spikes = set(steps_of_loss[scores_of_steps(losses) >= SPIKE].tolist())
+    for group in _groups(np.flatnonzero((scores >= _ALONE) & (risen >= np.log(_ALONE))).tolist()):
+        peak = max(group, key=lambda each: float(scores[each]))
+        step = int(steps[peak])
+        if step in spikes:
+            continue  # told with its loss
+        what = f"the gradient norm rose to {norms[peak]:.3g}, {np.exp(risen[peak]):.1f} times that of the steps before"
+        facts = [f"{scores[peak]:.1f} deviations above the median of the 7 logged steps before it"]
+        rows = _rows_at(batches, step)
+        facts += _before(run, step)
+        yield Anomaly("spike", [int(steps[each]) for each in group], float(scores[peak]), what, facts, rows)
+
+
+def _groups(places: list[int]) -> list[list[int]]:
+    """Places that follow one another."""
+    found: list[list[int]] = []
+    for place in places:
+        if found and place == found[-1][-1] + 1:
+            found[-1].append(place)
+        else:
+            found.append([place])
+    return found
+
+
+def _not_finite(batches: StepBatches) -> Iterator[Anomaly]:
+    run = batches.run
+    wrong = {step for step in run.logged if run.number(step, "loss") is None}
+    wrong |= {step for step, _ in run.table.broken} | set(run.skipped)
+    for step in sorted(wrong):
+        rows = [row for row in _rows_at(batches, step) if row.loss is not None and np.isnan(row.loss)]
+        facts = [run.skipped[step]] if step in run.skipped else []
+        if not rows:
+            facts.append("no row's loss is known to be other than finite: the gradient, or another row, was not")
+        yield Anomaly("not finite", [step], np.inf, "the loss or the gradient was not finite", facts, rows)
+
+
+def _far_rows(batches: StepBatches, told: set[tuple[int, int]]) -> Iterator[Anomaly]:
+    """Rows whose loss is far from that of their like, without those of `told`, (step, place)."""
+    table = batches.run.table
+    if not table.means.size:
+        return
+    scores, _ = scores_of_rows(table.means, table.counts, table.sources)
+    far = np.argwhere(np.abs(scores) >= ROW)
+    far = far[np.argsort(-np.abs(scores[far[:, 0], far[:, 1]]))][:_MOST_ROWS]
+    read: dict[Any, list[BatchRow]] = defaultdict(list)
+    for number, place in far.tolist():
+        step = int(table.steps[number])
+        row = next(each for each in batches.rows_of(step) if each.place == place)
+        if (step, place) in told:
+            continue
+        read[(step, place) if row.row is None else row.row].append(row)
+    for rows in read.values():
+        first = rows[0]
+        way = "above" if first.score > 0 else "below"
+        again = sorted(rows[1:], key=lambda row: row.step)
+        facts = [f"in step {row.step} too: {row_text(row)}" for row in again]
+        if first.score < 0:
+            facts.append(batches.contents.seen(first.row) or "typical of memorised or trivial text")
+        what = f"the loss of {row_name(first)} is far {way} that of comparable rows"
+        yield Anomaly("row", sorted({row.step for row in rows}), abs(first.score) / 2, what, facts, [first])
+
+
+def _drifts(run: Lookback) -> Iterator[Anomaly]:
+    table, (names, _) = run.table, run.sources
+    parts = np.array_split(np.arange(len(table.steps)), 10)
+    if len(names) < 2 or len(parts[-1]) < 2:
+        return
+    # Mean loss of each source in each tenth of the run, and its standard error: [sources, tenths].
+    means, errors = np.full((2, len(names), 10), np.nan)
+    for tenth, lines in enumerate(parts):
+        for source in range(len(names)):
+            own = table.means[lines][(table.sources[lines] == source) & (table.counts[lines] > 0)]
+            own = own[np.isfinite(own)]
+            if len(own) >= 4:
+                means[source, tenth], errors[source, tenth] = own.mean(), own.std(ddof=1) / np.sqrt(len(own))
+    for source, name in enumerate(names):
+        if not np.isfinite(means[source]).all():
+            continue
+        low = int(means[source].argmin())
+        risen, error = means[source, -1] - means[source, low], np.hypot(errors[source, -1], errors[source, low])
+        others = np.delete(means, source, 0)
+        fell = float(np.nanmean(others[:, -1] - others[:, low]))
+        score = risen / max(error, 1e-12)
+        if low < 9 and score >= ROW and risen > _LEAST_RISE * means[source, low] and fell < 0:
+            first, last = int(table.steps[parts[low][0]]), int(table.steps[-1])
+            what = f"the loss of {name} rises again, from {means[source, low]:.4f} to {means[source, -1]:.4f}"
+            facts = [f"lowest around step {first}; the other sources have changed by {fell:+.4f} since"]
+            facts += [f"{score:.1f} standard errors of the mean over its rows, to step {last}"]
+            yield Anomaly("drift", [], float(score) / 2, what, facts)
+
+
+def _changes(run: Lookback) -> Iterator[Anomaly]:
+    for event in run.events:
+        step = event.get("step")
+        if event.get("event") == "start" and isinstance(step, int) and (changed := _changed_text(event)):
+            yield Anomaly("changed", [step + 1], 1.0, f"step {step + 1} began with {changed}", ["journal.jsonl"])
+
+
+def _changed_text(event: dict[str, Any]) -> str:
+    changed = event.get("changed")
+    pairs = changed.items() if isinstance(changed, dict) else ()
+    return ", ".join(
+        f"{key} {each[0]} -> {each[1]}" for key, each in pairs if isinstance(each, list) and len(each) == 2
+    )

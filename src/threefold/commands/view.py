@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from threefold.errors import ConfigError
 
 
 def command(
@@ -20,20 +19,17 @@ def command(
     The page of `threefold report`, which follows the run; of a folder a list of its runs, to be compared. Only this
     machine is answered, and only who has the printed address. The runs notice nothing: their files are read.
     """
-    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise ConfigError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed",
-            expected="what serves the page",
-            fix="pip install 'threefold[view]'   (or threefold report RUN, which needs nothing)",
-        )
-    from threefold.report.gathered import is_run, run_folder
-    from threefold.report.server import new_token, opened, serve
+    from threefold.records.files import is_run, run_folder
+    from threefold.report.server import listen, serve
 
     if not folder.is_dir():
         folder = run_folder(folder)
-    listening, token = opened(port), new_token()
-    at = listening.getsockname()[1]
+    server = listen(folder.absolute(), port)
+    at = server.server_port
     what = "the run" if is_run(folder) else "the runs in"
-    typer.echo(f"{what} {folder}: http://127.0.0.1:{at}/?token={token}")
+    typer.echo(f"{what} {folder}: http://127.0.0.1:{at}/?token={server.view.token}")
     typer.echo(f"from elsewhere: ssh -N -L {at}:127.0.0.1:{at} THIS_HOST, then the same address. Ctrl-C ends it.")
-    serve(folder.absolute(), listening, token=token)
+    serve(server)
+    # A proof may go on in a thread, and one that the interpreter stops inside a C++ library aborts the process.
+    sys.stdout.flush()
+    os._exit(0)

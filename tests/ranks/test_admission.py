@@ -214,6 +214,38 @@ def test_right_models_are_admitted_once(sizes: dict[str, int], data: dict[str, A
         assert again.endswith("; found before")
 
 
+def _admit_after(fault: Callable[[], None], folder: str, on: tuple[int, ...]) -> tuple[str, str]:
+    import threefold
+
+    os.environ["XDG_CACHE_HOME"] = folder
+    mesh = threefold.init_mesh(dp=2, device="cpu")
+    before = _admit(mesh, LLAMA, {}, "auto")
+    if mesh.rank in on:
+        fault()
+    return before, _admit(mesh, LLAMA, {}, "auto")
+
+
+def see_the_next_token() -> None:
+    import torch
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    own = LlamaMLP.forward
+    LlamaMLP.forward = lambda self, x: own(self, x) + torch.roll(x, -1, 1)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("fault", [see_the_next_token, drop_the_mask])
+def test_a_kept_pass_admits_no_patched_class(fault: Callable[[], None], tmp_path: Any) -> None:
+    before, after = run_ranks(_admit_after, 2, fault, str(tmp_path), (0, 1))[0]
+    assert " probes hold: " in before
+    assert "fails the probe of causality" in after
+
+
+def test_a_class_that_is_patched_on_one_rank_is_refused(tmp_path: Any) -> None:
+    after = [after for _, after in run_ranks(_admit_after, 2, see_the_next_token, str(tmp_path), (1,))]
+    assert after[0] == after[1]
+    assert after[0].startswith("the code of the model on rank 1 is not that of rank 0")
+
+
 def _narrow(model_type: str) -> str:
     from architectures import config_of
     from threefold.check.admit import admit

@@ -1,13 +1,12 @@
 """Results that were found before, so that a model is probed once for each way in which it is computed.
 
-A result is one file in the cache, named after everything that it depends on: the sources of the model's class and of
-this package, the versions of torch and transformers, the reduced architecture, the mesh, the kernels and the device.
+A result is one file in the cache, named after everything that it depends on: the code of the model and of this package
+(`code_digest`), the versions of torch and transformers, the reduced architecture, the config, the mesh and the device.
 Only a result that holds is kept.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import platform
@@ -19,25 +18,36 @@ import torch
 import transformers
 import xxhash
 
-from threefold.build_id import build_id, source_digest
+from threefold.build_id import build_id
 from threefold.check.compare import Comparison, Difference
 from threefold.check.probes import Subject
 from threefold.mesh.environment import cache_folder
 from threefold.mesh.mesh import Mesh
 
+# What the probes do not depend on, which a run may change under a kept pass. Everything else in the sections `model`,
+# `train` and `mesh` is part of the key.
+_IRRELEVANT = {
+    "model": {
+        *("name_or_path", "revision", "init_missing"),  # weights are not probed here; the class is in the code's digest
+        *("config", "admission"),  # the architecture itself is in the key
+    },
+    "train": {
+        *("steps", "epochs", "global_batch", "micro_batch", "seed"),  # the probes have their own rows and seeds
+        *("grad_clip", "label_smoothing", "z_loss", "objective", "nonfinite"),  # of what follows the gradients probed
+        *("memory_check", "timeout_s", "deterministic"),  # of the process
+    },
+    "mesh": {"dp", "dp_shard", "cp", "tp", "device", "timeout_s"},  # the topology and the device are in the key
+}
 
-def key_of(subject: Subject, mesh: Mesh) -> str:
-    """Identifies what the probes of a subject depend on."""
-    config, described = subject.config, type(subject.architecture)
+
+def key_of(subject: Subject, mesh: Mesh, code: str) -> str:
+    """Identifies what the probes of a subject depend on; `code` is the digest of what computes them."""
+    config = subject.config
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else platform.machine()
     parts: list[Any] = [
-        *(build_id(), torch.__version__, transformers.__version__, platform.python_version()),
-        # The folder of a config's class has its model's sources.
-        *(described.__qualname__, source_digest(Path(inspect.getfile(described)).parent)),
+        *(build_id(), torch.__version__, transformers.__version__, platform.python_version(), code),
         *(mesh.device.type, device, mesh.topology.sizes, vars(subject.mode), subject.narrow),
-        *(config.mesh.cp_method, config.mesh.sequence_parallel, config.mesh.ep, config.model.attention),
-        *(config.train.fused_loss, config.train.activation_checkpointing),
-        *(config.train.reduce, config.train.accumulate),
+        *(getattr(config, name).model_dump(mode="json", exclude=left) for name, left in _IRRELEVANT.items()),
         subject.architecture.to_json_string(use_diff=False),
     ]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())

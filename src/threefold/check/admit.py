@@ -11,11 +11,12 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PretrainedConfig
 
-from threefold.check import admission_cache
+from threefold.check import admission_cache, probes
+from threefold.check.code_digest import CodeDigest, code_digest
 from threefold.check.compare import PROBE_GRADIENT, Comparison, Difference
 from threefold.check.probe_rows import Mode, row_length
 from threefold.check.probes import PROMISES, OwnForwardError, Subject, probe
@@ -24,6 +25,7 @@ from threefold.errors import ConfigError, ThreefoldError
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
+from threefold.model import load
 from threefold.model.context_parallel.split import heads_of
 from threefold.model.reduced import reduced
 from threefold.plan import choices
@@ -63,26 +65,39 @@ def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Admissi
     if config.model.admission == "off":
         return Admission(("admission: off", "model.admission is off: this model was not checked on this mesh"))
     begun = time.perf_counter()
-    known = mesh.share("admission", lambda: _known(config, architecture, mesh))
-    if known["results"]:
-        return Admission(_said([Difference(**values) for values in known["results"]], "found before"))
     subject = _subject_or_refusal(config, architecture, mesh.topology)
+    key = mesh.decide_on("code", lambda: tuple(_code_of(subject)), lambda codes: _key(subject, mesh, codes))
+    if key is not None and config.model.admission == "auto":
+        kept = mesh.share("admission", lambda: [vars(result) for result in admission_cache.read(key) or ()])
+        if kept:
+            return Admission(_said([Difference(**values) for values in kept], "found before"))
     tried = _tried(subject, mesh)
     if not tried.holds:
         again = [_tried(replace(subject, seed=seed), mesh) for seed in _SEEDS[1:]]
         if not any(each.holds for each in again):
             raise _refusal(config, architecture, mesh, tried)
         tried = next(each for each in again if each.holds)
-    if mesh.rank == 0:
-        admission_cache.keep(known["key"], tried.results)
+    if mesh.rank == 0 and key is not None:
+        admission_cache.keep(key, tried.results)
     return Admission(_said(tried.results, f"{time.perf_counter() - begun:.1f} s"))
 
 
-def _known(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> dict[str, Any]:
-    """The name under which a result is kept, and the result that is there; rank 0 alone looks."""
-    key = admission_cache.key_of(_subject_or_refusal(config, architecture, mesh.topology), mesh)
-    results = admission_cache.read(key) if config.model.admission == "auto" else None
-    return {"key": key, "results": [vars(result) for result in results or ()]}
+def _code_of(subject: Subject) -> CodeDigest:
+    trusted = subject.config.model.trust_remote_code
+    return code_digest(load.outline(subject.architecture, trust_remote_code=trusted), probes)
+
+
+def _key(subject: Subject, mesh: Mesh, codes: list[tuple[str | None, str | None]]) -> str | None:
+    """The name under which a result is kept, of every rank's `CodeDigest`; None: it is not."""
+    classes = [classes for classes, _ in codes]
+    if other := [str(rank) for rank, digest in enumerate(classes) if digest != classes[0]]:
+        raise ConfigError(
+            f"the code of the model on rank{'s' * (len(other) > 1)} {', '.join(other)} is not that of rank 0",
+            expected="the same files, and the same patches of classes, on every rank",
+            fix="start all ranks from one installation, and patch on every rank or on none",
+        )
+    whole = {whole for _, whole in codes}
+    return admission_cache.key_of(subject, mesh, code) if len(whole) == 1 and (code := whole.pop()) else None
 
 
 def _said(results: list[Difference], when: str) -> tuple[str, str]:

@@ -40,6 +40,7 @@ def _train_planted() -> None:
     local_ranks.preload(PRELOAD)
     _, overrides = split(arguments)
     overrides += [("mesh.dp", dp), ("mesh.tp", tp), ("mesh.device", "cpu")]
+    overrides += [("model.admission", "off")]  # plants count the run's own steps, which probes would take too
     loaded = loading.load("config.yaml", overrides, environ={})
     topology, why = topology_here(loaded.config)
     sys.exit(local_ranks.start_ranks(_planted_rank, (plant, loaded, topology, why), num_ranks=topology.world_size))

@@ -116,12 +116,12 @@ def test_other_data_model_or_seed_is_refused(folder: Path, whole: Path) -> None:
         assert "Traceback" not in refused.stderr
 
 
-def test_failing_rank_ends_the_run_with_one_traceback(folder: Path) -> None:
-    """A store that is cut short while the run reads it: one rank's traceback, exit code 1, no hang."""
+@pytest.mark.parametrize(("admission", "named"), [("off", "ValueError: planted"), ("auto", "cannot be computed")])
+def test_failing_rank_ends_the_run_with_one_traceback(folder: Path, admission: str, named: str) -> None:
+    """A rank that fails in its first step, or in a probe before it: one rank's report, exit code 1, no hang."""
     code = (
         "import os, sys\n"
         "from threefold.training import step\n"
-        "from threefold.run.start import train\n"
         "plain = step.TrainStep.run\n"
         "def fail(self, batches, *, lr=None):\n"
         "    if os.environ['RANK'] == '3':\n"
@@ -129,13 +129,13 @@ def test_failing_rank_ends_the_run_with_one_traceback(folder: Path) -> None:
         "    return plain(self, batches, lr=lr)\n"
         "step.TrainStep.run = fail\n"
         "from threefold.__main__ import main\n"
-        "sys.argv = ['threefold', 'train', 'config.yaml', '--mesh.dp', '2', '--mesh.tp', '2', '--log.dir', 'failed']\n"
         "main()\n"
     )
     (folder / "fail.py").write_text(code)
-    done = torchrun(folder, 4, "fail.py")
+    sizes = ("--mesh.dp", "2", "--mesh.tp", "2", "--model.admission", admission)
+    done = torchrun(folder, 4, "fail.py", "train", "config.yaml", *sizes, "--log.dir", f"failed-{admission}")
     assert done.returncode == 1
-    assert done.stderr.count("ValueError: planted") == 1
+    assert done.stderr.count("ValueError: planted") == 1 and done.stderr.count(named) == 1
 
 
 def test_evaluation_counts_each_row_once_and_keeps_the_best(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -261,9 +260,8 @@ def test_given_keys_are_in_the_config_that_is_written(config: Path, tmp_path: Pa
     assert emitted.optimizer.betas == (0.9, 0.99) and emitted.model.config == _8B
 
 
-@pytest.mark.parametrize(("gpus", "most_s"), [(64, 2.0), (16384, 20.0)])
-def test_time_of_a_plan(config: Path, gpus: int, most_s: float) -> None:
-    """Alone in an interpreter, which loads no torch."""
+@pytest.mark.parametrize("gpus", [64, 16384])
+def test_a_plan_loads_no_torch(config: Path, gpus: int) -> None:
     code = (
         "import sys; from threefold.__main__ import main\n"
         "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
@@ -272,11 +270,8 @@ def test_time_of_a_plan(config: Path, gpus: int, most_s: float) -> None:
     asked = ["--gpus", str(gpus), "--gpu", "h100-80gb", "--data.seq_len", "8192"]
     asked += ["--train.global_batch", str(max(512, gpus))]
     command = [sys.executable, "-c", code, "plan", str(config), *asked, "--json"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    # Of a processor, whatever else runs; alone it is a third of that.
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < most_s
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,8 @@ def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Admissi
         if kept:
             return Admission(_said([Difference(**values) for values in kept], "found before"))
     tried = _tried(subject, mesh)
+    if tried.error is not None:
+        raise _refusal(config, architecture, mesh, tried)
     if not tried.holds:
         again = [_tried(replace(subject, seed=seed), mesh) for seed in _SEEDS[1:]]
         if not any(each.holds for each in again):

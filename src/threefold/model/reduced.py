@@ -46,6 +46,9 @@ _WINDOWS = {
     *("sliding_window", "sliding_window_size", "window_size", "attention_window_size", "local_attention"),
     *("attention_chunk_size", "keep_window_size", "index_topk", "local_attention_window_len"),
 }
+_SIZE = re.compile(
+    r"(hidden_size|intermediate_size|_dim|heads|vocab\w*|_id|_rank|layers|experts\w*|theta|base|_width)$"
+)
 _NOISE = re.compile(r"(dropout|pdrop|layerdrop|jitter|mask_(time|feature)_prob)")
 _FEED_FORWARD = re.compile(r"(intermediate_size|ffn_dim|n_inner|d_inner|dff|dim_ff|feed_forward_size|ffn_hidden_size)")
 
@@ -67,6 +70,22 @@ def reduced(config: PretrainedConfig, *, ranks: int = 1, seq_len: int = 32) -> P
             values[name] = reduced(part, ranks=ranks, seq_len=seq_len).to_dict()
     _OWN.get(config.model_type, lambda values: None)(values)
     return type(config).from_dict(values)
+
+
+def lengths_of(config: PretrainedConfig) -> list[int]:
+    """The numbers of a config, nested ones too, that a place in a row may be compared with: no sizes, no tokens."""
+    values = config.get_text_config().to_dict()
+    return sorted({number for name, value in values.items() for number in _numbers(name, value) if number > 1})
+
+
+def _numbers(name: str, value: Any) -> list[int]:
+    if isinstance(value, dict):
+        return [number for own, part in value.items() for number in _numbers(own, part)]
+    if isinstance(value, list):
+        return [number for part in value for number in _numbers(name, part)]
+    if isinstance(value, bool) or not isinstance(value, int | float) or _SIZE.search(name):
+        return []
+    return [int(value)] if value == int(value) else []
 
 
 def same_divisors(real: int, of: int, *, least: int) -> int:

@@ -19,6 +19,7 @@ import torch
 from threefold import progress_bars
 from threefold.audit.compare import Audit
 from threefold.check.admit import admit
+from threefold.check.full_size import admit_full_size
 from threefold.checkpoint import run_template
 from threefold.config.loading import LoadedConfig
 from threefold.data.sampling.loader import Batch
@@ -125,7 +126,8 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, lock: RunLock, watch: Wat
         run = assemble.build_run(asked, mesh, folder, loaded.given or Given(), say=console.print, enter=enter)
         enter("the start")
         extras = extras_of(run, say=console.print)
-        head = head_of(run, why, (admission.said, *fitting.said))
+        full_size = _admit_full_size(run) if run.done < run.num_steps else ()
+        head = head_of(run, why, (admission.said, *full_size, *fitting.said))
         introduce(console, head)
         if run.done >= run.num_steps:
             more = "--train.steps" if config.train.epochs is None else "--train.epochs"
@@ -142,6 +144,15 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, lock: RunLock, watch: Wat
             mesh.barrier()
             mesh.close()
             return conclude(console, run, outcome)
+
+
+def _admit_full_size(run: Built) -> tuple[tuple[str, str], ...]:
+    """What of the run's own forward was probed, for its head."""
+    if run.config.model.admission == "off":
+        return ()
+    data = run.config.data
+    said = admit_full_size(run.model, rows=run.micro_batch, seq_len=data.seq_len, documents=bool(data.document_mask))
+    return () if said is None else (said,)
 
 
 def _open_folder(asked: Asked, mesh: Mesh, lock: RunLock) -> RunFolder:

@@ -206,7 +206,10 @@ def test_what_would_differ_between_data_ranks_is_refused(tmp_path: Path) -> None
             "ConfigError: 1 normalises over the rows of a rank, of which 2 dp ranks have each their own"
         )
         assert other.startswith("ConfigError: rank 1 gives load_model another Linear than rank 0")
-        assert buffer.startswith("ConfigError: the buffer scale differs between the ranks")
+        assert buffer.startswith(
+            "RunError: the copies of scale differ after step 1, which is not saved: rank 1 from rank 0"
+        )
+        assert "dist.all_reduce(module.scale" in buffer
         assert extra.startswith("ConfigError: ranks 0 and 1 save different values as extra")
     assert not (tmp_path / "checkpoints").exists()
 

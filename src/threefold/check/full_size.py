@@ -8,7 +8,7 @@ allocated and compiled anyway.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -75,9 +75,10 @@ def admit_full_size(model: Model, *, rows: int, seq_len: int, documents: bool) -
     if model.context is None or model.asked is None or model.architecture is None:
         return None
     begun, mesh = time.perf_counter(), model.mesh
-    changes = _changes(seq_len, documents=documents, rows=rows, lengths=lengths_of(model.architecture))
+    changes = _changes(seq_len, documents=documents, lengths=lengths_of(model.architecture))
     probe = _Probe(model, rows, seq_len, documents)
     with _untouched(model):
+        probe.rows_apart()
         probe.round(0, changes)
         pair_s = mesh.share("a probe's time", lambda: probe.seconds)
         needed = -(-len(changes) // probe.slots)
@@ -87,11 +88,12 @@ def admit_full_size(model: Model, *, rows: int, seq_len: int, documents: bool) -
         if mesh.decide("full size", bool(probe.failures), any):
             # Of a router's near tie only the rounding of these very rows decides: other rows move other tokens.
             again = _Probe(model, rows, seq_len, documents, seed=1)
+            again.rows_apart()
             for number in range(rounds):
                 again.round(number, changes)
             probe.failures = {key: value for key, value in probe.failures.items() if key in again.failures}
-    first = sorted((*key, *value) for key, value in probe.failures.items())[:1]
-    failed = mesh.decide("not at full size", first, _first_failure)
+    own = _first_failure([*key, *value] for key, value in probe.failures.items())
+    failed = mesh.decide("not at full size", own, lambda parts: _first_failure(part for part in parts if part))
     if failed is not None:
         raise _refusal(model, failed, seq_len)
     num_cuts = len({change.first for change in changes[: rounds * probe.slots] if change.promise == "causality"})
@@ -100,10 +102,9 @@ def admit_full_size(model: Model, *, rows: int, seq_len: int, documents: bool) -
     return f"its own forward: causal to token {seq_len:,} of {seq_len:,}", how
 
 
-def _first_failure(parts: list[list[Any]]) -> list[Any] | None:
-    """The first of all ranks' failures, those of the promise that stands first in the table."""
-    failures = [failure for part in parts for failure in part]
-    return min(failures, key=lambda failure: [*_PROMISES].index(failure[0]), default=None)
+def _first_failure(failures: Iterable[list[Any]]) -> list[Any] | None:
+    """The failure of the promise that stands first in the table, at the lowest token."""
+    return min(failures, key=lambda failure: ([*_PROMISES].index(failure[0]), failure[1]), default=None)
 
 
 def _refusal(model: Model, failure: list[Any], seq_len: int) -> ConfigError:
@@ -119,14 +120,13 @@ def _refusal(model: Model, failure: list[Any], seq_len: int) -> ConfigError:
     )
 
 
-def _changes(seq_len: int, *, documents: bool, rows: int, lengths: list[int]) -> list[_Change]:
+def _changes(seq_len: int, *, documents: bool, lengths: list[int]) -> list[_Change]:
     """All that is looked at, the most telling first."""
     quarter, three = max(1, seq_len // 4), max(1, 3 * seq_len // 4)
-    apart = [_Change("documents", place // 2, place, place) for place in (three, quarter) if documents and place > 1]
+    apart = [_Change("documents", 0, place, place) for place in (three, quarter) if documents]
     cuts = [place for place in dict.fromkeys([seq_len - 1, quarter, three, *lengths]) if 0 < place < seq_len]
     last, *others = [_Change("causality", place, seq_len) for place in cuts] or [_Change("causality", 0, seq_len)]
-    others_change = [_Change("composition", seq_len, seq_len)] if rows > 1 else []
-    return [last, *apart[:1], *others_change, *others, *apart[1:]]
+    return [last, *apart[:1], *others, *apart[1:]]
 
 
 class _Probe:
@@ -150,14 +150,25 @@ class _Probe:
         self._bound = FORWARD_FLOAT8 if asked.train.float8 != "none" else narrow
         self._places = local_positions(seq_len, cp_size=mesh.size("cp"), cp_rank=mesh.cp_rank)
 
+    def rows_apart(self) -> None:
+        """A pair of forwards in which every second row is another one, and the rows between must stay as they are."""
+        same, other = _Change("composition", self._seq_len, self._seq_len), _Change("causality", 0, self._seq_len)
+        if self._rows > 1:
+            self._pair("rows", [(same, other)[row % 2] for row in range(self._rows)])
+
     def round(self, number: int, changes: list[_Change]) -> None:
         """One pair of forwards; in the last round, slots that are left look at places in between."""
-        begun, mesh, seq_len = time.perf_counter(), self._model.mesh, self._seq_len
-        generator = torch.Generator().manual_seed(seed_of("full size", self._seed, number, mesh.dp_rank))
+        mesh, seq_len = self._model.mesh, self._seq_len
         first = number * self.slots + mesh.dp_rank * self._rows
         own = changes[first : first + self._rows]
+        generator = torch.Generator().manual_seed(seed_of("places", self._seed, number, mesh.dp_rank))
         drawn = torch.randint(1, max(2, seq_len), (self._rows - len(own),), generator=generator).tolist()
-        own += [_Change("causality", min(place, seq_len - 1), seq_len) for place in drawn]
+        self._pair(number, own + [_Change("causality", min(place, seq_len - 1), seq_len) for place in drawn])
+
+    def _pair(self, name: int | str, own: list[_Change]) -> None:
+        """Looks at what moves in rows [rows, seq_len] of which each has a change of its own."""
+        begun, seq_len = time.perf_counter(), self._seq_len
+        generator = torch.Generator().manual_seed(seed_of("full size", self._seed, name, self._model.mesh.dp_rank))
         lowest = min(3, self._vocabulary - 1)
         ids = torch.randint(lowest, self._vocabulary, (self._rows, seq_len), generator=generator)
         other = lowest + (ids - lowest + 1) % (self._vocabulary - lowest)
@@ -183,10 +194,10 @@ class _Probe:
 
     def _failed(self, promise: str, token: int, change: _Change, moved: float) -> None:
         place = int(self._places[token])
-        if promise == "documents" and place < change.first:
-            promise = "causality"
-        what = f"what is from token {change.first + 1:,} on" if change.first < self._seq_len else "another row"
-        self.failures.setdefault((promise, place + 1), (what, moved))
+        changed = (
+            "another row" if promise == "composition" else f"what is in tokens {change.first + 1:,} to {change.end:,}"
+        )
+        self.failures.setdefault((promise, place + 1), (changed, moved))
 
     def _hidden(self, rows: Mapping[str, Tensor]) -> Tensor:
         """What is below the head, float32 [rows, tokens of this cp rank, hidden]; else the logits."""

@@ -35,7 +35,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
             kept["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             kept["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             kept["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        for key, value in _plain(kept).items():
+        for key, value in plain_state(kept).items():
             if (wrong := _cannot_be_kept(value, parameter)) is not None:
                 kind = type(optimizer).__name__
                 raise ConfigError(
@@ -48,7 +48,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return state
 
 
-def _plain(kept: dict[str, object]) -> dict[str, object]:
+def plain_state(kept: dict[str, object]) -> dict[str, object]:
     """The state with tensors that are made of others (torchao's of 8 bits) as those: `exp_avg.codes` and so on."""
     found: dict[str, object] = {}
     for key, value in kept.items():
@@ -103,5 +103,5 @@ def refuse_other_state(model: nn.Module, optimizer: torch.optim.Optimizer, index
         return
     for name, parameter in model.named_parameters():
         kept = optimizer.state.get(parameter, {})
-        if kept and not any(f"{_PREFIX}{key}.{name}" in held for key in _plain(kept)):
+        if kept and not any(f"{_PREFIX}{key}.{name}" in held for key in plain_state(kept)):
             del optimizer.state[parameter]

@@ -26,6 +26,9 @@ from threefold.errors import CheckpointError
 from threefold.mesh.mesh import Mesh
 from threefold.model.weight_check import is_adapter
 
+# (stride, size) of each axis that a tensor is split over, in ranks.
+Axes = tuple[tuple[int, int], ...]
+
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Returns weights and moments as live tensors: copying into them changes the run."""
@@ -150,12 +153,12 @@ def holdings(state: Mapping[str, Tensor], mesh: Mesh) -> list[Holding]:
         # Layers have the same boxes: compute them once.
         kind = (tensor.shape, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else tensor.shape
         if kind not in known:
-            known[kind] = _holders(tensor, mesh), boxes_held(tensor)
-        holders, boxes = known[kind]
-        written = loads.setdefault(holders, [0] * len(holders))
+            known[kind] = holders(sharded_axes(tensor), mesh.rank, mesh.world_size), boxes_held(tensor)
+        sharers, boxes = known[kind]
+        written = loads.setdefault(sharers, [0] * len(sharers))
         turn = written.index(min(written))
         written[turn] += tensor.numel() * tensor.element_size()
-        shape, writes = tuple(tensor.shape), holders[turn] == mesh.rank
+        shape, writes = tuple(tensor.shape), sharers[turn] == mesh.rank
         found += [Holding(name, shape, box, inside, writes) for box, inside in boxes]
     return found
 
@@ -179,13 +182,13 @@ def own_parts(state: Mapping[str, Tensor], held: Sequence[Holding]) -> list[Tens
     )
 
 
-def _holders(tensor: Tensor, mesh: Mesh) -> tuple[int, ...]:
-    """Returns the ranks that hold the same box of the tensor as this one, in ascending order.
+def sharded_axes(tensor: Tensor) -> Axes:
+    """The axes that a tensor is split over, empty if every rank holds all of it.
 
     Along an axis of a DeviceMesh, ranks are a stride apart, so a rank's place on it is a digit of the rank's number.
     That gives the place of every rank, even outside the tensor's own mesh.
     """
-    digits: list[tuple[int, int]] = []
+    axes: list[tuple[int, int]] = []
     if isinstance(tensor, DTensor):
         ranks = tensor.device_mesh.mesh
         for dim, placed in enumerate(tensor.placements):
@@ -193,12 +196,19 @@ def _holders(tensor: Tensor, mesh: Mesh) -> tuple[int, ...]:
                 line = ranks.movedim(dim, 0).flatten(1)[:, 0].tolist() if ranks.ndim > 1 else ranks.tolist()
                 stride, size = line[1] - line[0], len(line)
                 assert [rank // stride % size for rank in line] == list(range(size)), f"{line} is not regular"
-                digits.append((stride, size))
+                axes.append((stride, size))
+    return tuple(axes)
 
-    def place(rank: int) -> list[int]:
-        return [rank // stride % size for stride, size in digits]
 
-    return tuple(rank for rank in range(mesh.world_size) if place(rank) == place(mesh.rank))
+def place_on(axes: Axes, rank: int) -> tuple[int, ...]:
+    """Which part of such a tensor a rank holds: its place on each of the axes."""
+    return tuple(rank // stride % size for stride, size in axes)
+
+
+def holders(axes: Axes, rank: int, world_size: int) -> tuple[int, ...]:
+    """Returns the ranks that hold the same part of such a tensor as `rank`, in ascending order."""
+    own = place_on(axes, rank)
+    return tuple(other for other in range(world_size) if place_on(axes, other) == own)
 
 
 def _indices(tensor: Tensor) -> list[Sequence[int]]:

@@ -21,8 +21,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from threefold.config.schema import LoraConfig
 from threefold.errors import Problem
@@ -33,6 +35,7 @@ from threefold.model.tensor_parallel.plan import TensorParallelism
 from threefold.model.weight_check import is_adapter, original
 
 ADAPTER = "default"
+_LATENT = "mla_kv_a_proj"
 
 
 def problems(asked: LoraConfig, build: Callable[[], PreTrainedModel], *, name: str) -> list[Problem]:
@@ -76,8 +79,12 @@ def inject(model: PreTrainedModel, asked: LoraConfig, tensor: TensorParallelism,
     partial = [renamed[name] for name in tensor.partial_gradients]
     shared = tensor.shared_input
     for name, module in _adapted(model):
-        if (style := tensor.projections.get(name)) is None:
-            continue
+        style = tensor.projections.get(name)
+        if style == _LATENT:
+            assert mesh.parameter_mesh is not None
+            module.forward = _latent_forward(module, mesh.parameter_mesh["tp"])
+        if style not in ("colwise", "rowwise"):
+            continue  # a whole layer, whose adapter is whole
         assert mesh.parameter_mesh is not None and shared is not None
         columns = style == "colwise"
         (split, placement), whole = (("lora_B", Shard(0)), "lora_A") if columns else (("lora_A", Shard(1)), "lora_B")
@@ -112,6 +119,22 @@ def _column_forward(module: Any, shared: SharedInput) -> Callable[[Tensor], Tens
     def forward(x: Tensor) -> Tensor:
         y: Tensor = module.base_layer(x)
         return y + _product(module, shared.take(x))
+
+    return forward
+
+
+def _latent_forward(module: Any, axis: DeviceMesh) -> Callable[[Tensor], Tensor]:
+    """Keys and values before their heads: the positions' part goes to every head, and each tp rank has some of them.
+
+    The plan sums the gradient of that part behind the layer; behind the adapter's product it is summed too.
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        y: Tensor = module.base_layer(x)
+        if module.disable_adapters:
+            return y
+        style = ALL_PARALLEL_STYLES[_LATENT]
+        return y + style.transform_output_post_forward(module.base_layer, _product(module, x), axis)
 
     return forward
 

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from threefold.audit import record as audit_record
 from threefold.checkpoint import run_template
 from threefold.checkpoint import state as run_state
+from threefold.checkpoint.copies import refuse_drift, state_held
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, newest_undamaged
 from threefold.checkpoint.manifest import (
     ChangedKey,
@@ -106,6 +107,8 @@ class Checkpointer:
             best = eval_loss
         if not due and best is None:
             return
+        copies = state_held(self.model.module, self.optimizer) | (self.ema.state() if self.ema is not None else {})
+        refuse_drift(copies, self.mesh, when=f"after step {step}, which is not saved")
         asked, checkpoints, manifest = self.config.checkpoint, self.folder.checkpoints, self._manifest()
 
         def commit(seals: Mapping[str, Seal]) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from threefold.checkpoint.copies import refuse_drift, state_held
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, DataError
 from threefold.model.data_parallel import reshard
@@ -62,7 +63,8 @@ class EvalStep:
 
     def _totals(self, batches: Iterable[Mapping[str, Any]]) -> list[float]:
         model, mesh = self._model, self._model.mesh
-        trained = model.module.training
+        trained, buffers = model.module.training, model.context is not None
+        refuse_drift(state_held(model.module, None, buffers=buffers), mesh, when="before an evaluation")
         model.eval()
         totals = torch.zeros(2 + len(self._measures), dtype=torch.float64, device=mesh.device)
         reader = Batches(model, own_loss=self._loss is not None, labels=self._loss_on == "log_probabilities")

@@ -21,12 +21,13 @@ import transformers
 
 from threefold.build_id import build_id
 from threefold.checkpoint import state as run_state
+from threefold.checkpoint.copies import refuse_drift, state_held
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, checkpoint_at, damaged
 from threefold.checkpoint.manifest import architecture_of, read_manifest, refuse_other, refuse_other_base
 from threefold.checkpoint.saver import Save, Saver
 from threefold.checkpoint.seal import Seal
 from threefold.checkpoint.shards import Index
-from threefold.checkpoint.tensors import TensorPart, bytes_of
+from threefold.checkpoint.tensors import TensorPart
 from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config
 from threefold.data.order.permutation import seed_of
@@ -92,7 +93,7 @@ def save(
     rates = rates_of(optimizer)
     described = {"loader": state_of_loader(loader), "extra": dict(extra or {}), "optimizer": rates}
     mesh.decide_on("what is saved", lambda: digests_of(described, step), lambda parts: refuse_other_values(parts))
-    refuse_other_buffers(model)
+    _refuse_other_copies(model, optimizer_of(optimizer), step)
     saver = _saver_of(model, optimizer_of(optimizer), background=not wait)
     checkpoints, manifest = CheckpointFolder(Path(folder)), _manifest(model, described)
 
@@ -166,6 +167,17 @@ def _check(model: Model, step: int, keep: int | None) -> None:
         raise ConfigError(f"step = {step!r}", expected="the number of the last step done", fix="step=100")
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ConfigError(f"keep = {keep!r}", expected="how many checkpoints to keep, at least 1", fix="keep=3")
+
+
+def _refuse_other_copies(model: Model, optimizer: torch.optim.Optimizer | None, step: int) -> None:
+    when = f"after step {step}, which is not saved"
+    refuse_drift(state_held(model.module, optimizer, buffers=model.context is not None), model.mesh, when=when)
+    if model.context is None:
+        buffers = dict(model.module.named_buffers())
+        averaged = (
+            f"dist.all_reduce(module.{next(iter(buffers), '')}, dist.ReduceOp.AVG) in the loop, before it is saved"
+        )
+        refuse_drift(buffers, model.mesh, when=when, fix=averaged)
 
 
 def _state(model: Model, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
@@ -334,21 +346,3 @@ def refuse_other_values(parts: list[dict[str, Any]]) -> str:
                 else f"take {wrong[0]} from what is the same on all ranks, as the loss of a step is",
             )
     return ""
-
-
-def refuse_other_buffers(model: Model) -> None:
-    """RunError if buffers of one's own module, which are saved once, have become different on the ranks."""
-    if model.context is not None or not (buffers := dict(model.module.named_buffers())):
-        return
-    seen = {name: hashlib.sha256(bytes_of(each.cpu())).hexdigest() for name, each in buffers.items()}
-
-    def judge(parts: list[dict[str, str]]) -> str:
-        if wrong := [name for name in seen if len({part[name] for part in parts}) > 1]:
-            raise ConfigError(
-                f"the buffer {wrong[0]} differs between the ranks",
-                expected="the same on every rank: forward changed it by the rows of one",
-                fix=f"dist.all_reduce(module.{wrong[0]}, dist.ReduceOp.AVG) in the loop, before it is saved",
-            )
-        return ""
-
-    model.mesh.decide("buffers", seen, judge)

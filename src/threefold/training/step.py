@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from threefold.checkpoint.copies import refuse_drift, state_held
+from threefold.config.observation import AuditConfig
 from threefold.config.optimizer import OptimizerConfig
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError
@@ -112,6 +114,10 @@ class TrainStep:
         self._unsharded = model.asked is None or model.asked.train.accumulate == "unsharded"
         # The count that divides the loss is global.
         self._averaged_over = model.sums.averaged_over
+        self._steps, self._compare_every = (
+            0,
+            model.asked.audit.every if model.asked is not None else AuditConfig().every,
+        )
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -180,7 +186,18 @@ class TrainStep:
         norm = self._gradients.complete(clip=self._grad_clip, scale=scale, observe=self._observe)
         self._progress.enter("optimizer")
         self._update(norm, lr)
+        self._steps += 1
+        if self._steps == 1 or (self._compare_every and self._steps % self._compare_every == 0):
+            self._compare_copies()
         return replace(result, grad_norm=norm)
+
+    def _compare_copies(self) -> None:
+        """RunError on every rank if what several of them hold whole is not the same any more."""
+        state = state_held(self.model.module, self.optimizer, buffers=self.model.context is not None)
+        state |= self._ema.state() if self._ema is not None else {}
+        refuse_drift(
+            state, self._mesh, when="after the first step" if self._steps == 1 else f"after {self._steps} steps"
+        )
 
     def _backward(self, batches: Sequence[Batch]) -> tuple[StepResult, None]:
         ranks, device = self._averaged_over, self._mesh.device

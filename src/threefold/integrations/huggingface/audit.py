@@ -30,7 +30,7 @@ from threefold.errors import Problem, ranks_text
 from threefold.integrations.huggingface.counter import RowCounter, from_all_ranks, queue_of
 from threefold.integrations.huggingface.data import Taken, TrainLoader
 from threefold.integrations.huggingface.lengths import GroupedSampler
-from threefold.integrations.huggingface.state import all_ranks, in_trainer_words
+from threefold.integrations.huggingface.state import all_ranks, in_trainer_words, refuse_other_copies
 from threefold.jsonl import MetricsFile
 
 log = logging.get_logger(__name__)
@@ -48,8 +48,10 @@ class AuditCallback(TrainerCallback):
     def __init__(self, every: int = 10) -> None:
         self.every = every
         self._audit: OrderAudit | RowCounter | None = None
+        self._steps = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steps = 0
         self._audit = self._audit_of(args, state, kwargs["train_dataloader"])
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -61,6 +63,9 @@ class AuditCallback(TrainerCallback):
             self._audit.micro_batch()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steps += 1
+        if self._steps == 1 or state.global_step % self.every == 0:
+            refuse_other_copies(args, kwargs["model"], kwargs["optimizer"], step=state.global_step)
         if self._audit is None:
             return
         self._audit.micro_batch()

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,11 +31,13 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from threefold.checkpoint.copies import refuse_drift, state_held
 from threefold.checkpoint.layout import checkpoint_at, seal_folder
 from threefold.checkpoint.saver import Save, Saver
 from threefold.checkpoint.shards import Index
 from threefold.checkpoint.state import damage_found, fit, holdings, own_parts, read_into
 from threefold.errors import CheckpointError, DataError, Problem, RunError
+from threefold.integrations.huggingface.counter import from_all_ranks
 from threefold.integrations.huggingface.data import TrainLoader
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
@@ -43,6 +46,7 @@ log = logging.get_logger(__name__)
 PLACE_FILE = "threefold.json"
 STATE_FOLDER = "threefold-state"
 _FORMAT = 1
+_COPIES = "trainer.train(resume_from_checkpoint=True); look for code that changes a tensor on one rank, as a callback's"
 _OLDER = "resume from an older checkpoint: trainer.train(resume_from_checkpoint='.../checkpoint-...')"
 _SAME = "resume with the model and the optim that the run began with"
 # What keys of the configuration are called in TrainingArguments.
@@ -130,6 +134,18 @@ def save_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
     except RunError as error:
         fix = "free some disk space (`df -h`), then trainer.train(resume_from_checkpoint=True)"
         raise RunError.of([replace(error.problems[0], fix=fix)]) from None
+
+
+def refuse_other_copies(args: Any, model: nn.Module, optimizer: Any, *, step: int) -> None:
+    """RunError on every rank if ranks that hold the same part of a tensor hold other numbers; every rank calls it.
+
+    FSDP's and DeepSpeed's own flat shards are not compared: no other rank has a copy of them.
+    """
+    if args.deepspeed or args.fsdp or not dist.is_initialized():
+        return
+    held = state_held(model, getattr(optimizer, "optimizer", optimizer), buffers=False)
+    when = f"after step {step}"
+    refuse_drift(held, all_ranks(), when=when, gather=lambda own: np.stack(from_all_ranks(own)), fix=_COPIES)
 
 
 def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

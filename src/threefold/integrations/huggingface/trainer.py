@@ -237,7 +237,18 @@ class Trainer(transformers.Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(state.newest_complete(Path(self.args.output_dir)))
         self._checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        self._prepare_model_again()
         return super().train(resume_from_checkpoint or None, *args, **kwargs)
+
+    def _prepare_model_again(self) -> None:
+        """Lets training wrap the model: an evaluation before it marks the model itself as prepared, for no gradients.
+
+        Without, `train` after `evaluate` or `predict` would train every rank's copy alone.
+        """
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            return  # these wrap it in the same way for both
+        if self.model.__dict__.pop("_is_accelerate_prepared", False):
+            self.accelerator._models = [each for each in self.accelerator._models if each is not self.model]
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """As transformers'; after a resume the remaining steps are counted from the saved place."""
@@ -288,6 +299,7 @@ class Trainer(transformers.Trainer):
             if isinstance(callback, AuditCallback):
                 callback.check()
         loader, step = self._train_loader, self.state.global_step
+        state.refuse_other_copies(self.args, self.model, self.optimizer, step=step)
         if isinstance(loader, TrainLoader) and self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{step}"
             state.save_place(folder, step=step, loader=loader.state_dict(), global_batch=loader.sampler.global_batch)

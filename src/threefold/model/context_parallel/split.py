@@ -10,7 +10,7 @@ of some heads to every rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,6 +118,7 @@ class ContextParallel:
         self._lengths: Tensor | None = None
         self._documents: DocumentRows | None = None
         self._positions: Tensor | None = None
+        self._with_split_heads: set[torch.nn.Module] = set()
         AttentionInterface.register(self.name, self._attention)
         AttentionMaskInterface.register(self.name, self._mask)
 
@@ -135,6 +136,16 @@ class ContextParallel:
             self.refused_documents = ConfigError.of(problems)
         self._carries = keep_documents_apart(model, lambda: self._documents)
         return None if self._carries and not backend.asks_for_attention(model) else why
+
+    def note_split_heads(self, model: PreTrainedModel, split: Iterable[str]) -> None:
+        """Takes the names of the parameters that tp has split: their modules have other heads on each tp rank.
+
+        Attention that a plan leaves whole is computed by all of them alike, with the same noise.
+        """
+        owners = {
+            ".".join(parts[:end]) for parts in (name.split(".") for name in split) for end in range(1, len(parts))
+        }
+        self._with_split_heads = {module for name, module in model.named_modules() if name in owners}
 
     @contextmanager
     def batch(self, rows: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -211,8 +222,8 @@ class ContextParallel:
         return sequence_to_heads(output.transpose(1, 2), self._group).transpose(1, 2).contiguous(), None
 
     def _attend(self, module: torch.nn.Module, query: Tensor, *others: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Attention of heads that are all here; tp ranks, which have others, drop other weights of theirs."""
-        if self._tp_rank is None or not kwargs.get("dropout"):
+        """Attention of heads that are all here; tp ranks that have others drop other weights of theirs."""
+        if self._tp_rank is None or module not in self._with_split_heads or not kwargs.get("dropout"):
             return attend(module, query, *others, **kwargs)
         with noise.of_heads(self._tp_rank, query.device):
             return attend(module, query, *others, **kwargs)

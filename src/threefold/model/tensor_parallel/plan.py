@@ -44,7 +44,7 @@ class TensorParallelism:
         partial_gradients: names of the replicated parameters whose gradient each tp rank knows only in part.
         vocabulary_start: first vocabulary entry of this rank's logits; None if its logits are complete.
         sequence_group: the tp ranks that share the sequence between the split parts; None if each holds all of it.
-        projections: name of each plain layer split by `colwise` or `rowwise` -> which.
+        projections: name of each plain layer with a rule -> which; those of `colwise` and `rowwise` have our forward.
         shared_input: what the split projections read; None if there are none.
     """
 
@@ -253,6 +253,8 @@ def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh, shared: Sha
         owner = modules[name if name in modules else name.rpartition(".")[0]]
         if (type(owner), style) not in _OUR_STYLES:
             theirs[name] = style
+            if type(owner) is nn.Linear and name in modules:
+                projections[name] = style
         elif name in parameters:
             ALL_PARALLEL_STYLES[style].shard_param(owner, name.rpartition(".")[2], mesh.parameter_mesh["tp"])
         elif style == "embedding_rowwise":

@@ -116,7 +116,10 @@ def test_hang_that_lasts_ends_the_run(tmp_path: Path, hang: Hang) -> None:
 @pytest.mark.slow
 def test_rank_that_hangs_in_the_compiler_is_named(tmp_path: Path) -> None:
     prepare(tmp_path)
-    hang, steps = Hang("compile", 1, r"the warm-up \(compiling\)"), ("--train.steps", "2", "--train.compile", "true")
+    hang, steps = (
+        Hang("compile", 1, r"admission at full size \(compiling\)"),
+        ("--train.steps", "2", "--train.compile", "true"),
+    )
     with hanging(tmp_path, [hang], "--log.dir", "run", "--mesh.dp", "2", *steps, *LIMITS) as run:
         check(run.named(hang), hang)
         assert run.running.wait(60) == 0, run.err

@@ -39,6 +39,17 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 FUSED = {**TINY_LLAMA, "model_type": "phi3", "pad_token_id": 0}
 EXPERTS = {**TINY_LLAMA, "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
 EXPERTS |= {"moe_intermediate_size": 16, "pad_token_id": 0}
+# Latent keys and values, of which the positions' part goes to every head.
+LATENT = {
+    **TINY_LLAMA,
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+}
+LATENT_TARGETS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+LATENT |= {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "topk_group": 1, "q_lora_rank": 12}
+LATENT |= {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8}
 CASES: list[tuple[str, dict[str, Any], Sizes, bool | str]] = [
     ("llama", TINY_LLAMA, (1, 1, 1, 1), "auto"),
     ("llama", TINY_LLAMA, (2, 1, 1, 1), "auto"),
@@ -50,6 +61,7 @@ CASES: list[tuple[str, dict[str, Any], Sizes, bool | str]] = [
     ("llama", TINY_LLAMA, (2, 1, 2, 2), "auto"),
     ("phi3", FUSED, (1, 1, 1, 2), "auto"),
     ("qwen3_moe", EXPERTS, (1, 2, 1, 2), "auto"),
+    ("deepseek_v2", LATENT, (1, 1, 1, 2), "auto"),
 ]
 
 
@@ -69,11 +81,15 @@ def _train_on_mesh(sizes: Sizes, model_config: dict[str, Any], scatter: bool | s
     from threefold.training.step import TrainStep, mean_loss
 
     lora.initial = _values
+    latent = "kv_lora_rank" in model_config
     replicate, shard, cp, tp = sizes
     mesh = init_mesh(replicate * shard, dp_shard=shard, cp=cp, tp=tp, device="cpu")
     config = validate(
         {
-            "model": {"config": model_config, "lora": LORA},
+            "model": {
+                "config": model_config,
+                "lora": {**LORA, **({"target_modules": LATENT_TARGETS} if latent else {})},
+            },
             "mesh": {"sequence_parallel": scatter},
             "data": {"seq_len": SEQ_LEN},
             "optimizer": {"lr": LR},
@@ -107,7 +123,9 @@ def _train_alone(model_config: dict[str, Any]) -> Any:
     values = dict(model_config)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    targets = ATTENTION if "num_experts" in model_config else "all-linear"
+    targets: Any = ATTENTION if "num_experts" in model_config else "all-linear"
+    if "kv_lora_rank" in model_config:
+        targets = LATENT_TARGETS
     peft_config = LoraConfig(r=LORA["r"], lora_alpha=LORA["alpha"], target_modules=targets, task_type="CAUSAL_LM")
     inject_adapter_in_model(peft_config, model)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

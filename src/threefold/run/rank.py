@@ -124,9 +124,10 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, lock: RunLock, watch: Wat
         watch.folder = folder.path
         enter("data preparation")
         run = assemble.build_run(asked, mesh, folder, loaded.given or Given(), say=console.print, enter=enter)
+        enter("admission at full size")
+        full_size = _admit_full_size(run) if run.done < run.num_steps else ()
         enter("the start")
         extras = extras_of(run, say=console.print)
-        full_size = _admit_full_size(run) if run.done < run.num_steps else ()
         head = head_of(run, why, (admission.said, *full_size, *fitting.said))
         introduce(console, head)
         if run.done >= run.num_steps:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from architectures import NAMES, NOT_RUN, config_of
 from threefold.checkpoint.manifest import architecture_of, architecture_problems, read_architecture
-from threefold.model.reduced import VOCABULARY, WINDOW, reduced
+from threefold.model.reduced import VOCABULARY, WINDOW, lengths_of, reduced
 
 # One of each kind: attention, windows, latent attention, experts, states, parts, tables of positions.
 SAMPLE = (
@@ -240,3 +240,15 @@ def test_published_configs(name: str, ranks: int) -> None:
     assert {key for key, value in real.to_dict().items() if value is None} == {
         key for key, value in small.to_dict().items() if value is None
     }
+
+
+def test_places_in_a_row_are_told_from_sizes() -> None:
+    assert lengths_of(AutoConfig.for_model("mamba2", time_step_limit=(0.0, float("inf")), chunk_size=48)).count(48) == 1
+    lengths = lengths_of(AutoConfig.for_model("llama4_text", hidden_size=1234, floor_scale=77, attention_chunk_size=99))
+    assert {77, 99} <= set(lengths) and 1234 not in lengths
+
+
+def test_queries_are_scaled_inside_the_probes_rows_where_they_are_in_the_runs() -> None:
+    real = AutoConfig.for_model("llama4_text", floor_scale=8192)
+    assert reduced(real, seq_len=32, real_seq_len=8191).floor_scale == 8192
+    assert reduced(real, seq_len=32, real_seq_len=8192).floor_scale < 32

@@ -131,7 +131,7 @@ def _subject(config: Config, architecture: PretrainedConfig, topology: Topology)
     method = choices.cp_method(asked.cp_method, topology, heads=heads, seq_len=run_length).value
     shared_evenly = run_length % (topology.cp * topology.tp) == 0
     ranks = topology.tp * (topology.cp if method == "ulysses" else 1)
-    small = reduced(architecture, ranks=ranks, seq_len=seq_len)
+    small = reduced(architecture, ranks=ranks, seq_len=seq_len, real_seq_len=run_length)
     as_probed = config.model_copy(
         update={
             "model": config.model.model_copy(

@@ -46,6 +46,8 @@ _WINDOWS = {
     *("sliding_window", "sliding_window_size", "window_size", "attention_window_size", "local_attention"),
     *("attention_chunk_size", "keep_window_size", "index_topk", "local_attention_window_len"),
 }
+# From such a place in a row or document on, queries are scaled by their place.
+_FLOORS = {"floor_scale", "log_scaling_n_floor"}
 _SIZE = re.compile(
     r"(hidden_size|intermediate_size|_dim|heads|vocab\w*|_id|_rank|layers|experts\w*|theta|base|_width)$"
 )
@@ -53,7 +55,7 @@ _NOISE = re.compile(r"(dropout|pdrop|layerdrop|jitter|mask_(time|feature)_prob)"
 _FEED_FORWARD = re.compile(r"(intermediate_size|ffn_dim|n_inner|d_inner|dff|dim_ff|feed_forward_size|ffn_hidden_size)")
 
 
-def reduced(config: PretrainedConfig, *, ranks: int = 1, seq_len: int = 32) -> PretrainedConfig:
+def reduced(config: PretrainedConfig, *, ranks: int = 1, seq_len: int = 32, real_seq_len: int = 32) -> PretrainedConfig:
     """A copy of an architecture's config with 2 to 4 layers, of each kind that it has at least one, and small widths.
 
     Heads, key-value heads, experts and the widths between them share the divisors with `ranks` that the real ones have.
@@ -63,11 +65,12 @@ def reduced(config: PretrainedConfig, *, ranks: int = 1, seq_len: int = 32) -> P
     Args:
         ranks: that heads, experts or widths are divided among, over all axes that divide them.
         seq_len: tokens of a row.
+        real_seq_len: tokens of a row of the real model: what begins inside of it begins inside of `seq_len` too.
     """
-    values = _ReducedSizes(config, ranks=ranks, seq_len=seq_len).values()
+    values = _ReducedSizes(config, ranks=ranks, seq_len=seq_len, real_seq_len=real_seq_len).values()
     for name, part in vars(config).items():
         if isinstance(part, PretrainedConfig):
-            values[name] = reduced(part, ranks=ranks, seq_len=seq_len).to_dict()
+            values[name] = reduced(part, ranks=ranks, seq_len=seq_len, real_seq_len=real_seq_len).to_dict()
     _OWN.get(config.model_type, lambda values: None)(values)
     return type(config).from_dict(values)
 
@@ -85,7 +88,7 @@ def _numbers(name: str, value: Any) -> list[int]:
         return [number for part in value for number in _numbers(name, part)]
     if isinstance(value, bool) or not isinstance(value, int | float) or _SIZE.search(name):
         return []
-    return [int(value)] if value == int(value) else []
+    return [int(value)] if float(value).is_integer() else []
 
 
 def same_divisors(real: int, of: int, *, least: int) -> int:
@@ -97,9 +100,9 @@ def same_divisors(real: int, of: int, *, least: int) -> int:
 class _ReducedSizes:
     """The reduced values of one config, of which each depends on a few found before it."""
 
-    def __init__(self, config: PretrainedConfig, *, ranks: int, seq_len: int) -> None:
+    def __init__(self, config: PretrainedConfig, *, ranks: int, seq_len: int, real_seq_len: int) -> None:
         self._ranks = ranks
-        self._seq_len = seq_len
+        self._seq_len, self._real_seq_len = seq_len, real_seq_len
         self._real: Values = {name: value for name, value in config.to_dict().items() if not _is_part(config, name)}
         self._layers = kept_layers(self._real)
         kv_heads = first_of(self._real, _KV_HEADS)
@@ -164,6 +167,7 @@ class _ReducedSizes:
             (_EXPERTS.__contains__, lambda value: value if value < 4 else same_divisors(value, ranks, least=4)),
             (_PICKED.__contains__, lambda value: min(value, 2)),
             (_WINDOWS.__contains__, lambda value: min(value, WINDOW)),
+            (_FLOORS.__contains__, lambda value: min(value, WINDOW) if value <= self._real_seq_len else value),
             (_POSITIONS.__contains__, lambda value: max(2 * self._seq_len, 64)),
             (re.compile(r"(^|_)vocab(_size|$)").search, lambda value: value if value < VOCABULARY else VOCABULARY),
             (re.compile(r"(moe|expert|shared)\w*(intermediate|hidden)_size$").search, self._width(32)),

@@ -360,3 +360,9 @@ def test_tp_ranks_drop_their_own_heads_and_the_same_activations(sequence_paralle
     assert first != second  # other heads, other noise
     assert same_0 and same_1
     assert (after_0 != after_1) == sequence_parallel  # other tokens, or the same activations
+
+
+def test_a_mask_that_shows_nothing_and_is_for_no_layer_is_split_over_cp(folder: str) -> None:
+    """qwen2_moe without sliding layers asks for the mask of a window of 0 tokens besides."""
+    model = {"model_type": "qwen2_moe", **MOE, "shared_expert_intermediate_size": 32}
+    _holds(folder, {"cp": 2}, model, mesh={"cp_method": "gather"})

@@ -8,6 +8,7 @@ import torch
 
 from threefold.checkpoint.layout import Checkpoint
 from threefold.data.tokens import Tokenizer
+from threefold.errors import RunError
 from threefold.export.model_folder import load_whole
 
 
@@ -25,16 +26,34 @@ def load_own(checkpoint: Checkpoint) -> Any:
     return load_whole(checkpoint, trust_remote_code=trusted)[0]
 
 
-@torch.no_grad()
 def continued(model: Any, prompt: list[int], *, num_tokens: int, end_id: int) -> list[int]:
-    """Returns the ids that a model writes after a prompt, up to the end token, sampled."""
+    """Returns the ids that a model writes after a prompt, up to the end token, sampled.
+
+    Raises:
+        RunError: transformers cannot generate with this architecture, with its cache or without.
+    """
+    for use_cache in (True, False):  # some layers' caches have no length (models of state layers alone)
+        try:
+            return _generated(model, prompt, num_tokens=num_tokens, end_id=end_id, use_cache=use_cache)
+        except Exception as error:  # whatever a model's code may raise
+            failure = error
+    reason = " ".join(f"{type(failure).__name__}: {failure}".split())
+    raise RunError(
+        f"{model.config.model_type!r} cannot write a sample: {reason[:300]}",
+        expected="an architecture that transformers' generate() knows; training does not need it",
+        fix="--log.sample_tokens 0, and leave eval.sample out",
+    ) from failure
+
+
+@torch.no_grad()
+def _generated(model: Any, prompt: list[int], *, num_tokens: int, end_id: int, use_cache: bool) -> list[int]:
     ids = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=num_tokens,
         do_sample=True,
         temperature=0.8,
-        use_cache=True,
+        use_cache=use_cache,
         pad_token_id=end_id,
         eos_token_id=end_id,
     )

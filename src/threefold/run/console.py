@@ -17,7 +17,7 @@ from threefold.data.order.order import last_step
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import parts_of
 from threefold.data.text.source import no_end_warning
-from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT
+from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, RunError
 from threefold.export.generation import generate_sample
 from threefold.mesh import environment
 from threefold.model.layer_kinds import common_number
@@ -262,6 +262,10 @@ def _show_sample(console: Screen, run: Built) -> None:
     checkpoint = CheckpointFolder(run.folder.path).newest()
     assert checkpoint is not None
     prompt = run.rows.rows(_FIRST_ROW)["input_ids"][0][: max(1, min(48, run.config.data.seq_len // 2))]
-    text = generate_sample(checkpoint, run.tokenizer, prompt.tolist(), num_tokens=run.config.log.sample_tokens)
+    try:
+        text = generate_sample(checkpoint, run.tokenizer, prompt.tolist(), num_tokens=run.config.log.sample_tokens)
+    except RunError as error:  # the run is done, and saved
+        console.print(f"no sample: {error}")
+        return
     console.print("a sample (the prompt, then what the model wrote):")
     console.print("\n".join(f"{SAMPLE}{line}" for line in text.splitlines()))

@@ -19,7 +19,7 @@ from threefold.data.chat.formats import Message, RowError
 from threefold.data.chat.labeller import chat_template, encoder_of
 from threefold.data.rows.known_rows import parts_of
 from threefold.data.tokens import for_texts
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, RunError
 from threefold.export.generation import continued, load_own
 from threefold.jsonl import MetricsFile
 from threefold.run.assemble import Built
@@ -64,7 +64,11 @@ class EvalSamples:
             for text, ids, end_id in self._prompts:
                 self.progress.tick()  # it may take long
                 torch.manual_seed(0)
-                found = continued(model, ids, num_tokens=run.config.log.sample_tokens, end_id=end_id)
+                try:
+                    found = continued(model, ids, num_tokens=run.config.log.sample_tokens, end_id=end_id)
+                except RunError as error:  # what is asked beside training never ends it
+                    self._say(f"no sample: {error}")
+                    break
                 written = run.tokenizer.decode([id for id in found if id != end_id])
                 file.log({"step": step, "prompt": text, "text": written})
                 self._say(f"  | {_short(text)} -> {_short(written)}")

@@ -124,7 +124,8 @@ def _halved(mask: Tensor, in_row: Tensor) -> HalvedMask:
         seen = slice(None)
         if not own.is_cuda:  # which would have to be waited for
             keys = wide.any(dim=2).flatten(0, 1).any(dim=0).nonzero()
-            seen = slice(int(keys[0]), int(keys[-1]) + 1)
+            # A mask may be made for no layer (a window of 0), and show nothing.
+            seen = slice(int(keys[0]), int(keys[-1]) + 1) if len(keys) else slice(None)
         halves.append((seen, own[..., seen]))
     return tuple(halves)
 

@@ -8,6 +8,7 @@ each rank knows only in part: they are summed once a step. The model's own weigh
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -205,12 +206,13 @@ def described(model: PreTrainedModel) -> tuple[str, str]:
 def peft_config(asked: LoraConfig, model: PreTrainedModel) -> Any:
     """The adapters as peft describes them."""
     from peft import LoraConfig as PeftConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     targets = asked.target_modules
     if targets == "all-linear":
         # By their full names: peft's own expansion includes experts, which are not linear layers.
         targets = tuple(_linear_layers(model))
-    return PeftConfig(
+    config = PeftConfig(
         r=asked.r,
         lora_alpha=2 * asked.r if asked.alpha is None else asked.alpha,  # type: ignore[arg-type]
         lora_dropout=asked.dropout,
@@ -218,6 +220,12 @@ def peft_config(asked: LoraConfig, model: PreTrainedModel) -> Any:
         use_rslora=asked.rslora,
         task_type="CAUSAL_LM",
     )
+    if asked.target_modules == "all-linear":
+        # Nor layers that peft takes for experts because of their names (those that all tokens share).
+        kept = copy.copy(config)
+        convert_peft_config_for_transformers(kept, model, conversions=None)
+        config.target_modules = [name for name in targets or () if name in (kept.target_modules or ())]
+    return config
 
 
 def initial(name: str, shape: torch.Size, *, seed: int) -> Tensor:

@@ -14,8 +14,7 @@ from threefold.plan.decoder import Decoder, Layer
 from threefold.plan.fabric import Fabric
 from threefold.plan.operations import causal_keys
 from threefold.plan.setup import Setup
-from threefold.plan.traffic import kept_whole
-from threefold.plan.units import units_of
+from threefold.plan.units import kept_whole, units_of
 
 # Of the dense bfloat16 peak, by large products in runs; by smaller ones dim / (dim + 256) of that, of their least dim.
 PRODUCTS, HALF_AT = 0.54, 256

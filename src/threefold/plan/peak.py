@@ -13,8 +13,7 @@ from functools import cached_property
 from threefold.plan.activations import FLOAT, Activations, activations_of, norm_bytes
 from threefold.plan.decoder import Decoder
 from threefold.plan.setup import Setup
-from threefold.plan.traffic import kept_whole
-from threefold.plan.units import units_of
+from threefold.plan.units import kept_whole, units_of
 
 # Of a CUDA device, assumed and not measured here: context, libraries and buffers of collectives; and of what is alive,
 # what the allocator rounds up or cannot join.

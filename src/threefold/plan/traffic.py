@@ -9,12 +9,11 @@ import math
 from collections import defaultdict
 from typing import TypeAlias
 
-from threefold.plan import choices
 from threefold.plan.activations import FLOAT
 from threefold.plan.adapters import known_in_part
 from threefold.plan.decoder import Decoder
-from threefold.plan.setup import Setup, kind_of
-from threefold.plan.units import Unit, units_of
+from threefold.plan.setup import Setup
+from threefold.plan.units import Unit, kept_whole, units_of
 
 # (axis, collective) -> (calls, bytes)
 Traffic: TypeAlias = dict[tuple[str, str], tuple[int, int]]
@@ -41,12 +40,6 @@ def traffic(decoder: Decoder, setup: Setup) -> Traffic:
     if setup.topology.cp > 1:
         _of_context(decoder, setup, sent)
     return {key: (calls, size) for key, (calls, size) in sent.found.items()}
-
-
-def kept_whole(decoder: Decoder, setup: Setup) -> bool:
-    """Whether gathered weights stay from forward to backward."""
-    size = units_of(decoder, setup.topology.tp, setup.shards).size * setup.element
-    return choices.kept_whole(size, kind_of(setup.device), offloaded=setup.cpu_offload).value
 
 
 def _of_data(decoder: Decoder, setup: Setup, sent: _Sent) -> None:

@@ -26,7 +26,11 @@ DROPPED: Mapping[str, str] = {
     "mesh.prefetch": "leave it out: each sharded unit is gathered one ahead of its turn",
     "ranks": "the sizes of the axes, as numbers: --mesh.dp 8 --mesh.tp 2",
     "seq-len": "--data.seq_len N",
+    "threefold export --format": "torch.distributed.checkpoint reads a run's own files: docs/resume.md shows how",
+    "threefold export --optimizer": "torch.distributed.checkpoint reads a run's own files: docs/resume.md shows how",
     "threefold flops": "threefold plan MODEL --data.seq_len N --gpu h100-80gb, which prints them with the memory",
+    "threefold submit ray": "python examples/ray_job.py CONFIG.yaml, or `ray job submit` of that file",
+    "threefold submit skypilot": "sky jobs launch examples/skypilot.yaml",
     "trace": "threefold plan MODEL without --gpus traces a set-up: give the keys that --emit FILE writes",
     "train.nonfinite_limit": "leave it out: the tenth skipped step in a row ends the run",
 }

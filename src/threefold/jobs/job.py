@@ -9,10 +9,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from threefold.config.schema import Config, MeshConfig
@@ -137,13 +135,11 @@ def handed_to(
     text: str,
     missing: tuple[str, str],
     refused: tuple[str, str],
-    file: str | None = None,
 ) -> str:
-    """Returns the output of a cluster's own program, which gets the job as its input, or in a file of its folder.
+    """Returns the output of a cluster's own program, which gets the job as its input.
 
     Args:
         missing, refused: what is expected and how to fix it, if the program is not installed or refuses the job.
-        file: the name of that file.
 
     Raises:
         ConfigError: the program is not installed. RunError: it refuses.
@@ -151,11 +147,7 @@ def handed_to(
     path = shutil.which(program)
     if path is None:
         raise ConfigError(f"{program} is not installed here", expected=missing[0], fix=missing[1])
-    with tempfile.TemporaryDirectory() as folder:
-        if file is not None:
-            Path(folder, file).write_text(text)
-        where = {"cwd": folder, "stdin": subprocess.DEVNULL} if file is not None else {"input": text}
-        done = subprocess.run([path, *arguments], **where, capture_output=True, text=True, check=False)
+    done = subprocess.run([path, *arguments], input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         what = f"{program} did not accept the job: {done.stderr.strip()}"
         raise RunError(what, expected=refused[0], fix=refused[1])

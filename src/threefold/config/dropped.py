@@ -32,5 +32,6 @@ DROPPED: Mapping[str, str] = {
     "threefold submit ray": "python examples/ray_job.py CONFIG.yaml, or `ray job submit` of that file",
     "threefold submit skypilot": "sky jobs launch examples/skypilot.yaml",
     "trace": "threefold plan MODEL without --gpus traces a set-up: give the keys that --emit FILE writes",
+    "train.accumulate": "leave it out: gradients are kept in shards; a larger --train.micro_batch reduces less often",
     "train.nonfinite_limit": "leave it out: the tenth skipped step in a row ends the run",
 }

@@ -192,7 +192,7 @@ def _of_data(decoder: Decoder, setup: Setup, fabric: Fabric, computing: float) -
             fabric.seconds("reduce-scatter", reduced * u.trained_padded, ranks=shards, stride=stride) for u in every
         ]
         again = 0 if kept_whole(decoder, setup) else sum(gathers[:-1])
-        forward, backward = sum(gathers), again + sum(scatters) / (batches if setup.unsharded else 1)
+        forward, backward = sum(gathers), again + sum(scatters)
         sent["fsdp"] = batches * (forward + backward)
         share = 1 / (3 + (setup.recompute in ("full", "offload")))
         edges = gathers[-1] + gathers[0] + scatters[-1]

@@ -68,11 +68,10 @@ def _group_of_dp(setup: Setup) -> str:
 
 
 def _of_unit(unit: Unit, setup: Setup, sent: _Sent, *, gathers: int) -> None:
-    reductions = 1 if setup.unsharded else setup.num_batches
     if setup.shards > 1:
         sent.add("fsdp", "all-gather", setup.element * unit.padded, gathers)
     if setup.shards > 1 and unit.trained:
-        sent.add("fsdp", "reduce-scatter", setup.reduced_element * unit.trained_padded, reductions)
+        sent.add("fsdp", "reduce-scatter", setup.reduced_element * unit.trained_padded, setup.num_batches)
     if setup.topology.dp_replicate > 1 and unit.trained:
         sent.add("dp_replicate", "all-reduce", setup.reduced_element * unit.trained_shard)
 

@@ -285,9 +285,6 @@ def test_jobs_that_would_lose_their_work_are_refused() -> None:
     assert whats(sagemaker_options(), num_hosts=2, log={"dir": "/opt/ml/input/data/shared/run"}) == []
     assert whats(sagemaker_options(output="bucket")) == ["--output 'bucket' is not a place in S3"]
     assert whats(sagemaker_options(channels={"a": "s3://"})) == ["--channel a 's3://' is not a place in S3"]
-    assert whats(sagemaker_options(max_wait_s=100)) == ["--max-wait without --spot"]
-    spot = sagemaker_options(spot=True, max_wait_s=100)
-    assert whats(spot, checkpoint={"every": 1}) == ["--max-wait 100 is shorter than --max-run 86400"]
 
 
 @pytest.mark.parametrize(
@@ -355,22 +352,28 @@ def test_secrets_are_in_no_request() -> None:
 
 
 def test_request_has_what_is_asked_of_aws() -> None:
-    plan = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/mine"
-    options = sagemaker_options(
-        retries=3, training_plan=plan, keep_alive_s=600, tags={"team": "research"}, encrypt=True
-    )
-    made = sagemaker.request(ranks(1), options, region=None)
+    more = {"ResourceConfig.KeepAlivePeriodInSeconds": "600", "Tags": "[{Key: team, Value: research}]"}
+    made = sagemaker.request(ranks(1), sagemaker_options(retries=3, more=more), region=None)
     assert made["RetryStrategy"] == {"MaximumRetryAttempts": 3}
-    assert made["ResourceConfig"]["TrainingPlanArn"] == plan
     assert made["ResourceConfig"]["KeepAlivePeriodInSeconds"] == 600
     assert made["Tags"] == [{"Key": "team", "Value": "research"}]
-    assert made["EnableInterContainerTrafficEncryption"] is True
     plain = sagemaker.request(ranks(1), sagemaker_options(), region=None)
-    assert not {"RetryStrategy", "Tags", "EnableInterContainerTrafficEncryption"} & plain.keys()
-    asked = config(checkpoint={"every": 1})
-    spot = sagemaker_options(spot=True, keep_alive_s=600, training_plan=plan)
-    found = [problem.what for problem in sagemaker.problems(asked, ranks(1), spot)]
-    assert found == ["--keep-alive with --spot", "--training-plan with --spot"]
+    assert not {"RetryStrategy", "Tags"} & plain.keys() and plain["ResourceConfig"]["VolumeSizeInGB"] == 100
+
+
+def test_a_field_that_cannot_be_set() -> None:
+    with pytest.raises(ConfigError) as caught:
+        sagemaker.request(ranks(1), sagemaker_options(more={"RoleArn.name": "x"}), region=None)
+    assert said(caught) == (
+        "--set RoleArn.name: there is no place\n"
+        "  expected: a field of the job, and no secret: --dry-run shows the job as it is without --set\n"
+        "  fix: leave --set RoleArn.name out"
+    )
+    with pytest.raises(ConfigError, match="the value of --set Environment looks like a secret") as caught:
+        sagemaker.request(ranks(1), sagemaker_options(more={"Environment": "hf_abc"}), region=None)
+    assert "hf_abc" not in said(caught)
+    with pytest.raises(ConfigError, match="--set Tags"):
+        sagemaker.request(ranks(1), sagemaker_options(more={"Tags": "["}), region=None)
 
 
 def test_config_with_a_secret_is_sent_nowhere(tmp_path: Path) -> None:
@@ -512,12 +515,15 @@ def _unlike(value: Any, schema: dict[str, Any], place: str = "") -> list[str]:
 
 RICH = {
     "resources": {"vpc.amazonaws.com/efa": "4"},
-    "node_selectors": {"pool": "gpu"},
-    "tolerations": ("nvidia.com/gpu", "team=ml:NoSchedule"),
-    "pull_secrets": ("registry",),
-    "priority": "high",
+    "more": {
+        "nodeSelector": "{pool: gpu}",
+        "tolerations": "[{key: nvidia.com/gpu, operator: Exists}]",
+        "imagePullSecrets": "[{name: registry}]",
+        "priorityClassName": "high",
+        "hostNetwork": "true",
+        "securityContext.fsGroup": "100",
+    },
     "queue": "research",
-    "host_network": True,
     "restarts": 3,
 }
 
@@ -548,10 +554,9 @@ def test_what_pods_of_a_cluster_with_gpus_need(kind: str) -> None:
     for part in (
         '"limits": {"nvidia.com/gpu": "4", "vpc.amazonaws.com/efa": "4"}',
         '"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}',
-        '"imagePullSecrets": [{"name": "registry"}], "priorityClassName": "high", "nodeSelector": {"pool": "gpu"}',
-        '"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}, '
-        '{"key": "team", "operator": "Equal", "value": "ml", "effect": "NoSchedule"}]',
-        '"hostNetwork": true, "dnsPolicy": "ClusterFirstWithHostNet"',
+        '"nodeSelector": {"pool": "gpu"}, "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}], '
+        '"imagePullSecrets": [{"name": "registry"}], "priorityClassName": "high", "hostNetwork": true, '
+        '"securityContext": {"fsGroup": 100}',
     ):
         assert part in text, part
     assert ('"maxRestarts": 3' in text) or ('"backoffLimit": 3' in text)
@@ -599,8 +604,6 @@ def test_pods_that_would_lose_their_work_are_refused() -> None:
     assert whats(kubernetes_options(kind="job"), **ON_VOLUME) == ["--kind 'job'"]
     secret = kubernetes_options(secrets={"A": "nokey"})
     assert whats(secret, **ON_VOLUME) == ["--secret A=nokey does not name a key of a Secret"]
-    for wrong in ("a:Never", ":NoSchedule", "=x"):
-        assert whats(kubernetes_options(tolerations=(wrong,)), **ON_VOLUME) == [f"--toleration {wrong!r}"]
     volcano = kubernetes_options(kind="jobset", volcano_queue="q")
     assert whats(volcano, **ON_VOLUME)[0].startswith("--volcano-queue with --kind jobset")
     assert whats(kubernetes_options(queue="a", volcano_queue="b"), **ON_VOLUME) == ["--queue and --volcano-queue"]
@@ -702,7 +705,7 @@ def test_option_that_names_no_pair() -> None:
 SETTINGS = {
     "slurm": ["--time", "1:00:00", "--no-requeue", "--option=--exclusive", "--option=--x=y", "--retries", "3"],
     "sagemaker": ["--role", "r", "--image", "i", "--output", "s3://b/p", "--instance-type", "ml.p5", "--spot"],
-    "kubernetes": ["--image", "i", "--volume", "c=/runs", "--env", "A=b", "--toleration=a", "--host-network", "true"],
+    "kubernetes": ["--image", "i", "--volume", "c=/runs", "--env", "A=b", "--set", "hostNetwork=true"],
 }
 
 
@@ -715,10 +718,14 @@ def test_settings_are_read_from_the_fields(name: str) -> None:
     expected: dict[str, dict[str, Any]] = {
         "slurm": {"time": "1:00:00", "requeue": False, "options": ("--exclusive", "--x=y"), "retries": 3},
         "sagemaker": {"role": "r", "image": "i", "output": "s3://b/p", "instance_type": "ml.p5", "spot": True},
-        "kubernetes": {"image": "i", "volumes": {"c": "/runs"}, "variables": {"A": "b"}, "tolerations": ("a",)},
+        "kubernetes": {
+            "image": "i",
+            "volumes": {"c": "/runs"},
+            "variables": {"A": "b"},
+            "more": {"hostNetwork": "true"},
+        },
     }
-    host_network = {"host_network": True} if name == "kubernetes" else {}
-    assert settings == kind(**expected[name], **host_network)
+    assert settings == kind(**expected[name])
     assert len({option for option, _ in described(kind)}) == len(list(described(kind)))
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from threefold.config.schema import Config, MeshConfig
+from threefold.config.text import parse
 from threefold.errors import ConfigError, Problem, RunError
 from threefold.mesh.topology import Topology, resolve
 
@@ -127,6 +128,22 @@ def named_pairs(given: Sequence[str] | None, option: str, what: str, *, example:
             raise ConfigError(f"{option} {entry!r} is not {what}", expected=what, fix=f"{option} {example}")
         found[name] = rest
     return found
+
+
+def with_set(described: dict[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
+    """A description with the values of `--set PATH=YAML` at the places that they name; ConfigError if one has none."""
+    for path, text in given.items():
+        *outer, name = path.split(".")
+        place: Any = described
+        for key in outer:
+            place = place.setdefault(key, {}) if isinstance(place, dict) else None
+        is_secret = _SECRET_VALUE.match(text) is not None
+        if is_secret or not isinstance(place, dict):
+            what = f"the value of --set {path} looks like a secret" if is_secret else f"--set {path}: there is no place"
+            expected = "a field of the job, and no secret: --dry-run shows the job as it is without --set"
+            raise ConfigError(what, expected=expected, fix=f"leave --set {path} out")
+        place[name] = parse(text, f"--set {path}")
+    return described
 
 
 def handed_to(

@@ -21,6 +21,7 @@ _NOT_CURVES = {"epoch", "tokens", "samples", "slowest_rank", "estimated_memory_b
 _NOT_CURVES |= {"eval_tokens", "eval_count", "eval_pairs"}
 _MOST_CURVES, _MOST_STEP = 48, 1 << 53
 _KEPT_OF_A_BUCKET = 5
+_MOST_HOLES = 100
 _DIGITS = 7
 
 
@@ -112,12 +113,12 @@ def _buckets(number: int, most: int) -> Iterable[tuple[int, int]]:
     return pairwise(edges)
 
 
-def not_finite(points: Points, *, most: int = 100) -> list[tuple[int, int]]:
-    """The stretches (first step, last step) of logged steps whose value is not finite."""
+def not_finite(points: Points) -> list[tuple[int, int]]:
+    """The first stretches (first step, last step) of logged steps whose value is not finite."""
     bad = np.concatenate(([False], ~np.isfinite(points.values), [False]))
     # Where it changes: [stretches, 2], the first place of each and the one after it.
     changes = np.flatnonzero(bad[1:] != bad[:-1]).reshape(-1, 2)
-    return [(int(points.steps[begin]), int(points.steps[end - 1])) for begin, end in changes[:most]]
+    return [(int(points.steps[begin]), int(points.steps[end - 1])) for begin, end in changes[:_MOST_HOLES]]
 
 
 def _pair(points: Points, at: int | np.int64) -> tuple[int, float]:

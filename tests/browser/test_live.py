@@ -18,29 +18,6 @@ from report_runs import eventful_run, make_run, step_line, write_lines
 pytestmark = [pytest.mark.browser, pytest.mark.timing]
 
 
-def test_a_live_page_asks_for_the_points_between_when_it_is_zoomed(folder: Path, serve: Any, visit: Any) -> None:
-    address = serve(folder)
-    page = visit(address.replace("?", "run?run=long&"))
-    shown(page)
-    page.locator("[aria-roledescription=chart]").first.focus()
-    with page.expect_response(lambda answer: "step=" in answer.url):
-        for _ in range(12):
-            page.keyboard.press("+")  # around the last point
-    read = page.locator(".chart .read").first
-    for _ in range(300):  # the answer has come, the points of it are not drawn yet
-        page.keyboard.press("End")
-        page.keyboard.press("ArrowLeft")
-        if "at step 99,999" in read.inner_text():
-            break
-        page.wait_for_timeout(100)
-    assert "at step 99,999" in read.inner_text()
-    page.keyboard.press("0")
-    page.wait_for_function("() => document.querySelector('#controls button').disabled")
-    page.wait_for_function("() => document.querySelector('.chart .read').textContent.includes('at step 100,000')")
-    page.keyboard.press("Home")
-    assert page.locator(".chart .read").first.inner_text().strip().endswith("at step 1")
-
-
 def test_a_logged_step_is_on_the_screen_within_2_seconds(tmp_path: Path, serve: Any, visit: Any) -> None:
     run = make_run(tmp_path / "run", [step_line(step) for step in range(1, 21)])
     address = serve(tmp_path)
@@ -78,7 +55,7 @@ NUMBERS = {3.25: "3.25", 3.125: "3.125", 2.0625: "2.0625"}
 def test_a_folder_is_listed_and_its_runs_are_compared(folder: Path, serve: Any, visit: Any, faults: Any) -> None:
     address = serve(folder)
     page = visit(address)
-    page.wait_for_selector(".spark path")
+    page.get_by_label("compare tiny").wait_for()
     assert "token" not in page.url
     assert faults(page) == []
     page.get_by_label("compare tiny").check()

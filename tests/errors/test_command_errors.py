@@ -82,6 +82,19 @@ def test_a_command_that_was_dropped_is_refused_with_what_replaces_it(folder: Pat
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (("export", "runs/a", "--to", "b", "--format=dcp"), "torch.distributed.checkpoint reads a run's own files"),
+        (("submit", "skypilot", "a.yaml"), "sky jobs launch examples/skypilot.yaml"),
+        (("submit", "ray"), "python examples/ray_job.py CONFIG.yaml"),
+    ],
+    ids=str,
+)
+def test_what_was_dropped_of_a_command_is_refused_alike(words: tuple[str, ...], fix: str, folder: Path) -> None:
+    assert f"\n  fix: {fix}" in said(command(folder, *words))
+
+
 def test_help_about_a_section_and_a_key(folder: Path) -> None:
     section = command(folder, "train", "--help", "optimizer")
     assert section.returncode == 0 and "--optimizer.betas  list  (default: [0.9, 0.95])\n" in section.stdout

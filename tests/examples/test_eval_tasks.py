@@ -46,12 +46,12 @@ def _requests() -> list[tuple[list[int], list[int]]]:
 
 def scored(sizes: dict[str, int], folder: str, requests: list[Any]) -> list[tuple[float, bool]]:
     import threefold
-    from threefold.run import eval_tasks
+    from threefold.run import task_scores
 
-    eval_tasks._MOST_BYTES = 4 * 264 * 48 * 3  # several batches, of which the last is shared unevenly
+    task_scores._MOST_BYTES = 4 * 264 * 48 * 3  # several batches, of which the last is shared unevenly
     mesh = threefold.init_mesh(**sizes, device="cpu")
     model = threefold.load_model(folder, mesh=mesh, seq_len=48, admission="off")
-    found = eval_tasks.Scores(model, 48)(requests)
+    found = task_scores.Scores(model, 48)(requests)
     assert model.module.training
     return found
 

@@ -61,14 +61,17 @@ def made(kind: str, num_hosts: int) -> list[dict[str, Any]]:
         volumes={"claim": "/runs"},
         variables={"A": "b"},
         secrets={"HF_TOKEN": "hf/token"},
-        service_account="trainer",
         resources={"vpc.amazonaws.com/efa": "4"},
-        node_selectors={"pool": "gpu"},
-        tolerations=("nvidia.com/gpu", "team=ml:NoSchedule"),
-        pull_secrets=("registry",),
-        priority="high",
+        more={
+            "serviceAccountName": "trainer",
+            "nodeSelector": "{pool: gpu}",
+            "tolerations": "[{key: nvidia.com/gpu, operator: Exists}, {key: team, value: ml, effect: NoSchedule}]",
+            "imagePullSecrets": "[{name: registry}]",
+            "priorityClassName": "high",
+            "hostNetwork": "true",
+            "dnsPolicy": "ClusterFirstWithHostNet",
+        },
         queue="research",
-        host_network=True,
     )
     assert list(kubernetes.problems(config, job, options)) == []
     return kubernetes.manifests(config, job, options)

@@ -1,4 +1,4 @@
-"""`threefold import` and `export --format dcp`: what other programs trained is taken over whole, or refused by name."""
+"""`threefold import`: what other programs trained is taken over whole, or refused by name."""
 
 from __future__ import annotations
 
@@ -180,21 +180,6 @@ def test_torchtitan_s_names_are_all_found(architecture: dict[str, Any], version:
     assert done.returncode == 0, done.stderr
     assert "by the names of torchtitan" in done.stdout
     assert_equal(held(tmp_path / "run"), expected(weights))
-
-
-def test_a_native_export_is_read_by_torch_and_taken_over_again(model: Any, tmp_path: Path) -> None:
-    weights = dict(model.state_dict())
-    dcp.save({"model": weights, "o": {"state": moments_of(weights)}}, checkpoint_id=tmp_path / "a", no_dist=True)
-    assert imported(tmp_path / "a", tmp_path / "run", tmp_path).returncode == 0
-    out = command(
-        tmp_path, "export", str(tmp_path / "run"), "--to", str(tmp_path / "b"), "--format", "dcp", "--optimizer"
-    )
-    assert out.returncode == 0 and "read again: equal bits" in out.stdout, out.stderr
-    read = {"model": {name: torch.zeros_like(values) for name, values in weights.items()}}
-    dcp.load(read, checkpoint_id=tmp_path / "b", no_dist=True)
-    assert_equal(read["model"], weights)
-    assert imported(tmp_path / "b", tmp_path / "again", tmp_path).returncode == 0
-    assert_equal(held(tmp_path / "again"), expected(weights))
 
 
 def test_weights_alone_become_a_folder_of_transformers(model: Any, tmp_path: Path) -> None:

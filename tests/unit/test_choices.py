@@ -19,8 +19,8 @@ from threefold.plan.accelerators import ACCELERATORS
 from threefold.plan.decoder import Decoder, decoder_of
 from threefold.plan.peak import timeline
 from threefold.plan.setup import Setup, setup_of
-from threefold.plan.traffic import kept_whole, traffic
-from threefold.plan.units import units_of
+from threefold.plan.traffic import traffic
+from threefold.plan.units import kept_whole, units_of
 
 _MODEL: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,

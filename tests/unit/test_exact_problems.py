@@ -41,7 +41,6 @@ def test_nothing_is_refused_of_a_plain_run_nor_of_fast() -> None:
     ("section", "key", "value"),
     [
         ("train", "micro_batch", "auto"),
-        ("train", "accumulate", "unsharded"),
         ("train", "objective", "dpo"),
         ("train", "compile", True),
         ("train", "fused_loss", "liger"),

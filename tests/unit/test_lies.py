@@ -398,7 +398,6 @@ COVERED = {
     "check/compare.py": "tests/unit/test_compare.py",
     "check/reference.py": "its head's logits are a probe of admission: tests/ranks/test_admission.py",
     "export/mesh_model.py": "tests/ranks/test_own_modules.py: a reloaded classifier with another weight",
-    "convert/dcp_writer.py": "tests/ranks/test_dcp.py: a byte changed after it was written",
     "audit/digest.py": "tests/unit/test_audit.py: a changed token",
     "audit/offences.py": "tests/unit/test_audit.py: what is wrong is named, not decided",
     "convert/convert.py": "tests/ranks/test_import.py: tied tensors that differ",

@@ -12,29 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from threefold.commands import submit
 from threefold.config.loading import load, validate
 from threefold.config.schema import Config, MeshConfig
 from threefold.config.text import as_document
-from threefold.errors import ConfigError, RunError
+from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError, RunError
 from threefold.jobs import (
     job as jobs,
 )
 from threefold.jobs import (
     kubernetes,
-    ray_train,
     sagemaker,
-    skypilot,
     slurm,
 )
 from threefold.jobs.clusters import CLUSTERS, Job, kind_of
 from threefold.jobs.entry import command, fetch_secrets
 from threefold.jobs.kubernetes import KubernetesSettings
-from threefold.jobs.ray_train import RaySettings
 from threefold.jobs.sagemaker import SageMakerSettings
 from threefold.jobs.settings import described, read
-from threefold.jobs.skypilot import SkyPilotSettings
 from threefold.jobs.slurm import SlurmSettings
 from threefold.mesh.launchers.managed import managed
 from threefold.run.terminal import Screen, Terminal
@@ -288,9 +285,6 @@ def test_jobs_that_would_lose_their_work_are_refused() -> None:
     assert whats(sagemaker_options(), num_hosts=2, log={"dir": "/opt/ml/input/data/shared/run"}) == []
     assert whats(sagemaker_options(output="bucket")) == ["--output 'bucket' is not a place in S3"]
     assert whats(sagemaker_options(channels={"a": "s3://"})) == ["--channel a 's3://' is not a place in S3"]
-    assert whats(sagemaker_options(max_wait_s=100)) == ["--max-wait without --spot"]
-    spot = sagemaker_options(spot=True, max_wait_s=100)
-    assert whats(spot, checkpoint={"every": 1}) == ["--max-wait 100 is shorter than --max-run 86400"]
 
 
 @pytest.mark.parametrize(
@@ -358,22 +352,28 @@ def test_secrets_are_in_no_request() -> None:
 
 
 def test_request_has_what_is_asked_of_aws() -> None:
-    plan = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/mine"
-    options = sagemaker_options(
-        retries=3, training_plan=plan, keep_alive_s=600, tags={"team": "research"}, encrypt=True
-    )
-    made = sagemaker.request(ranks(1), options, region=None)
+    more = {"ResourceConfig.KeepAlivePeriodInSeconds": "600", "Tags": "[{Key: team, Value: research}]"}
+    made = sagemaker.request(ranks(1), sagemaker_options(retries=3, more=more), region=None)
     assert made["RetryStrategy"] == {"MaximumRetryAttempts": 3}
-    assert made["ResourceConfig"]["TrainingPlanArn"] == plan
     assert made["ResourceConfig"]["KeepAlivePeriodInSeconds"] == 600
     assert made["Tags"] == [{"Key": "team", "Value": "research"}]
-    assert made["EnableInterContainerTrafficEncryption"] is True
     plain = sagemaker.request(ranks(1), sagemaker_options(), region=None)
-    assert not {"RetryStrategy", "Tags", "EnableInterContainerTrafficEncryption"} & plain.keys()
-    asked = config(checkpoint={"every": 1})
-    spot = sagemaker_options(spot=True, keep_alive_s=600, training_plan=plan)
-    found = [problem.what for problem in sagemaker.problems(asked, ranks(1), spot)]
-    assert found == ["--keep-alive with --spot", "--training-plan with --spot"]
+    assert not {"RetryStrategy", "Tags"} & plain.keys() and plain["ResourceConfig"]["VolumeSizeInGB"] == 100
+
+
+def test_a_field_that_cannot_be_set() -> None:
+    with pytest.raises(ConfigError) as caught:
+        sagemaker.request(ranks(1), sagemaker_options(more={"RoleArn.name": "x"}), region=None)
+    assert said(caught) == (
+        "--set RoleArn.name: there is no place\n"
+        "  expected: a field of the job, and no secret: --dry-run shows the job as it is without --set\n"
+        "  fix: leave --set RoleArn.name out"
+    )
+    with pytest.raises(ConfigError, match="the value of --set Environment looks like a secret") as caught:
+        sagemaker.request(ranks(1), sagemaker_options(more={"Environment": "hf_abc"}), region=None)
+    assert "hf_abc" not in said(caught)
+    with pytest.raises(ConfigError, match="--set Tags"):
+        sagemaker.request(ranks(1), sagemaker_options(more={"Tags": "["}), region=None)
 
 
 def test_config_with_a_secret_is_sent_nowhere(tmp_path: Path) -> None:
@@ -515,12 +515,15 @@ def _unlike(value: Any, schema: dict[str, Any], place: str = "") -> list[str]:
 
 RICH = {
     "resources": {"vpc.amazonaws.com/efa": "4"},
-    "node_selectors": {"pool": "gpu"},
-    "tolerations": ("nvidia.com/gpu", "team=ml:NoSchedule"),
-    "pull_secrets": ("registry",),
-    "priority": "high",
+    "more": {
+        "nodeSelector": "{pool: gpu}",
+        "tolerations": "[{key: nvidia.com/gpu, operator: Exists}]",
+        "imagePullSecrets": "[{name: registry}]",
+        "priorityClassName": "high",
+        "hostNetwork": "true",
+        "securityContext.fsGroup": "100",
+    },
     "queue": "research",
-    "host_network": True,
     "restarts": 3,
 }
 
@@ -551,10 +554,9 @@ def test_what_pods_of_a_cluster_with_gpus_need(kind: str) -> None:
     for part in (
         '"limits": {"nvidia.com/gpu": "4", "vpc.amazonaws.com/efa": "4"}',
         '"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}',
-        '"imagePullSecrets": [{"name": "registry"}], "priorityClassName": "high", "nodeSelector": {"pool": "gpu"}',
-        '"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}, '
-        '{"key": "team", "operator": "Equal", "value": "ml", "effect": "NoSchedule"}]',
-        '"hostNetwork": true, "dnsPolicy": "ClusterFirstWithHostNet"',
+        '"nodeSelector": {"pool": "gpu"}, "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}], '
+        '"imagePullSecrets": [{"name": "registry"}], "priorityClassName": "high", "hostNetwork": true, '
+        '"securityContext": {"fsGroup": 100}',
     ):
         assert part in text, part
     assert ('"maxRestarts": 3' in text) or ('"backoffLimit": 3' in text)
@@ -602,8 +604,6 @@ def test_pods_that_would_lose_their_work_are_refused() -> None:
     assert whats(kubernetes_options(kind="job"), **ON_VOLUME) == ["--kind 'job'"]
     secret = kubernetes_options(secrets={"A": "nokey"})
     assert whats(secret, **ON_VOLUME) == ["--secret A=nokey does not name a key of a Secret"]
-    for wrong in ("a:Never", ":NoSchedule", "=x"):
-        assert whats(kubernetes_options(tolerations=(wrong,)), **ON_VOLUME) == [f"--toleration {wrong!r}"]
     volcano = kubernetes_options(kind="jobset", volcano_queue="q")
     assert whats(volcano, **ON_VOLUME)[0].startswith("--volcano-queue with --kind jobset")
     assert whats(kubernetes_options(queue="a", volcano_queue="b"), **ON_VOLUME) == ["--queue and --volcano-queue"]
@@ -611,73 +611,25 @@ def test_pods_that_would_lose_their_work_are_refused() -> None:
     assert policy["runPolicy"]["schedulingPolicy"] == {"queue": "q", "minAvailable": 2}
 
 
-# --- SkyPilot and Ray -------------------------------------------------------------------------------------------------
-
-SAFE = {"checkpoint": {"every": 10}, "log": {"dir": "/runs/a"}}
+# --- SkyPilot -----------------------------------------------------------------------------------------------------
 
 
-def sky_options(**given: Any) -> SkyPilotSettings:
-    return SkyPilotSettings(**{"gpu": "H100", "image": "docker:me/image", "volumes": {"/runs": "v"}, **given})
-
-
-def test_task_of_skypilot_starts_the_ranks_with_the_config(tmp_path: Path) -> None:
-    asked = config(**SAFE, train={"steps": 7})
-    options = sky_options(variables={"A": "on"}, secrets=("HF_TOKEN",), spot=True, retries=3)
-    assert list(skypilot.problems(asked, ranks(), options)) == []
-    made = skypilot.task(asked, ranks(), options)
-    assert made["num_nodes"] == 2 and made["volumes"] == {"/runs": "v"} and made["secrets"] == {"HF_TOKEN": None}
-    recovery = {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]}
-    assert made["resources"] == {
-        **{"accelerators": "H100:4", "image_id": "docker:me/image", "use_spot": True},
-        "job_recovery": recovery,
-    }
+def test_the_example_for_skypilot_starts_the_ranks_of_a_host(tmp_path: Path) -> None:
+    task = yaml.safe_load((Path(__file__).parents[2] / "examples" / "skypilot.yaml").read_text())
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [EXIT_STOPPED_WITH_CHECKPOINT]
+    assert task["envs"]["PET_SHUTDOWN_TIMEOUT"] == str(Config().checkpoint.grace_s)
     # What a host runs, with a torchrun of our own.
     (tmp_path / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > ran.txt\n')
     (tmp_path / "torchrun").chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), "SKYPILOT_NUM_NODES": "2"}
     env |= {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
-    subprocess.run(["bash", "-c", made["run"]], cwd=tmp_path, env=env, check=True)
+    subprocess.run(["bash", "-c", task["run"]], cwd=tmp_path, env=env, check=True)
     ran = (tmp_path / "ran.txt").read_text().split()
     assert dict(zip(ran[:10:2], ran[1:10:2], strict=True)) == {
-        **{"--nnodes": "2", "--nproc-per-node": "4", "--node-rank": "1", "--master-addr": "10.0.0.1"},
+        **{"--nnodes": "2", "--nproc-per-node": "8", "--node-rank": "1", "--master-addr": "10.0.0.1"},
         "--master-port": "29500",
     }
-    assert ran[10:] == ["-m", "threefold", "train", f"{tmp_path}/threefold.yaml"]
-    assert load(str(tmp_path / "threefold.yaml"), environ={}).config == asked
-
-
-def test_jobs_of_skypilot_and_ray_that_would_lose_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    def whats(num_hosts: int = 1, safe: Any = SAFE, **given: Any) -> list[str]:
-        return [each.what for each in skypilot.problems(config(**safe), ranks(num_hosts), sky_options(**given))]
-
-    assert whats() == []
-    assert whats(volumes={}, buckets={"/runs": "s3://b/r"}) == []
-    assert whats(2, volumes={}, buckets={"/runs": "s3://b/r"}) == ["log.dir = /runs/a is not on a volume"]
-    assert whats(safe={}) == ["checkpoint.every = 0", "log.dir is not set"]
-    assert whats(gpu=None) == ["no --gpu"] and whats(image=None) == ["nothing brings threefold to the hosts"]
-    assert whats(setup="/nowhere.sh") == ["--setup /nowhere.sh is no file here"]
-
-    def of_ray(safe: Any, **given: Any) -> list[str]:
-        return [each.what for each in ray_train.problems(config(**safe), ranks(), RaySettings(**given))]
-
-    assert of_ray(SAFE, retries=3) == []
-    assert of_ray({}, retries=1) == ["log.dir is not set", "--retries with checkpoint.every = 0"]
-    here = Path(__file__).parent
-    monkeypatch.chdir(here.parent)
-    assert of_ray({**SAFE, "data": {"source": "unit"}}) == [
-        "data.source = unit is here, but a worker has a folder of its own"
-    ]
-    assert of_ray({**SAFE, "data": {"source": str(here)}}) == []
-    assert of_ray({"log": {"dir": "runs/a"}}) == ["log.dir = runs/a is below a worker's own folder"]
-
-
-def test_job_of_ray_asks_for_what_its_ranks_need() -> None:
-    text = ray_train.script(config(**SAFE), ranks(), RaySettings(cpus_per_rank=3, variables={"A": "it's"}, retries=2))
-    compile(text, "job.py", "exec")
-    assert "'num_workers': 8, 'use_gpu': True, 'resources_per_worker': {'CPU': 3, 'GPU': 1}" in text
-    assert "max_failures=2" in text and """{'A': "it's"}""" in text and "timeout_s=600" in text
-    on_cpus = ray_train.script(config(mesh={"dp": 2, "device": "cpu"}, **SAFE), ranks(), RaySettings())
-    assert "'use_gpu': False, 'resources_per_worker': {'CPU': 1}" in on_cpus
+    assert ran[10:] == ["-m", "threefold", "train", f"{tmp_path}/job.yaml"]
 
 
 # --- the command --------------------------------------------------------------------------------------------------
@@ -687,10 +639,6 @@ def test_programs_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(ConfigError, match="sbatch is not installed here"):
         slurm.send(job(), SlurmSettings())
-    with pytest.raises(ConfigError, match="sky is not installed here"):
-        skypilot.send(job(**SAFE), sky_options())
-    with pytest.raises(ConfigError, match="ray is not installed here"):
-        ray_train.send(job(**SAFE), RaySettings())
     with pytest.raises(ConfigError, match="kubectl is not installed here"):
         kubernetes.send(job(**ON_VOLUME), kubernetes_options())
 
@@ -757,9 +705,7 @@ def test_option_that_names_no_pair() -> None:
 SETTINGS = {
     "slurm": ["--time", "1:00:00", "--no-requeue", "--option=--exclusive", "--option=--x=y", "--retries", "3"],
     "sagemaker": ["--role", "r", "--image", "i", "--output", "s3://b/p", "--instance-type", "ml.p5", "--spot"],
-    "kubernetes": ["--image", "i", "--volume", "c=/runs", "--env", "A=b", "--toleration=a", "--host-network", "true"],
-    "skypilot": ["--gpu", "H100", "--bucket", "/runs=s3://b", "--secret", "HF_TOKEN", "--spot=false"],
-    "ray": ["--cpus-per-rank", "2"],
+    "kubernetes": ["--image", "i", "--volume", "c=/runs", "--env", "A=b", "--set", "hostNetwork=true"],
 }
 
 
@@ -772,12 +718,14 @@ def test_settings_are_read_from_the_fields(name: str) -> None:
     expected: dict[str, dict[str, Any]] = {
         "slurm": {"time": "1:00:00", "requeue": False, "options": ("--exclusive", "--x=y"), "retries": 3},
         "sagemaker": {"role": "r", "image": "i", "output": "s3://b/p", "instance_type": "ml.p5", "spot": True},
-        "kubernetes": {"image": "i", "volumes": {"c": "/runs"}, "variables": {"A": "b"}, "tolerations": ("a",)},
-        "skypilot": {"gpu": "H100", "buckets": {"/runs": "s3://b"}, "secrets": ("HF_TOKEN",)},
-        "ray": {"cpus_per_rank": 2},
+        "kubernetes": {
+            "image": "i",
+            "volumes": {"c": "/runs"},
+            "variables": {"A": "b"},
+            "more": {"hostNetwork": "true"},
+        },
     }
-    host_network = {"host_network": True} if name == "kubernetes" else {}
-    assert settings == kind(**expected[name], **host_network)
+    assert settings == kind(**expected[name])
     assert len({option for option, _ in described(kind)}) == len(list(described(kind)))
 
 

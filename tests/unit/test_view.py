@@ -1,4 +1,4 @@
-"""Runs in the browser: only this machine and who has the token; what is new is sent, soon, and once."""
+"""Runs in the browser: only this machine and who has the token; parts as they are, and points that are new."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from report_runs import HOSTILE, eventful_run, make_run, step_line, write_lines
 from threefold.commands import main
 from threefold.config.paths import LOG_START
 from threefold.records.logs import process_of
-from threefold.records.metrics import sampled_losses
 from threefold.report.live import LiveRun
-from threefold.report.run_list import runs_in, spark
+from threefold.report.run_list import listed, runs_in
 from threefold.report.server import Reply, Server, View, listen
 
 main._load(["view"])
@@ -55,10 +54,9 @@ class Client:
         return json.loads(answer.content)
 
     def news(self, key: str, before: Any = None) -> Any:
-        """What a page of a run is sent that has what was sent before."""
-        have = [digest for parts in (before or {"parts": {}})["parts"].values() for digest in parts.values()]
+        """What a page of a run is sent that has the points of `before`."""
         version = urllib.parse.quote(before["version"]) if before else ""
-        return self.json(f"/values?run={key}&version={version}&have={'.'.join(have)}")
+        return self.json(f"/values?run={key}&version={version}")
 
 
 @pytest.fixture
@@ -132,17 +130,14 @@ def test_only_reading_is_possible_and_nothing_is_allowed_for_others(address: str
 def test_pages_of_a_folder(client: Client, folder: Path) -> None:
     let_in(client)
     page = client.get("/").content.decode()
-    assert "run?run=deep%2Fb" in page and "<path d=" in page
+    assert "run?run=deep%2Fb" in page
     assert b"<script>window.hacked" not in client.get("/run?run=deep/b").content
     both = client.get("/run?run=a&run=deep/b&run=a").content.decode()
     assert "Keys that differ" not in both and "Where each run stands" in both
-    for path in ("/run", "/run?run=..", "/run?run=/etc", "/values?run=a/../a", "/values?run=a&step=x", "/step/x?run=a"):
+    for path in ("/run", "/run?run=..", "/run?run=/etc", "/values?run=a/../a", "/step/x?run=a"):
         assert client.get(path).status == 404, path
     values = client.news("a")["values"]
     assert values["runs"][0]["key"] == "a" and values["runs"][0]["curves"]["loss"]["x"][-1] == 20
-    (inside,) = client.json("/values?run=a&step=5&step=7")
-    assert inside["loss"]["x"] == [4, 5, 6, 7, 8]
-    assert client.json("/values?run=a&step=500")[0]["loss"]["x"] == []
     assert client.json("/step/3?run=a") is None  # it has no record
 
 
@@ -153,7 +148,7 @@ def settled(client: Client, key: str) -> Any:
     while time.monotonic() < until:
         time.sleep(0.4)  # files are looked at no more often
         newer = client.news(key, found)
-        unchanged = "values" not in newer and not any(newer["changed"].values())
+        unchanged = "values" not in newer and newer["parts"] == found["parts"]
         if unchanged and "data" in newer["parts"]["0"]:
             return newer
         found = newer
@@ -162,9 +157,8 @@ def settled(client: Client, key: str) -> Any:
 
 @pytest.mark.timing
 @pytest.mark.parametrize("change", ["a step", "a rewind", "cut", "replaced"])
-def test_what_has_changed_is_sent_and_only_it(client: Client, folder: Path, change: str) -> None:
+def test_what_has_changed_is_sent(client: Client, folder: Path, change: str) -> None:
     before, path = settled(let_in(client), "a"), folder / "a" / "metrics.jsonl"
-    assert all(html == {} for html in before["changed"].values())
     if change == "a step":
         write_lines(path, [step_line(21, loss=float("nan"))], append=True)
     elif change == "a rewind":
@@ -180,7 +174,8 @@ def test_what_has_changed_is_sent_and_only_it(client: Client, folder: Path, chan
     curve = after["values"]["runs"][0]["curves"].get("loss", {"x": [None], "y": [None]})
     assert curve["x"][-1] == {"a step": 21, "a rewind": 5, "cut": None, "replaced": 40}[change]
     assert change != "a step" or curve["y"][-1] is None
-    assert "standing" in after["changed"]["top"] and "config" not in after["changed"]["0"]
+    assert after["parts"]["top"]["standing"] != before["parts"]["top"]["standing"]
+    assert after["parts"]["0"]["config"] == before["parts"]["0"]["config"]
     assert list(after["parts"]["0"]) == list(before["parts"]["0"]) or change == "cut"
 
 
@@ -192,11 +187,9 @@ def test_parts_are_only_ever_text(client: Client) -> None:
 
 def test_a_new_run_appears_in_the_list(client: Client, folder: Path) -> None:
     before = let_in(client).json("/values")
-    assert "deep/b" in before["changed"]["list"]["list"] and "values" not in before
-    have = before["parts"]["list"]["list"]
-    assert client.json(f"/values?have={have}")["changed"] == {"list": {}}
+    assert "deep/b" in before["parts"]["list"]["list"] and "values" not in before
     make_run(folder / "new-run", [step_line(1), step_line(2)])
-    assert "new-run" in client.json(f"/values?have={have}")["changed"]["list"]["list"]
+    assert "new-run" in client.json("/values")["parts"]["list"]["list"]
 
 
 def test_a_page_of_a_run_is_proved_in_the_background(folder: Path) -> None:
@@ -226,12 +219,12 @@ def test_where_ranks_are_is_read_from_their_memory(tmp_path: Path) -> None:
     assert place_of(2**22 + 1, log) is None
 
 
-def test_a_long_file_is_read_in_parts_for_the_list(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write_lines(path, [step_line(step) for step in range(1, 20_001)])
-    losses, last = sampled_losses(path)
-    assert 100 < len(losses) < 2000 and last["step"] == 20_000 and min(losses) < 10
-    assert spark(losses).startswith("<svg") and spark({}) == "-" and spark({1: float("nan")}) == "-"
+def test_of_a_long_file_the_list_reads_the_end(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", [step_line(step) for step in range(1, 20_001)])
+    row = listed({"run": path})
+    assert "20,000" in row and f"{step_line(20_000)['loss']:.6g}" in row
+    write_lines(path / "metrics.jsonl", [{"step": 20_000, "eval_loss": 1.0}, {"loss": "x"}], append=True)
+    assert "<td>-</td>" in listed({"run": path})
 
 
 def test_a_link_out_of_the_folder_and_hidden_runs_do_not_break_the_list(folder: Path) -> None:

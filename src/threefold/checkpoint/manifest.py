@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 import json
 import operator
+import platform
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+import torch
+import transformers
 from transformers import AutoConfig, PretrainedConfig
 
+from threefold.build_id import build_id
 from threefold.checkpoint.layout import Checkpoint
 from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config, every_key
@@ -145,6 +150,24 @@ def with_axes(found: Sequence[ChangedKey], manifest: Mapping[str, Any], topology
     axes = [ChangedKey(f"mesh.{axis}", getattr(then, axis), getattr(topology, axis)) for axis in ("cp", "tp")]
     others = [change for change in found if change.key not in ("mesh.cp", "mesh.tp")]
     return [*others, *(change for change in axes if change.before != change.now)]
+
+
+def versions() -> dict[str, str]:
+    """The versions that results depend on."""
+    return {
+        "threefold": build_id(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "cpu": f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
+    }
+
+
+def _processor() -> str:
+    """The processor's name, whose libraries choose their kernels by it."""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
+    return platform.processor()
 
 
 def lost_bits(manifest: Mapping[str, Any], found: Sequence[ChangedKey], versions: Mapping[str, str]) -> list[str]:

@@ -45,7 +45,6 @@ _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         (
             "threefold export runs/a --to my-model",
             "threefold export runs/a --to a --adapter",
-            "threefold export runs/a --to a-dcp --format dcp --optimizer",
         ),
     ),
     "hash": (

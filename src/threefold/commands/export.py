@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
-
-from threefold.errors import ConfigError
 
 
 def command(
@@ -29,12 +27,6 @@ def command(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write only the adapters of a LoRA run, as peft loads them.")
     ] = False,
-    form: Annotated[
-        Literal["huggingface", "dcp"], typer.Option("--format", help="dcp: as torch.distributed.checkpoint writes it.")
-    ] = "huggingface",
-    optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="With --format dcp: the optimizer's state too.")
-    ] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, which AutoModelForCausalLM.from_pretrained loads.
 
@@ -46,28 +38,9 @@ def command(
 
     find(run)  # refused before anything heavy is loaded
     largest = num_bytes(max_shard_size, option="--max-shard-size")
-    if form == "dcp":
-        _refuse_without_effect(adapter=adapter, verify=verify is not None, trust_remote_code=trust_remote_code)
-        from threefold.convert.dcp_writer import export_dcp
-
-        written = export_dcp(run, to, optimizer=optimizer)
-        typer.echo(f"{to}: step {written.step} of {run}, {written.num_tensors} tensors; {written.verified}")
-        return
-    if optimizer:
-        what = "--optimizer has no effect without --format dcp"
-        raise ConfigError(what, expected="a Hugging Face folder has weights alone", fix="--format dcp --optimizer")
     from threefold.export.model_folder import export
 
     trusted = trust_remote_code
     done = export(run, to, max_shard_bytes=largest, verify=verify, trust_remote_code=trusted, adapter=adapter, ema=ema)
     files = f"{len(done.files)} file{'s' if len(done.files) > 1 else ''} of weights"
     typer.echo(f"{to}: step {done.step} of {run}, {done.num_parameters:,} parameters, {files}; {done.verified}")
-
-
-def _refuse_without_effect(**given: bool) -> None:
-    if named := [f"--{name.replace('_', '-')}" for name, is_given in given.items() if is_given]:
-        raise ConfigError(
-            f"{named[0]} has no effect with --format dcp",
-            expected="options of a Hugging Face folder with --format huggingface",
-            fix=f"leave {named[0]} out",
-        )

@@ -125,7 +125,8 @@ def run() -> None:
             error.show()
             sys.exit(error.exit_code)
         path = context.command_path if context is not None else "threefold"
-        fix = DROPPED.get(f"{path} {asked}", f"`{path} --help` shows its options")
+        dropped = (DROPPED.get(f"{path} {argument.partition('=')[0]}") for argument in arguments)
+        fix = next(filter(None, dropped), f"`{path} --help` shows its options")
         sys.stderr.write(f"{Problem(error.format_message(), f'{path} as its help describes it', fix)}\n")
         sys.exit(error.exit_code)
     except typer.Abort:

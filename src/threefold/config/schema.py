@@ -180,10 +180,6 @@ class TrainConfig(Section):
     micro_batch: PositiveInt | Literal["auto"] = Field(
         "auto", description="rows per dp rank in one forward; auto: all of a step, or as many as are estimated to fit"
     )
-    accumulate: Literal["sharded", "unsharded"] = Field(
-        "sharded",
-        description="gradients between micro-batches: shards, reduced after each one; or whole, reduced once a step",
-    )
     reduce: Literal["fast", "exact"] = Field("fast", description="exact: same bits on any mesh.dp ([page](bits.md))")
     memory_check: bool = Field(True, description="refuse a run that is estimated not to fit, before it loads anything")
     seed: Count = Field(0, description="seed of the random weights and of dropout")

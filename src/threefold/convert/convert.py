@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.checkpoint.lineage import Identity, Journal
-from threefold.checkpoint.manifest import architecture_of
+from threefold.checkpoint.manifest import architecture_of, versions
 from threefold.checkpoint.saver import indexed
 from threefold.checkpoint.shards import Box
 from threefold.checkpoint.tensors import TYPE_NAMES, write_boxes
@@ -32,7 +32,6 @@ from threefold.export.model_folder import Exported, export
 from threefold.model import load
 from threefold.run.folder import keep_config
 from threefold.run.request import model_of
-from threefold.training.saving import versions
 
 _FILE = "rank-00000.safetensors"
 # Values of these types are values of float32.

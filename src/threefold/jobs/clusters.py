@@ -16,8 +16,6 @@ CLUSTERS: Mapping[str, str] = {
     "slurm": "threefold.jobs.slurm",
     "sagemaker": "threefold.jobs.sagemaker",
     "kubernetes": "threefold.jobs.kubernetes",
-    "skypilot": "threefold.jobs.skypilot",
-    "ray": "threefold.jobs.ray_train",
 }
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from threefold.config.schema import Config, MeshConfig
+from threefold.config.text import parse
 from threefold.errors import ConfigError, Problem, RunError
 from threefold.mesh.topology import Topology, resolve
 
@@ -131,19 +130,33 @@ def named_pairs(given: Sequence[str] | None, option: str, what: str, *, example:
     return found
 
 
+def with_set(described: dict[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
+    """A description with the values of `--set PATH=YAML` at the places that they name; ConfigError if one has none."""
+    for path, text in given.items():
+        *outer, name = path.split(".")
+        place: Any = described
+        for key in outer:
+            place = place.setdefault(key, {}) if isinstance(place, dict) else None
+        is_secret = _SECRET_VALUE.match(text) is not None
+        if is_secret or not isinstance(place, dict):
+            what = f"the value of --set {path} looks like a secret" if is_secret else f"--set {path}: there is no place"
+            expected = "a field of the job, and no secret: --dry-run shows the job as it is without --set"
+            raise ConfigError(what, expected=expected, fix=f"leave --set {path} out")
+        place[name] = parse(text, f"--set {path}")
+    return described
+
+
 def handed_to(
     program: str,
     *arguments: str,
     text: str,
     missing: tuple[str, str],
     refused: tuple[str, str],
-    file: str | None = None,
 ) -> str:
-    """Returns the output of a cluster's own program, which gets the job as its input, or in a file of its folder.
+    """Returns the output of a cluster's own program, which gets the job as its input.
 
     Args:
         missing, refused: what is expected and how to fix it, if the program is not installed or refuses the job.
-        file: the name of that file.
 
     Raises:
         ConfigError: the program is not installed. RunError: it refuses.
@@ -151,11 +164,7 @@ def handed_to(
     path = shutil.which(program)
     if path is None:
         raise ConfigError(f"{program} is not installed here", expected=missing[0], fix=missing[1])
-    with tempfile.TemporaryDirectory() as folder:
-        if file is not None:
-            Path(folder, file).write_text(text)
-        where = {"cwd": folder, "stdin": subprocess.DEVNULL} if file is not None else {"input": text}
-        done = subprocess.run([path, *arguments], **where, capture_output=True, text=True, check=False)
+    done = subprocess.run([path, *arguments], input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         what = f"{program} did not accept the job: {done.stderr.strip()}"
         raise RunError(what, expected=refused[0], fix=refused[1])

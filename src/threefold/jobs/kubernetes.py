@@ -19,7 +19,7 @@ from threefold.config.schema import Config
 from threefold.config.text import as_document, dump
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, Problem
 from threefold.jobs.clusters import Job
-from threefold.jobs.job import Ranks, checked_name, handed_to
+from threefold.jobs.job import Ranks, checked_name, handed_to, with_set
 from threefold.jobs.settings import setting
 
 KINDS = ("pytorchjob", "trainjob", "jobset")
@@ -31,7 +31,6 @@ _GPU = "nvidia.com/gpu"
 _TRAINER = "trainer.kubeflow.org"
 # Resources whose drivers register memory, which a process may lock only with this capability.
 _RDMA = re.compile(r"efa|rdma|hca|roce|infiniband|/ib", re.IGNORECASE)
-_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 
 EXAMPLE = "--image IMAGE --volume CLAIM=/runs --log.dir /runs/a"
@@ -60,20 +59,15 @@ class KubernetesSettings:
     secrets: Mapping[str, str] = setting(
         "a key of a Secret", {}, option="secret", form="NAME=SECRET/KEY", example="HF_TOKEN=my-secret/token"
     )
-    service_account: str | None = setting("service account of the pods")
     restarts: int = setting("how often pods are restarted", 10)
     resources: Mapping[str, str] = setting(
         "a limit of each pod", {}, option="resource", form="NAME=COUNT", example="vpc.amazonaws.com/efa=4"
     )
-    node_selectors: Mapping[str, str] = setting(
-        "label of the nodes", {}, option="node-selector", form="LABEL=VALUE", example="pool=gpu"
-    )
-    tolerations: tuple[str, ...] = setting("of a taint", (), option="toleration", form="KEY[=VALUE][:EFFECT]")
-    pull_secrets: tuple[str, ...] = setting("Secret for the image's registry", (), option="pull-secret")
-    priority: str | None = setting("priority class of the pods")
     queue: str | None = setting("local queue of Kueue's")
     volcano_queue: str | None = setting("queue of Volcano's, for a gang of all pods")
-    host_network: bool = setting("pods use the host's network", False)
+    more: Mapping[str, str] = setting(
+        "another field of the pods", {}, option="set", form="PATH=YAML", example="priorityClassName=high"
+    )
 
 
 Settings = KubernetesSettings
@@ -87,11 +81,6 @@ def problems(config: Config, ranks: Ranks, options: KubernetesSettings) -> Itera
         if len(secret.split("/")) != 2 or not all(secret.split("/")):
             what = f"--secret {name}={secret} does not name a key of a Secret"
             yield Problem(what, "NAME=SECRET/KEY", f"--secret {name}=my-secret/{name}")
-    for toleration in options.tolerations:
-        effect = toleration.rpartition(":")[2] if ":" in toleration else None
-        if toleration.startswith(("=", ":")) or effect not in (None, *_EFFECTS):
-            expected = f"KEY, KEY=VALUE, each with :EFFECT or without ({', '.join(_EFFECTS)})"
-            yield Problem(f"--toleration {toleration!r}", expected, "--toleration nvidia.com/gpu:NoSchedule")
     if options.volcano_queue is not None and options.kind != "pytorchjob":
         what = f"--volcano-queue with --kind {options.kind}, whose operator makes no group of pods for Volcano"
         yield Problem(
@@ -210,29 +199,12 @@ def _pod(config: Config, options: KubernetesSettings, container: dict[str, Any])
         mounts.append({"name": f"volume-{number}", "mountPath": folder})
     if any(map(_RDMA.search, options.resources)):
         container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
-    pod: dict[str, Any] = {
-        "serviceAccountName": options.service_account,
-        "imagePullSecrets": [{"name": name} for name in options.pull_secrets],
-        "priorityClassName": options.priority,
-        "nodeSelector": dict(options.node_selectors),
-        "tolerations": [_toleration(each) for each in options.tolerations],
-    }
-    if options.host_network:
-        pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    return {
-        **{key: value for key, value in pod.items() if value},
+    pod = {
         "terminationGracePeriodSeconds": config.checkpoint.grace_s + _LEAVE_S,
         "containers": [{**container, "volumeMounts": mounts}],
         "volumes": volumes,
     }
-
-
-def _toleration(text: str) -> dict[str, str]:
-    """KEY[=VALUE][:EFFECT] as Kubernetes has it."""
-    rest, colon, effect = text.rpartition(":")
-    key, equals, value = (rest if colon else effect).partition("=")
-    found = {"key": key, "operator": "Equal" if equals else "Exists"}
-    return found | ({"value": value} if equals else {}) | ({"effect": effect} if colon else {})
+    return with_set(pod, options.more)
 
 
 def _container(config: Config, ranks: Ranks, options: KubernetesSettings, *, name: str) -> dict[str, Any]:

@@ -22,12 +22,13 @@ from threefold.config.schema import Config
 from threefold.config.text import dump
 from threefold.errors import ConfigError, Problem, RunError
 from threefold.jobs.clusters import Job
-from threefold.jobs.job import Ranks, checked_name
+from threefold.jobs.job import Ranks, checked_name, with_set
 from threefold.jobs.settings import setting
 from threefold.mesh import environment
 
 ENTRY = "threefold_entry.py"
 CHECKPOINTS = "/opt/ml/checkpoints"
+_VOLUME_GB = 100  # of each instance
 _S3 = "s3://"
 # Prefixes of instance types with the Elastic Fabric Adapter; AWS' list of 2026.
 _EFA = (
@@ -74,17 +75,11 @@ class SageMakerSettings:
     packages: tuple[Path, ...] = setting("a wheel to install first", (), option="package")
     spot: bool = setting("spot instances; interrupted, the job resumes", False)
     max_run_s: int = setting("longest time, s", 86_400, option="max-run", least=60)
-    max_wait_s: int | None = setting("with --spot: longest time including waiting, s", option="max-wait", least=60)
-    volume_gb: int = setting("disk of each instance, GB", 100, least=1)
-    subnets: tuple[str, ...] = setting("subnet of a VPC", (), option="subnet")
-    security_groups: tuple[str, ...] = setting("security group in the VPC", (), option="security-group")
     retries: int | None = setting("starts after SageMaker's own errors", least=1, most=30)
-    training_plan: str | None = setting("ARN of a training plan whose capacity is used")
-    keep_alive_s: int | None = setting(
-        "time that instances stay for the next job (a warm pool), s", option="keep-alive", least=1, most=3600
-    )
-    tags: Mapping[str, str] = setting("of the job", {}, option="tag", form="KEY=VALUE", example="team=research")
-    encrypt: bool = setting("encrypt what instances send one another", False)
+    more: Mapping[str, str] = setting(
+        "another field of the request", {}, option="set", form="PATH=YAML",
+        example="ResourceConfig.VolumeSizeInGB=200",
+    )  # fmt: skip
     region: str | None = setting("default: from your AWS configuration")
     source_to: Path | None = setting("also write the job's source here, for the SageMaker SDK", form="FOLDER")
     # Keys of the config, as text: the job shows them, and its tuner may set them.
@@ -104,18 +99,6 @@ def problems(config: Config, ranks: Ranks, options: SageMakerSettings) -> Iterat
     if options.spot and not config.checkpoint.every:
         expected = "checkpoints during the run: the container gets no signal before an instance is taken away"
         yield Problem("--spot with checkpoint.every = 0", expected, "--checkpoint.every 100")
-    if options.spot and options.max_wait_s is not None and options.max_wait_s < options.max_run_s:
-        what = f"--max-wait {options.max_wait_s} is shorter than --max-run {options.max_run_s}"
-        fix = f"--max-wait {options.max_run_s + 3600}"
-        yield Problem(what, "the total time, including the wait for instances", fix)
-    if not options.spot and options.max_wait_s is not None:
-        yield Problem("--max-wait without --spot", "a time to wait for spot instances", "--spot")
-    if options.spot and options.keep_alive_s is not None:
-        yield Problem(
-            "--keep-alive with --spot", "instances on demand, which may stay for the next job", "leave one out"
-        )
-    if options.spot and options.training_plan is not None:
-        yield Problem("--training-plan with --spot", "the plan's own instances", "leave one out")
     if config.log.dir is not None and ranks.num_hosts == 1 and not config.log.dir.startswith("/opt/ml/"):
         what = f"log.dir = {config.log.dir} is lost with the instance"
         fix = "leave log.dir out of the config"
@@ -187,7 +170,7 @@ def request(ranks: Ranks, options: SageMakerSettings, *, region: str | None) -> 
         environment["THREEFOLD_SECRETS"] = json.dumps(dict(options.secrets))
     stopping = {"MaxRuntimeInSeconds": options.max_run_s}
     if options.spot:
-        stopping["MaxWaitTimeInSeconds"] = options.max_wait_s or options.max_run_s + 3600
+        stopping["MaxWaitTimeInSeconds"] = options.max_run_s + 3600
     made: dict[str, Any] = {
         "TrainingJobName": options.name,
         "RoleArn": options.role,
@@ -202,7 +185,7 @@ def request(ranks: Ranks, options: SageMakerSettings, *, region: str | None) -> 
         "ResourceConfig": {
             "InstanceType": options.instance_type,
             "InstanceCount": ranks.num_hosts,
-            "VolumeSizeInGB": options.volume_gb,
+            "VolumeSizeInGB": _VOLUME_GB,
         },
         "StoppingCondition": stopping,
         "EnableManagedSpotTraining": options.spot,
@@ -211,22 +194,12 @@ def request(ranks: Ranks, options: SageMakerSettings, *, region: str | None) -> 
         made["Environment"] = environment
     if options.retries is not None:
         made["RetryStrategy"] = {"MaximumRetryAttempts": options.retries}
-    if options.training_plan is not None:
-        made["ResourceConfig"]["TrainingPlanArn"] = options.training_plan
-    if options.keep_alive_s is not None:
-        made["ResourceConfig"]["KeepAlivePeriodInSeconds"] = options.keep_alive_s
-    if options.tags:
-        made["Tags"] = [{"Key": key, "Value": value} for key, value in options.tags.items()]
-    if options.encrypt:
-        made["EnableInterContainerTrafficEncryption"] = True
     if options.channels:
         made["InputDataConfig"] = [
             {"ChannelName": name, "DataSource": {"S3DataSource": {**channel, "S3Uri": path}}, "InputMode": "File"}
             for name, path in options.channels.items()
         ]
-    if options.subnets:
-        made["VpcConfig"] = {"Subnets": list(options.subnets), "SecurityGroupIds": list(options.security_groups)}
-    return made
+    return with_set(made, options.more)
 
 
 def text(job: Job, options: SageMakerSettings) -> str:

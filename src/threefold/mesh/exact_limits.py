@@ -22,7 +22,6 @@ MOST_RANKS = 2
 _OPTIMIZERS = tuple(name for name, known in OPTIMIZERS.items() if known.exact_path is not None)
 # Key, the values that were compared, and why others may have other bits, or what was not compared.
 _COMPARED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("train.accumulate", ("sharded",), "gradients of several micro-batches that are added in floating point"),
     ("train.objective", ("next_token",), "the sums of pairs are floating point"),
     ("train.compile", ("auto", False), "compiled layers were not compared"),
     ("train.float8", ("none",), "products in 8 bits were not compared"),

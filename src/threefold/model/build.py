@@ -21,7 +21,7 @@ from threefold.config.schema import Config
 from threefold.mesh.mesh import Mesh
 from threefold.model import compiled, data_parallel, float8, head, load, lora, precision, storage
 from threefold.model.activation_offload import HostActivations
-from threefold.model.context_parallel import flex, kernels
+from threefold.model.context_parallel import backend, kernels
 from threefold.model.context_parallel.split import ContextParallel, heads_of
 from threefold.model.exact import limits
 from threefold.model.float_sums import FloatSums
@@ -59,7 +59,7 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh, *, weights
 
 def resolved_on(mesh: Mesh, config: Config, architecture: PretrainedConfig) -> Resolved:
     """The automatic choices of a config for a model on a mesh."""
-    drops = flex.drops_weights(architecture)
+    drops = backend.drops_weights(architecture)
     device, heads = data_parallel.device_of(mesh), heads_of(architecture)
     return resolve(config, mesh.topology, device, heads=heads, drops_attention=drops)
 
@@ -90,7 +90,7 @@ def arranged(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tupl
         split_choices = [*split_choices, ("compiled layers", resolved.compiled.why)]
     loss_choices = _install_head(model, config, tensor, mesh)
     offload = config.mesh.cpu_offload
-    sharing = [data_parallel.accumulation(model, config, mesh), data_parallel.gathering(model, mesh, config)]
+    sharing = [data_parallel.gathering(model, mesh, config)]
     (kind, why), exact = resolved.data_parallel, None
     if kind == "fsdp":
         whole, asked = precision.parameters_named(model, kept), config.train.reduce == "exact"

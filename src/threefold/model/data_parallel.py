@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from threefold.config.schema import Config
 from threefold.errors import Problem
 from threefold.mesh.mesh import Mesh
-from threefold.mesh.topology import Topology
 from threefold.model.collectives import local_part
 from threefold.model.exact.sums import ExactSums
 from threefold.model.load import layers_of
@@ -31,8 +30,8 @@ from threefold.model.precision import DTYPES
 from threefold.plan import choices
 
 
-def problems(config: Config, topology: Topology, *, device: str) -> list[Problem]:
-    """Settings of memory and of sharding that have no effect on this mesh; empty if there are none."""
+def problems(config: Config, *, device: str) -> list[Problem]:
+    """Settings of memory that have no effect on this device; empty if there are none."""
     found, train = [], config.train
     memory = "an accelerator with memory of its own"
     if config.mesh.cpu_offload and device == "cpu":
@@ -41,35 +40,7 @@ def problems(config: Config, topology: Topology, *, device: str) -> list[Problem
     if train.activation_checkpointing == "offload" and device == "cpu":
         what = "train.activation_checkpointing = offload has no effect on a CPU"
         found.append(Problem(what, memory, "--train.activation_checkpointing full"))
-    shards = topology.dp_shard * topology.cp
-    single = choices.num_micro_batches(config, topology) == 1
-    if train.accumulate == "unsharded" and (shards == 1 or single):
-        lacking = "mesh.dp_shard and mesh.cp are 1" if shards == 1 else "a step has one micro-batch"
-        what = f"train.accumulate = unsharded has no effect: {lacking}"
-        expected = "gradients that several ranks share, and several micro-batches a step"
-        found.append(Problem(what, expected, "leave train.accumulate out"))
     return found
-
-
-def accumulation(model: nn.Module, config: Config, mesh: Mesh) -> tuple[str, str] | None:
-    """(what, why) of gradients between micro-batches, to be printed, before the model is sharded; None: there are none.
-
-    In bytes of a rank, and in reductions over shards in a step, of which each unit of `shard` makes one.
-    """
-    count, shards = choices.num_micro_batches(config, mesh.topology), mesh.size("fsdp")
-    if count == 1 or shards == 1:
-        return None
-    trained = {each for each in model.parameters() if each.requires_grad}
-    in_units = [trained & {each for layer in unit for each in layer.parameters()} for unit in _units(layers_of(model))]
-    units = sum(map(bool, in_units)) + bool(trained.difference(*in_units))
-    whole = sum(local_part(each).numel() * 4 for each in trained) / 2**20
-    prices = {"sharded": (whole / shards, units * count), "unsharded": (whole, units)}
-    chosen = config.train.accumulate
-    size, reductions = prices.pop(chosen)
-    ((other, (other_size, other_reductions)),) = prices.items()
-    own = f"{size:,.1f} MiB of gradients on a rank, {reductions} reductions a step"
-    price = f"{other_size:,.1f} MiB and {other_reductions}"
-    return f"accumulation: {chosen}", f"{count} micro-batches, {own} ({other}: {price})"
 
 
 def gathering(model: nn.Module, mesh: Mesh, config: Config) -> tuple[str, str] | None:

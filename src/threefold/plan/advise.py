@@ -96,7 +96,7 @@ class Plan:
         sections: dict[str, dict[str, Any]] = {"mesh": {}, "train": {"compile": self.setup.compiled}}
         for key, value in keys_of(self.setup).items():
             section, _, name = key.partition(".")
-            if value not in (False, "sharded"):  # the defaults
+            if value is not False:  # the default
                 sections[section][name] = value
         return sections
 

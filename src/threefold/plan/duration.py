@@ -14,8 +14,7 @@ from threefold.plan.decoder import Decoder, Layer
 from threefold.plan.fabric import Fabric
 from threefold.plan.operations import causal_keys
 from threefold.plan.setup import Setup
-from threefold.plan.traffic import kept_whole
-from threefold.plan.units import units_of
+from threefold.plan.units import kept_whole, units_of
 
 # Of the dense bfloat16 peak, by large products in runs; by smaller ones dim / (dim + 256) of that, of their least dim.
 PRODUCTS, HALF_AT = 0.54, 256
@@ -193,7 +192,7 @@ def _of_data(decoder: Decoder, setup: Setup, fabric: Fabric, computing: float) -
             fabric.seconds("reduce-scatter", reduced * u.trained_padded, ranks=shards, stride=stride) for u in every
         ]
         again = 0 if kept_whole(decoder, setup) else sum(gathers[:-1])
-        forward, backward = sum(gathers), again + sum(scatters) / (batches if setup.unsharded else 1)
+        forward, backward = sum(gathers), again + sum(scatters)
         sent["fsdp"] = batches * (forward + backward)
         share = 1 / (3 + (setup.recompute in ("full", "offload")))
         edges = gathers[-1] + gathers[0] + scatters[-1]

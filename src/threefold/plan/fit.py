@@ -44,7 +44,6 @@ def keys_of(setup: Setup) -> dict[str, Any]:
         "mesh.cp": topology.cp,
         "mesh.tp": topology.tp,
         "mesh.cpu_offload": setup.cpu_offload,
-        "train.accumulate": "unsharded" if setup.unsharded else "sharded",
         "train.activation_checkpointing": setup.recompute,
         "train.micro_batch": setup.micro_batch,
     }
@@ -93,18 +92,16 @@ def smaller_setups(setup: Setup) -> Iterator[Setup]:
     topology, device = setup.topology, setup.device
     sharded = replace(topology, dp_replicate=1, dp_shard=topology.dp)
     meshes = list(dict.fromkeys((topology, sharded)))
-    accumulations = (True, False) if setup.unsharded else (False,)
     # A CPU's memory is the host's.
     offloads = (setup.cpu_offload,) if setup.cpu_offload or device is None else (False, True)
     modes = MODES[MODES.index(setup.recompute) : len(MODES) - (device is None)]
     sizes = [size for size in row_counts(setup) if size <= setup.micro_batch]
     # Places in these lists; sharding comes first among as many changes, as it has no price in the list.
-    places = itertools.product(*(range(len(options)) for options in (accumulations, meshes, offloads, modes, sizes)))
-    by_price = sorted(places, key=lambda place: (sum(map(bool, place)), *place[2:]))
-    for accumulation, mesh, offload, mode, size in by_price[1:]:
+    places = itertools.product(*(range(len(options)) for options in (meshes, offloads, modes, sizes)))
+    by_price = sorted(places, key=lambda place: (sum(map(bool, place)), *place[1:]))
+    for mesh, offload, mode, size in by_price[1:]:
         yield replace(
             with_rows(setup, sizes[size]),
-            unsharded=accumulations[accumulation],
             topology=meshes[mesh],
             cpu_offload=offloads[offload],
             recompute=modes[mode],

@@ -13,8 +13,7 @@ from functools import cached_property
 from threefold.plan.activations import FLOAT, Activations, activations_of, norm_bytes
 from threefold.plan.decoder import Decoder
 from threefold.plan.setup import Setup
-from threefold.plan.traffic import kept_whole
-from threefold.plan.units import units_of
+from threefold.plan.units import kept_whole, units_of
 
 # Of a CUDA device, assumed and not measured here: context, libraries and buffers of collectives; and of what is alive,
 # what the allocator rounds up or cannot join.
@@ -89,7 +88,6 @@ class _Step:
         before = self._before()
         # FSDP2 keeps the last buffer that was reduced until the next reduction.
         left = FLOAT * self._units.rest.trained_padded if self._sharded and self._setup.num_batches > 1 else 0.0
-        left = 0.0 if self._setup.unsharded else left
         yield self._loss(kept, before, left)
         yield from self._backward(kept, before, left)
         yield self._moment("update", gradients=self._gradients)
@@ -97,10 +95,7 @@ class _Step:
     def _before(self) -> float:
         """Gradients that exist before the first of the micro-batch: of those before it, and in DDP's buckets."""
         setup = self._setup
-        several = setup.num_batches > 1
-        if several and setup.unsharded:
-            return FLOAT * self._units.trained
-        return self._gradients * (several + (setup.sharing == "ddp"))
+        return self._gradients * ((setup.num_batches > 1) + (setup.sharing == "ddp"))
 
     def _moment(self, name: str, **lines: float) -> Moment:
         named = {_NAMES[key]: size for key, size in lines.items() if size}

@@ -45,7 +45,6 @@ class Setup:
     sequence_parallel: bool = False
     ulysses: bool = False
     loss_chunk: int | str = "auto"
-    unsharded: bool = False
     exact: bool = False
     device: Accelerator | None = None
 
@@ -112,7 +111,6 @@ def setup_of(config: Config, decoder: Decoder | None, topology: Topology, device
         sequence_parallel=bool(resolved.sequence_parallel.value) and topology.tp > 1,
         ulysses=topology.cp > 1 and resolved.cp_method.value == "ulysses",
         loss_chunk=train.loss_chunk_tokens,
-        unsharded=train.accumulate == "unsharded",
         exact=train.reduce == "exact",
         device=device,
     )

@@ -9,12 +9,11 @@ import math
 from collections import defaultdict
 from typing import TypeAlias
 
-from threefold.plan import choices
 from threefold.plan.activations import FLOAT
 from threefold.plan.adapters import known_in_part
 from threefold.plan.decoder import Decoder
-from threefold.plan.setup import Setup, kind_of
-from threefold.plan.units import Unit, units_of
+from threefold.plan.setup import Setup
+from threefold.plan.units import Unit, kept_whole, units_of
 
 # (axis, collective) -> (calls, bytes)
 Traffic: TypeAlias = dict[tuple[str, str], tuple[int, int]]
@@ -43,12 +42,6 @@ def traffic(decoder: Decoder, setup: Setup) -> Traffic:
     return {key: (calls, size) for key, (calls, size) in sent.found.items()}
 
 
-def kept_whole(decoder: Decoder, setup: Setup) -> bool:
-    """Whether gathered weights stay from forward to backward."""
-    size = units_of(decoder, setup.topology.tp, setup.shards).size * setup.element
-    return choices.kept_whole(size, kind_of(setup.device), offloaded=setup.cpu_offload).value
-
-
 def _of_data(decoder: Decoder, setup: Setup, sent: _Sent) -> None:
     topology, batches = setup.topology, setup.num_batches
     if topology.dp > 1:
@@ -75,11 +68,10 @@ def _group_of_dp(setup: Setup) -> str:
 
 
 def _of_unit(unit: Unit, setup: Setup, sent: _Sent, *, gathers: int) -> None:
-    reductions = 1 if setup.unsharded else setup.num_batches
     if setup.shards > 1:
         sent.add("fsdp", "all-gather", setup.element * unit.padded, gathers)
     if setup.shards > 1 and unit.trained:
-        sent.add("fsdp", "reduce-scatter", setup.reduced_element * unit.trained_padded, reductions)
+        sent.add("fsdp", "reduce-scatter", setup.reduced_element * unit.trained_padded, setup.num_batches)
     if setup.topology.dp_replicate > 1 and unit.trained:
         sent.add("dp_replicate", "all-reduce", setup.reduced_element * unit.trained_shard)
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from threefold.plan import choices
 from threefold.plan.decoder import Decoder, Weight
+from threefold.plan.setup import Setup, kind_of
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,12 @@ def units_of(decoder: Decoder, tp: int, shards: int) -> Units:
             units.append(waiting)
             waiting = empty
     return Units(tuple(units), _sum(waiting, _unit(decoder.around, tp, shards, layers=0)))
+
+
+def kept_whole(decoder: Decoder, setup: Setup) -> bool:
+    """Whether gathered weights stay from forward to backward."""
+    size = units_of(decoder, setup.topology.tp, setup.shards).size * setup.element
+    return choices.kept_whole(size, kind_of(setup.device), offloaded=setup.cpu_offload).value
 
 
 def _unit(weights: tuple[Weight, ...], tp: int, shards: int, *, layers: int) -> Unit:

@@ -8,7 +8,6 @@ counts.
 from __future__ import annotations
 
 import math
-import os
 from array import array
 from datetime import datetime
 from pathlib import Path
@@ -17,15 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from threefold.jsonl import Damage, Lines, object_of, open_file
+from threefold.jsonl import Damage, Lines
 
 # More than any run has: a larger number is damage.
 _MOST_STEP = 1 << 53
 _MOST_NAMES, _LONGEST_NAME, _MOST_SKIPPED = 56, 100, 10_000
 # Numbers without which a line of a step, or of an evaluation, is damaged.
 _NEEDED = ("loss", "grad_norm", "eval_loss")
-# Of a long file: blocks that are read of it, evenly spread, and their bytes.
-_WHOLE, _BLOCKS, _BLOCK = 1 << 20, 64, 4096
 
 
 class Points(NamedTuple):
@@ -193,23 +190,6 @@ class Metrics:
             now = Points(steps[stands][order], values[stands][order])
             self._stands[name] = now, [Points(steps[old], values[old]) for old in gone]
         return self._stands[name]
-
-
-def sampled_losses(path: Path) -> tuple[dict[int, float], dict[str, Any]]:
-    """The loss at some steps, and the last line: all of a short file, of a long one blocks from everywhere."""
-    try:
-        with open_file(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            places = [0] if size <= _WHOLE else [(size - _BLOCK) * number // _BLOCKS for number in range(_BLOCKS + 1)]
-            texts = []
-            for place in places:
-                file.seek(place)
-                texts += file.read(_WHOLE if size <= _WHOLE else _BLOCK).split(b"\n")[1 if place else 0 : -1]
-    except OSError:
-        return {}, {}
-    lines = [line for text in texts if (line := object_of(text)) is not None and type(line.get("step")) is int]
-    lines = [line for line in lines if isinstance(line.get("loss"), int | float) and abs(line["step"]) < _MOST_STEP]
-    return {line["step"]: float(line["loss"]) for line in lines}, lines[-1] if lines else {}
 
 
 def seconds_of(text: Any) -> float | None:

@@ -21,6 +21,7 @@ _NOT_CURVES = {"epoch", "tokens", "samples", "slowest_rank", "estimated_memory_b
 _NOT_CURVES |= {"eval_tokens", "eval_count", "eval_pairs"}
 _MOST_CURVES, _MOST_STEP = 48, 1 << 53
 _KEPT_OF_A_BUCKET = 5
+_MOST_HOLES = 100
 _DIGITS = 7
 
 
@@ -48,15 +49,13 @@ def summary(points: Points) -> dict[str, Any]:
     return known
 
 
-def drawn(metrics: Metrics, name: str, *, most: int, inside: range | None = None) -> dict[str, Any]:
+def drawn(metrics: Metrics, name: str, *, most: int) -> dict[str, Any]:
     """A curve for JSON in about `most` points.
 
     `x` and `y` (null: not finite), the replaced ones as `old`; if there are more points, the `mean` of those in a
-    bucket: a curve is not smoothed from its extremes. Only of the steps `inside`, if they are given.
+    bucket: a curve is not smoothed from its extremes.
     """
     now, *old = metrics.points(name), *metrics.replaced(name)
-    if inside is not None:
-        now, *old = (_within(points, inside) for points in (now, *old))
     room = max(20, most // 4 // max(1, len(old)))
     values = {**_plain(thinned(now, most)), "old": [_plain(thinned(points, room)) for points in old[-20:]]}
     return {**values, "mean": _plain(means(now, most))} if len(now.steps) > most else values
@@ -77,15 +76,6 @@ def _some(points: Points, most: int) -> dict[str, Any]:
     number = len(points.steps)
     chosen = np.unique(np.linspace(0, max(0, number - 1), min(most, number)).astype(np.int64))
     return _plain(Points(points.steps[chosen], points.values[chosen]))
-
-
-def _within(points: Points, inside: range) -> Points:
-    """The points of some steps, and the next one on each side, so that lines continue to the edges."""
-    kept = np.flatnonzero((points.steps >= inside.start) & (points.steps < inside.stop))
-    if not len(kept):
-        return Points(points.steps[:0], points.values[:0])
-    around = slice(max(0, int(kept[0]) - 1), int(kept[-1]) + 2)
-    return Points(points.steps[around], points.values[around])
 
 
 def thinned(points: Points, most: int) -> Points:
@@ -123,12 +113,12 @@ def _buckets(number: int, most: int) -> Iterable[tuple[int, int]]:
     return pairwise(edges)
 
 
-def not_finite(points: Points, *, most: int = 100) -> list[tuple[int, int]]:
-    """The stretches (first step, last step) of logged steps whose value is not finite."""
+def not_finite(points: Points) -> list[tuple[int, int]]:
+    """The first stretches (first step, last step) of logged steps whose value is not finite."""
     bad = np.concatenate(([False], ~np.isfinite(points.values), [False]))
     # Where it changes: [stretches, 2], the first place of each and the one after it.
     changes = np.flatnonzero(bad[1:] != bad[:-1]).reshape(-1, 2)
-    return [(int(points.steps[begin]), int(points.steps[end - 1])) for begin, end in changes[:most]]
+    return [(int(points.steps[begin]), int(points.steps[end - 1])) for begin, end in changes[:_MOST_HOLES]]
 
 
 def _pair(points: Points, at: int | np.int64) -> tuple[int, float]:

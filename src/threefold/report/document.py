@@ -43,14 +43,13 @@ def asset(name: str) -> str:
     return (files("threefold.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def curves_of(runs: Sequence[RunFacts], inside: range | None = None) -> list[dict[str, Any]]:
-    """The curves of each run, by name, in as many points as a page has room for; of some steps, or of all."""
+def _curves_of(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
+    """The curves of each run, by name, in as many points as a page has room for."""
     names = [curve_names(facts.metrics) for facts in runs]
     number = sum(map(len, names))
     most = max(_FEWEST, min(_MOST, _ALL_POINTS // max(1, number)))
     return [
-        {name: drawn(facts.metrics, name, most=most, inside=inside) for name in own}
-        for facts, own in zip(runs, names, strict=True)
+        {name: drawn(facts.metrics, name, most=most) for name in own} for facts, own in zip(runs, names, strict=True)
     ]
 
 
@@ -70,7 +69,7 @@ def points_of(runs: Sequence[RunFacts], known: Sequence[Judged | None]) -> dict[
         "charts": [{"title": title, "unit": unit, "names": names} for title, unit, names in charts],
         "runs": [
             {**_drawn(facts), "curves": curves, "batches": _batches(judged)}
-            for facts, curves, judged in zip(runs, curves_of(runs), known, strict=True)
+            for facts, curves, judged in zip(runs, _curves_of(runs), known, strict=True)
         ],
     }
 

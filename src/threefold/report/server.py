@@ -1,7 +1,7 @@
 """The pages of runs in a browser, while they go: on this machine only, and only for holders of the address.
 
 A page is that of `threefold report`, with `values.live`: its script asks for `values` again and again, and is sent the
-charts' points and the parts of the page that it does not have yet. Only the runs' files are read.
+parts of the page as they are now, and the charts' points if they are new. Only the runs' files are read.
 
 Every request must name this machine as its host, so that a page of another site cannot reach it under a name of its own
 (DNS rebinding), and must carry the token: in the address once, then in a cookie that other sites cannot send.
@@ -14,7 +14,6 @@ import secrets
 import signal
 import threading
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 from html import escape
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 from threefold.errors import ConfigError
-from threefold.report.document import body, curves_of, page, points_of, title_of, top_of
+from threefold.report.document import body, page, points_of, title_of, top_of
 from threefold.report.live import LiveRun
 from threefold.report.markup import Html, tag
 from threefold.report.run_list import listed, runs_in
@@ -82,9 +81,6 @@ class View:
             return self._page(["."]) if "." in runs_in(self.root) else self._list()
         if path == "/run":
             return self._page(keys)
-        if path == "/values" and "step" in query:
-            first, last = int(query["step"][0]), int(query["step"][-1])
-            return _json(curves_of([run.facts for run in self._live(keys)], range(first, last + 1)))
         if path == "/values":
             return _json(self._news(keys, query))
         if path.startswith("/step/"):
@@ -114,18 +110,12 @@ class View:
         return {"top": top, **{str(number): run.parts() for number, run in enumerate(runs)}}
 
     def _news(self, keys: Sequence[str], query: Query) -> dict[str, Any]:
-        """What a page does not have: it says the version of its points, and the digests of its parts."""
+        """The parts of a page, and its points, unless it has that version of them."""
         runs = self._live(keys)
-        boxes = self._parts(runs) if keys else {"list": {"list": listed(runs_in(self.root))}}
-        have = set(query.get("have", [""])[0].split("."))
-        parts = {box: {name: _digest(html) for name, html in inside.items()} for box, inside in boxes.items()}
-        changed = {
-            box: {name: html for name, html in inside.items() if parts[box][name] not in have}
-            for box, inside in boxes.items()
-        }
+        parts = self._parts(runs) if keys else {"list": {"list": listed(runs_in(self.root))}}
         version = " ".join(run.version for run in runs)
         values = {"values": self._values(keys, runs)} if keys and query.get("version") != [version] else {}
-        return {"version": version, "parts": parts, "changed": changed, **values}
+        return {"version": version, "parts": parts, **values}
 
     def _page(self, keys: Sequence[str]) -> Reply:
         runs = self._live(keys)
@@ -163,10 +153,6 @@ class View:
 
 def _json(values: Any) -> Reply:
     return Reply(200, json.dumps(values, allow_nan=False).encode(), _JSON)
-
-
-def _digest(text: str) -> str:
-    return blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
 
 
 def _is_here(hosts: Sequence[str]) -> bool:

@@ -15,6 +15,7 @@ from threefold.audit.compare import Audit
 from threefold.audit.digest import TOKEN_FIELDS
 from threefold.audit.offences import explain
 from threefold.audit.record import SegmentLine
+from threefold.checkpoint.manifest import versions
 from threefold.config.auto_lr import with_rate
 from threefold.config.schema import Config
 from threefold.data.chat.labeller import template_source
@@ -47,7 +48,6 @@ from threefold.run.resume import Checkpointer, rate_of
 from threefold.run.same_bytes import of_one_copy, record_of, refuse_other_bytes
 from threefold.run.sources import opened, sources_of
 from threefold.run.user_objects import Given
-from threefold.training.saving import versions
 
 DEFAULT_STEPS = 120
 

@@ -95,7 +95,7 @@ def _problems(asked: Config, architecture: PretrainedConfig, mesh: Mesh) -> list
     problems = plan_problems(architecture, mesh.topology.tp, plan=outline.tp_plan)
     problems += split_problems(asked.mesh.cp_method, architecture, mesh.topology, outline)
     problems += limits.direction_problems(outline, pretrained=name is not None)
-    problems += data_parallel.problems(asked, mesh.topology, device=mesh.device.type)
+    problems += data_parallel.problems(asked, device=mesh.device.type)
     if asked.model.lora.r and not problems:
         problems += adapters.problems(
             asked.model.lora,

@@ -10,9 +10,9 @@ import transformers
 import xxhash
 
 from threefold.build_id import build_id
+from threefold.checkpoint.manifest import versions
 from threefold.config.schema import Config
 from threefold.mesh import environment
-from threefold.training.saving import versions
 
 log = logging.getLogger("threefold")
 

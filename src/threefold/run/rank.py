@@ -21,6 +21,7 @@ from threefold.audit.compare import Audit
 from threefold.check.admit import admit
 from threefold.check.full_size import admit_full_size
 from threefold.checkpoint import run_template
+from threefold.checkpoint.manifest import versions
 from threefold.config.loading import LoadedConfig
 from threefold.data.sampling.loader import Batch
 from threefold.errors import ThreefoldError
@@ -58,7 +59,6 @@ from threefold.training.loop import Outcome, Run, train_loop
 from threefold.training.nonfinite import Finite, Policy
 from threefold.training.profiled import Profiled
 from threefold.training.progress import DeviceForward, Progress
-from threefold.training.saving import versions
 from threefold.training.step import TrainStep
 from threefold.training.stop_request import StopRequest
 

@@ -115,7 +115,7 @@ def setup_problems(config: Config, architecture: PretrainedConfig, topology: Top
     problems += cp_limits.direction_problems(outline, pretrained=config.model.name_or_path is not None)
     problems += cp_limits.document_problems(outline) if config.data.document_mask else []
     problems += architecture_problems(architecture)
-    problems += data_parallel.problems(config, topology, device=device)
+    problems += data_parallel.problems(config, device=device)
     problems += optimizer_problems(config, outline, topology)
     problems += exact_limits.problems(config, architecture, outline, device=device)
     if config.log.trackers:

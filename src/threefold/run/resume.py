@@ -31,6 +31,7 @@ from threefold.checkpoint.manifest import (
     refuse_other_base,
     refuse_other_given,
     refuse_unconfirmed,
+    versions,
     with_axes,
 )
 from threefold.checkpoint.saver import Save, Saver
@@ -49,7 +50,6 @@ from threefold.model.model import Model
 from threefold.optim.build import begin_state
 from threefold.optim.ema import Ema
 from threefold.run.folder import RunFolder
-from threefold.training.saving import versions
 
 
 @dataclass

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-from threefold.build_id import build_id
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.copies import refuse_drift, state_held
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, checkpoint_at, damaged
-from threefold.checkpoint.manifest import architecture_of, read_manifest, refuse_other, refuse_other_base
+from threefold.checkpoint.manifest import architecture_of, read_manifest, refuse_other, refuse_other_base, versions
 from threefold.checkpoint.saver import Save, Saver
 from threefold.checkpoint.seal import Seal
 from threefold.checkpoint.shards import Index
@@ -220,24 +216,6 @@ def _manifest(model: Model, described: Mapping[str, Any]) -> dict[str, Any]:
         "loop": dict(described),
         "versions": versions(),
     }
-
-
-def versions() -> dict[str, str]:
-    """The versions that results depend on."""
-    return {
-        "threefold": build_id(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "cpu": f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
-    }
-
-
-def _processor() -> str:
-    """The processor's name, whose libraries choose their kernels by it."""
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-        return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
-    return platform.processor()
 
 
 def _newest(folder: Path) -> str | None:

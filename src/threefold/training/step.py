@@ -111,7 +111,7 @@ class TrainStep:
         # Copies of a whole model, of which each may leave some parameters out of its loss.
         self._averages = loss is not None and not isinstance(model.forward, FSDPModule)
         # A custom module may use other parameters in another micro-batch, which reductions of each would mix up.
-        self._unsharded = model.asked is None or model.asked.train.accumulate == "unsharded"
+        self._unsharded = model.asked is None
         # The count that divides the loss is global.
         self._averaged_over = model.sums.averaged_over
         self._steps, self._compare_every = (

@@ -85,7 +85,7 @@ def _as_compared(config: Config, topology: Topology) -> Config:
     values["model"]["lora"]["dropout"] = 0.0
     ep = config.mesh.ep if config.mesh.ep == topology.tp else 1
     values["mesh"].update(cpu_offload=False, ep=ep)
-    values["train"].update(accumulate="sharded", float8="none")
+    values["train"].update(float8="none")
     values["train"]["epochs"] = None  # an order without an end: the steps to compare may be more than an epoch's
     return validate(values)
 

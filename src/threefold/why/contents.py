@@ -99,19 +99,19 @@ class Contents:
                 told.append(f"document {document} stands {copies:,} times in its source")
         return "; ".join(told) or None
 
-    def text(self, row: int, *, most: int = SHOWN) -> str | None:
+    def text(self, row: int) -> str | None:
         """The beginning of a row's text, as it is; `visible` makes it fit to be shown. None if it is not known."""
         if (place := self._place(row)) is None or not self._has_texts:
             return None
         rows, number = place
-        stretches = ((start, min(stop, start + 4 * most)) for start, stop in rows.stretches(number))
+        stretches = ((start, min(stop, start + 4 * SHOWN)) for start, stop in rows.stretches(number))
         parts = [rows.store.read(start, stop) for start, stop in stretches]
         try:
             text = self._tokenizer.decode(np.concatenate(parts).tolist())
         except (ThreefoldError, OSError, ImportError) as error:
             self.missing, self._has_texts = str(error).splitlines()[0], False
             return None
-        return text if len(text) <= most else f"{text[:most]} ..."
+        return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
 
 
 def _store(prefix: Path, digest: str) -> TokenStore:

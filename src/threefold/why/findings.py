@@ -90,12 +90,12 @@ def telling(rows: list[BatchRow]) -> list[BatchRow]:
     return sorted(rows, key=strangeness, reverse=True)
 
 
-def _rows_at(batches: StepBatches, step: int, *, least: float = NAMED) -> list[BatchRow]:
+def _rows_at(batches: StepBatches, step: int) -> list[BatchRow]:
     try:
         rows = telling(batches.rows_of(step))
     except ConfigError:
         return []
-    far = [row for row in rows if abs(row.score) >= least or (row.loss is not None and np.isnan(row.loss))]
+    far = [row for row in rows if abs(row.score) >= NAMED or (row.loss is not None and np.isnan(row.loss))]
     return far[:_NAMED_ROWS]
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 
 import numpy as np
-import numpy.typing as npt
 
 from threefold.audit.row_losses import Float64, Int64
 
@@ -25,8 +24,6 @@ _ROWS, _BLOCK = 8, 25
 _NEAR = 24
 # Least scale, as a share of the value: smaller differences are no news.
 _FLOOR = 0.005
-
-Bool = npt.NDArray[np.bool_]
 
 
 def rises(values: Float64) -> Float64:

@@ -30,6 +30,11 @@ _OF_TRANSFORMERS = ("eager", "sdpa")  # names for which a layer derives a mask, 
 _JOINED_KEYS = re.compile(r"\battention_mask = ((torch\.cat|F\.pad)\(|[\w.]+\([^()]*\bposition_ids\b)")
 
 
+def drops_weights(config: PretrainedConfig) -> bool:
+    """Whether the model drops attention weights in training."""
+    return bool(getattr(config.get_text_config(), "attention_dropout", 0.0))
+
+
 def own_attention(model: nn.Module) -> str | None:
     """Why a model must keep its own attention; None if all its attention is asked for by name."""
     asking = list(_asking(model))

@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from transformers import PretrainedConfig
 
 from threefold.errors import Problem
+from threefold.model.context_parallel.backend import drops_weights
 from threefold.model.context_parallel.rotary import places_in_documents
 from threefold.plan import choices
 
@@ -30,11 +31,6 @@ def problems(config: PretrainedConfig, *, device: str) -> list[Problem]:
         return []
     expected = "a CUDA device with triton, and a model without attention dropout"
     return [Problem(f"model.attention = flex, but {possible.why}", expected, "--model.attention auto")]
-
-
-def drops_weights(config: PretrainedConfig) -> bool:
-    """Whether the model drops attention weights in training."""
-    return bool(getattr(config.get_text_config(), "attention_dropout", 0.0))
 
 
 def block_mask(

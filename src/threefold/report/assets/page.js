@@ -77,7 +77,7 @@
     values.runs.forEach((run, number) => {
       if (!state.shown[number]) return;
       chart.names.forEach((name, place) => {
-        const curve = (run.detail && state.zoom && run.detail[name]) || run.curves[name];
+        const curve = run.curves[name];
         if (!curve) return;
         const shade = (values.runs.length > 1 ? number : place) % COLOURS;
         const label = (values.runs.length > 1 ? `${run.name}: ` : "") + name;
@@ -251,27 +251,6 @@
     return first < last ? [first, last] : [first - 1, last + 1];
   }
 
-  /* A live page asks for the points between those that it has, when few of them are in sight. */
-  let asked = 0;
-  function detail() {
-    const number = ++asked, zoom = state.zoom;
-    const thin = values.runs.some((run) => Object.values(run.curves).some((curve) => curve.mean));
-    if (!values.live || !thin || state.by !== "step") return;
-    if (!zoom) {
-      for (const run of values.runs) run.detail = null;
-      return redraw();
-    }
-    setTimeout(async () => {
-      if (number !== asked) return;
-      const steps = new URLSearchParams([["step", Math.max(0, Math.floor(zoom[0]))], ["step", Math.ceil(zoom[1])]]);
-      const answer = await fetch(`values?${query()}&${steps}`).catch(() => null);
-      const found = answer && answer.ok ? await answer.json() : [];
-      if (number !== asked) return;
-      values.runs.forEach((run, place) => { run.detail = found[place] || null; });
-      redraw();
-    }, 250);
-  }
-
   let zooming = false;
   function zoomed(chart) {
     if (zooming) return;
@@ -288,7 +267,6 @@
     for (const chart of charts) {
       if (chart !== from && chart.plot.data[0].length) chart.plot.setScale("x", {min, max});
     }
-    detail();
     requestAnimationFrame(() => { zooming = false; });
     controls.reset.disabled = !range;
   }
@@ -458,9 +436,7 @@
 
   function renewed(found) {
     const names = JSON.stringify(values.charts);
-    values.runs.forEach((run, place) => { found.runs[place].detail = run.detail; });
     values.runs = found.runs;
-    if (state.zoom) detail();
     values.charts = found.charts;
     if (JSON.stringify(found.charts) !== names) makeCharts(); else redraw();
   }
@@ -488,27 +464,25 @@
     if (next) next.focus({preventScroll: true});
   }
 
-  /* Puts the parts of a box that changed in their places; one in which text is selected waits until it is not,
-     one that is already on the page as it is said stays. */
+  /* Puts the parts of a box in their places: one that is already on the page as it is said stays, one in which text is
+     selected waits until it is not. */
   const latest = new Map(), onPage = new Map();
   for (const part of document.querySelectorAll("[data-box] > [data-part]")) {
     onPage.set(`${part.parentElement.dataset.box} ${part.dataset.part}`, part.outerHTML);
   }
-  function place(box, order, changed) {
+  function place(box, parts) {
+    const order = Object.keys(parts);
     const inside = document.querySelector(`[data-box="${box}"]`);
     if (!inside) return;
     const there = new Map([...inside.children].map((part) => [part.dataset.part, part]));
     for (const [name, part] of there) if (!order.includes(name)) part.remove();
     for (const name of order) {
-      if (!(name in changed)) continue;
       const before = there.get(name), selection = getSelection(), key = `${box} ${name}`;
-      const parsed = new DOMParser().parseFromString(changed[name], "text/html").body.firstElementChild;
-      latest.set(key, changed[name]);
+      if (before && latest.get(key) === parts[name]) continue;
+      const parsed = new DOMParser().parseFromString(parts[name], "text/html").body.firstElementChild;
+      if (before && !selection.isCollapsed && before.contains(selection.anchorNode)) continue;
+      latest.set(key, parts[name]);
       if (before && onPage.get(key) === parsed.outerHTML) continue;
-      if (before && !selection.isCollapsed && before.contains(selection.anchorNode)) {
-        setTimeout(() => place(box, order, {[name]: latest.get(key)}), 1000);
-        continue;
-      }
       onPage.set(key, parsed.outerHTML);
       if (before) {
         replace(before, parsed);
@@ -519,15 +493,14 @@
     }
   }
 
-  /* Asks for what this page does not have: points of another version, and parts of other digests. */
-  let version = "", have = [];
+  /* Asks for the parts as they are now, and for points of another version than this page has. */
+  let version = "";
   async function ask() {
-    const answer = await fetch(`values?${query()}&${new URLSearchParams({version, have: have.join(".")})}`);
+    const answer = await fetch(`values?${query()}&${new URLSearchParams({version})}`);
     if (!answer.ok) throw new Error(answer.statusText);
     const found = await answer.json();
     version = found.version;
-    have = Object.values(found.parts).flatMap((digests) => Object.values(digests));
-    for (const [box, digests] of Object.entries(found.parts)) place(box, Object.keys(digests), found.changed[box]);
+    for (const [box, parts] of Object.entries(found.parts)) place(box, parts);
     if (found.values) renewed(found.values);
   }
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
+from threefold.checkpoint.lineage import Identity
 from threefold.config import loading
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
@@ -26,10 +27,14 @@ def config(resume: str = "auto", log_dir: str | None = "run") -> Config:
 
 
 def save(run: str, *steps: int) -> Checkpoint:
+    """The last checkpoint of a run that has saved after these steps."""
     checkpoints = CheckpointFolder(Path(run))
+    Path(run).mkdir(exist_ok=True)
+    identity = Identity.read(Path(run)) or Identity.new()
+    identity.write(Path(run))
     for step in steps:
         checkpoints.begin(step)
-        saved = checkpoints.commit(step, {})
+        saved = checkpoints.commit(step, {"run": identity.id})
     return saved
 
 
@@ -70,13 +75,17 @@ def test_auto_goes_on_from_the_newest_complete_checkpoint() -> None:
 
 
 def test_auto_begins_at_step_1_where_nothing_is_complete() -> None:
-    open_run(config()).metrics.write_text('{"step": 1}\n')
+    begun = open_run(config())
+    begun.accept(config())
+    begun.metrics.write_text('{"step": 1}\n')
     CheckpointFolder(Path("run")).begin(5)
     assert open_run(config()).candidates == ()
 
 
 def test_never_refuses_a_folder_with_a_run() -> None:
-    open_run(config()).metrics.write_text('{"step": 1}\n')
+    begun = open_run(config())
+    begun.accept(config())
+    begun.metrics.write_text('{"step": 1}\n')
     save("other", 5)
     for name in ("run", "other"):
         with pytest.raises(ConfigError, match=f"log.dir = {name} holds a run, and checkpoint.resume is never"):

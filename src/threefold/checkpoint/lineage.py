@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from threefold.checkpoint.seal import sync, write_sealed
-from threefold.config.paths import RUN_FILE
+from threefold.config.paths import JOURNAL, RUN_FILE
 from threefold.errors import ConfigError
 from threefold.jsonl import Lines, cut_torn_line, utc_now
-
-JOURNAL = "journal.jsonl"
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,9 @@ class Identity:
     origin: Origin | None = None
 
     @classmethod
-    def new(cls, origin: Origin | None = None, *, named: str | None = None) -> Identity:
-        """A new identity; with the id that is `named` by checkpoints, if there are any."""
-        return cls(named or uuid.uuid4().hex, utc_now(), origin)
+    def new(cls, origin: Origin | None = None) -> Identity:
+        """The identity of a run that begins now."""
+        return cls(uuid.uuid4().hex, utc_now(), origin)
 
     @classmethod
     def read(cls, run: Path) -> Identity | None:

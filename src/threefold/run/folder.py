@@ -20,7 +20,7 @@ from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, damaged
 from threefold.checkpoint.lineage import Identity, Journal, Origin
 from threefold.checkpoint.seal import sync, write_sealed
 from threefold.config import text as config_text
-from threefold.config.paths import LOG_START, with_absolute_paths
+from threefold.config.paths import LOG_START, METRICS, with_absolute_paths
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
 from threefold.mesh import environment
@@ -58,7 +58,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        return self.path / choice.METRICS
+        return self.path / METRICS
 
     @property
     def done(self) -> int:
@@ -124,7 +124,7 @@ class RunFolder:
         """
         identity = Identity.read(self.path)
         if identity is None:
-            identity = Identity.new(self.origin, named=choice.named_by(self.checkpoints))
+            identity = Identity.new(self.origin)
             identity.write(self.path)
         step = self.resume.step if self.resume is not None else 0
         aside = self.checkpoints.set_aside_after(step) if self.resume is not None else []

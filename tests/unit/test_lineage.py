@@ -69,6 +69,37 @@ def test_fork_that_has_not_saved_begins_at_its_origin_again() -> None:
     assert start("b") == 5
 
 
+def test_fork_that_has_not_saved_takes_no_other_run_at_its_origins_place() -> None:
+    """The origin was deleted and trained anew under its name; where a copy of the old one lies, the fork begins."""
+    start("a", saves=(5,))
+    start("b", step("a", 5))
+    shutil.copytree("a", "archive")
+    origin = Identity.read(Path("a"))
+    shutil.rmtree("a")
+    with pytest.raises(CheckpointError, match=r"log.dir = b forks step 5 of run .*, and .* is gone"):
+        read("b")
+    start("a", saves=(5,))
+    assert origin is not None
+    with pytest.raises(
+        CheckpointError, match=rf"forks step 5 of run {origin.id}, and .* is another checkpoint now, of"
+    ):
+        read("b")
+    (candidate,) = open_run(config("b", step("archive", 5))).candidates
+    assert candidate.path == Path(step("archive", 5))
+
+
+def test_fork_that_has_not_saved_takes_no_other_timeline_of_its_origin() -> None:
+    """Of the same run and step, but saved by another start: its manifest tells."""
+    start("a", saves=(5,))
+    start("b", step("a", 5))
+    shutil.rmtree(step("a", 5))
+    start("a", saves=(5,))
+    with pytest.raises(CheckpointError, match=r"is another checkpoint now"):
+        read("b")
+    with pytest.raises(ConfigError, match=r"log.dir = b holds a run, and checkpoint.resume = .* is of another one"):
+        open_run(config("b", "a"))
+
+
 def test_fork_is_known_when_its_origin_was_moved() -> None:
     start("a", saves=(5,))
     start("b", step("a", 5), saves=(6,))

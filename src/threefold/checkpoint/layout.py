@@ -55,6 +55,14 @@ class Checkpoint:
             return None
         return found if isinstance(found, str) else None
 
+    @property
+    def checksum(self) -> str | None:
+        """The manifest's checksum, by which a checkpoint is known; None if it cannot be read."""
+        try:
+            return checksum_of((self.path / _MANIFEST).read_bytes())
+        except OSError:
+            return None
+
     def manifest(self) -> dict[str, Any]:
         """Returns what the checkpoint belongs to: config, mesh, versions, data and cursor, and the seals of its files.
 

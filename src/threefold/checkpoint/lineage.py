@@ -22,15 +22,22 @@ from threefold.jsonl import Lines, cut_torn_line, utc_now
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a run was forked from: its absolute path, its step and the id of its run, if it has one."""
+    """The checkpoint that a run was forked from: where it lay, and by what it is known wherever it lies now.
+
+    Attributes:
+        run: the id of its run, if it has one.
+        manifest: checksum of its manifest; None in what an earlier build wrote.
+    """
 
     path: str
     step: int
     run: str | None
+    manifest: str | None = None
 
-    def is_of(self, path: Path, step: int, run: str | None) -> bool:
-        """Whether a checkpoint is this one, at its place or copied elsewhere."""
-        return step == self.step and (str(path) == self.path or (run is not None and run == self.run))
+    def is_same(self, other: Origin) -> bool:
+        """Whether another is this checkpoint, at its place or elsewhere."""
+        known = (self.step, self.run) == (other.step, other.run)
+        return known and self.manifest in (None, other.manifest)
 
 
 @dataclass(frozen=True)

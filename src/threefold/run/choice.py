@@ -57,14 +57,15 @@ def of(config: Config, path: Path) -> Choice:
                 fix="--log.dir ANOTHER_FOLDER, or --checkpoint.resume auto to resume it",
             )
         return Choice()
+    named = None
     if asked not in ("auto", "never") and not _asked_before(path, Path(asked), identity):
         named = _named(Path(asked))
-        origin = Origin(str(named.path.resolve()), named.step, named.run)
+        origin = _origin(named)
         if not _taken_up(path, named, origin, identity, own):
             return Choice((named,), True, None if _is_own(named, path, identity) else origin)
     if not own and identity is not None and identity.origin is not None:
         # A fork that has not saved yet.
-        return Choice((_named(Path(identity.origin.path)),), True)
+        return Choice((named or _at_its_place(identity.origin, path),), True)
     if not own and any(line["event"] == "save" for line in Journal(path).lines()):
         raise CheckpointError(
             f"log.dir = {path} holds a run that has saved checkpoints, and none of them is left",
@@ -86,6 +87,29 @@ def _unnamed(path: Path) -> ConfigError:
         content = json.dumps(dataclasses.asdict(Identity(ids[0], utc_now())))
         fix = f"echo {shlex.quote(content)} > {shlex.quote(str(path / RUN_FILE))}   # the run that its files name"
     return ConfigError(what, expected=expected, fix=fix)
+
+
+def _origin(of: Checkpoint) -> Origin:
+    return Origin(str(of.path.resolve()), of.step, of.run, of.checksum)
+
+
+def _at_its_place(origin: Origin, path: Path) -> Checkpoint:
+    """The checkpoint that a fork came from, where it lay then.
+
+    Raises:
+        CheckpointError: another one lies there, or none.
+    """
+    place, what = Path(origin.path), "is gone"
+    if place.exists():
+        there = find(place)
+        if origin.is_same(_origin(there)):
+            return there
+        what = f"is another checkpoint now, of {f'run {there.run}' if there.run else 'no run'}"
+    raise CheckpointError(
+        f"log.dir = {path} forks step {origin.step} of run {origin.run}, and {place} {what}",
+        expected="the checkpoint that the run forks, for it has saved none of its own yet",
+        fix=f"--checkpoint.resume WHERE_IT_LIES_NOW, or --log.dir ANOTHER_FOLDER --checkpoint.resume {place}",
+    )
 
 
 def _named(asked: Path) -> Checkpoint:
@@ -125,7 +149,7 @@ def _taken_up(path: Path, named: Checkpoint, origin: Origin, identity: Identity 
     if _is_own(named, path, identity):
         return False
     forked_from = identity.origin if identity is not None else None
-    taken = forked_from is not None and forked_from.is_of(named.path.resolve(), named.step, named.run)
+    taken = forked_from is not None and forked_from.is_same(origin)
     if not taken and (own or identity is not None or (path / METRICS).exists()):
         raise ConfigError(
             f"log.dir = {path} holds a run, and checkpoint.resume = {named.path} is of another one",

@@ -101,7 +101,7 @@ def slowly_saved(run: str, signals: tuple[int, ...], pause_s: float) -> None:
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_second_signal_does_not_lose_the_last_save(folder: Path, second: int) -> None:
     name = f"twice-{second}"
     plant = partial(slowly_saved, name, (signal.SIGUSR1, second), 0.8)

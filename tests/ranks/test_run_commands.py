@@ -64,6 +64,25 @@ def test_own_config_means_the_run_wherever_it_lies(folder: Path, run: Path) -> N
         shutil.rmtree(moved)
 
 
+def test_resume_goes_on_in_the_named_folder_or_not_at_all(folder: Path, run: Path, tmp_path: Path) -> None:
+    """Into another folder, of a config alone and of a copy without run.json: refused, and nothing is trained."""
+    (run / "run.json").unlink()
+    (tmp_path / "project").mkdir()
+    shutil.copy(folder / "config.yaml", tmp_path / "project")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != "run.lock"}
+    for arguments, what in (
+        ((str(folder / "a run"), "--log.dir", "other"), "log.dir = other, but the run to resume lies in "),
+        ((str(folder / "a run"), "--log.dir", "null"), "log.dir = None, but the run to resume lies in "),
+        ((str(run), "--train.steps", "6"), f"log.dir = {run} has a run's files, and no run.json says which run is"),
+        (("project",), "project is not a run"),
+    ):
+        done = command(tmp_path, "resume", *arguments)
+        assert done.returncode == 2 and done.stderr.startswith(what), done.stdout + done.stderr
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != "run.lock"} == before
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "project"}
+    assert [path.name for path in (tmp_path / "project").iterdir()] == ["config.yaml"]
+
+
 def test_going_back_to_a_checkpoint(folder: Path, run: Path) -> None:
     done = command(folder, "resume", "copied run/checkpoints/step-00000002", "--train.steps", "3")
     assert done.returncode == 0, done.stderr

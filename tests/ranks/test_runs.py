@@ -44,7 +44,9 @@ def test_loss_falls_and_every_step_is_logged(whole: Path) -> None:
     assert expected | {"tokens_per_s", "peak_memory_bytes"} <= steps[1].keys()
 
 
-@pytest.mark.parametrize(("step", "number"), [(1, signal.SIGTERM), (6, signal.SIGINT), (11, signal.SIGUSR1)])
+@pytest.mark.parametrize(
+    ("step", "number"), [(1, signal.SIGTERM), (6, signal.SIGINT), (8, signal.SIGHUP), (11, signal.SIGUSR1)]
+)
 def test_stopped_run_goes_on_bit_for_bit(folder: Path, whole: Path, step: int, number: int) -> None:
     name = f"stopped-{step}"
     stopped = stop_after(folder, step, "train", "config.yaml", *MESH, "--log.dir", name, number=number)

@@ -85,6 +85,21 @@ def test_words_of_yaml_1_1_are_text(folder: Path) -> None:
     assert refused(None, ("data.shuffle", "yes")) == ["data.shuffle = yes is not accepted (command line)"]
 
 
+@pytest.mark.parametrize("text", ["", " ", "\n"])
+def test_empty_value_is_refused_and_null_is_written(text: str) -> None:
+    """As of `--model.name_or_path "$MODEL"` where MODEL is not set: never null, which means another run."""
+    keys = [*every_key(), "model.nmae"]
+    with pytest.raises(ConfigError) as error:
+        load(None, *((key, text) for key in keys))
+    empty = [problem for problem in error.value.problems if problem.what.endswith(" is empty")]
+    assert [problem.what for problem in empty] == [f"--{key} is empty" for key in keys]
+    fixes = {problem.what.split()[0]: problem.fix for problem in empty}
+    assert fixes["--model.name_or_path"] == "--model.name_or_path null"
+    assert fixes["--data.seq_len"] == "leave --data.seq_len out"
+    nulls = [tuple(fix[2:].split()) for fix in fixes.values() if fix.startswith("--")]
+    assert load(None, *((key, value) for key, value in nulls)).config == Config()
+
+
 def test_null_lists_and_mappings(folder: Path) -> None:
     text = """
 model:
@@ -231,7 +246,7 @@ def test_describe_names_every_key_once_with_its_origin(folder: Path) -> None:
         ("mesh.timeout_s", ".inf"),
         ("model.config", "[1]"),
         ("log.dir", "5"),
-        ("data.source", ""),
+        ("data.source", "null"),
         ("data.source", "2024-01-01"),
         ("checkpoint.keep", "0"),
     ],

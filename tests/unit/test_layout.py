@@ -156,6 +156,38 @@ def test_checkpoint_of_another_run_is_left_alone(checkpoints: CheckpointFolder) 
     assert checkpoints.set_aside_after(0) == [checkpoints.path / "aside-1-step-00000003"]
 
 
+@pytest.mark.parametrize("kind", ["files", "another run's", "link"])
+def test_what_this_run_did_not_write_is_not_replaced_by_a_save(checkpoints: CheckpointFolder, kind: str) -> None:
+    """A save of its name fails, also if it was copied in while the run was going."""
+    place = checkpoints.path / "step-00000005"
+    if kind == "link":
+        place.symlink_to(checkpoints.path.parent)
+    else:
+        place.mkdir()
+        (place / "mine.txt").write_text("mine")
+    if kind == "another run's":
+        (place / "manifest.json").write_text('{"run": "another"}')
+        (place / "COMPLETE").touch()
+    before = sorted(place.iterdir())
+    with pytest.raises(
+        FileExistsError, match=r"move away what has its name: no checkpoint of this run: '.*/step-00000005'"
+    ):
+        save(checkpoints, 5)
+    assert sorted(place.iterdir()) == before and place.is_symlink() == (kind == "link")
+
+
+def test_what_no_manifest_shows_to_be_this_runs_is_kept(checkpoints: CheckpointFolder) -> None:
+    own = Identity.new()
+    own.write(checkpoints.path.parent)
+    for step, run in ((1, {}), (2, {"run": own.id}), (3, {"run": own.id})):
+        checkpoints.begin(step)
+        checkpoints.commit(step, run)
+    (checkpoints.path / "step-00000004").mkdir()
+    checkpoints.prune(1)
+    assert checkpoints.set_aside_after(3) == []
+    assert sorted(os.listdir(checkpoints.path)) == ["step-00000001", "step-00000003", "step-00000004"]
+
+
 def test_removal_cut_short_is_not_complete(checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever happens when the first file is gone: the rest does not look whole, and the next removal ends it."""
     for step in (1, 2):
@@ -184,7 +216,7 @@ def test_replacement_cut_short_is_not_complete(checkpoints: CheckpointFolder, mo
 
     monkeypatch.setattr("shutil.rmtree", interrupted)
     with pytest.raises(Interrupted):
-        checkpoints.commit(2, {})
+        checkpoints.commit(2, {"run": "of a test"})
     assert steps(checkpoints) == [1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from threefold.checkpoint.layout import CheckpointFolder
 from threefold.checkpoint.lineage import Identity, Journal
 from threefold.config import loading
 from threefold.config.schema import Config
-from threefold.errors import ConfigError
+from threefold.errors import CheckpointError, ConfigError, Problem
 from threefold.run.folder import RunFolder, open_run
 
 
@@ -66,6 +67,37 @@ def test_fork_that_has_not_saved_begins_at_its_origin_again() -> None:
     start("a", saves=(5,))
     start("b", step("a", 5))
     assert start("b") == 5
+
+
+def test_fork_that_has_not_saved_takes_no_other_run_at_its_origins_place() -> None:
+    """The origin was deleted and trained anew under its name; where a copy of the old one lies, the fork begins."""
+    start("a", saves=(5,))
+    start("b", step("a", 5))
+    shutil.copytree("a", "archive")
+    origin = Identity.read(Path("a"))
+    shutil.rmtree("a")
+    with pytest.raises(CheckpointError, match=r"log.dir = b forks step 5 of run .*, and .* is gone"):
+        read("b")
+    start("a", saves=(5,))
+    assert origin is not None
+    with pytest.raises(
+        CheckpointError, match=rf"forks step 5 of run {origin.id}, and .* is another checkpoint now, of"
+    ):
+        read("b")
+    (candidate,) = open_run(config("b", step("archive", 5))).candidates
+    assert candidate.path == Path(step("archive", 5))
+
+
+def test_fork_that_has_not_saved_takes_no_other_timeline_of_its_origin() -> None:
+    """Of the same run and step, but saved by another start: its manifest tells."""
+    start("a", saves=(5,))
+    start("b", step("a", 5))
+    shutil.rmtree(step("a", 5))
+    start("a", saves=(5,))
+    with pytest.raises(CheckpointError, match=r"is another checkpoint now"):
+        read("b")
+    with pytest.raises(ConfigError, match=r"log.dir = b holds a run, and checkpoint.resume = .* is of another one"):
+        open_run(config("b", "a"))
 
 
 def test_fork_is_known_when_its_origin_was_moved() -> None:
@@ -136,31 +168,49 @@ def test_requeued_job_of_a_new_run_resumes_it(monkeypatch: pytest.MonkeyPatch) -
         open_run(config("a", "never"))
 
 
-def test_run_without_an_id_gets_one_and_keeps_its_checkpoints() -> None:
-    checkpoints = CheckpointFolder(Path("old"))
+def refused(run: str) -> Problem:
+    with pytest.raises(ConfigError) as error:
+        read(run)
+    (problem,) = error.value.problems
+    return problem
+
+
+def test_runs_files_without_an_id_are_refused_and_taken_by_the_pasted_fix() -> None:
+    """A copy that left run.json out: its checkpoints and its journal name the run."""
+    start("a run", saves=(5,))
+    before = Identity.read(Path("a run"))
+    assert before is not None
+    for left_out in ("run.json", "checkpoints"):
+        shutil.copytree("a run", left_out, ignore=shutil.ignore_patterns(left_out, "run.json"))
+        kept = {path: path.stat().st_mtime_ns for path in Path(left_out).rglob("*")}
+        problem = refused(left_out)
+        assert problem.what == f"log.dir = {left_out} has a run's files, and no run.json says which run is here"
+        assert {path: path.stat().st_mtime_ns for path in Path(left_out).rglob("*")} == kept
+        subprocess.run(["bash", "-c", problem.fix], check=True)
+        after = Identity.read(Path(left_out))
+        assert after is not None and after.id == before.id
+    assert start("run.json") == 5
+
+
+def test_files_of_no_run_or_of_several_are_refused() -> None:
+    checkpoints = CheckpointFolder(Path("nameless"))
     checkpoints.begin(5)
     checkpoints.commit(5, {})
-    assert start("old", saves=(6,)) == 5
-    assert [each.step for each in checkpoints.complete()] == [5, 6]
-    assert start("old") == 6
-
-
-def test_lost_id_is_read_from_the_checkpoints() -> None:
-    start("a", saves=(5,))
-    before = Identity.read(Path("a"))
-    Path("a/run.json").unlink()
-    assert start("a") == 5
-    after = Identity.read(Path("a"))
-    assert before is not None and after is not None and after.id == before.id
-
-
-def test_checkpoints_of_several_runs_without_an_id_are_refused() -> None:
+    assert refused("nameless").fix == "--log.dir ANOTHER_FOLDER   (its files name no run)"
     start("a", saves=(20,))
     start("b", saves=(5,))
     shutil.copytree(step("a", 20), step("b", 20))
     Path("b/run.json").unlink()
-    with pytest.raises(ConfigError, match=r"has checkpoints of 2 runs, and no run.json says which one is here"):
-        read("b")
+    ids = sorted(str(each.run) for each in CheckpointFolder(Path("b")).all())
+    assert refused("b").fix == f"--log.dir ANOTHER_FOLDER   (its files name {ids[0]} and {ids[1]})"
+
+
+def test_run_whose_checkpoints_are_all_gone_does_not_begin_again() -> None:
+    start("a", saves=(5,))
+    Journal(Path("a")).append("save", step=5, start=1)
+    shutil.rmtree("a/checkpoints")
+    with pytest.raises(CheckpointError, match=r"a run that has saved checkpoints, and none of them is left"):
+        read("a")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"id": "x"}'])

@@ -174,6 +174,18 @@ def test_a_folder_as_before_by_a_glob(tmp_path: Path) -> None:
     assert again.fingerprint == before.fingerprint
 
 
+def test_a_run_inside_a_source_is_left_out_by_name(tmp_path: Path) -> None:
+    """Its journal and audit are rows to any reader; a run that lies at the root of a source is no source at all."""
+    make(tmp_path, "a.jsonl", "runs/a/run.json", "runs/a/audit.jsonl", "runs/a/rows/x.jsonl", "runs/b.jsonl")
+    for files in (list_folder(tmp_path, {}), list_glob(f"{tmp_path}/**/*.jsonl", {})):
+        assert files.read == ("a.jsonl", "runs/b.jsonl")
+        assert reasons(files) == {"runs/a": "the folder of a run: its records are no data"}
+        assert counted(files.left_out) == "1 run (runs/a)"
+    with pytest.raises(DataError, match=r"1 run \(\.\)"):
+        read(tmp_path / "runs/a")
+    assert read(tmp_path / "runs/a/rows") == ("x.jsonl",)
+
+
 def test_list_reads_each_file_once_in_the_order_of_its_entries(tmp_path: Path) -> None:
     make(tmp_path, "b/2.txt", "b/1.txt", "a/3.txt", "a/4.txt")
     lists = files_of(Source((f"{tmp_path}/b/2.txt", f"{tmp_path}/a", f"{tmp_path}/**/*.txt", f"{tmp_path}/a/3.txt")))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from threefold.config.paths import METRICS
 from threefold.jsonl import MetricsFile, cut_torn_line
-from threefold.records.files import METRICS
 from threefold.records.metrics import Metrics
 from threefold.training.progress import Stopwatch, peak_memory_bytes
 

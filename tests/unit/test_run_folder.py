@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
+from threefold.checkpoint.lineage import Identity
 from threefold.config import loading
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
@@ -26,10 +27,14 @@ def config(resume: str = "auto", log_dir: str | None = "run") -> Config:
 
 
 def save(run: str, *steps: int) -> Checkpoint:
+    """The last checkpoint of a run that has saved after these steps."""
     checkpoints = CheckpointFolder(Path(run))
+    Path(run).mkdir(exist_ok=True)
+    identity = Identity.read(Path(run)) or Identity.new()
+    identity.write(Path(run))
     for step in steps:
         checkpoints.begin(step)
-        saved = checkpoints.commit(step, {})
+        saved = checkpoints.commit(step, {"run": identity.id})
     return saved
 
 
@@ -70,13 +75,17 @@ def test_auto_goes_on_from_the_newest_complete_checkpoint() -> None:
 
 
 def test_auto_begins_at_step_1_where_nothing_is_complete() -> None:
-    open_run(config()).metrics.write_text('{"step": 1}\n')
+    begun = open_run(config())
+    begun.accept(config())
+    begun.metrics.write_text('{"step": 1}\n')
     CheckpointFolder(Path("run")).begin(5)
     assert open_run(config()).candidates == ()
 
 
 def test_never_refuses_a_folder_with_a_run() -> None:
-    open_run(config()).metrics.write_text('{"step": 1}\n')
+    begun = open_run(config())
+    begun.accept(config())
+    begun.metrics.write_text('{"step": 1}\n')
     save("other", 5)
     for name in ("run", "other"):
         with pytest.raises(ConfigError, match=f"log.dir = {name} holds a run, and checkpoint.resume is never"):
@@ -133,3 +142,41 @@ def test_other_ranks_open_the_same(resumes: bool) -> None:
     opened = open_run(config())
     assert RunFolder.from_values(opened.to_values()) == opened
     assert bool(opened.candidates) == resumes
+
+
+@pytest.mark.parametrize(
+    "names", [("config.yaml",), ("a.jsonl",), ("config.json", "model.safetensors"), (".bashrc",), ("logs/", "src/")]
+)
+def test_folder_with_files_of_others_is_refused_and_left_as_it_was(names: tuple[str, ...], folder: Path) -> None:
+    """A project, data, a model, a home: and the fix is a folder that is taken."""
+    for name in names:
+        made = folder / name
+        made.mkdir() if name.endswith("/") else made.write_text("# mine")
+    with pytest.raises(ConfigError) as error:
+        open_run(config(log_dir="."))
+    (problem,) = error.value.problems
+    assert problem.what.startswith("log.dir = . is not empty, and no run lies there: it has ")
+    assert sorted(path.name for path in folder.iterdir()) == sorted(name.strip("/") for name in names)
+    assert all(path.read_text() == "# mine" for path in folder.iterdir() if path.is_file())
+    option, another = problem.fix.split()
+    assert option == "--log.dir" and open_run(config(log_dir=another)).path == Path(another)
+
+
+def test_the_file_systems_root_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"log\.dir = / is not empty, and no run lies there: "):
+        open_run(config(log_dir="/"))
+
+
+def test_folder_with_a_jobs_files_or_of_a_start_that_was_refused_is_taken() -> None:
+    open_run(config(log_dir="begun"))
+    for name in ("submitted.yaml", "job.sh", "srun.err", "slurm-7.out", "train.log"):
+        Path("begun", name).touch()
+    assert open_run(config(log_dir="begun")).candidates == ()
+
+
+def test_folder_is_a_runs_before_its_first_records_are_written() -> None:
+    """A start that is killed while it is accepted can be repeated."""
+    opened = open_run(config())
+    identity = opened.claim()
+    Path("run/data.files.jsonl").touch()
+    assert open_run(config()).claim() == identity

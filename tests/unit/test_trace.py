@@ -110,7 +110,7 @@ def test_steps_that_cannot_be_traced(steps: Any, said: str) -> None:
 
 def test_command_names_what_is_missing(tmp_path: Path) -> None:
     main._load(main._COMMANDS)
-    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "run.json").write_text("{}")
     error = CliRunner().invoke(main.app, ["profile", str(tmp_path)]).exception
     assert f"{tmp_path} has no traces" in str(error) and "--log.profile '[10, 12]'" in str(error)
     (tmp_path / PROFILE_FOLDER).mkdir()

@@ -7,6 +7,7 @@ the marker (see `seal`). A folder with any other form of name is the user's and 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -53,6 +54,14 @@ class Checkpoint:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return found if isinstance(found, str) else None
+
+    @property
+    def checksum(self) -> str | None:
+        """The manifest's checksum, by which a checkpoint is known; None if it cannot be read."""
+        try:
+            return checksum_of((self.path / _MANIFEST).read_bytes())
+        except OSError:
+            return None
 
     def manifest(self) -> dict[str, Any]:
         """Returns what the checkpoint belongs to: config, mesh, versions, data and cursor, and the seals of its files.
@@ -121,7 +130,8 @@ class Checkpoint:
 class CheckpointFolder:
     """The checkpoints of one run.
 
-    What another run wrote, a link, and what has no marker yet (a copy under way) are never removed or renamed.
+    What no manifest shows to be this run's, a link, and what has no marker yet (a copy under way) are never removed.
+    Only a checkpoint whose manifest is damaged is renamed all the same, when what comes later is set aside.
     """
 
     def __init__(self, run: Path) -> None:
@@ -215,8 +225,10 @@ class CheckpointFolder:
         Also removes the remains of interrupted saves and removals.
         """
         best, _ = self.best() or (None, None)
+        named = Identity.read(self._run) is not None
         for checkpoint in self.complete()[:-keep]:
-            if checkpoint.step != best and not checkpoint.path.is_symlink():
+            # A manifest without a run in a run's folder: damaged, or of a loop that was copied in.
+            if checkpoint.step != best and not checkpoint.path.is_symlink() and (checkpoint.run or not named):
                 _remove(checkpoint.path)
         for path in self.path.glob(".step-*.partial"):
             _remove(path)
@@ -227,7 +239,8 @@ class CheckpointFolder:
         Returns the new paths. Their content is unchanged; the user may remove them.
         """
         aside = []
-        for checkpoint in [each for each in self.own() if each.step > step and not each.path.is_symlink()]:
+        later = [each for each in self.own() if each.step > step and (each.complete or each.run)]
+        for checkpoint in [each for each in later if not each.path.is_symlink()]:
             targets = (self.path / f"aside-{number}-{checkpoint.path.name}" for number in count(1))
             aside.append(checkpoint.path.rename(next(target for target in targets if not target.exists())))
         return aside
@@ -236,7 +249,11 @@ class CheckpointFolder:
 def seal_folder(
     partial: Path, final: Path, step: int, manifest: Mapping[str, Any], seals: Mapping[str, Seal]
 ) -> Checkpoint:
-    """Makes the written folder `partial` the checkpoint `final`: manifest, marker, name."""
+    """Makes the written folder `partial` the checkpoint `final`: manifest, marker, name.
+
+    Raises:
+        FileExistsError: something else than an earlier checkpoint of the same run has that name.
+    """
     files = {name: seal.to_json() for name, seal in seals.items()}
     content = json.dumps({"format": FORMAT, "step": step, **manifest, "files": files}, indent=1).encode() + b"\n"
     write_sealed(partial / _MANIFEST, content)
@@ -244,6 +261,9 @@ def seal_folder(
         sync(folder)
     write_sealed(partial / _MARKER, _marker(step, content))
     sync(partial)
+    same = (final / _MANIFEST).exists() and Checkpoint(final, step).run == manifest.get("run")
+    if final.is_symlink() or (final.exists() and not same):
+        raise FileExistsError(errno.EEXIST, "move away what has its name: no checkpoint of this run", str(final))
     _remove(final)
     os.replace(partial, final)
     sync(final.parent)

@@ -15,24 +15,29 @@ from pathlib import Path
 from typing import Any
 
 from threefold.checkpoint.seal import sync, write_sealed
-from threefold.config.paths import RUN_FILE
+from threefold.config.paths import JOURNAL, RUN_FILE
 from threefold.errors import ConfigError
 from threefold.jsonl import Lines, cut_torn_line, utc_now
-
-JOURNAL = "journal.jsonl"
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a run was forked from: its absolute path, its step and the id of its run, if it has one."""
+    """The checkpoint that a run was forked from: where it lay, and by what it is known wherever it lies now.
+
+    Attributes:
+        run: the id of its run, if it has one.
+        manifest: checksum of its manifest; None in what an earlier build wrote.
+    """
 
     path: str
     step: int
     run: str | None
+    manifest: str | None = None
 
-    def is_of(self, path: Path, step: int, run: str | None) -> bool:
-        """Whether a checkpoint is this one, at its place or copied elsewhere."""
-        return step == self.step and (str(path) == self.path or (run is not None and run == self.run))
+    def is_same(self, other: Origin) -> bool:
+        """Whether another is this checkpoint, at its place or elsewhere."""
+        known = (self.step, self.run) == (other.step, other.run)
+        return known and self.manifest in (None, other.manifest)
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,9 @@ class Identity:
     origin: Origin | None = None
 
     @classmethod
-    def new(cls, origin: Origin | None = None, *, named: str | None = None) -> Identity:
-        """A new identity; with the id that is `named` by checkpoints, if there are any."""
-        return cls(named or uuid.uuid4().hex, utc_now(), origin)
+    def new(cls, origin: Origin | None = None) -> Identity:
+        """The identity of a run that begins now."""
+        return cls(uuid.uuid4().hex, utc_now(), origin)
 
     @classmethod
     def read(cls, run: Path) -> Identity | None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from threefold.config.dropped import DROPPED
-from threefold.config.paths import RUN_CONFIG
 from threefold.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -65,21 +63,6 @@ def split(arguments: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
     if problems:
         raise ConfigError.of(problems)
     return path, overrides
-
-
-def run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
-    """The run's folder that a path names, and the checkpoint in it, if the path is of one.
-
-    Raises:
-        ConfigError: there is no run.
-    """
-    in_checkpoints = path.absolute().parent.name == "checkpoints" and path.name.startswith("step-")
-    folder = path.absolute().parent.parent if in_checkpoints else path
-    if not (folder / RUN_CONFIG).is_file():
-        near = [each.parent for each in sorted(Path("runs").glob(f"*/{RUN_CONFIG}"))]
-        fix = f"{near[-1]} is the newest run here" if near else "check the path; a run's folder has a config.yaml"
-        raise ConfigError(f"{path} is not a run", expected="the folder of a run (log.dir)", fix=fix)
-    return folder, path if in_checkpoints else None
 
 
 _UNITS = {"": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3}

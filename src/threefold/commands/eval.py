@@ -28,7 +28,8 @@ def command(
     one that is given, and in the tasks of lm-evaluation-harness that eval.tasks names. The run's folder stays as it is.
     """
     from threefold.checkpoint.layout import find
-    from threefold.commands.arguments import load_config, run_and_checkpoint
+    from threefold.commands.arguments import load_config
+    from threefold.config.paths import run_and_checkpoint
     from threefold.mesh import environment, local_ranks
     from threefold.mesh.topology import resolve
 

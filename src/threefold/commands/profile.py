@@ -22,8 +22,7 @@ def command(
     For each rank the time of a step and its shares: computing; communication that nothing hides; work of the host;
     idle, which is waiting for data or for nothing that the trace has. Then the longest kernels of the slowest rank.
     """
-    from threefold.commands.arguments import run_and_checkpoint
-    from threefold.config.paths import PROFILE_FOLDER
+    from threefold.config.paths import PROFILE_FOLDER, run_and_checkpoint
 
     folder = run_and_checkpoint(run)[0] / PROFILE_FOLDER
     found = {path.name.partition(".")[0]: _read(path) for path in sorted(folder.glob("rank-*.summary.json"))}

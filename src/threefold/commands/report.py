@@ -22,11 +22,12 @@ def command(
     One HTML file that needs no network and no other file: what was trained, its curves with starts and rewinds, what
     was read and whether that is proved, checkpoints, samples, late ranks and warnings. It only reads the run's files.
     """
-    from threefold.records.files import names_of, run_folder
+    from threefold.config.paths import run_and_checkpoint
+    from threefold.records.files import names_of
     from threefold.report.document import report
     from threefold.report.facts import gather
 
-    folders = [run_folder(run) for run in runs]
+    folders = [run_and_checkpoint(run)[0].absolute() for run in runs]
     if len(set(folders)) < len(folders):
         what = f"{runs[-1]} is named twice" if len(runs) == 2 else "a run is named twice"
         raise ConfigError(what, expected="each run once", fix=f"threefold report {runs[0]}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from threefold.errors import ConfigError
 
 
 def command(
@@ -31,11 +34,22 @@ def command(
     RUN/config.yaml is what the run was trained with; keys that are given replace its own: --train.steps 2000 trains on.
     With RUN/checkpoints/step-... the run goes back there, and its later checkpoints are set aside.
     """
-    from threefold.commands.arguments import load_config, run_and_checkpoint
+    from threefold.commands.arguments import load_config
+    from threefold.config.paths import RUN_CONFIG, run_and_checkpoint
+    from threefold.config.text import as_yaml
     from threefold.run.start import train_command
 
     folder, checkpoint = run_and_checkpoint(run)
-    back = ("--checkpoint.resume", str(checkpoint)) if checkpoint is not None else ()
-    loaded = load_config([str(folder / "config.yaml"), *back, *context.args])
+    back = ("--checkpoint.resume", as_yaml(str(checkpoint))) if checkpoint is not None else ()
+    loaded = load_config([str(folder / RUN_CONFIG), *back, *context.args])
+    into = loaded.config.log.dir
+    if into is None or Path(into).resolve() != folder.resolve():
+        name, other = shlex.quote(str(folder)), shlex.quote(into or "ANOTHER_FOLDER")
+        raise ConfigError(
+            f"log.dir = {into}, but the run to resume lies in {folder}",
+            expected="no log.dir: a run continues in its own folder",
+            fix=f"threefold resume {name}   (or, to fork it: "
+            f"threefold train {name}/{RUN_CONFIG} --checkpoint.resume {name} --log.dir {other})",
+        )
     loaded = replace(loaded, accept_changes=accept_changes, quiet=quiet, last=True)
     sys.exit(train_command(loaded, max_restarts=max_restarts, force=force))

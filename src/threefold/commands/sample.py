@@ -29,7 +29,8 @@ def command(
     One process reads the newest checkpoint, or the one that is named, and samples with a fixed seed.
     """
     from threefold.checkpoint.layout import damaged, find
-    from threefold.commands.arguments import load_config, run_and_checkpoint
+    from threefold.commands.arguments import load_config
+    from threefold.config.paths import run_and_checkpoint
     from threefold.run.process import quieten_libraries
     from threefold.run.sources import tokenizer_of
 

@@ -19,11 +19,11 @@ def command(
     The page of `threefold report`, which follows the run; of a folder a list of its runs, to be compared. Only this
     machine is answered, and only who has the printed address. The runs notice nothing: their files are read.
     """
-    from threefold.records.files import is_run, run_folder
+    from threefold.config.paths import is_run, run_and_checkpoint
     from threefold.report.server import listen, serve
 
     if not folder.is_dir():
-        folder = run_folder(folder)
+        folder = run_and_checkpoint(folder)[0]
     server = listen(folder.absolute(), port)
     at = server.server_port
     what = "the run" if is_run(folder) else "the runs in"

@@ -20,7 +20,7 @@ def command(
     comparable rows; sources that drift apart; slow ranks; changed keys. The five that matter most, each with the facts
     that show it. The run's files are only read.
     """
-    from threefold.commands.arguments import run_and_checkpoint
+    from threefold.config.paths import run_and_checkpoint
     from threefold.records.files import check_files
     from threefold.why import format
     from threefold.why.batch_rows import StepBatches

@@ -102,6 +102,13 @@ def _parsed(texts: Iterable[tuple[str, str, str, str]], problems: list[Problem])
     """(section.key, value, origin) of (section.key, text, name in an error, origin); not YAML: a problem."""
     found = []
     for key, text, name, origin in texts:
+        if not text.strip() and origin == "command line":
+            # As null it would train another model, or for another number of steps, than the command means.
+            open_key = key in every_key() and value_at(Config(), key) is None
+            fix = f"--{key} null" if open_key else f"leave --{key} out"
+            expected = "a value (an empty or unset variable of the shell has none), or null, written out"
+            problems.append(Problem(f"{name} is empty", expected, fix))
+            continue
         try:
             found.append((key, parse(text, name), origin))
         except ConfigError as error:

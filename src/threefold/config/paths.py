@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import glob
+import shlex
 from pathlib import Path
 from typing import Any
 
 from threefold.config.schema import Config
 from threefold.config.section import Sources
+from threefold.errors import ConfigError
 
 # In a run's folder: what the run is, and the config with which it is resumed.
 RUN_FILE, RUN_CONFIG = "run.json", "config.yaml"
+# What it writes once it has begun.
+METRICS, JOURNAL, AUDIT = "metrics.jsonl", "journal.jsonl", "audit.jsonl"
 # The logger of the line with which each start begins in a rank's log: a JSON object with its process.
 LOG_START = "threefold.start"
 PROFILE_FOLDER = "profile"  # what the ranks traced
@@ -18,9 +22,30 @@ EXPORT_FOLDER = "exports"  # what transformers loads
 _NAMES = {"stdlib", "bytes"}
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds what a run writes, which a config.yaml alone does not show."""
+    records = any((folder / name).is_file() for name in (RUN_FILE, METRICS, JOURNAL, AUDIT))
+    return records or any((folder / "checkpoints").glob("step-*"))
+
+
 def run_of(config: Path) -> Path | None:
     """The folder of the run whose own config this file is; None for any other file."""
-    return config.parent if config.name == RUN_CONFIG and config.with_name(RUN_FILE).exists() else None
+    return config.parent if config.name == RUN_CONFIG and is_run(config.parent) else None
+
+
+def run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
+    """The run's folder that a path names, and the checkpoint in it, if the path is of one.
+
+    Raises:
+        ConfigError: there is no run.
+    """
+    in_checkpoints = path.absolute().parent.name == "checkpoints" and path.name.startswith("step-")
+    folder = path.absolute().parent.parent if in_checkpoints else path
+    if not is_run(folder):
+        runs = sorted(filter(is_run, Path("runs").glob("*")), key=lambda run: run.stat().st_mtime)
+        fix = f"{shlex.quote(str(runs[-1]))}   (the newest run here)" if runs else "check the path"
+        raise ConfigError(f"{path} is not a run", expected="the folder of a run (log.dir)", fix=fix)
+    return folder, path if in_checkpoints else None
 
 
 def tokenizer_name(config: Config) -> tuple[str, str]:

@@ -9,14 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from threefold.audit.record import FILE as AUDIT
-from threefold.checkpoint.lineage import JOURNAL
-from threefold.config.paths import LOG_START
+from threefold.config.paths import AUDIT, JOURNAL, LOG_START, METRICS
 from threefold.errors import ConfigError
 from threefold.explain.flight import Divergence, Dump, first_differences, is_dump, read_dump
 from threefold.explain.log import LogSource
 from threefold.jsonl import Lines
-from threefold.records.files import METRICS
 from threefold.records.metrics import Metrics
 
 # Ours, and torchrun's --log-dir: attempt_0/3/stderr.log.

@@ -298,9 +298,9 @@ def die_with_parent() -> None:
 
 
 # A run that is asked by one of these finishes its step and saves.
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # To the ranks, unless they are ignored here, as SIGHUP is under nohup.
-PASSED_ON = (*STOPS, signal.SIGHUP, signal.SIGQUIT)
+PASSED_ON = (*STOPS, signal.SIGQUIT)
 
 
 class Signals:

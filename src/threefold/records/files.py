@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from threefold.audit.record import FILE as AUDIT
-from threefold.config.paths import RUN_CONFIG, RUN_FILE
+from threefold.config.paths import RUN_CONFIG
 from threefold.errors import ConfigError
 from threefold.jsonl import leads_out, object_of, open_file
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+SAMPLES = "samples.jsonl"
 # A reader asks for no more of one file at once.
 MOST_BYTES = 1 << 26
 # YAML is slow to read, some 20 KB a second; a run's config has some KB.
@@ -84,25 +83,6 @@ def _no_files(run: Path) -> Iterator[Path]:
 def _read(run: Path) -> Iterator[Path]:
     for pattern in _READ:
         yield from sorted(run.glob(pattern))
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a folder looks like one of a run."""
-    return any((folder / name).is_file() for name in (RUN_CONFIG, RUN_FILE, METRICS, AUDIT))
-
-
-def run_folder(path: Path) -> Path:
-    """The run's folder that a path names: itself, or that of one of its files or checkpoints.
-
-    Raises:
-        ConfigError: it is not one of a run.
-    """
-    for folder in (path, path.parent, path.parent.parent):
-        if is_run(folder) and (folder == path or path.exists()):
-            return folder.absolute()
-    near = sorted(config.parent for config in Path("runs").glob(f"*/{RUN_CONFIG}"))
-    fix = f"{near[-1]} is the newest run here" if near else "check the path; a run's folder has a metrics.jsonl"
-    raise ConfigError(f"{path} is not a run", expected="the folder of a run (log.dir)", fix=fix)
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:

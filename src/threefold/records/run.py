@@ -10,7 +10,7 @@ from threefold.audit import record, row_losses
 from threefold.audit.record import Segment
 from threefold.audit.row_losses import RowLosses
 from threefold.checkpoint.lineage import Journal
-from threefold.records.files import METRICS
+from threefold.config.paths import METRICS
 from threefold.records.metrics import Metrics
 
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from threefold.records.files import METRICS
+from threefold.config.paths import METRICS
 
 STILL_S = 120.0
 

@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
-from threefold.checkpoint.lineage import JOURNAL
-from threefold.config.paths import EXPORT_FOLDER, PROFILE_FOLDER, RUN_CONFIG, RUN_FILE
+from threefold.config.paths import EXPORT_FOLDER, JOURNAL, METRICS, PROFILE_FOLDER, RUN_CONFIG, RUN_FILE
 from threefold.config.text import parse
 from threefold.errors import ThreefoldError
 from threefold.jsonl import Damage, Lines
 from threefold.records.files import (
-    METRICS,
     MOST_BYTES,
     MOST_OF_CONFIG,
     SAMPLES,

@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from threefold.checkpoint.lineage import JOURNAL
-from threefold.config.paths import RUN_CONFIG
-from threefold.records.files import METRICS, SAMPLES
+from threefold.config.paths import JOURNAL, METRICS, RUN_CONFIG
+from threefold.records.files import SAMPLES
 from threefold.records.logs import paths_of, process_of
 from threefold.records.metrics import Metrics
 from threefold.report.facts import RankPlace, RunFacts, gather

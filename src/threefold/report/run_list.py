@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlencode
 
-from threefold.checkpoint.lineage import JOURNAL
+from threefold.config.paths import JOURNAL, METRICS, is_run
 from threefold.jsonl import Lines
-from threefold.records.files import METRICS, is_run
 from threefold.records.state import state_of
 from threefold.report.headline import measured, section
 from threefold.report.markup import Html, table, tag

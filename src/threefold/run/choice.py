@@ -6,18 +6,20 @@ checkpoint is done again when a person asks again, and not when the same job is 
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, find
 from threefold.checkpoint.lineage import Identity, Journal, Origin
-from threefold.config.paths import RUN_FILE
+from threefold.config.paths import METRICS, RUN_FILE, is_run
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
+from threefold.jsonl import utc_now
 from threefold.mesh import environment
-
-METRICS = "metrics.jsonl"
 
 
 class Choice(NamedTuple):
@@ -32,12 +34,13 @@ def of(config: Config, path: Path) -> Choice:
     """Where the run in a folder may resume, as the request asks and the folder's own history allows.
 
     Raises:
-        ConfigError: the folder holds a run and `checkpoint.resume` is `never`, or another run than the one asked for.
+        ConfigError: the folder holds a run and `checkpoint.resume` is `never`, another run than the one asked for, or a
+            run's files without run.json.
         CheckpointError: a checkpoint given by path does not exist.
     """
     checkpoints, identity, asked = CheckpointFolder(path), Identity.read(path), config.checkpoint.resume
-    if identity is None:
-        named_by(checkpoints)
+    if identity is None and is_run(path):
+        raise _unnamed(path)
     if foreign := checkpoints.foreign():
         raise ConfigError(
             f"log.dir = {path} has a checkpoint that another run wrote: {foreign[0].path.name}",
@@ -54,31 +57,59 @@ def of(config: Config, path: Path) -> Choice:
                 fix="--log.dir ANOTHER_FOLDER, or --checkpoint.resume auto to resume it",
             )
         return Choice()
+    named = None
     if asked not in ("auto", "never") and not _asked_before(path, Path(asked), identity):
         named = _named(Path(asked))
-        origin = Origin(str(named.path.resolve()), named.step, named.run)
+        origin = _origin(named)
         if not _taken_up(path, named, origin, identity, own):
             return Choice((named,), True, None if _is_own(named, path, identity) else origin)
     if not own and identity is not None and identity.origin is not None:
         # A fork that has not saved yet.
-        return Choice((_named(Path(identity.origin.path)),), True)
+        return Choice((named or _at_its_place(identity.origin, path),), True)
+    if not own and any(line["event"] == "save" for line in Journal(path).lines()):
+        raise CheckpointError(
+            f"log.dir = {path} holds a run that has saved checkpoints, and none of them is left",
+            expected="at least one of them: otherwise the run would restart at step 1",
+            fix="restore one from a copy, or --log.dir ANOTHER_FOLDER for a new run",
+        )
     return Choice(own)
 
 
-def named_by(checkpoints: CheckpointFolder) -> str | None:
-    """The id that a folder's checkpoints name, if its run.json is gone.
+def _unnamed(path: Path) -> ConfigError:
+    """The error for a run's files without the file that says whose they are."""
+    what = f"log.dir = {path} has a run's files, and no {RUN_FILE} says which run is here"
+    expected = f"{RUN_FILE}, which lies in a run's folder from its first start on: a copy may have left it out"
+    starts = [line.get("run") for line in Journal(path).lines() if line["event"] == "start"]
+    ids = sorted({str(run) for run in (*starts, *(each.run for each in CheckpointFolder(path).all())) if run})
+    fix = f"--log.dir ANOTHER_FOLDER   (its files name {' and '.join(ids) or 'no run'})"
+    if len(ids) == 1:
+        # Text to paste, so that a person decides that these files are of one run.
+        content = json.dumps(dataclasses.asdict(Identity(ids[0], utc_now())))
+        fix = f"echo {shlex.quote(content)} > {shlex.quote(str(path / RUN_FILE))}   # the run that its files name"
+    return ConfigError(what, expected=expected, fix=fix)
+
+
+def _origin(of: Checkpoint) -> Origin:
+    return Origin(str(of.path.resolve()), of.step, of.run, of.checksum)
+
+
+def _at_its_place(origin: Origin, path: Path) -> Checkpoint:
+    """The checkpoint that a fork came from, where it lay then.
 
     Raises:
-        ConfigError: they name several.
+        CheckpointError: another one lies there, or none.
     """
-    named = sorted({run for each in checkpoints.all() if (run := each.run) is not None})
-    if len(named) > 1:
-        raise ConfigError(
-            f"{checkpoints.path} has checkpoints of {len(named)} runs, and no {RUN_FILE} says which one is here",
-            expected="checkpoints of one run in a folder: a resume would mix them",
-            fix=f"move the others out; each manifest.json names its run ({', '.join(named)})",
-        )
-    return named[0] if named else None
+    place, what = Path(origin.path), "is gone"
+    if place.exists():
+        there = find(place)
+        if origin.is_same(_origin(there)):
+            return there
+        what = f"is another checkpoint now, of {f'run {there.run}' if there.run else 'no run'}"
+    raise CheckpointError(
+        f"log.dir = {path} forks step {origin.step} of run {origin.run}, and {place} {what}",
+        expected="the checkpoint that the run forks, for it has saved none of its own yet",
+        fix=f"--checkpoint.resume WHERE_IT_LIES_NOW, or --log.dir ANOTHER_FOLDER --checkpoint.resume {place}",
+    )
 
 
 def _named(asked: Path) -> Checkpoint:
@@ -118,7 +149,7 @@ def _taken_up(path: Path, named: Checkpoint, origin: Origin, identity: Identity 
     if _is_own(named, path, identity):
         return False
     forked_from = identity.origin if identity is not None else None
-    taken = forked_from is not None and forked_from.is_of(named.path.resolve(), named.step, named.run)
+    taken = forked_from is not None and forked_from.is_same(origin)
     if not taken and (own or identity is not None or (path / METRICS).exists()):
         raise ConfigError(
             f"log.dir = {path} holds a run, and checkpoint.resume = {named.path} is of another one",

@@ -20,7 +20,7 @@ from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, damaged
 from threefold.checkpoint.lineage import Identity, Journal, Origin
 from threefold.checkpoint.seal import sync, write_sealed
 from threefold.config import text as config_text
-from threefold.config.paths import LOG_START, with_absolute_paths
+from threefold.config.paths import LOG_START, METRICS, RUN_CONFIG, is_run, with_absolute_paths
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
 from threefold.mesh import environment
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 # Network file systems show a new file to other hosts after a moment.
 _SEEN_WITHIN_S = 15.0
 _LOOK_S = 0.1
+# What a start leaves that ended before the run began, and what a submitted job puts there.
+_NOT_YET_A_RUN = ("checkpoints", "logs", "memory", "run.lock", "submitted.yaml", "job.sh")
+_OUTPUTS = (".err", ".log", ".out")  # where a shell, or a scheduler, sends what is printed
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        return self.path / choice.METRICS
+        return self.path / METRICS
 
     @property
     def done(self) -> int:
@@ -110,6 +113,13 @@ class RunFolder:
             )
         return dataclasses.replace(self, resume=chosen)
 
+    def claim(self) -> Identity:
+        """Makes the folder one of a run, before anything else is written there; one rank calls it."""
+        if (identity := Identity.read(self.path)) is None:
+            identity = Identity.new(self.origin)
+            identity.write(self.path)
+        return identity
+
     def accept(self, config: Config, *, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Makes the folder this run's: its id, its config, later checkpoints set aside; one rank calls it.
 
@@ -122,10 +132,7 @@ class RunFolder:
             `run` and `start` for the folder, and `aside`: the new paths of the checkpoints later than the step that the
             run resumes from.
         """
-        identity = Identity.read(self.path)
-        if identity is None:
-            identity = Identity.new(self.origin, named=choice.named_by(self.checkpoints))
-            identity.write(self.path)
+        identity = self.claim()
         step = self.resume.step if self.resume is not None else 0
         aside = self.checkpoints.set_aside_after(step) if self.resume is not None else []
         if self.resume is not None:
@@ -157,10 +164,12 @@ def open_run(config: Config, lock: RunLock | None = None) -> RunFolder:
 
     Raises:
         ConfigError: the folder holds a run and `checkpoint.resume` is `never`, it holds another run than the one that
-            is asked for, another process is using it, or it cannot be written.
+            is asked for or files that no run wrote, another process is using it, or it cannot be written.
         CheckpointError: a checkpoint given by path does not exist.
     """
     path = Path(config.log.dir) if config.log.dir is not None else new_path()
+    if not is_run(path):
+        _refuse_filled(path)
     choice.of(config, path)  # refuse before anything is made
     try:
         fresh = _made(path)
@@ -175,6 +184,19 @@ def open_run(config: Config, lock: RunLock | None = None) -> RunFolder:
             fix="--log.dir ANOTHER_FOLDER",
         ) from error
     return RunFolder(path, None, *choice.of(config, path))
+
+
+def _refuse_filled(path: Path) -> None:
+    """Raises ConfigError for a folder with files that no run, and no job before it, has written."""
+    names = sorted(path.iterdir()) if path.is_dir() else []
+    others = [each.name for each in names if each.name not in _NOT_YET_A_RUN and each.suffix not in _OUTPUTS]
+    if others:
+        more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""
+        raise ConfigError(
+            f"log.dir = {path} is not empty, and no run lies there: it has {', '.join(others[:3])}{more}",
+            expected=f"a run's folder, or a new or empty one: a run writes {RUN_CONFIG}, logs and much more there",
+            fix=f"--log.dir {new_path()}",
+        )
 
 
 def _made(path: Path) -> bool:

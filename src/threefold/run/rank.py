@@ -169,6 +169,7 @@ def _accept(console: Screen, run: Built, head: Head, lock: RunLock) -> Audit:
     """Makes the folder this run's, because nothing can refuse the request any more, and opens the run's audit."""
     config, mesh = run.config, run.mesh
     run.loader.leave_out(config.data.skip, first_step=run.done + 1)
+    mesh.share("identity", lambda: run.folder.claim().id)
     audit = assemble.open_audit(run)
 
     def accept() -> dict[str, Any]:

@@ -48,7 +48,9 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         # Python gives signals to the main thread alone; who calls from another, as Ray Train does, stops by a hook.
         for number in STOPS if threading.current_thread() is threading.main_thread() else ():
-            self._previous[number] = signal.signal(number, self._ask)
+            # nohup's run outlives its terminal. SIGINT, which a shell's background job ignores, comes from a launcher.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *exception: object) -> None:

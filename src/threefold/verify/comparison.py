@@ -27,9 +27,9 @@ from threefold.check.compare import (
     compare_numbers,
     compare_tensors,
 )
+from threefold.config.paths import METRICS
 from threefold.errors import ConfigError
 from threefold.mesh.topology import Topology
-from threefold.records.files import METRICS
 from threefold.records.metrics import Metrics
 
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from threefold.audit.lookup import ordered_rows, ordered_step
 from threefold.audit.row_losses import FOLDER, Float64, Int64
+from threefold.config.paths import METRICS
 from threefold.errors import ConfigError
-from threefold.records.files import METRICS
 from threefold.records.run import RunRecord
 
 # Steps whose rows are computed together.

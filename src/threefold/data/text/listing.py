@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from threefold.config.paths import RUN_FILE
 from threefold.errors import size_text
 
 TEXTS = (".txt", ".md", ".py")
@@ -122,10 +123,18 @@ def list_glob(pattern: str, known: Known) -> FileList:
     while glob.has_magic(str(fixed)) or (len(patterns) > 1 and "{" in str(fixed)):
         fixed = fixed.parent
     matches = {Path(name) for each in patterns for name in glob.glob(each, recursive=True)}
-    files = sorted(path.relative_to(fixed).as_posix() for path in matches if path.is_file())
+    # A pattern that begins inside a run's folder means what lies there.
+    inside = {path: path.relative_to(fixed).parents for path in matches if path.is_file()}
+    runs = {folder for folder in set().union(*inside.values()) if folder.name and (fixed / folder / RUN_FILE).exists()}
+    files = sorted(path.relative_to(fixed).as_posix() for path, above in inside.items() if not runs & set(above))
     kinds = {path: kind for path in files if (kind := kind_of(path)) is not None}
     left = [LeftOut(path, *_unknown(path)) for path in files if path not in kinds]
+    left += [_run(folder.as_posix()) for folder in sorted(runs)]
     return each_once(fixed, kinds, left, known)
+
+
+def _run(path: str) -> LeftOut:
+    return LeftOut(path, f"run ({path})", "the folder of a run: its records are no data")
 
 
 def is_glob(source: str) -> bool:
@@ -185,6 +194,10 @@ def _below(root: Path, excluded: Collection[str], left: list[LeftOut]) -> Iterat
             first = entered.setdefault(os.path.realpath(here), here)
             if first != here:
                 left.append(LeftOut(relative(here), "linked again", f"the same folder as {first}"))
+                subfolders.clear()
+                continue
+            if RUN_FILE in names:
+                left.append(_run(relative(here)))
                 subfolders.clear()
                 continue
             subfolders[:] = sorted(name for name in subfolders if name not in excluded)

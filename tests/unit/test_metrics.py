@@ -7,13 +7,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from threefold.jsonl import MetricsFile, cut_torn_line
 from threefold.records.files import METRICS
-from threefold.records.metrics import Metrics
+from threefold.records.metrics import Metrics, sampled_losses
 from threefold.training.progress import Stopwatch, peak_memory_bytes
 
 LINES = b'{"step": 1}\n{"step": 2}\n'
@@ -39,11 +40,21 @@ def test_floats_read_back_to_the_same_value(tmp_path_factory: pytest.TempPathFac
     assert [line["loss"].hex() for line in found] == [loss.hex() for loss in losses]
 
 
-def test_loss_without_targets_reads_back_as_nan(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "m.jsonl")
-    file.log({"step": 1, "loss": math.nan})
+def test_what_is_not_finite_is_null_and_reads_back_as_no_number(tmp_path: Path) -> None:
+    """JSON has no NaN: a strict reader must get through, and the readers of runs must agree on what it is."""
+    path = tmp_path / "m.jsonl"
+    file = MetricsFile(path)
+    for step, loss in enumerate((1.5, math.nan, math.inf, -math.inf), start=1):
+        file.log({"step": step, "loss": loss, "grad_norm": loss})
     file.close()
-    assert math.isnan(read_metrics(tmp_path / "m.jsonl")[0]["loss"])
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [line["loss"] for line in lines] == [1.5, None, None, None]
+    metrics = Metrics(path)
+    assert not metrics.damaged
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_array_equal(metrics.points(name).values, [1.5, math.nan, math.nan, math.nan])
+    losses, last = sampled_losses(path)
+    assert losses[1] == 1.5 and all(math.isnan(losses[step]) for step in (2, 3, 4)) and last["step"] == 4
 
 
 def test_each_line_is_there_as_soon_as_it_is_logged(tmp_path: Path) -> None:

@@ -125,9 +125,9 @@ class Metrics:
             self._skipped.append((len(self.first_steps), step, str(line["skipped"])))
         wrong = None
         for name, value in line.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            if (number := _number(value)) is not None:
                 if name != "step":
-                    self._append(name, step, value)
+                    self._append(name, step, number)
             elif name in _NEEDED:
                 wrong = f"{name} is {str(value)[:40]!r}"
         return wrong
@@ -140,10 +140,7 @@ class Metrics:
                     self.left_out.add(name[:_LONGEST_NAME])
                 return
             series = self._series[name] = _Series()
-        try:
-            series.append(len(self.first_steps), step, float(value))
-        except OverflowError:
-            series.append(len(self.first_steps), step, math.inf)
+        series.append(len(self.first_steps), step, value)
 
     def points(self, name: str) -> Points:
         """What stands of a number, by step; of a step with several values the last."""
@@ -208,8 +205,21 @@ def sampled_losses(path: Path) -> tuple[dict[int, float], dict[str, Any]]:
     except OSError:
         return {}, {}
     lines = [line for text in texts if (line := object_of(text)) is not None and type(line.get("step")) is int]
-    lines = [line for line in lines if isinstance(line.get("loss"), int | float) and abs(line["step"]) < _MOST_STEP]
-    return {line["step"]: float(line["loss"]) for line in lines}, lines[-1] if lines else {}
+    lines = [line for line in lines if "loss" in line and abs(line["step"]) < _MOST_STEP]
+    losses = [(line, loss) for line in lines if (loss := _number(line["loss"])) is not None]
+    return {line["step"]: loss for line, loss in losses}, losses[-1][0] if losses else {}
+
+
+def _number(value: Any) -> float | None:
+    """A logged number, NaN for the null of what was not finite; None if it is none."""
+    if value is None:
+        return math.nan
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def seconds_of(text: Any) -> float | None:

@@ -1,13 +1,14 @@
 """JSON lines that a run appends to, how they are read, and the protocol of its trackers.
 
 A resumed run appends; a torn last line, left by a killed run, is cut before the first append, and is not read. A whole
-line that is not a JSON object is named and passed over. Floats read back to the same value.
+line that is not a JSON object is named and passed over. Floats read back to the same value; what is not finite is null.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
 import sys
@@ -53,7 +54,7 @@ class MetricsFile:
     def log(self, metrics: Metrics) -> None:
         with self._attempt():
             time = {"time": utc_now()} if self._timed else {}
-            line = json.dumps({**metrics, **time}).encode() + b"\n"
+            line = as_json({**metrics, **time}).encode() + b"\n"
             start = os.fstat(self._file.fileno()).st_size
             if self._file.write(line) != len(line):
                 self._file.truncate(start)  # no torn line between whole ones
@@ -77,6 +78,13 @@ class MetricsFile:
                     f"{self._file.name} cannot be written ({error.strerror}): lines are missing from it",
                     file=sys.stderr,
                 )
+
+
+def as_json(values: Metrics) -> str:
+    """Values as one line of JSON, which has no number that is not finite: null instead."""
+    # A tensor or an array would not compare as one value.
+    numbers = {name: None for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps({**values, **numbers}, allow_nan=False)
 
 
 def utc_now() -> str:

@@ -56,7 +56,7 @@ def test_other_names_are_mapped() -> None:
     columns = columns_of(["dialog", "id"], fields={"messages": "dialog", "role": "speaker", "content": "said"})
     row = {"dialog": [{"speaker": "user", "said": "hi"}, {"speaker": "assistant", "said": "hello", "weight": 1}]}
     example = example_of(row, columns)
-    assert example.messages == (USER, {**ASSISTANT, "weight": 1})
+    assert example == Example((USER, ASSISTANT))
     assert columns.format == "chat" and columns.theirs(columns.names) == ("dialog",)
 
 

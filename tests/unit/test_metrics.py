@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,11 +40,19 @@ def test_floats_read_back_to_the_same_value(tmp_path_factory: pytest.TempPathFac
     assert [line["loss"].hex() for line in found] == [loss.hex() for loss in losses]
 
 
-def test_loss_without_targets_reads_back_as_nan(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "m.jsonl")
-    file.log({"step": 1, "loss": math.nan})
+def test_what_is_not_finite_is_null_and_reads_back_as_no_number(tmp_path: Path) -> None:
+    """JSON has no NaN: a strict reader must get through, and the readers of runs must agree on what it is."""
+    path = tmp_path / "m.jsonl"
+    file = MetricsFile(path)
+    for step, loss in enumerate((1.5, math.nan, math.inf, -math.inf), start=1):
+        file.log({"step": step, "loss": loss, "grad_norm": loss})
     file.close()
-    assert math.isnan(read_metrics(tmp_path / "m.jsonl")[0]["loss"])
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [line["loss"] for line in lines] == [1.5, None, None, None]
+    metrics = Metrics(path)
+    assert not metrics.damaged
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_array_equal(metrics.points(name).values, [1.5, math.nan, math.nan, math.nan])
 
 
 def test_each_line_is_there_as_soon_as_it_is_logged(tmp_path: Path) -> None:

@@ -28,6 +28,13 @@ def test_rank_without_row_numbers_is_named_all_the_same() -> None:
     assert _what(1, float("nan"), [part([[]], [])]) == "step 1: the loss is not finite on rank 0: no row"
 
 
+def test_step_without_a_token_to_train_on_is_named_with_its_rows() -> None:
+    parts = [part([[4, 2]]), part([[3, 1]])]
+    assert _what(2, float("nan"), parts, empty=True) == (
+        "step 2: no token of its rows is trained on; the step read rows 1, 2, 3, 4"
+    )
+
+
 def test_ordinals() -> None:
     assert [_ordinal(number) for number in (1, 2, 3, 4, 11, 12, 13, 21, 112)] == [
         *("1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "112th")

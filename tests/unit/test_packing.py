@@ -19,7 +19,7 @@ from threefold.data.rows.pieces import cut_documents
 from threefold.data.store.store import StoreInfo, TokenStore
 from threefold.data.store.writer import StoreWriter
 from threefold.data.text.source import LossMask
-from threefold.errors import DataError
+from threefold.errors import ConfigError, DataError
 
 END = 60_000
 
@@ -322,10 +322,12 @@ def test_token_is_learnt_once_if_its_bit_says_so(
     assert store.trained_on(0, store.num_tokens).tolist() == [bit for learnt in documents for bit in learnt]
     try:
         rows = pack(store, seq_len=seq_len, packing=packing, document_mask=document_mask)
-    except DataError:
+    except (DataError, ConfigError):
         return
-    found = learnt_tokens(all_rows(rows))
+    batch = all_rows(rows)
+    found = learnt_tokens(batch)
     assert len(set(found)) == len(found)
+    assert rows.num_targets.tolist() == (batch["labels"] != IGNORED).sum(axis=1).tolist()
     firsts = {document[0] for document in ids}
     bits = set(np.flatnonzero([bit for learnt in documents for bit in learnt]).tolist())
     assert set(found) <= bits
@@ -353,6 +355,34 @@ def test_number_of_targets_does_not_depend_on_the_packing(folder: Path, lengths:
             continue
         counts.add(len(learnt_tokens(all_rows(rows))))
     assert counts <= {sum(length - 1 for length in lengths)}
+
+
+@pytest.mark.parametrize(("packing", "truncate"), [("best_fit", True), ("none", True), ("concat", False)])
+def test_rows_in_which_nothing_is_trained_on_are_refused(folder: Path, packing: str, truncate: bool) -> None:
+    """What is trained on lies beyond the cut; one token in one row of them all is enough."""
+    prompts = [*[False] * 9, True]
+    documents = [list(range(10)), list(range(10, 20))]
+    settings: dict[str, Any] = {"seq_len": 8 if packing != "concat" else 18, "packing": packing, "truncate": truncate}
+    with pytest.raises(ConfigError) as raised:
+        pack(labelled_store(folder, documents, [[False] * 10, prompts]), **settings)
+    (problem,) = raised.value.problems
+    assert problem.what.startswith("data.source has no token that is trained on in any of its ")
+    assert f"data.seq_len = {settings['seq_len']}, data.truncate = {str(truncate).lower()}" in problem.what
+    assert problem.fix.startswith("--data.seq_len 10 ")
+    assert (", or --data.truncate false" in problem.fix) is truncate
+    kept = pack(labelled_store(folder, documents, [[False] * 10, [False] * 5 + [True] * 5]), **settings)
+    assert kept.num_targets.sum() == 4
+    assert (kept.num_targets == 0).any() or packing != "none"
+
+
+@settings(max_examples=40)
+@given(bits=st.lists(st.booleans(), min_size=1, max_size=200), data=st.data())
+def test_counts_of_a_loss_mask_are_those_of_its_bits(folder: Path, bits: list[bool], data: st.DataObject) -> None:
+    store = labelled_store(folder, [list(range(len(bits)))], [bits])
+    places = st.integers(0, len(bits))
+    stretches = [sorted(pair) for pair in data.draw(st.lists(st.tuples(places, places), max_size=20))]
+    starts, stops = np.array(stretches, np.int64).reshape(-1, 2).T
+    assert store.count_trained_on(starts, stops).tolist() == [sum(bits[start:stop]) for start, stop in stretches]
 
 
 def test_cut_loss_mask_are_named(folder: Path) -> None:

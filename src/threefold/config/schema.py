@@ -209,7 +209,8 @@ class TrainConfig(Section):
     )
     nonfinite: Literal["error", "skip"] = Field(
         "error",
-        description="if a step's loss or gradient is not finite: end the run, or skip its update; ten in a row end it",
+        description="if a step's loss or gradient is not finite, or none of its tokens is trained on: end the run, or "
+        "skip its update; ten in a row end it",
     )
     timeout_s: PositiveFloat | None = Field(
         None, description="longest time without progress, s; default: 0.9 of mesh.timeout_s"

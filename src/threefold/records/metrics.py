@@ -122,9 +122,9 @@ class Metrics:
             self._skipped.append((len(self.first_steps), step, str(line["skipped"])))
         wrong = None
         for name, value in line.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            if (number := _number(value)) is not None:
                 if name != "step":
-                    self._append(name, step, value)
+                    self._append(name, step, number)
             elif name in _NEEDED:
                 wrong = f"{name} is {str(value)[:40]!r}"
         return wrong
@@ -137,10 +137,7 @@ class Metrics:
                     self.left_out.add(name[:_LONGEST_NAME])
                 return
             series = self._series[name] = _Series()
-        try:
-            series.append(len(self.first_steps), step, float(value))
-        except OverflowError:
-            series.append(len(self.first_steps), step, math.inf)
+        series.append(len(self.first_steps), step, value)
 
     def points(self, name: str) -> Points:
         """What stands of a number, by step; of a step with several values the last."""
@@ -190,6 +187,18 @@ class Metrics:
             now = Points(steps[stands][order], values[stands][order])
             self._stands[name] = now, [Points(steps[old], values[old]) for old in gone]
         return self._stands[name]
+
+
+def _number(value: Any) -> float | None:
+    """A logged number, NaN for the null of what was not finite; None if it is none."""
+    if value is None:
+        return math.nan
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def seconds_of(text: Any) -> float | None:

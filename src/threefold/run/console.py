@@ -110,10 +110,16 @@ def _data(run: Built) -> dict[str, Any]:
 
 
 def labels_of(rows: Rows) -> list[Entry]:
-    """(source, its format and how many of its tokens are trained on) of each source with a loss mask."""
-    parts = [(part.name, part.rows.store.info) for part in parts_of(rows)]
-    several = len(parts) > 1
-    return [(name if several else "", info.mask_summary) for name, info in parts if info and info.loss_mask]
+    """(source, its format and how many tokens are trained on, also packed) of each source with a loss mask."""
+    parts, entries = parts_of(rows), []
+    for part in parts:
+        info = part.rows.store.info
+        if info is not None and info.loss_mask is not None:
+            targets = part.rows.num_targets
+            empty = int((targets == 0).sum())
+            packed = f"after packing: {int(targets.sum()):,}" + (f", none in {empty:,} of its rows" if empty else "")
+            entries.append((part.name if len(parts) > 1 else "", f"{info.mask_summary}; {packed}"))
+    return entries
 
 
 def _begins(rows: Rows) -> Iterator[Entry]:

@@ -6,7 +6,6 @@ they are searched.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -18,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from threefold.jsonl import Metrics
+from threefold.jsonl import Metrics, as_json
 from threefold.progress_bars import Bar, Bars
 from threefold.training.progress import Lag
 
@@ -26,8 +25,6 @@ log = logging.getLogger("threefold")
 
 SAMPLE = "  | "
 _WIDTH = 100
-# No numbers of JSON.
-_ENDLESS = (math.inf, -math.inf)
 # Where the text of a folded line continues: below that of the head's entries.
 _INDENT = " " * 9
 
@@ -80,8 +77,7 @@ class Screen(Console):
         self._write({"kind": kind, **values}, {})
 
     def _write(self, values: Metrics, options: dict[str, Any]) -> None:
-        finite = {name: None if value != value or value in _ENDLESS else value for name, value in values.items()}
-        super().print(json.dumps(finite, allow_nan=False), **options)
+        super().print(as_json(values), **options)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from threefold.model.data_parallel import reshard
 from threefold.model.model import Model, OutputsOf
 from threefold.training.batches import Batches
 from threefold.training.forward import Batch, OwnLoss, forward_own, forward_sums, measures_of, token_loss_of
+from threefold.training.numbers import refuse_nothing
 
 
 class EvalNumbers(NamedTuple):
@@ -27,8 +27,8 @@ class EvalNumbers(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """The mean; NaN of nothing."""
-        return self.loss_sum / self.num_counted if self.num_counted else float("nan")
+        """The mean."""
+        return self.loss_sum / self.num_counted
 
 
 class EvalStep:
@@ -51,6 +51,9 @@ class EvalStep:
         """The sum and the count over the batches of all dp ranks, of any number and size on each, in any order.
 
         While another dp rank has batches left, a rank that has none computes along without being counted.
+
+        Raises:
+            DataError: there is nothing to count in any of them; on every rank.
         """
         return self.measured(batches)[0]
 
@@ -58,7 +61,8 @@ class EvalStep:
     def measured(self, batches: Iterable[Mapping[str, Any]]) -> tuple[EvalNumbers, dict[str, float]]:
         """As a call, and the means of what a custom loss measures besides, by name (`forward`)."""
         loss_sum, count, *sums = self._totals(batches)
-        means = {name: total / count if count else math.nan for name, total in zip(self._measures, sums, strict=True)}
+        refuse_nothing("the evaluation", count)
+        means = {name: total / count for name, total in zip(self._measures, sums, strict=True)}
         return EvalNumbers(loss_sum, round(count) if self._loss is None else count), means
 
     def _totals(self, batches: Iterable[Mapping[str, Any]]) -> list[float]:

@@ -286,7 +286,7 @@ def eval_metrics(evaluate: EvalStep, batches: Iterable[Batch]) -> Metrics:
     # A loss that measures more is that of pairs; any other of one's own may count weights.
     name = "eval_pairs" if told else "eval_count" if evaluate.own_loss else "eval_tokens"
     counted = round(count) if name != "eval_count" or float(count).is_integer() else count
-    return {"eval_loss": total / (count or 1), name: counted, **told}
+    return {"eval_loss": total / count, name: counted, **told}
 
 
 def _tell(trackers: Sequence[Tracker], metrics: Metrics) -> None:

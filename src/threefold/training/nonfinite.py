@@ -1,5 +1,7 @@
 """A loss or a gradient that is not finite on any rank is noticed by all ranks, and updates nothing.
 
+So is a step in which nothing is trained on: its loss is a mean over no tokens.
+
 The step handles both on the device: a loss that is not finite makes its rank's gradient so, the reduction of gradients
 carries that to all ranks, and the optimizer changes nothing if the norm is not finite. The norm is read here: at once
 on a CPU, one step later on an accelerator, where reading it at once would let the device run dry. Which rank it was
@@ -45,6 +47,7 @@ class Policy:
 class _Unread(NamedTuple):
     number: int
     norm: Tensor
+    target_tokens: Tensor
     copied: Any
     losses: tuple[Tensor, ...]
     rows: list[list[int]]
@@ -76,7 +79,7 @@ class Finite:
         on_cpu = self._mesh.device.type == "cpu"
         rows = [batch["indices"].tolist() if "indices" in batch else [] for batch in batches]
         norm, copied = (result.grad_norm, None) if on_cpu else copy_to_host(result.grad_norm)
-        self._unread.append(_Unread(step, norm, copied, result.micro_losses, rows))
+        self._unread.append(_Unread(step, norm, result.target_tokens, copied, result.micro_losses, rows))
         ready = len(self._unread) - (0 if now or on_cpu else 1)
         found = [self._read(self._unread.pop(0)) for _ in range(ready)]
         return [skipped for skipped in found if skipped is not None]
@@ -88,16 +91,19 @@ class Finite:
         if math.isfinite(norm):
             self._in_a_row = 0
             return None
-        wrong = [number for number, loss in enumerate(step.losses) if not math.isfinite(loss.item())]
+        empty = not step.target_tokens.item()
+        wrong = [] if empty else [number for number, loss in enumerate(step.losses) if not math.isfinite(loss.item())]
         own = {"wrong": [row for number in wrong for row in step.rows[number]] if wrong else None, "rows": step.rows}
-        what = self._mesh.decide("nonfinite", own, lambda parts: _what(step.number, norm, parts))
+        what = self._mesh.decide("nonfinite", own, lambda parts: _what(step.number, norm, parts, empty=empty))
         self._in_a_row += 1
         self.skipped += 1
         if not self._policy.skip:
+            needed = "a token to train on in each step" if empty else "finite numbers"
+            longer = "rows that reach an answer: a larger --data.seq_len or --train.global_batch; " if empty else ""
             raise RunError(
                 what,
-                expected=f"finite numbers; the weights are as step {step.number - 1} left them, and nothing is saved",
-                fix=f"look at the rows: threefold data order {self._policy.run} --step {step.number} --show; "
+                expected=f"{needed}; the weights are as step {step.number - 1} left them, and nothing is saved",
+                fix=f"{longer}look at the rows: threefold data order {self._policy.run} --step {step.number} --show; "
                 f"leave them out: --data.skip '[[{step.number}, {step.number}]]'; or --train.nonfinite skip",
             )
         log.warning("%s: skipped", what)
@@ -120,10 +126,12 @@ def copy_to_host(value: Tensor) -> tuple[Tensor, Any]:
     return host, copied
 
 
-def _what(step: int, norm: float, told: Sequence[dict[str, Any]]) -> str:
+def _what(step: int, norm: float, told: Sequence[dict[str, Any]], *, empty: bool = False) -> str:
     wrong = {rank: part["wrong"] for rank, part in enumerate(told) if part["wrong"] is not None}
     if not wrong:
         read = rows_text(sorted({row for part in told for rows in part["rows"] for row in rows}))
+        if empty:
+            return f"step {step}: no token of its rows is trained on; the step read {read}"
         return f"step {step}: the gradient's norm is {norm}, with finite losses on all ranks; the step read {read}"
     # The cp and tp ranks of a dp rank read the same rows.
     rows = list(dict.fromkeys(row for part in wrong.values() for row in part))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
+from threefold.errors import DataError
 from threefold.mesh.mesh import Mesh
 
 
@@ -42,10 +42,20 @@ class StepResult:
     of_rows: tuple[Tensor, ...] = ()
 
 
+def refuse_nothing(what: str, count: float) -> None:
+    """DataError if what ranks have computed together has no target token (for a custom loss: no count)."""
+    if not count:
+        raise DataError(
+            f"{what} has no token that is trained on: all labels of all ranks are -100, or the loss has the count 0",
+            expected="at least one on some rank: the mean loss of none is not a number; nothing was updated",
+            fix="leave out rows whose labels are all -100, or make them longer, so that they reach an answer",
+        )
+
+
 def mean_loss(result: StepResult, mesh: Mesh) -> float:
-    """The step's own loss: one small collective, then a wait for the device."""
+    """The step's own loss, NaN of no target tokens: one small collective, then a wait for the device."""
     total = over_ranks(result.loss_sum.clone(), mesh)
-    return (total / result.target_tokens).item() if result.target_tokens.item() else math.nan
+    return (total / result.target_tokens).item()
 
 
 def mean_measures(result: StepResult, mesh: Mesh) -> list[float]:

@@ -44,7 +44,7 @@ from threefold.training.forward import (
 )
 from threefold.training.gradients import Gradients
 from threefold.training.loss import RouterLoss, TokenLoss
-from threefold.training.numbers import StepNumbers, StepResult, mean_loss, over_ranks
+from threefold.training.numbers import StepNumbers, StepResult, mean_loss, over_ranks, refuse_nothing
 from threefold.training.progress import Progress
 
 _WITH_FLAG = (torch.optim.Adam, torch.optim.AdamW, NarrowAdamW)
@@ -146,12 +146,16 @@ class TrainStep:
         labels shifted already and -100 where nothing is predicted; `position_ids` count from 0 in each row (document)
         unless given; `document_ids` keep documents apart; routers' loss leaves out what `padding`, bool, marks. A loss
         of one's own may have any further tensors, of which those [rows, sequence, ..] are split over cp as tokens are.
+
+        Raises:
+            DataError: nothing of the global batch is trained on; on every rank, and nothing is updated.
         """
         pieces = self._batches.pieces(batch, self._micro_batch)
         if self._batches.taken == 1 and isinstance(self.model.forward, DistributedDataParallel) and not self._averages:
             rows, sequence = pieces[0]["input_ids"].shape
             warm_up_buckets(self.model, self._mesh, rows=rows, seq_len=sequence)
         result = self.run(pieces, lr=self._rate)
+        refuse_nothing("the global batch", result.target_tokens.item())
         return StepNumbers(mean_loss(result, self._mesh), result.grad_norm.item())
 
     def state_dict(self) -> dict[str, Any]:
@@ -219,7 +223,8 @@ class TrainStep:
                 if counting is not None:
                     counting.wait()
                     counting = None
-                objective = sums.objective * (ranks / target_tokens.clamp(min=1))
+                # Of no target tokens at all it is not a number, and nothing is updated.
+                objective = sums.objective * (ranks / target_tokens)
                 if aux_loss is not None:
                     share, added = self._routers_share(batch, sums.router_logits, picks)
                     objective = objective + added

@@ -208,7 +208,7 @@ def _not_finite(batches: StepBatches) -> Iterator[Anomaly]:
     for step in sorted(wrong):
         rows = [row for row in _rows_at(batches, step) if row.loss is not None and np.isnan(row.loss)]
         facts = [run.skipped[step]] if step in run.skipped else []
-        if not rows:
+        if not rows and not facts:
             facts.append("no row's loss is known to be other than finite: the gradient, or another row, was not")
         yield Anomaly("not finite", [step], np.inf, "the loss or the gradient was not finite", facts, rows)
 

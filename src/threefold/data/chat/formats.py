@@ -9,6 +9,7 @@ or a RowError says why it cannot.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,6 +78,7 @@ class Example:
     Attributes:
         tools: the functions that the model may call, as JSON schemas.
         variables: of the chat template, for this row.
+        untrained: the messages (by number) that are not trained on, whatever data.train_on says.
     """
 
     messages: tuple[Message, ...] = ()
@@ -84,6 +86,7 @@ class Example:
     num_prompt: int = 0
     tools: tuple[Any, ...] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    untrained: frozenset[int] = frozenset()
 
 
 def columns_of(names: Sequence[str], *, format: str = "auto", fields: Mapping[str, str] | None = None) -> Columns:
@@ -156,12 +159,34 @@ def example_of(row: Mapping[str, Any], columns: Columns) -> Example:
     Raises:
         RowError: a column is missing, null, or of another form.
     """
-    values = {name: row.get(columns.fields.get(name, name)) for name in columns.all_names}
+    values = values_of(row, columns)
     tools, variables = _tools(values.get("tools")), _variables(values.get("chat_template_kwargs"))
     if columns.format == "chat":
-        return Example(tuple(_conversation(values, columns)), tools=tools, variables=variables)
+        return _example(_conversation(values, columns), 0, tools, variables)
     prompt, completion = _prompt_and_completion(values, columns)
     return _completed(_with_system(values, prompt), completion, columns, tools, variables)
+
+
+def values_of(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+    """The columns that are read, the same from any kind of file: no object has a null in it.
+
+    Arrow gives each object the keys of all others in its place, as nulls, so a null cannot be told from a missing key.
+    """
+    return {name: _without_nulls(row.get(columns.fields.get(name, name))) for name in columns.all_names}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _example(
+    messages: Sequence[Message], num_prompt: int, tools: tuple[Any, ...] | None, variables: Mapping[str, Any]
+) -> Example:
+    untrained = frozenset(number for number, message in enumerate(messages) if not message.get("train", True))
+    shown = tuple({key: value for key, value in message.items() if key != "train"} for message in messages)
+    return Example(shown, None, num_prompt, tools, variables, untrained)
 
 
 def _conversation(values: Mapping[str, Any], columns: Columns) -> list[Message]:
@@ -210,7 +235,7 @@ def _completed(
         what = f"the prompt is {kind_of(prompt)} and the completion {kind_of(completion)}"
         raise RowError(what, "two texts, or two lists of messages")
     asked, answered = _messages(prompt, "prompt", columns), _messages(completion, "completion", columns)
-    return Example((*asked, *answered), num_prompt=len(asked), tools=tools, variables=variables)
+    return _example([*asked, *answered], len(asked), tools, variables)
 
 
 def _messages(value: Any, where: str, columns: Columns) -> list[Message]:
@@ -235,13 +260,24 @@ def _message(value: Any, where: str, columns: Columns) -> Message:
     role = _ROLES.get(said, said)
     if role not in _KNOWN:
         raise RowError(f"{where}: the role {said!r} is not known", f"one of {', '.join((*_KNOWN, *_ROLES))}")
-    others = {key: each for key, each in value.items() if key not in (role_key, content_key) and each is not None}
+    others = {key: each for key, each in value.items() if key not in (role_key, content_key, "weight", "train")}
+    if not _trained(value, where):
+        others["train"] = False
     content = value.get(content_key)
     if content is None and not others.get("tool_calls"):
         raise RowError(f"{where} has no {content_key!r}", "a text in every message, or tool_calls")
     if content is not None:
         others["content"] = _text(content, where)
     return {"role": role, **others}
+
+
+def _trained(message: Mapping[str, Any], where: str) -> bool:
+    """Whether a message may be trained on: not with `weight: 0` (OpenAI, Mistral) or `train: false` (axolotl)."""
+    for key in ("weight", "train"):
+        if message.get(key, 1) not in (0, 1):  # true and false are equal to these
+            what = f"{where}: {key!r} is {message[key]!r}"
+            raise RowError(what, f"{key!r} as 0 or 1, false or true: a message is trained on, or it is not")
+    return bool(message.get("weight", 1) and message.get("train", 1))
 
 
 def _text(content: Any, where: str) -> str:
@@ -263,10 +299,8 @@ def _tools(value: Any) -> tuple[Any, ...] | None:
     if value is None or value in ("", [], "[]"):
         return None
     if isinstance(value, str):
-        import json
-
         try:
-            value = json.loads(value)
+            value = _without_nulls(json.loads(value))
         except ValueError as error:
             raise RowError(f"'tools' is not JSON: {error}", "a list of functions, or its JSON") from None
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):

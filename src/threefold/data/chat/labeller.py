@@ -67,7 +67,7 @@ class RowLabeller:
         ]
         parts += [made.train_on, made.train_on_end, made.control_ids, made.bos_id]
         content = json.dumps(parts, sort_keys=True, default=str).encode()
-        return f"labels 1 {hashlib.blake2b(content, digest_size=16).hexdigest()}"
+        return f"labels 2 {hashlib.blake2b(content, digest_size=16).hexdigest()}"
 
     def documents(self, row: Any, log: ReadLog) -> Sequence[Labelled] | tuple[str, str]:
         """As `Labeller`."""

@@ -101,6 +101,10 @@ class Encoder:
             )
         given: dict[str, Any] = {"tools": example.tools, "variables": example.variables}
         self.template.refuse_unwritten(example.messages, **given)
+        first = {"all": 0, "completion": example.num_prompt}.get(self.train_on, len(example.messages))
+        if untrained := [number for number in example.untrained if number >= first]:
+            what = f"messages[{min(untrained)}] is not to be trained on (weight: 0 or train: false)"
+            raise RowError(what, f"turns that are told apart, not {self.train_on}", train_on="assistant")
         if self.train_on == "all":
             text = self.template.render(example.messages, **given)
             ids, _ = self._encoded(text, spelled)
@@ -120,7 +124,8 @@ class Encoder:
     def _turns(self, example: Example, given: Mapping[str, Any]) -> Rendered:
         assert self.template is not None
         shown = self.template.rendered(example.messages, **given)
-        return Rendered(shown.text, shown.turns[-1:]) if self.train_on == "last" else shown
+        turns = shown.turns[-1:] if self.train_on == "last" else shown.turns
+        return Rendered(shown.text, tuple(turn for turn in turns if turn.message not in example.untrained))
 
     def _completion(self, example: Example, given: Mapping[str, Any]) -> Rendered:
         assert self.template is not None
@@ -304,10 +309,5 @@ def _mapped(example: Example, change: Callable[[str], str]) -> Example:
             return type(value)(mapped(each) for each in value) if isinstance(value, list | tuple) else value
         return value
 
-    return Example(
-        mapped(example.messages),
-        mapped(example.texts),
-        example.num_prompt,
-        mapped(example.tools),
-        mapped(example.variables),
-    )
+    parts = ("messages", "texts", "tools", "variables")
+    return replace(example, **{name: mapped(getattr(example, name)) for name in parts})

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from threefold.data.chat.formats import Columns, Example, RowError, example_of, kind_of
+from threefold.data.chat.formats import Columns, Example, RowError, example_of, kind_of, values_of
 from threefold.data.chat.loss_mask import Encoder
 from threefold.data.text.source import SIDES, Labelled
 
@@ -40,7 +40,7 @@ def pair_of(row: Mapping[str, Any], columns: Columns) -> list[Example]:
     Raises:
         RowError: a column is missing or of another form, or an answer is empty.
     """
-    values = {name: row.get(columns.fields.get(name, name)) for name in columns.all_names}
+    values = values_of(row, columns)
     keys = {key: columns.fields[key] for key in ("role", "content") if key in columns.fields}
     read = Columns("prompt_completion", ("prompt", "completion"), keys)
     pair = []

@@ -134,6 +134,18 @@ class ConcatRows:
             "document_ids": document_ids,
         }
 
+    @cached_property
+    def num_targets(self) -> Int64:
+        """As `PackedRows`."""
+        starts = np.arange(self.num_rows) * self.seq_len + 1
+        counts = self.store.count_trained_on(starts, starts + self.seq_len)
+        if self.document_mask:
+            # A document's first token is no label; rows have none of the last tokens.
+            first = np.unique(self.store.document_ends)
+            first = first[(first > 0) & (first <= self.num_rows * self.seq_len) & (first < self.store.num_tokens)]
+            np.subtract.at(counts, (first - 1) // self.seq_len, self.store.count_trained_on(first, first + 1))
+        return counts
+
     def stretches(self, row: int) -> Iterator[tuple[int, int]]:
         """As `PackedRows`."""
         yield row * self.seq_len, (row + 1) * self.seq_len + 1

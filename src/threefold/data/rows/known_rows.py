@@ -25,6 +25,10 @@ class PackedRows(Rows, Protocol):
 
     store: TokenStore
 
+    @property
+    def num_targets(self) -> Int64:
+        """How many labels of each row are trained on, [rows], of a store with a loss mask."""
+
     def stretches(self, row: int) -> Iterator[tuple[int, int]]:
         """Where a row's tokens and labels lie in the stream, as [start, stop)."""
 

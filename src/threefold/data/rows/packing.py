@@ -71,19 +71,34 @@ class Packing:
         return cls(data.seq_len, data.packing, bool(data.document_mask), data.truncate)
 
     def pack(self, store: TokenStore) -> Rows:
-        """The rows of a store; a DataError if it gives not one, a ConfigError for what pairs cannot have."""
+        """The rows of a store.
+
+        Raises:
+            DataError: it gives not one.
+            ConfigError: it has pairs, which cannot be packed so, or nothing is trained on in any of its rows.
+        """
         packing = self.packing or ("best_fit" if store.has_loss_mask else "concat")
         if store.has_pairs:
             self._refuse_for_pairs(packing)
         if packing == "concat":
-            return ConcatRows(store, seq_len=self.seq_len, document_mask=self.document_mask)
-        return PaddedRows(
-            store,
-            seq_len=self.seq_len,
-            placement=PLACEMENTS[packing],
-            document_mask=self.document_mask,
-            truncate=self.truncate,
-        )
+            rows: PackedRows = ConcatRows(store, seq_len=self.seq_len, document_mask=self.document_mask)
+        else:
+            rows = PaddedRows(
+                store,
+                seq_len=self.seq_len,
+                placement=PLACEMENTS[packing],
+                document_mask=self.document_mask,
+                truncate=self.truncate,
+            )
+        if store.has_loss_mask and not rows.num_targets.any():
+            longest = f"--data.seq_len {int(np.diff(store.document_ends, prepend=0).max())}   (of the longest document"
+            raise ConfigError(
+                f"data.source has no token that is trained on in any of its {rows.num_rows:,} rows: all are cut off "
+                f"(data.seq_len = {self.seq_len}, data.truncate = {str(self.truncate).lower()})",
+                expected="rows that reach an answer: a mean loss over no tokens is not a number",
+                fix=f"{longest}{', or --data.truncate false' * self.truncate})",
+            )
+        return rows
 
     def _refuse_for_pairs(self, packing: str) -> None:
         wrong = []

@@ -160,6 +160,17 @@ class PaddedRows:
     def _pieces_of(self, row: int) -> Int64:
         return self._order[self._row_ends[row - 1] if row else 0 : self._row_ends[row]]
 
+    @cached_property
+    def num_targets(self) -> Int64:
+        """As `PackedRows`."""
+        of, order = self._pieces, self._order
+        row_starts = np.concatenate(([0], self._row_ends[:-1]))
+        # As in `_fill`: whether a piece's first token is no label.
+        unseen = of.continued[order] | self.document_mask
+        unseen[row_starts] = True
+        stops = of.starts[order] + of.lengths[order] + of.cut[order]
+        return np.add.reduceat(self.store.count_trained_on(of.starts[order] + unseen, stops), row_starts)
+
     def stretches(self, row: int) -> Iterator[tuple[int, int]]:
         """As `PackedRows`."""
         places, of = self._pieces_of(row), self._pieces

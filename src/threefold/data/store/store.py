@@ -172,6 +172,22 @@ class TokenStore:
         bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
         return bits[start - 8 * first : stop - 8 * first].astype(np.bool_)
 
+    def count_trained_on(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """How many tokens of each [start, stop) are trained on, of a store with a loss mask; errors as for `read`."""
+        data = np.fromfile(with_suffix(self.prefix, LOSS_MASK), np.uint8)
+        if len(data) != -(-self.num_tokens // 8):
+            raise _cut_loss_mask(self.prefix, self.num_tokens)
+        # words: 64 tokens each, the last one padded; before: those trained on before each word.
+        words = np.zeros(self.num_tokens // 64 + 1, "<u8")
+        words.view(np.uint8)[: len(data)] = data
+        before = np.cumsum(ones := _num_ones(words)) - ones
+
+        def up_to(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+            below = (np.uint64(1) << (places % 64).astype(np.uint64)) - np.uint64(1)
+            return before[places // 64] + _num_ones(words[places // 64] & below)
+
+        return up_to(stops) - up_to(starts)
+
     @cached_property
     def document_ends(self) -> npt.NDArray[np.int64]:
         """One past each document's last token in the stream, [num_documents], never decreasing.
@@ -223,6 +239,14 @@ def _check_loss_mask(prefix: Path, num_tokens: int) -> None:
         whole = False
     if not whole:
         raise _cut_loss_mask(prefix, num_tokens)
+
+
+_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
+
+
+def _num_ones(words: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """The number of bits that are set in each word of 64."""
+    return _ONES[words.view(np.uint8)].reshape(-1, 8).sum(axis=1, dtype=np.int64)
 
 
 def _cut_loss_mask(prefix: Path, num_tokens: int) -> DataError:

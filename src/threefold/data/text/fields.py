@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +40,23 @@ def rows_of_table(table: Any, take: Labeller, *, where: str, first_row: int, log
         yield from rows_of_texts(texts_of(table, take.name), where=where, first_row=first_row, log=log)
         return
     table.validate(full=True)  # a text that is not UTF-8 is an error here, and not half way
+    decoded = _decoder(table.schema)
     for number, row in enumerate(table.to_pylist(), start=first_row):
-        found = take.documents(row, log)
+        found = take.documents(decoded(row), log)
         if isinstance(found, tuple):
             log.bad(f"{where}, row {number}: {found[0]}", expected=found[1], fix=f"correct the row, or {SKIP}")
         else:
             yield from found
+
+
+def _decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Makes the objects of a row that `datasets` has written as texts of JSON, as it does if they have unlike keys."""
+    if b'"Json"' not in (schema.metadata or {}).get(b"huggingface", b""):
+        return lambda row: row
+    import datasets
+
+    decoded: Callable[[dict[str, Any]], dict[str, Any]] = datasets.Features.from_arrow_schema(schema).decode_example
+    return decoded
 
 
 def texts_of(table: Any, text_field: str) -> list[Any]:

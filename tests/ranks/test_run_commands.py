@@ -121,6 +121,18 @@ def test_what_is_not_a_run_is_refused(folder: Path, name: str) -> None:
     assert done.stderr.splitlines()[:2] == ["corpus is not a run", "  expected: the folder of a run (log.dir)"]
 
 
+def test_places_that_cannot_be_made_are_refused(folder: Path) -> None:
+    """A folder where none can be made, and a store in the place of a file."""
+    store = ("--data.source", "held.txt", "--data.tokenizer", "bytes", "--to", "held.txt")
+    for arguments, what in (
+        (("export", "a run", "--to", "/proc/model"), "/proc/model cannot be made: "),
+        (("data", "prepare", *store), "held.txt cannot be written: Not a directory"),
+    ):
+        done = command(folder, *arguments)
+        assert done.returncode == 2 and done.stderr.splitlines()[-3].startswith(what), done.stderr
+    assert (folder / "held.txt").read_text() == HELD
+
+
 def test_damaged_checkpoint_is_not_evaluated_or_sampled(folder: Path, run: Path) -> None:
     (file,) = (run / "checkpoints/step-00000004/state").glob("*.safetensors")
     content = bytearray(file.read_bytes())

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from threefold.commands import main
 from threefold.config.loading import load, validate
+from threefold.errors import ConfigError
 from threefold.mesh.topology import Topology, resolve
 from threefold.plan.accelerators import ACCELERATORS, Accelerator
 from threefold.plan.adapters import adapted
@@ -307,6 +308,13 @@ def test_a_plan_loads_no_torch(config: Path, gpus: int) -> None:
 def test_wrong_requests(arguments: tuple[str, ...], said: str, config: Path) -> None:
     error = _run(config, *arguments, gpus=16).exception
     assert error is not None and said in str(error)
+
+
+def test_what_is_there_is_not_overwritten(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("# my notes")
+    error = _run(config, "--emit", str(tmp_path / "mine.yaml"), gpus=16).exception
+    assert isinstance(error, ConfigError) and error.problems[0].what == f"{tmp_path}/mine.yaml: File exists"
+    assert (tmp_path / "mine.yaml").read_text() == "# my notes"
 
 
 def test_links_as_doctor_measures_them() -> None:

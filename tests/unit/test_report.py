@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from report_runs import HOSTILE, eventful_run, head_of, make_run, step_line, write_lines
 from threefold.commands import main
+from threefold.errors import ConfigError
 from threefold.records.metrics import Metrics, Points
 from threefold.records.state import lock_holder
 from threefold.report.curves import curve_names, drawn, left_out, not_finite, summary, thinned
@@ -331,6 +332,26 @@ def test_the_command_writes_a_file_and_refuses_what_is_no_run(tmp_path: Path) ->
     ):
         refused = CliRunner().invoke(main.app, ["report", *arguments])
         assert refused.exit_code != 0 and refused.exception.problems[0].fix
+
+
+def test_the_command_writes_nothing_beside_no_run_and_over_no_other_file(tmp_path: Path) -> None:
+    """A folder above with a config.yaml is no run of what is named; an earlier page is replaced."""
+    run = eventful_run(tmp_path / "runs" / "a")
+    (tmp_path / "config.yaml").write_text("train: {steps: 1}")
+    (tmp_path / "notes.jsonl").write_text("mine")
+    for arguments in (
+        [str(tmp_path)],
+        [str(tmp_path / "runs")],
+        [str(tmp_path / "notes.jsonl")],
+        [str(run / "metrics.jsonl")],
+        [str(run), "--to", str(tmp_path / "notes.jsonl")],
+    ):
+        refused = CliRunner().invoke(main.app, ["report", *arguments])
+        assert isinstance(refused.exception, ConfigError) and refused.exception.problems[0].fix
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "notes.jsonl", "runs"]
+    assert (tmp_path / "notes.jsonl").read_text() == "mine"
+    for _ in range(2):
+        assert CliRunner().invoke(main.app, ["report", str(run), "--to", str(tmp_path / "page")]).exit_code == 0
 
 
 def test_a_page_names_the_row_that_made_a_spike_and_what_the_step_read(tmp_path: Path) -> None:

@@ -94,10 +94,11 @@ def _as_config(question: Question, plan: Plan) -> str:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
-        expected = "a file that can be written"
-        raise ConfigError(f"{path}: {error.strerror}", expected=expected, fix="check the path") from error
+        expected = "a new file, in a folder that this user can write"
+        raise ConfigError(f"{path}: {error.strerror}", expected=expected, fix="--emit ANOTHER_FILE") from error
 
 
 def number_of(text: str) -> float:

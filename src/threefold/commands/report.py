@@ -32,6 +32,7 @@ def command(
         what = f"{runs[-1]} is named twice" if len(runs) == 2 else "a run is named twice"
         raise ConfigError(what, expected="each run once", fix=f"threefold report {runs[0]}")
     target = to or folders[0] / "report.html"
+    _refuse_other(target)
     page = report([gather(folder, name=name) for folder, name in zip(folders, names_of(folders), strict=True)])
     # A new file of a name that nobody can have laid a link under.
     temporary = target.with_name(f".report-{secrets.token_hex(8)}")
@@ -48,3 +49,14 @@ def command(
             fix=f"threefold report {runs[0]} --to report.html",
         ) from error
     typer.echo(f"{target}: {len(page) / 1000:,.0f} KB")
+
+
+def _refuse_other(target: Path) -> None:
+    """Raises ConfigError if a file lies there that is no page of a run; a link is replaced, not followed."""
+    if target.is_symlink() or not target.is_file():
+        return
+    with target.open("rb") as file:
+        is_page = b" - threefold</title>" in file.read(1 << 16)
+    if not is_page:
+        what = f"{target} is there already, and is no page that `threefold report` wrote"
+        raise ConfigError(what, expected="a new file, or an earlier page to replace", fix="--to ANOTHER_FILE.html")

@@ -95,7 +95,11 @@ def export(
         )
     index = run_state.index_of(checkpoint, ema=ema)
     made = not to.exists()
-    to.mkdir(parents=True, exist_ok=True)
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"{to} cannot be made: {error.strerror}"
+        raise ConfigError(what, expected="a folder that this user can write", fix="--to ANOTHER_FOLDER") from error
     work = _Export(checkpoint, index, to, config, architecture, max_shard_bytes, verify, with_tokenizer)
     with _marked(to):
         try:

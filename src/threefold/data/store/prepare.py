@@ -82,6 +82,8 @@ def prepare(
         DataError: documents that cannot be read (named, up to ten), no text at all, or another store in `to`.
         RunError: a process was killed, or the disk is full.
     """
+    if to.exists() and not to.is_dir():
+        raise _no_folder(to, os.strerror(errno.ENOTDIR))
     request = request_of(source, tokenizer, skip_bad=skip_bad)
     prefix = to / STORE_NAME
     found, untidy = _found(prefix, request), bool(_left_over(to)) or any(to.glob(".parts-*"))
@@ -132,11 +134,15 @@ def _locked(to: Path) -> AbstractContextManager[object]:
         to.mkdir(parents=True, exist_ok=True)
         return FileLock(to / ".lock").acquire()
     except OSError as error:
-        raise DataError(
-            f"{to} cannot be written: {error.strerror}",
-            expected="a folder for the tokens of the source, prepared once and read by all ranks",
-            fix="XDG_CACHE_HOME=FOLDER threefold ...   (where prepared data is kept), or --to FOLDER of data prepare",
-        ) from error
+        raise _no_folder(to, str(error.strerror)) from error
+
+
+def _no_folder(to: Path, reason: str) -> DataError:
+    return DataError(
+        f"{to} cannot be written: {reason}",
+        expected="a folder for the tokens of the source, prepared once and read by all ranks",
+        fix="XDG_CACHE_HOME=FOLDER threefold ...   (where prepared data is kept), or --to FOLDER of data prepare",
+    )
 
 
 def request_of(source: TextSource, tokenizer: Tokenizer, *, skip_bad: bool) -> str:

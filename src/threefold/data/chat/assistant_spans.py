@@ -4,11 +4,12 @@ It goes from where the model would begin to write (the rendering of the messages
 the end of its own text. The messages up to the turn are rendered, and must be the beginning of the whole; or at least
 what follows the message before must be. Where a template renders earlier turns in another way (thinking left out,
 tools put before the last question), other texts are written into the turn: what changes is the turn. What cannot be
-told apart is refused.
+told apart is refused, and so is a turn with somebody else's text inside it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from threefold.data.chat.formats import Message, RowError
 _PROBES = ("Aqx", "Bqz")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _EVERYWHERE = 1 << 62
+_WORDS = re.compile(r"\w+|[^\w\s]+")
 
 
 class Turn(NamedTuple):
@@ -81,6 +83,28 @@ class Whole:
             return self._ended(Turn(begin, end, number), self.after_mark(said))
         except RowError:
             return Turn(begin, end, number)
+
+    def refuse_others(self, turns: Sequence[Turn]) -> None:
+        """RowError if what another than the assistant said lies inside one of the turns."""
+        for number, message in enumerate(self.messages):
+            words = _WORDS.findall(message.get("content") or "") if message["role"] != "assistant" else []
+            for turn in turns if words else ():
+                stretch = self.text[turn.begin : turn.end]
+                # Only where it can be is it looked for, which takes two renderings.
+                if all(word in stretch for word in words) and self._lies_in(number, turn):
+                    raise RowError(
+                        f"messages[{number}]: the chat template writes it inside messages[{turn.message}], a turn of "
+                        f"the assistant, so that a text of the {message['role']} would be trained on",
+                        "a template that writes it beside the turn, or marks what the assistant wrote with "
+                        "{% generation %}",
+                    )
+
+    def _lies_in(self, number: int, turn: Turn) -> bool:
+        try:
+            begin, end = self._content(self.messages, number)
+        except RowError:  # it is not written once and as it is
+            return False
+        return begin < turn.end and turn.begin < end
 
     def _ended(self, turn: Turn, ending: str) -> Turn:
         reach = turn.end + _alike(self.text[turn.end :], ending)

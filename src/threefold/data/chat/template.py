@@ -111,7 +111,7 @@ class ChatTemplate:
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         whole = self._whole(messages, tools, variables, text)
         if not self.marks_generation:
-            return Rendered(text, tuple(whole.turn(number) for number in turns))
+            return _only_own(whole, [whole.turn(number) for number in turns])
         marked = self._marks(messages, tools, variables, text)
         if len(marked) != len(turns):
             marked = [(begin, end) for begin, end in marked if end > begin]
@@ -120,9 +120,7 @@ class ChatTemplate:
                 f"the template marks {len(marked)} stretches as generated, and there are {len(turns)} assistant turns"
             )
             raise RowError(what, "one stretch for each turn of the assistant")
-        return Rendered(
-            text, tuple(whole.marked(number, *stretch) for number, stretch in zip(turns, marked, strict=True))
-        )
+        return _only_own(whole, [whole.marked(number, *stretch) for number, stretch in zip(turns, marked, strict=True)])
 
     def refuse_unwritten(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None, variables: Mapping[str, Any] | None
@@ -215,3 +213,9 @@ class ChatTemplate:
         unknown = "raise_exception('strftime_now is asked for a form that is not written out: ' ~ form)"
         told = f"{{{{- {{{known}}}[form] if form in {{{known}}} else {unknown} -}}}}"
         return f"{{%- macro strftime_now(form) -%}}{told}{{%- endmacro +%}}{self.source}"
+
+
+def _only_own(whole: Whole, turns: Sequence[Turn]) -> Rendered:
+    """A conversation's text with these turns, of which none holds what another said."""
+    whole.refuse_others(turns)
+    return Rendered(whole.text, tuple(turns))

@@ -183,7 +183,7 @@ def test_missing_package_is_refused_with_the_command(monkeypatch: pytest.MonkeyP
             {"trackers": "wandb"},
             "log.trackers = wandb is not accepted\n"
             "  expected: a list of names: [tensorboard, wandb]\n"
-            "  fix: --log.trackers '[]'   (the default)",
+            "  fix: --log.trackers '[wandb]'",
         ),
         (
             {"trackers": ["wandb", "wandb"]},

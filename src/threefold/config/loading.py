@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from threefold.config.dropped import DROPPED
+from threefold.config.meant_values import meant_value
 from threefold.config.optimizer import GroupConfig
 from threefold.config.optimizer_rules import GROUPS_FIX
 from threefold.config.paths import run_of
@@ -285,6 +286,11 @@ def _fix(entry: Any, key: str, origin: str) -> str:
         return f"unset {origin.removeprefix('environment ')}"
     if entry["type"] == "string_type" and not isinstance(entry["input"], list | Mapping | None):
         return f"quotes make it text: --{key} {pasted(str(entry['input']))}"
+    if key in every_key() and len(entry["loc"]) <= len(key.split(".")) + 1 and not isinstance(entry["input"], Mapping):
+        meant = meant_value(key, entry["input"])
+        if meant is not None:
+            value, remark = meant
+            return f"--{key} {pasted(value)}" + (f"   ({remark})" if remark else "")
     return f"--{key} {pasted(default)}   (the default)" if default is not None else f"leave {key} out"
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from threefold.config.auto_lr import peak_rate
+from threefold.config.meant_values import meant_word
 from threefold.config.optimizer import OPTIMIZERS, OptimizerConfig
 from threefold.config.schema import Config
 from threefold.config.text import as_yaml, pasted
@@ -40,7 +41,10 @@ def _of_name(asked: OptimizerConfig) -> Iterator[Problem]:
     if asked.name not in OPTIMIZERS and "." not in asked.name:
         what = f"optimizer.name = {as_yaml(asked.name)} is not an optimizer"
         expected = f"one of {', '.join(OPTIMIZERS)}, or the dotted path of an installed class: torch.optim.NAdam"
-        yield Problem(what, expected, "--optimizer.name adamw   (the default)")
+        meant = meant_word("optimizer.name", asked.name, OPTIMIZERS)
+        yield Problem(
+            what, expected, f"--optimizer.name {meant}" if meant else "--optimizer.name adamw   (the default)"
+        )
     defaults = OptimizerConfig()
     known = OPTIMIZERS.get(asked.name)
     for key in ("betas", "eps"):

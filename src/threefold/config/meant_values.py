@@ -1,0 +1,120 @@
+"""What a value that is not accepted was meant to be: its type, its spelling, or what other libraries call it.
+
+A fix that is pasted must lead to what was asked for, so a guess counts only if its key accepts it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+
+from threefold.config.schema import Config
+
+_YES_NO = {"yes": True, "y": True, "on": True, "1": True, "no": False, "n": False, "off": False, "0": False}
+_YES_NO |= {"true": True, "false": False}
+# By what others call it: torch, transformers, bitsandbytes, accelerate, DeepSpeed.
+_ALIASES: dict[str, dict[str, Any]] = {
+    "model.dtype": dict.fromkeys(("bf16", "half", "fp16", "float16", "f16"), "bfloat16") | {"fp32": "float32"},
+    "model.attention": {"flash_attention_2": "auto", "eager": "auto", "flex_attention": "flex"},
+    "mesh.device": dict.fromkeys(("gpu", "gpus", "nccl"), "cuda") | {"gloo": "cpu"},
+    "train.objective": dict.fromkeys(("sft", "clm", "causal_lm", "cross_entropy"), "next_token"),
+    "train.float8": {"true": "tensorwise", "false": "none"},
+    "train.activation_checkpointing": {"true": "full", "false": "none"},
+    "optimizer.name": {
+        **dict.fromkeys(("adamw8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adam8bit"), "adamw_8bit"),
+        **dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+    },
+    "optimizer.schedule": {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"},
+    "data.packing": {"true": "best_fit", "false": "none"},
+}
+# Of which something is lost on the way, and what.
+_NOT_THERE = {"half", "fp16", "float16", "f16"}
+
+
+def meant_value(key: str, value: Any) -> tuple[Any, str] | None:
+    """The value that was meant under a key, and a remark (maybe empty); None if nothing that is accepted is near.
+
+    Args:
+        key: `section.key`, or `section.key.key` inside a section of a section.
+        value: a plain value that the key does not accept.
+    """
+    *sections, name = key.split(".")
+    owner: Any = Config.model_fields[sections[0]].annotation
+    for section in sections[1:]:
+        owner = owner.model_fields[section].annotation
+    for guess in _guesses(key, value, list(_choices(owner.model_fields[name].annotation))):
+        if _accepts(key, guess):
+            return guess, "float16 is not supported" if _spelled(value) in _NOT_THERE else ""
+    return None
+
+
+def meant_word(key: str, value: str, words: Iterable[str]) -> str | None:
+    """Which of some words was meant under a key whose words are not in its type; None if none is near."""
+    known = list(words)
+    return next((guess for guess in _guesses(key, value, known) if guess in known), None)
+
+
+def _accepts(key: str, value: Any) -> bool:
+    values = value
+    for part in reversed(key.split(".")):
+        values = {part: values}
+    try:
+        Config.model_validate(values)
+    except ValidationError:
+        return False
+    return True
+
+
+def _guesses(key: str, value: Any, choices: list[str]) -> Iterator[Any]:
+    """Values that may have been meant, the likeliest first."""
+    spelled = _spelled(value)
+    if (alias := _ALIASES.get(key, {}).get(spelled)) is not None:
+        yield alias
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        if (number := _whole(value)) is not None:
+            yield number
+        if isinstance(value, str) and (decimal := _decimal(value)) is not None:
+            yield decimal
+    if spelled in _YES_NO:
+        yield _YES_NO[spelled]
+    by_spelling = {_spelled(choice): choice for choice in choices}
+    if spelled in by_spelling:
+        yield by_spelling[spelled]
+    for near in difflib.get_close_matches(spelled, by_spelling, n=1, cutoff=0.7):
+        yield by_spelling[near]
+    if isinstance(value, str) and "," in value:
+        parts = [part.strip() for part in value.split(",")]
+        yield tuple(parts)
+        yield tuple(map(_decimal, parts))
+    if isinstance(value, str | int | float | bool):
+        yield (value,)
+    if key == "model.config" and isinstance(value, str):
+        yield {"model_type": value}
+
+
+def _choices(annotation: Any) -> Iterator[str]:
+    """The words that a key accepts."""
+    if get_origin(annotation) is Literal:
+        yield from (each for each in get_args(annotation) if isinstance(each, str))
+    else:
+        for part in get_args(annotation):
+            yield from _choices(part)
+
+
+def _spelled(value: Any) -> str:
+    return re.sub(r"[\s-]+", "_", str(value).strip().lower())
+
+
+def _whole(value: str | int | float) -> int | None:
+    """1e3, 1_000 and "1,000" as 1000; None for what is no whole number."""
+    number = _decimal(value) if isinstance(value, str) else float(value)
+    return int(number) if number is not None and abs(number) < 2**53 and number == int(number) else None
+
+
+def _decimal(text: str) -> float | None:
+    plain = re.sub(r"(?<=\d)[,_](?=\d{3}\b)", "", text.strip())
+    return float(plain) if re.fullmatch(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?", plain) else None

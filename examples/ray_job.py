@@ -12,12 +12,12 @@ import math
 import sys
 from pathlib import Path
 
-import yaml
+import ruamel.yaml
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 RETRIES = 3
-CONFIG = yaml.safe_load(Path(sys.argv[1]).read_text())
+CONFIG = ruamel.yaml.YAML(typ="safe", pure=True).load(Path(sys.argv[1]))  # YAML 1.2: 1e-08 is a number
 MESH = CONFIG["mesh"]
 WORKERS = math.prod(MESH.get(axis) or 1 for axis in ("dp", "cp", "tp"))
 

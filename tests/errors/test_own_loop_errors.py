@@ -15,7 +15,7 @@ from torch import nn
 import threefold
 from ranks.reference import TINY_LLAMA
 from ranks.spawn import run_ranks
-from threefold.errors import CheckpointError, ConfigError, RunError, ThreefoldError
+from threefold.errors import CheckpointError, ConfigError, DataError, RunError, ThreefoldError
 
 IDS = torch.randint(67, (4, 9), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS[:, :-1], "labels": IDS[:, 1:]}
@@ -122,19 +122,21 @@ def test_a_loss_must_give_a_sum_and_a_count(model: Any, answer: Any, said: str) 
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        lambda x: (x.sum() * math.nan, 4),
-        lambda x: (x.sum(), 0),
-        lambda x: (0.0 * x.sum(), torch.zeros(())),
-    ],
-)
-def test_what_is_not_a_number_updates_nothing(model: Any, answer: Any) -> None:
+def test_what_is_not_a_number_updates_nothing(model: Any) -> None:
     before = [parameter.clone() for parameter in model.parameters()]
     for optimizer in (None, torch.optim.SGD(model.parameters(), lr=0.1)):
-        numbers = threefold.TrainStep(model, optimizer, loss=loss_giving(answer), lr=0.1)(BATCH)
+        step = threefold.TrainStep(model, optimizer, loss=loss_giving(lambda x: (x.sum() * math.nan, 4)), lr=0.1)
+        numbers = step(BATCH)
         assert math.isnan(numbers.loss) and math.isnan(numbers.grad_norm)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("answer", [lambda x: (x.sum(), 0), lambda x: (0.0 * x.sum(), torch.zeros(()))])
+def test_a_mean_of_nothing_is_refused_and_updates_nothing(model: Any, answer: Any) -> None:
+    before = [parameter.clone() for parameter in model.parameters()]
+    for optimizer in (None, torch.optim.SGD(model.parameters(), lr=0.1)):
+        with pytest.raises(DataError, match="the global batch has no token that is trained on"):
+            threefold.TrainStep(model, optimizer, loss=loss_giving(answer), lr=0.1)(BATCH)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 

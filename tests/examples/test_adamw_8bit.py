@@ -36,7 +36,8 @@ def test_8_bit_moments_train_and_resume_bit_for_bit(tmp_path: Path) -> None:
     assert plain.returncode == 0, plain.stderr
     assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "plain"), abs=0.05)
     assert losses(tmp_path / "whole") != losses(tmp_path / "plain")
-    back = ("resume", "whole/checkpoints/step-00000003", "--log.dir", "again", "--mesh.dp")
+    fork = ("--checkpoint.resume", "whole/checkpoints/step-00000003", "--log.dir", "again", "--mesh.dp")
+    back = ("train", "whole/config.yaml", *fork)
     again = command(tmp_path, *back, "1", timeout_s=300)
     assert again.returncode == 0, again.stderr
     other = find(tmp_path / "again").state

@@ -137,7 +137,11 @@ CASES: list[tuple[Change, dict[str, int], dict[str, Any], dict[str, Any], int, i
 ]
 
 
-@pytest.mark.parametrize(("plant", "sizes", "model", "run", "rows", "seq_len", "named"), CASES, ids=str)
+def _name(value: Any) -> str:
+    return getattr(value, "__name__", str(value))
+
+
+@pytest.mark.parametrize(("plant", "sizes", "model", "run", "rows", "seq_len", "named"), CASES, ids=_name)
 def test_a_fault_beyond_the_twins_size_is_refused(
     plant: Change,
     sizes: dict[str, int],

@@ -118,7 +118,6 @@ class ContextParallel:
         self._lengths: Tensor | None = None
         self._documents: DocumentRows | None = None
         self._positions: Tensor | None = None
-        self._with_split_heads: set[torch.nn.Module] = set()
         AttentionInterface.register(self.name, self._attention)
         AttentionMaskInterface.register(self.name, self._mask)
 
@@ -223,7 +222,7 @@ class ContextParallel:
 
     def _attend(self, module: torch.nn.Module, query: Tensor, *others: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Attention of heads that are all here; tp ranks that have others drop other weights of theirs."""
-        if self._tp_rank is None or module not in self._with_split_heads or not kwargs.get("dropout"):
+        if self._tp_rank is None or not kwargs.get("dropout") or not module.has_split_heads:
             return attend(module, query, *others, **kwargs)
         with noise.of_heads(self._tp_rank, query.device):
             return attend(module, query, *others, **kwargs)

@@ -431,6 +431,7 @@ def opening(resume: str = "auto") -> Callable[[], Any]:
 def test_folder_that_holds_a_run() -> None:
     Path("run").mkdir()
     Identity.new().write(Path("run"))
+    Path("run/metrics.jsonl").touch()
     assert text(opening("never")) == problem(
         "log.dir = run holds a run, and checkpoint.resume is never",
         "an empty folder, so that no earlier run is mixed into this one",

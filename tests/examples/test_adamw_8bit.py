@@ -43,9 +43,7 @@ def test_8_bit_moments_train_and_resume_bit_for_bit(tmp_path: Path) -> None:
     other = find(tmp_path / "again").state
     for name, entry in Index.read(other).entries.items():
         assert bytes(read_whole(other, entry).numpy()) == bytes(read_whole(state, held[name]).numpy()), name
-    two = command(
-        tmp_path, "resume", "whole/checkpoints/step-00000003", "--log.dir", "two", "--mesh.dp", "2", timeout_s=300
-    )
+    two = command(tmp_path, *back[:5], "two", "--mesh.dp", "2", timeout_s=300)
     assert two.returncode == 0, two.stderr
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "whole")[3:], abs=1e-4)
 

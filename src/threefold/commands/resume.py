@@ -45,11 +45,12 @@ def command(
     into = loaded.config.log.dir
     if into is None or Path(into).resolve() != folder.resolve():
         name, other = shlex.quote(str(folder)), shlex.quote(into or "ANOTHER_FOLDER")
+        named = shlex.quote(str(checkpoint or folder))
         raise ConfigError(
             f"log.dir = {into}, but the run to resume lies in {folder}",
             expected="no log.dir: a run continues in its own folder",
-            fix=f"threefold resume {name}   (or, to fork it: "
-            f"threefold train {name}/{RUN_CONFIG} --checkpoint.resume {name} --log.dir {other})",
+            fix=f"threefold resume {named}   (or, to fork it: "
+            f"threefold train {name}/{RUN_CONFIG} --checkpoint.resume {named} --log.dir {other})",
         )
     loaded = replace(loaded, accept_changes=accept_changes, quiet=quiet, last=True)
     sys.exit(train_command(loaded, max_restarts=max_restarts, force=force))

@@ -71,6 +71,7 @@ class TrainStep:
         observe: Callable[[], None] | None = None,
         progress: Progress | None = None,
         ema: Ema | None = None,
+        compare_copies: bool = True,
     ) -> None:
         """Args:
         optimizer: over `model.parameters()`; its groups keep their rates. None: AdamW with `lr` and `weight_decay`.
@@ -84,6 +85,8 @@ class TrainStep:
         observe: called when the gradients are complete and not yet clipped, to compare them.
         progress: told which phase the step is in.
         ema: a moving average to update after each step.
+        compare_copies: end training if what several ranks hold whole differs: after the first step, and every
+            `audit.every` of them. False: for a probe, which compares more than that, and says why.
 
         Raises:
             ConfigError: a setting that is wrong or has no effect, or an optimizer over other parameters.
@@ -114,6 +117,7 @@ class TrainStep:
         self._unsharded = model.asked is None
         # The count that divides the loss is global.
         self._averaged_over = model.sums.averaged_over
+        self._compares = compare_copies
         self._steps, self._compare_every = (
             0,
             model.asked.audit.every if model.asked is not None else AuditConfig().every,
@@ -191,7 +195,7 @@ class TrainStep:
         self._progress.enter("optimizer")
         self._update(norm, lr)
         self._steps += 1
-        if self._steps == 1 or (self._compare_every and self._steps % self._compare_every == 0):
+        if self._compares and (self._steps == 1 or (self._compare_every and self._steps % self._compare_every == 0)):
             self._compare_copies()
         return replace(result, grad_norm=norm)
 

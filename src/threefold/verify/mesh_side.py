@@ -123,7 +123,7 @@ def verify_on(mesh: Mesh, config: Config, options: VerifyOptions) -> Verificatio
     pairs = pairs_of(config, model, rows, None, resumed=None, say=print if mesh.rank == 0 else lambda line: None)
     own: dict[str, Any] = {"loss": pairs.loss, "loss_on": "log_probabilities"} if pairs is not None else {}
     outputs = _watch(model.module)
-    step = TrainStep(model, optimizer, **own, grad_clip=config.train.grad_clip, observe=observe)
+    step = TrainStep(model, optimizer, **own, grad_clip=config.train.grad_clip, observe=observe, compare_copies=False)
     loader = iter(assemble.loader_of(config, rows, mesh))
     micro_batch = choices.micro_batch(config, mesh.topology).value
     for number in bars.track(range(1, options.steps + 1), f"the mesh, {mesh.topology}"):

@@ -144,7 +144,9 @@ class ContextParallel:
         owners = {
             ".".join(parts[:end]) for parts in (name.split(".") for name in split) for end in range(1, len(parts))
         }
-        self._with_split_heads = {module for name, module in model.named_modules() if name in owners}
+        for name, module in model.named_modules():
+            # On the module itself: a compiled layer does not see what is looked up of it in a set.
+            module.has_split_heads = name in owners
 
     @contextmanager
     def batch(self, rows: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:

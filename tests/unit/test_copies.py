@@ -79,3 +79,17 @@ def test_one_process_sends_nothing() -> None:
 
     held = {"model.a": torch.ones(2)}
     refuse_drift(held, Mesh(Topology(), 0, torch.device("cpu")), when="after step 1", gather=gather)  # type: ignore[arg-type]
+
+
+def test_what_differs_is_named_with_the_ranks_that_hold_the_same_part() -> None:
+    # Four ranks; `split` lies over pairs of them, (0, 1) and (2, 3) hold the same halves.
+    groups = {(): ["model.whole"], ((2, 2),): ["model.split"]}
+    parts = [{"model.whole": 1, "model.split": rank // 2} for rank in range(4)]
+    parts[3] = {"model.whole": 1, "model.split": 7}
+    assert copies._difference(parts, groups, "now") == "the copies of split differ now: rank 3 from rank 2"
+    parts[1] = {"model.whole": 2, "model.split": 0}
+    text = "the copies of whole differ now: rank 1 from rank 0, and so does 1 more tensor"
+    assert copies._difference(parts, groups, "now") == text
+    parts[2] = {**parts[2], "optimizer.step.bias": 4}
+    text = "ranks 0 and 2 do not hold the same tensors now: optimizer.step.bias is on one of them alone"
+    assert copies._difference(parts, groups, "now") == text

@@ -100,6 +100,9 @@ def _differing(digests: Sequence[int], axes: Axes) -> list[tuple[int, int]]:
 
 def _difference(parts: Sequence[Mapping[str, int]], groups: Mapping[Axes, Sequence[str]], when: str) -> str:
     """Names the first tensor of which ranks hold other bits, those ranks, and how many tensors differ besides."""
+    for rank, part in enumerate(parts):
+        if alone := sorted(part.keys() ^ parts[0].keys()):
+            return f"ranks 0 and {rank} do not hold the same tensors {when}: {alone[0]} is on one of them alone"
     differing = {
         name: pairs
         for axes, names in groups.items()
@@ -107,7 +110,8 @@ def _difference(parts: Sequence[Mapping[str, int]], groups: Mapping[Axes, Sequen
         if (pairs := _differing([part[name] for part in parts], axes))
     }
     name, pairs = next(iter(differing.items()))
-    more = f", and so do {len(differing) - 1} more tensors" if len(differing) > 1 else ""
+    others = len(differing) - 1
+    more = f", and so {'do' if others > 1 else 'does'} {others} more tensor{'s' * (others > 1)}" if others else ""
     ranks = ranks_text([rank for rank, _ in pairs])
     return f"the copies of {name.removeprefix('model.')} differ {when}: {ranks} from rank {pairs[0][1]}{more}"
 

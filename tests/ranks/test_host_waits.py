@@ -29,8 +29,8 @@ TO_THE_WEIGHTS = (
 )
 # Masks in memory under cp, which are chosen where masks by blocks are not, find the keys that a half sees.
 HALVED = r"nonzero context_parallel/attention\.py:\d+ _halved"
-# After the first step and every audit.every of them: copies are compared, of what several ranks hold whole.
-COPIES = r"\w+ (checkpoint/copies|mesh/mesh)\.py:\d+ (digest|<listcomp>|gather)"
+# Copies are compared after the first step and every audit.every of them; the ranks of a mesh are a tensor on the CPU.
+COPIES = r"\w+ (checkpoint/(copies|state)|mesh/mesh)\.py:\d+ (digest|<listcomp>|gather|sharded_axes)"
 # What transformers does; `.to` of what is on the device already is no wait.
 THEIRS = r"to a device (\w+/modeling_\w+|transformers/masking_utils)\.py:\d+ \w+"
 # Mesh, model, and what else is asked for: rows of several documents, sequences that tp ranks share, bfloat16.

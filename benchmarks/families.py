@@ -2,6 +2,7 @@
 
     python benchmarks/families.py --all [--write docs/models.md] [--check]
     python benchmarks/families.py --types llama qwen3_next ...
+    python benchmarks/families.py --all --lora --dropout --write docs/models.md
 
 For each type a tiny model (its default config, reduced: every kind of layer that it has; every parameter perturbed)
 takes two AdamW steps, on a mesh and as transformers' own model in one process: its own attention, each document alone,
@@ -11,12 +12,17 @@ no positions given. Three kinds of rows: `causal`: concatenated text; `documents
 A cell is the largest of: the loss difference in nats / 1e-4, the gradient norm's relative difference / 1e-3, and the
 largest difference of any parameter's first gradient, relative to its largest entry, / 1e-3. A value of at most 1 holds.
 Otherwise it was refused by name, before anything was trained; or it is wrong, or it ended in a traceback.
+
+`LoRA`: adapters on all linear layers, B not zero, as peft trains them in one process. `dropout`: every rate that the
+config has is 0.1; after three steps the copies of every tensor are the same bits, the losses are finite, and they are
+not those without dropout. Noise on a mesh is not that of one process, so no gradient is compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -45,10 +51,20 @@ MESHES = {
     "dp_shard 2": (Topology(dp_shard=2), "auto"),
     "2x2x2": (Topology(dp_shard=2, cp=2, tp=2), "auto"),
 }
+_ADAPTED = {
+    "LoRA, one process": (Topology(), "auto"),
+    "LoRA, tp 2": (Topology(tp=2), "auto"),
+    "LoRA, cp 2": (Topology(cp=2), "auto"),
+}
+_NOISY = {"dropout, tp 2": (Topology(tp=2), "auto"), "dropout, cp 2": (Topology(cp=2), "auto")}
+_ON_MESHES = {**MESHES, **_ADAPTED, **_NOISY}
 # A mesh is not tried if a part of it does not hold: it would be refused for that part.
 _PARTS_OF = {
     **dict.fromkeys(("tp 2", "cp 2 gather", "cp 2 ulysses", "dp_shard 2"), ("one process",)),
     "2x2x2": ("one process", "tp 2", "cp 2 gather", "dp_shard 2"),
+    "LoRA, one process": ("one process",),
+    **dict.fromkeys(("LoRA, tp 2", "LoRA, cp 2"), ("one process", "LoRA, one process")),
+    **dict.fromkeys(_NOISY, ("one process",)),
 }
 ROWS: dict[str, dict[str, Any]] = {
     "causal": {"packing": "concat"},
@@ -59,6 +75,8 @@ WHOLE = "the command"
 SAMPLE = ("llama", "gemma3_text", "gpt_oss", "mixtral", "phi3", "falcon", "mamba2", "bart")
 _OWNER = "owner"
 _STEPS = 2
+_LORA = {"r": 4, "alpha": 8, "target_modules": "all-linear"}
+_RATE = re.compile(r"(^|_)(dropout|drop|pdrop)(_|$)")
 # Of equal weights, but for where they lie in memory.
 _SAME_LOGITS = Bound("logits", 1e-5, "a hundred roundings of float32, of the largest logit")
 _SEQ_LEN = 32
@@ -72,18 +90,21 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", default=list(SAMPLE), metavar="TYPE")
     parser.add_argument("--all", action="store_true", help=f"all {len(NAMES)} types")
     parser.add_argument("--columns", nargs="+", default=[*MESHES, WHOLE], metavar="COLUMN")
+    parser.add_argument("--lora", action="store_true", help=f"besides, the columns {', '.join(_ADAPTED)}")
+    parser.add_argument("--dropout", action="store_true", help=f"besides, the columns {', '.join(_NOISY)}")
     parser.add_argument("--write", type=Path, help="write the page there instead of printing it")
     parser.add_argument("--results", type=Path, help="keep each cell there, and run only those not in it yet")
     parser.add_argument("--check", action="store_true", help="exit 1 if a cell is wrong or ended in a traceback")
     arguments = parser.parse_args()
     types = list(NAMES) if arguments.all else arguments.types
+    columns = [*arguments.columns, *(_ADAPTED if arguments.lora else ()), *(_NOISY if arguments.dropout else ())]
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="threefold-families-") as folder:
         os.environ.update(XDG_CACHE_HOME=f"{folder}/cache", HF_HUB_OFFLINE="1")
         (Path(folder) / _OWNER).write_text(str(os.getpid()))
-        results = run_all(types, arguments.columns, Path(folder), kept=arguments.results)
+        results = run_all(types, columns, Path(folder), kept=arguments.results)
     print(f"{len(types)} types in {(time.monotonic() - began) / 60:.1f} minutes", file=sys.stderr)
-    page = _page(results, arguments.columns)
+    page = _page(results, columns)
     if arguments.write:
         arguments.write.write_text(page)
     else:
@@ -115,16 +136,27 @@ def run_all(
             left = [(name, "") for name in ready if _holds(results[name].get("one process/causal", "0"))]
             group = _Group(WHOLE, 1, _by_command, folder, limit_s=_TRAIN_S)
         else:
-            left = [(name, rows) for name in ready for rows in ROWS if not _left_out(results[name], column, rows)]
-            group = _Group(column, MESHES[column][0].world_size, _compare, folder)
+            left = [
+                (name, rows)
+                for name in ready
+                for rows in _rows_of(column)
+                if not _left_out(results[name], column, rows)
+            ]
+            act = _drift if column in _NOISY else _compare
+            group = _Group(column, _ON_MESHES[column][0].world_size, act, folder)
         group.run([(name, rows) for name, rows in left if f"{column}/{rows}" not in results[name]], results)
         if kept is not None:
             kept.write_text(json.dumps({**known, **results}, indent=1))
     return results
 
 
+def _rows_of(column: str) -> list[str]:
+    """Padding is looked at in the columns of whole models."""
+    return [""] if column == WHOLE else [rows for rows in ROWS if column in MESHES or rows != "padding"]
+
+
 def _missing(cells: dict[str, str], columns: Sequence[str]) -> bool:
-    wanted = [f"{column}/{rows}" for column in columns for rows in ([""] if column == WHOLE else ROWS)]
+    wanted = [f"{column}/{rows}" for column in columns for rows in _rows_of(column)]
     return "-" not in cells and not all(key in cells for key in wanted)
 
 
@@ -214,9 +246,11 @@ def _member(
     if size > 1:
         limit = timedelta(seconds=_CASE_S)
         dist.init_process_group("gloo", init_method=f"file://{join}", rank=rank, world_size=size, timeout=limit)
-    if column in MESHES:
+    if column in _ADAPTED:
+        _begin_adapters_away_from_zero()
+    if column in _ON_MESHES:
         info = environment.LaunchInfo(rank=rank, world_size=size, launcher="process group" if size > 1 else None)
-        mesh = join_mesh(MESHES[column][0], info, device="cpu", timeout_s=_CASE_S)
+        mesh = join_mesh(_ON_MESHES[column][0], info, device="cpu", timeout_s=_CASE_S)
     for name, rows in cases:
         if not _alive(folder / _OWNER):  # the table's own process was ended
             os._exit(1)
@@ -262,10 +296,14 @@ def _modeling(name: str) -> str:
 def _asked(name: str, rows: str, folder: Path, column: str) -> Any:
     from threefold.config.loading import validate
 
-    topology, method = MESHES[column]
+    topology, method = _ON_MESHES[column]
     return validate(
         {
-            "model": {"name_or_path": str(folder / name), "admission": os.environ.get("FAMILIES_ADMISSION", "auto")},
+            "model": {
+                "name_or_path": str(folder / (f"{name}-dropout" if column in _NOISY else name)),
+                "admission": os.environ.get("FAMILIES_ADMISSION", "auto"),
+                **({"lora": _LORA} if column in _ADAPTED else {}),
+            },
             "data": {
                 "source": str(_corpus(folder)),
                 "tokenizer": str(folder),
@@ -328,7 +366,41 @@ def _prepare(name: str, rows: str, folder: Path, mesh: Any, column: str) -> str:
             said.append(_shortened(error))
             expected = {"error": said[-1]}
         torch.save(expected, folder / name / f"{kind}.pt")
+    _write_with_dropout(folder, name)
     return "ready" if len(said) < len(ROWS) else said[0]
+
+
+def _write_with_dropout(folder: Path, name: str) -> None:
+    """The same weights, with every rate of dropout at 0.1; no folder if the config has none."""
+    noisy, config = folder / f"{name}-dropout", json.loads((folder / name / "config.json").read_text())
+    rates: list[str] = []
+
+    def raised(values: dict[str, Any]) -> dict[str, Any]:
+        own = [key for key, value in values.items() if _RATE.search(key) and isinstance(value, float | int)]
+        rates.extend(own)
+        nested = {key: raised(value) for key, value in values.items() if isinstance(value, dict)}
+        return {**values, **nested, **dict.fromkeys(own, 0.1)}
+
+    config = raised(config)
+    if not rates:
+        return
+    noisy.mkdir()
+    for file in (folder / name).iterdir():
+        (noisy / file.name).symlink_to(file)
+    (noisy / "config.json").unlink()
+    (noisy / "config.json").write_text(json.dumps(config))
+
+
+def _begin_adapters_away_from_zero() -> None:
+    """In this process; of B = 0 the gradient of A would be 0 as well."""
+    import torch
+
+    from threefold.model import lora
+
+    def values(name: str, shape: torch.Size, *, seed: int) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()) + seed)) * 0.1
+
+    lora.initial = values
 
 
 def _batches(config: Any, mesh: Any) -> tuple[Any, Iterator[Any]]:
@@ -338,19 +410,22 @@ def _batches(config: Any, mesh: Any) -> tuple[Any, Iterator[Any]]:
     return rows, iter(assemble.loader_of(config, rows, mesh))
 
 
-def _alone(name: str, kind: str, folder: Path) -> dict[str, Any]:
+def _alone(name: str, kind: str, folder: Path, column: str = "one process") -> dict[str, Any]:
     """Losses, norms and first gradients of transformers' own model, which is given one document at a time."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from threefold.check.reference import train_alone
     from threefold.mesh.mesh import join_mesh
+    from threefold.model import lora
     from threefold.optim.build import build_optimizer
 
-    config = _asked(name, kind, folder, "one process")
+    config = _asked(name, kind, folder, column)
     mesh = join_mesh(Topology(), environment.LaunchInfo(), device="cpu", timeout_s=60)
     rows, loader = _batches(config, mesh)
     model = AutoModelForCausalLM.from_pretrained(folder / name, attn_implementation="eager", dtype=torch.float32)
+    if config.model.lora.r:
+        lora.insert_whole(model, config.model.lora, seed=config.train.seed)
     model.train()
     read = (rows.rows(next(loader)["indices"].numpy()) for _ in range(_STEPS))
     training = train_alone(
@@ -381,6 +456,8 @@ def _compare(name: str, kind: str, folder: Path, mesh: Any, column: str) -> str:
     expected = torch.load(folder / name / f"{kind}.pt")
     if "error" in expected:
         return f"not run: transformers itself cannot: {expected['error']}"
+    if column in _ADAPTED:
+        expected = _adapters_alone(name, kind, folder)
     if config.model.admission != "off":
         admit(config, asked.architecture, mesh)
     model = build(config, asked.architecture, mesh)
@@ -401,6 +478,66 @@ def _compare(name: str, kind: str, folder: Path, mesh: Any, column: str) -> str:
         actual.norms.append(result.grad_norm.item())
     mesh.barrier()
     return cell_of(compare_trainings(actual, Training(**expected)))
+
+
+def _adapters_alone(name: str, kind: str, folder: Path) -> dict[str, Any]:
+    """What peft's adapters of transformers' own model compute, once for all meshes and ranks."""
+    import torch
+
+    kept = folder / name / f"{kind}-lora.pt"
+    if not kept.exists():
+        own = kept.with_suffix(f".{os.getpid()}")
+        torch.save(_alone(name, kind, folder, "LoRA, one process"), own)
+        own.replace(kept)
+    expected: dict[str, Any] = torch.load(kept)
+    return expected
+
+
+def _drift(name: str, kind: str, folder: Path, mesh: Any, column: str) -> str:
+    """Three steps with dropout, after which every copy of a tensor has the same bits; every rank calls it.
+
+    The figure is 0, as copies are equal or not.
+    """
+    import torch
+
+    from threefold.check.admit import admit
+    from threefold.checkpoint.copies import refuse_drift, state_held
+    from threefold.model.build import build
+    from threefold.optim.build import build_optimizer
+    from threefold.run import request
+    from threefold.training.batches import micro_batches
+    from threefold.training.numbers import mean_loss
+    from threefold.training.step import TrainStep
+
+    if not (folder / f"{name}-dropout").exists():
+        return "not run: its config has no dropout"
+    losses: dict[str, list[float]] = {}
+    for variant in ("one process", column):  # on this mesh both; the first without dropout
+        config = _asked(name, kind, folder, column)
+        if variant != column:
+            config = config.model_copy(
+                update={"model": config.model.model_copy(update={"name_or_path": str(folder / name)})}
+            )
+        asked = request.asked_of(config, mesh)
+        admit(config, asked.architecture, mesh)
+        model = build(config, asked.architecture, mesh)
+        optimizer = build_optimizer(model.module, config.optimizer)
+        step = TrainStep(model, optimizer, grad_clip=config.train.grad_clip, compare_copies=False)
+        _, loader = _batches(config, mesh)
+        torch.manual_seed(1)
+        own = losses.setdefault(variant, [])
+        for _ in range(3):
+            result = step.run(micro_batches(next(loader), config.train.micro_batch), lr=config.optimizer.lr)
+            own.append(mean_loss(result, mesh))
+        try:
+            refuse_drift(state_held(model.module, optimizer), mesh, when="after 3 steps")
+        except ThreefoldError as error:
+            return f"wrong: {error.problems[0].what}"
+    if not all(map(math.isfinite, losses[column])):
+        return "wrong: a loss is not finite"
+    if losses[column][0] == losses["one process"][0]:
+        return "not run: no forward of it drops anything"
+    return "0.000"
 
 
 def cell_of(comparison: Comparison) -> str:
@@ -505,7 +642,7 @@ def _page(results: dict[str, dict[str, str]], columns: Sequence[str]) -> str:
         "Written by `python benchmarks/families.py --all --write docs/models.md` from real runs, float32, torch "
         f"{torch.__version__.split('+')[0]}, transformers {transformers.__version__}.",
         "",
-        *(described[2] + "\n\n" + described[3]).splitlines(),
+        *("\n\n".join(described[2:5])).splitlines(),
         "",
         "`2x2x2` is dp_shard 2, cp 2, tp 2. `the command` trains by `threefold train`, resumes from its checkpoint,",
         "exports with `threefold export`, and compares the reloaded model: equal weights, logits within 1e-5 of the",
@@ -535,7 +672,7 @@ def _page(results: dict[str, dict[str, str]], columns: Sequence[str]) -> str:
 
 _BEYOND = [
     "",
-    "Also tested: whole experts on each tp rank (`mesh.ep`, tests/ranks/test_experts.py), adapters",
+    "Also tested: whole experts on each tp rank (`mesh.ep`, tests/ranks/test_experts.py), adapters on other meshes",
     "(tests/ranks/test_lora.py), and the routers' loss over the global batch (tests/ranks/test_silent.py).",
     "",
     "## bfloat16",

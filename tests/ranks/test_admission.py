@@ -270,4 +270,4 @@ def test_what_cannot_be_computed_in_bfloat16_is_refused_before_it_is_trained() -
         "  expected: an architecture whose step works there, with the model's own forward to compare it with\n"
         "  fix: --model.dtype float32"
     )
-    assert run_ranks(_narrow, 1, "llama")[0].startswith("admission: 8 probes hold: ")
+    assert run_ranks(_narrow, 1, "llama")[0].startswith("admission: 9 probes hold: ")

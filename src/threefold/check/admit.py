@@ -17,9 +17,10 @@ from transformers import PretrainedConfig
 
 from threefold.check import admission_cache, probes
 from threefold.check.code_digest import CodeDigest, code_digest
-from threefold.check.compare import PROBE_GRADIENT, Comparison, Difference
+from threefold.check.compare import PROBE_GRADIENT, REAL_SIZE, Comparison, Difference
 from threefold.check.probe_rows import Mode, row_length
 from threefold.check.probes import PROMISES, OwnForwardError, Subject, probe
+from threefold.check.real_size import NOT_COMPARED, real_size
 from threefold.config.schema import Config
 from threefold.errors import ConfigError, ThreefoldError
 from threefold.mesh import environment
@@ -103,7 +104,7 @@ def _key(subject: Subject, mesh: Mesh, codes: list[tuple[str | None, str | None]
 
 
 def _said(results: list[Difference], when: str) -> tuple[str, str]:
-    num_probes = sum(result.quantity != "positions" for result in results)
+    num_probes = sum(result.quantity not in ("positions", NOT_COMPARED) for result in results)
     return f"admission: {num_probes} probes hold", f"{_worst(results)}; {when}"
 
 
@@ -120,7 +121,9 @@ def _subject_or_refusal(config: Config, architecture: PretrainedConfig, topology
 def _worst(results: list[Difference]) -> str:
     """The gradients' figure, which is the widest of them."""
     figure = Comparison(results).worst(PROBE_GRADIENT.quantity).figure
-    return f"causal, and gradients within {figure:.0e} of the model's own in one process"
+    details = [each.detail for each in results if each.quantity in (REAL_SIZE.quantity, NOT_COMPARED)]
+    real = "".join(details) or "its real size is too large to be compared"
+    return f"causal, and gradients within {figure:.0e} of the model's own in one process; {real}"
 
 
 def _subject(config: Config, architecture: PretrainedConfig, topology: Topology) -> Subject:
@@ -149,7 +152,8 @@ def _subject(config: Config, architecture: PretrainedConfig, topology: Topology)
             ),
         }
     )
-    return Subject(as_probed, small, Mode.of(config.data), narrow=config.model.dtype == "bfloat16")
+    real = real_size(config, architecture, topology, ranks=ranks)
+    return Subject(as_probed, small, Mode.of(config.data), narrow=config.model.dtype == "bfloat16", real=real)
 
 
 def _tried(subject: Subject, mesh: Mesh) -> _Tried:

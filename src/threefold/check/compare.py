@@ -69,6 +69,8 @@ PROBE_REPLICA = Bound("replicas", 1e-3, "copies on tp ranks that differ by more 
 # 8 bits of mantissa, against float32: the largest of all architectures is 0.04.
 BFLOAT16_LOSS = Bound("bfloat16", 0.2, "five times the largest of all architectures", relative=False)
 
+REAL_SIZE = Bound("real size", 1e-3, "of one token, whose loss moves more than a mean", relative=False)
+
 # Of the run's own forward: how far a token moves that does not see what was changed.
 FORWARD = Bound("forward", 1e-4, "equal operations on equal rows; experts of other sizes round otherwise, by 1e-6")
 FORWARD_BFLOAT16 = Bound("forward", 2e-2, "as in float32, rounded to 8 bits")

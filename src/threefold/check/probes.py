@@ -32,6 +32,7 @@ from threefold.check.compare import (
     complete_gradients,
 )
 from threefold.check.probe_rows import Batch, Mode
+from threefold.check.real_size import RealSize, compare_real_size
 from threefold.check.reference import (
     forward_backward,
     gradients_of,
@@ -90,6 +91,10 @@ PROMISES = {
         "its gradients differ from the model's own in one process by {:.1e}",
         "a relative difference of {:.0e} in each parameter",
     ),
+    "real size": (
+        "the loss of its tokens differs from the model's own forward in one process by {:.1e} nats, at its real size",
+        "a difference of {:.0e} for most tokens of each part of a row",
+    ),
     "gradient norm": (
         "the norm of its gradient differs from the model's own in one process by {:.1e}",
         "a relative difference of {:.0e}",
@@ -132,6 +137,7 @@ class Subject:
         mode: what the run's rows have.
         seed: of the weights and the rows.
         narrow: the run computes in bfloat16, which is tried too.
+        real: its real width and row length, with which the forward is compared too.
     """
 
     config: Config
@@ -139,6 +145,7 @@ class Subject:
     mode: Mode
     seed: int = 0
     narrow: bool = False
+    real: RealSize | None = None
 
 
 def probe(subject: Subject, mesh: Mesh) -> list[Difference]:
@@ -157,6 +164,8 @@ def probe(subject: Subject, mesh: Mesh) -> list[Difference]:
         results += _compared(model, mesh, rows, expected)
         if subject.narrow:
             results += _narrowed(mesh, subject, rows, weights, expected)
+        if subject.real is not None:
+            results.append(compare_real_size(subject.config, subject.real, subject.mode, mesh, seed=subject.seed))
     shared = mesh.share("probes", lambda: [vars(result) for result in results])
     return [Difference(**values) for values in shared]
 

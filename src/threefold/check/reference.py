@@ -52,14 +52,18 @@ class MeanLoss:
 
 
 def perturbed_model(config: PretrainedConfig, *, seed: int, trust_remote_code: bool) -> Any:
-    """The architecture with its own eager attention and random weights far from zero, on the CPU."""
+    """The architecture with its own eager attention and random weights far from zero, on the CPU.
+
+    In wide layers they are smaller, so that what a layer gives is of one size at any width.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
         copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32, trust_remote_code=trust_remote_code
     )
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=_MATRIX_STD if parameter.ndim > 1 else _VECTOR_STD)
+            std = min(_MATRIX_STD, parameter.shape[-1] ** -0.5) if parameter.ndim > 1 else _VECTOR_STD
+            parameter.add_(torch.randn_like(parameter), alpha=std)
     return model.train()
 
 

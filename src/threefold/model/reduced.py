@@ -51,6 +51,10 @@ _FLOORS = {"floor_scale", "log_scaling_n_floor"}
 _SIZE = re.compile(
     r"(hidden_size|intermediate_size|_dim|heads|vocab\w*|_id|_rank|layers|experts\w*|theta|base|_width)$"
 )
+_INITIALIZERS = ("initializer_range", "init_std")
+_VOCABULARY = re.compile(r"(^|_)vocab(_size|$)")
+# Of which a model at its real width has few too.
+_COUNTS = _EXPERTS | _PICKED | {"n_group", "num_expert_group", "topk_group"}
 _NOISE = re.compile(r"(dropout|pdrop|layerdrop|jitter|mask_(time|feature)_prob)")
 _FEED_FORWARD = re.compile(r"(intermediate_size|ffn_dim|n_inner|d_inner|dff|dim_ff|feed_forward_size|ffn_hidden_size)")
 
@@ -72,6 +76,17 @@ def reduced(config: PretrainedConfig, *, ranks: int = 1, seq_len: int = 32, real
         if isinstance(part, PretrainedConfig):
             values[name] = reduced(part, ranks=ranks, seq_len=seq_len, real_seq_len=real_seq_len).to_dict()
     _OWN.get(config.model_type, lambda values: None)(values)
+    return type(config).from_dict(values)
+
+
+def shallow(config: PretrainedConfig, *, ranks: int = 1) -> PretrainedConfig:
+    """A copy with the layers of `reduced`, a small vocabulary and few experts; every other size is the real one."""
+    values = _RealSizes(config, ranks=ranks, seq_len=0, real_seq_len=0).values()
+    for name, part in vars(config).items():
+        if isinstance(part, PretrainedConfig):
+            values[name] = shallow(part, ranks=ranks).to_dict()
+    if config.model_type in ("jamba", "zamba", "zamba2"):  # which say by periods where their layers are
+        _OWN[config.model_type](values)
     return type(config).from_dict(values)
 
 
@@ -135,7 +150,7 @@ class _ReducedSizes:
     def _reduced(self, name: str, value: Any) -> Any:
         if _NOISE.search(name) and isinstance(value, int | float) and not isinstance(value, bool):
             return type(value)(0)
-        if isinstance(value, float) and name in ("initializer_range", "init_std"):
+        if isinstance(value, float) and name in _INITIALIZERS:
             return 0.1
         if name == "use_cache":
             return False
@@ -169,7 +184,7 @@ class _ReducedSizes:
             (_WINDOWS.__contains__, lambda value: min(value, WINDOW)),
             (_FLOORS.__contains__, lambda value: min(value, WINDOW) if value <= self._real_seq_len else value),
             (_POSITIONS.__contains__, lambda value: max(2 * self._seq_len, 64)),
-            (re.compile(r"(^|_)vocab(_size|$)").search, lambda value: value if value < VOCABULARY else VOCABULARY),
+            (_VOCABULARY.search, lambda value: value if value < VOCABULARY else VOCABULARY),
             (re.compile(r"(moe|expert|shared)\w*(intermediate|hidden)_size$").search, self._width(32)),
             (_FEED_FORWARD.search, self._width(96)),
             (
@@ -265,6 +280,21 @@ class _ReducedSizes:
                 value = _sections(value, pairs)
             cut[name] = value
         return cut
+
+
+class _RealSizes(_ReducedSizes):
+    """As a config has them, but for its depth, its vocabulary and the number of its experts."""
+
+    def values(self) -> Values:
+        depth = first_of(self._real, DEPTH) or 0
+        found = {name: self._reduced(name, value) for name, value in self._real.items()}
+        return {name: cut_depth(name, value, self._layers, depth) for name, value in found.items()}
+
+    def _reduced(self, name: str, value: Any) -> Any:
+        return value if name in _INITIALIZERS else super()._reduced(name, value)
+
+    def _size(self, name: str, value: Any) -> Any:
+        return super()._size(name, value) if name in _COUNTS or _VOCABULARY.search(name) else value
 
 
 def _sections(real: list[int], pairs: int) -> list[int]:

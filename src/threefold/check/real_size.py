@@ -1,0 +1,158 @@
+"""The mesh compared with one process at the model's real width and row length, for a few of its layers.
+
+The probes of `check.probes` look at a small model and short rows. Here the layers have their real sizes and windows,
+and a row is as long as the run's, or as long as time and memory allow: the loss of every token on the mesh is that of
+transformers' own model in one process, each document alone. Forward only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from threefold.check.compare import REAL_SIZE, Difference
+from threefold.check.probe_rows import Batch, Mode, probe_rows, row_length
+from threefold.check.reference import documents_of, perturbed_model
+from threefold.config.schema import Config
+from threefold.data.rows.concat import IGNORED
+from threefold.mesh.mesh import Mesh
+from threefold.mesh.topology import Topology
+from threefold.model.build import build
+from threefold.model.context_parallel.split import local_positions
+from threefold.model.load import outline
+from threefold.model.reduced import reduced, shallow
+from threefold.training.forward import token_loss_of
+
+Array: TypeAlias = npt.NDArray[Any]
+
+NOT_COMPARED = "not compared"
+# What one process may take for it: parameters, operations of its forward, and numbers in one layer's attention.
+_MOST_PARAMETERS = {"cpu": 5e7, "cuda": 5e8}
+_MOST_OPERATIONS = {"cpu": 5e10, "cuda": 2e13}
+_MOST_SCORES = {"cpu": 1e8, "cuda": 1e9}
+# The row is compared in parts. A router's near tie, which another rounding decides otherwise, moves the loss of a few
+# tokens; what is computed otherwise from some place on moves all of a part.
+_PARTS = 32
+
+
+@dataclass(frozen=True)
+class RealSize:
+    """What is compared.
+
+    Attributes:
+        architecture: with a few layers.
+        seq_len: tokens of its row.
+        said: for the head of a run: `losses to token 8,192 of 8,192, at its real width`.
+    """
+
+    architecture: PretrainedConfig
+    seq_len: int
+    said: str
+
+
+def real_size(config: Config, architecture: PretrainedConfig, topology: Topology, *, ranks: int) -> RealSize | None:
+    """The largest that is compared for a run: its width first, then its row length; None if nothing can be.
+
+    Args:
+        ranks: as for `reduced`.
+    """
+    whole, device = config.data.seq_len, config.mesh.device
+    unit = row_length(topology)
+    kind = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
+    candidates = (
+        ("its real width", lambda: shallow(architecture, ranks=ranks)),
+        ("reduced width", lambda: reduced(architecture, ranks=ranks, seq_len=whole, real_seq_len=whole)),
+    )
+    for width, make in candidates:
+        try:
+            cut = make()
+            module = outline(cut, trust_remote_code=config.model.trust_remote_code)
+        except Exception:  # whatever a config's class refuses: its values may be tied to what is cut
+            continue
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        if parameters > _MOST_PARAMETERS[kind]:
+            continue
+        heads = getattr(cut.get_text_config(), "num_attention_heads", None) or 1
+        for seq_len in _lengths(whole, unit):
+            scores = heads * seq_len**2
+            if 2 * parameters * seq_len <= _MOST_OPERATIONS[kind] and scores <= _MOST_SCORES[kind]:
+                return RealSize(cut, seq_len, f"losses to token {seq_len:,} of {whole:,}, at {width}")
+    return None
+
+
+def _lengths(whole: int, unit: int) -> Iterator[int]:
+    """The run's row length if the probe's unit divides it, and halves of it that do; longest first."""
+    seq_len = whole - whole % unit
+    while seq_len >= unit:
+        yield seq_len
+        seq_len = (seq_len // 2) - (seq_len // 2) % unit
+
+
+def compare_real_size(config: Config, asked: RealSize, mode: Mode, mesh: Mesh, *, seed: int) -> Difference:
+    """How far the loss of a token on the mesh is from that of one process; every rank calls it.
+
+    Of the quantity `NOT_COMPARED` if transformers' own forward cannot be computed at this size.
+    """
+    trusted = config.model.trust_remote_code
+    alone = perturbed_model(asked.architecture, seed=seed, trust_remote_code=trusted)
+    vocabulary = asked.architecture.get_text_config().vocab_size
+    rows = probe_rows(mode, seq_len=asked.seq_len, vocabulary=vocabulary, seed=seed)
+    row = 2 if mode.documents else -1  # of several documents, or with padding
+    batch = {name: values[row][None] for name, values in rows.items()}
+    counted = (batch["labels"][0] != IGNORED).numpy()
+    expected = mesh.share("own losses", lambda: _own_losses(alone, batch, mesh.device))
+    if isinstance(expected, str):
+        return Difference(NOT_COMPARED, 0.0, 0.0, detail=f"not at its real size: {expected}")
+    weights = {name: partial(Tensor.detach, tensor) for name, tensor in alone.state_dict().items()}
+    data = config.data.model_copy(update={"seq_len": asked.seq_len})
+    train = config.train.model_copy(update={"loss_chunk_tokens": "auto"})
+    real = config.model_copy(update={"data": data, "train": train})
+    model = build(real, asked.architecture, mesh, weights=weights)
+    with torch.no_grad(), model.computing(batch) as local:
+        own = model.outputs(local, "log_probabilities", token_loss=token_loss_of(model, mesh)).values
+    places = local_positions(asked.seq_len, cp_size=mesh.size("cp"), cp_rank=mesh.cp_rank)
+    bits = (-own[0]).double().cpu().numpy().view(np.int64)
+    of_ranks = mesh.gather(np.concatenate([places.numpy(), bits]))
+    figure = max(_difference(part, np.array(expected), counted) for part in of_ranks)
+    return Difference(REAL_SIZE.quantity, figure, REAL_SIZE.limit, detail=asked.said)
+
+
+def _own_losses(model: Any, batch: Batch, device: torch.device) -> list[float] | str:
+    """The loss of each token of the row in one process; or why it cannot be computed."""
+    try:
+        return _losses(model, batch, device)
+    except Exception as error:  # whatever a model's code may raise
+        return " ".join(f"{type(error).__name__}: {error}".split())[:160]
+
+
+@torch.no_grad()
+def _losses(model: Any, batch: Batch, device: torch.device) -> list[float]:
+    model = model.to(device)
+    losses = torch.zeros(batch["labels"].shape[1], dtype=torch.float64)
+    for document in documents_of(batch, 0):
+        if not document.padding:
+            logits = model(input_ids=document.ids.to(device), use_cache=False).logits[0].float().cpu()
+            own = F.cross_entropy(logits, document.labels, ignore_index=IGNORED, reduction="none")
+            losses[document.places] = own.double()
+    model.cpu()
+    return losses.tolist()
+
+
+def _difference(part: Array, expected: Array, counted: Array) -> float:
+    """The largest median of a part of the row, of one rank's places and losses [2 x tokens / cp]."""
+    places, bits = np.split(part, 2)
+    apart = np.abs(bits.view(np.float64) - expected[places])
+    apart[~np.isfinite(apart)] = math.inf
+    own = counted[places]
+    parts = np.array_split(apart[own][np.argsort(places[own])], _PARTS)
+    return float(max((np.median(each) for each in parts if each.size), default=math.inf))

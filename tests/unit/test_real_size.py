@@ -1,0 +1,68 @@
+"""What of a model is compared at its real size, and what a difference is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoConfig
+
+from threefold.check import real_size
+from threefold.config.loading import validate
+from threefold.mesh.topology import Topology
+from threefold.model.reduced import shallow
+
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
+SIZES |= {"num_hidden_layers": 12}
+
+
+def _asked(model_type: str, seq_len: int, topology: Topology | None = None, **sizes: Any) -> Any:
+    config = validate({"data": {"seq_len": seq_len}, "mesh": {"device": "cpu"}, "model": {"config": {}}})
+    architecture = AutoConfig.for_model(model_type, **{**SIZES, **sizes})
+    return real_size.real_size(config, architecture, topology or Topology(), ranks=1)
+
+
+def test_a_shallow_model_keeps_every_size_but_depth_vocabulary_and_experts() -> None:
+    own = {"head_dim": 64, "num_experts": 64, "use_sliding_window": True, "sliding_window": 777}
+    cut = shallow(AutoConfig.for_model("qwen3_moe", **SIZES, **own))
+    assert (cut.hidden_size, cut.intermediate_size, cut.num_attention_heads, cut.head_dim) == (256, 512, 8, 64)
+    assert (cut.num_hidden_layers, cut.vocab_size, cut.num_experts, cut.sliding_window) == (2, 131, 4, 777)
+    gemma = AutoConfig.for_model("gemma3_text", num_hidden_layers=26)
+    assert set(shallow(gemma).layer_types) == {"sliding_attention", "full_attention"}
+
+
+def test_it_has_the_real_width_and_row_length_where_they_fit() -> None:
+    asked = _asked("llama", 512)
+    assert (asked.architecture.hidden_size, asked.seq_len) == (256, 512)
+    assert asked.said == "losses to token 512 of 512, at its real width"
+
+
+def test_a_row_that_is_too_long_is_halved_and_one_too_wide_is_reduced() -> None:
+    asked = _asked("llama", 16_384, Topology(cp=2))
+    assert asked.seq_len == 2_048 and "token 2,048 of 16,384, at its real width" in asked.said
+    wide = _asked("llama", 512, hidden_size=8192, intermediate_size=28_672, num_attention_heads=64)
+    assert wide.architecture.hidden_size < 8192
+    assert wide.said == "losses to token 512 of 512, at reduced width"
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 0.5])
+def test_a_part_of_the_row_is_found_and_a_single_token_is_not(number: float) -> None:
+    expected, counted = np.zeros(256), np.ones(256, dtype=bool)
+    places = np.arange(255, -1, -1)  # a rank holds its places in any order
+
+    def figure(changed: slice) -> float:
+        losses = np.zeros(256)
+        losses[changed] = number
+        part = np.concatenate([places, losses[::-1].copy().view(np.int64)])
+        return real_size._difference(part, expected, counted)
+
+    assert figure(slice(248, 256)) == (0.5 if number == 0.5 else math.inf)
+    assert figure(slice(100, 101)) == 0.0
+    assert figure(slice(0, 0)) == 0.0
+
+
+def test_nothing_to_compare_is_no_proof() -> None:
+    part = np.concatenate([np.arange(4), np.zeros(4).view(np.int64)])
+    assert real_size._difference(part, np.zeros(4), np.zeros(4, dtype=bool)) == math.inf

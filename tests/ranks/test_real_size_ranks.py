@@ -62,11 +62,11 @@ DOCUMENTS = {"document_mask": True, "packing": "best_fit"}
 CASES: list[tuple[Change, dict[str, int], dict[str, Any], dict[str, Any], str]] = [
     (scaled_by_the_place_in_the_tensor, {"cp": 2}, {}, {}, "fails the probe of real size on"),
     (scaled_by_the_place_in_the_tensor, {}, {}, DOCUMENTS, "fails the probe of real size with documents kept apart"),
-    (scaled_by_the_place_in_the_tensor, {}, {}, {}, "losses to token 256 of 256, at its real width"),
-    (nothing, {"cp": 2}, {}, DOCUMENTS, "losses to token 256 of 256, at its real width"),
+    (scaled_by_the_place_in_the_tensor, {}, {}, {}, "losses to token 256 at its real width"),
+    (nothing, {"cp": 2}, {}, DOCUMENTS, "losses to token 256 at its real width"),
     (smaller_if_wide_and_split, {"tp": 2}, {"hidden_size": 192}, {}, "fails the probe of real size on"),
-    (nothing, {"tp": 2}, {"hidden_size": 192}, {}, "losses to token 256 of 256, at its real width"),
-    (nothing, {"dp": 2, "dp_shard": 2}, {}, {}, "losses to token 256 of 256, at its real width"),
+    (nothing, {"tp": 2}, {"hidden_size": 192}, {}, "losses to token 256 at its real width"),
+    (nothing, {"dp": 2, "dp_shard": 2}, {}, {}, "losses to token 256 at its real width"),
 ]
 
 

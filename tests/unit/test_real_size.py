@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from transformers import AutoConfig
 
-from threefold.check import real_size
+from threefold.check import admit, real_size
 from threefold.config.loading import validate
 from threefold.mesh.topology import Topology
-from threefold.model.reduced import shallow
+from threefold.model.reduced import reduced, shallow
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
 SIZES |= {"num_hidden_layers": 12}
@@ -21,7 +21,7 @@ SIZES |= {"num_hidden_layers": 12}
 def _asked(model_type: str, seq_len: int, topology: Topology | None = None, **sizes: Any) -> Any:
     config = validate({"data": {"seq_len": seq_len}, "mesh": {"device": "cpu"}, "model": {"config": {}}})
     architecture = AutoConfig.for_model(model_type, **{**SIZES, **sizes})
-    return real_size.real_size(config, architecture, topology or Topology(), ranks=1)
+    return real_size.real_sizes(config, architecture, topology or Topology(), ranks=1, leading=0)
 
 
 def test_a_shallow_model_keeps_every_size_but_depth_vocabulary_and_experts() -> None:
@@ -34,17 +34,16 @@ def test_a_shallow_model_keeps_every_size_but_depth_vocabulary_and_experts() -> 
 
 
 def test_it_has_the_real_width_and_row_length_where_they_fit() -> None:
-    asked = _asked("llama", 512)
-    assert (asked.architecture.hidden_size, asked.seq_len) == (256, 512)
-    assert asked.said == "losses to token 512 of 512, at its real width"
+    (asked,) = _asked("llama", 512)
+    assert (asked.architecture.hidden_size, asked.seq_len, asked.width) == (256, 512, "at its real width")
 
 
-def test_a_row_that_is_too_long_is_halved_and_one_too_wide_is_reduced() -> None:
-    asked = _asked("llama", 16_384, Topology(cp=2))
-    assert asked.seq_len == 2_048 and "token 2,048 of 16,384, at its real width" in asked.said
-    wide = _asked("llama", 512, hidden_size=8192, intermediate_size=28_672, num_attention_heads=64)
-    assert wide.architecture.hidden_size < 8192
-    assert wide.said == "losses to token 512 of 512, at reduced width"
+def test_a_row_that_is_too_long_is_cut_and_a_layer_too_wide_is_reduced() -> None:
+    wide, long = _asked("llama", 8192, Topology(cp=2))
+    assert (wide.architecture.hidden_size, wide.seq_len) == (256, 6112)
+    assert (long.architecture.hidden_size < 256, long.seq_len, long.width) == (True, 8192, "at a reduced width")
+    (reduced,) = _asked("llama", 512, hidden_size=8192, intermediate_size=28_672, num_attention_heads=64)
+    assert (reduced.architecture.hidden_size < 8192, reduced.seq_len) == (True, 512)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, 0.5])
@@ -66,3 +65,20 @@ def test_a_part_of_the_row_is_found_and_a_single_token_is_not(number: float) -> 
 def test_nothing_to_compare_is_no_proof() -> None:
     part = np.concatenate([np.arange(4), np.zeros(4).view(np.int64)])
     assert real_size._difference(part, np.zeros(4), np.zeros(4, dtype=bool)) == math.inf
+
+
+def test_layers_that_only_code_tells_apart_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    plain = LlamaDecoderLayer.__init__
+
+    def init(layer: Any, config: Any, layer_idx: int) -> None:
+        plain(layer, config, layer_idx)
+        layer.is_global = layer_idx % 4 == 3
+
+    architecture = AutoConfig.for_model("llama", **SIZES)
+    config = validate({"mesh": {"device": "cpu"}, "model": {"config": {}}})
+    assert admit._leading(config, architecture) == 0
+    monkeypatch.setattr(LlamaDecoderLayer, "__init__", init)
+    assert admit._leading(config, architecture) == 4
+    assert reduced(architecture, leading=4).num_hidden_layers == shallow(architecture, leading=4).num_hidden_layers == 4

@@ -20,7 +20,7 @@ from threefold.check.code_digest import CodeDigest, code_digest
 from threefold.check.compare import PROBE_GRADIENT, REAL_SIZE, Comparison, Difference
 from threefold.check.probe_rows import Mode, row_length
 from threefold.check.probes import PROMISES, OwnForwardError, Subject, probe
-from threefold.check.real_size import NOT_COMPARED, real_size
+from threefold.check.real_size import NOT_COMPARED, real_sizes
 from threefold.config.schema import Config
 from threefold.errors import ConfigError, ThreefoldError
 from threefold.mesh import environment
@@ -28,7 +28,8 @@ from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
 from threefold.model import load
 from threefold.model.context_parallel.split import heads_of
-from threefold.model.reduced import reduced
+from threefold.model.layer_kinds import leading_layers
+from threefold.model.reduced import reduced, shallow
 from threefold.plan import choices
 
 # A failure is confirmed with other weights and rows before a model is refused: a router's near tie can fall either way.
@@ -122,7 +123,7 @@ def _worst(results: list[Difference]) -> str:
     """The gradients' figure, which is the widest of them."""
     figure = Comparison(results).worst(PROBE_GRADIENT.quantity).figure
     details = [each.detail for each in results if each.quantity in (REAL_SIZE.quantity, NOT_COMPARED)]
-    real = "".join(details) or "its real size is too large to be compared"
+    real = f"losses {', '.join(details)}" if details else "its real size is too large to be compared"
     return f"causal, and gradients within {figure:.0e} of the model's own in one process; {real}"
 
 
@@ -134,7 +135,8 @@ def _subject(config: Config, architecture: PretrainedConfig, topology: Topology)
     method = choices.cp_method(asked.cp_method, topology, heads=heads, seq_len=run_length).value
     shared_evenly = run_length % (topology.cp * topology.tp) == 0
     ranks = topology.tp * (topology.cp if method == "ulysses" else 1)
-    small = reduced(architecture, ranks=ranks, seq_len=seq_len, real_seq_len=run_length)
+    leading = _leading(config, architecture)
+    small = reduced(architecture, ranks=ranks, seq_len=seq_len, real_seq_len=run_length, leading=leading)
     as_probed = config.model_copy(
         update={
             "model": config.model.model_copy(
@@ -152,8 +154,19 @@ def _subject(config: Config, architecture: PretrainedConfig, topology: Topology)
             ),
         }
     )
-    real = real_size(config, architecture, topology, ranks=ranks)
+    real = real_sizes(config, architecture, topology, ranks=ranks, leading=leading)
     return Subject(as_probed, small, Mode.of(config.data), narrow=config.model.dtype == "bfloat16", real=real)
+
+
+def _leading(config: Config, architecture: PretrainedConfig) -> int:
+    """How many of the first layers a cut model must have, so that each kind of layer is probed."""
+    trusted = config.model.trust_remote_code
+    try:
+        cut = load.outline(shallow(architecture), trust_remote_code=trusted)
+    except Exception:  # a config whose values are tied to its depth
+        return 0
+    whole = load.outline(architecture, trust_remote_code=trusted)
+    return leading_layers(load.layers_of(whole), load.layers_of(cut))
 
 
 def _tried(subject: Subject, mesh: Mesh) -> _Tried:

@@ -137,7 +137,7 @@ class Subject:
         mode: what the run's rows have.
         seed: of the weights and the rows.
         narrow: the run computes in bfloat16, which is tried too.
-        real: its real width and row length, with which the forward is compared too.
+        real: at which sizes the forward is compared too.
     """
 
     config: Config
@@ -145,7 +145,7 @@ class Subject:
     mode: Mode
     seed: int = 0
     narrow: bool = False
-    real: RealSize | None = None
+    real: tuple[RealSize, ...] = ()
 
 
 def probe(subject: Subject, mesh: Mesh) -> list[Difference]:
@@ -164,8 +164,8 @@ def probe(subject: Subject, mesh: Mesh) -> list[Difference]:
         results += _compared(model, mesh, rows, expected)
         if subject.narrow:
             results += _narrowed(mesh, subject, rows, weights, expected)
-        if subject.real is not None:
-            results.append(compare_real_size(subject.config, subject.real, subject.mode, mesh, seed=subject.seed))
+        for size in subject.real:
+            results.append(compare_real_size(subject.config, size, subject.mode, mesh, seed=subject.seed))
     shared = mesh.share("probes", lambda: [vars(result) for result in results])
     return [Difference(**values) for values in shared]
 

@@ -8,7 +8,6 @@ transformers' own model in one process, each document alone. Forward only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -39,7 +38,7 @@ NOT_COMPARED = "not compared"
 # What one process may take for it: parameters, operations of its forward, and numbers in one layer's attention.
 _MOST_PARAMETERS = {"cpu": 5e7, "cuda": 5e8}
 _MOST_OPERATIONS = {"cpu": 5e10, "cuda": 2e13}
-_MOST_SCORES = {"cpu": 1e8, "cuda": 1e9}
+_MOST_SCORES = {"cpu": 3e8, "cuda": 1e9}
 # The row is compared in parts. A router's near tie, which another rounding decides otherwise, moves the loss of a few
 # tokens; what is computed otherwise from some place on moves all of a part.
 _PARTS = 32
@@ -52,27 +51,33 @@ class RealSize:
     Attributes:
         architecture: with a few layers.
         seq_len: tokens of its row.
-        said: for the head of a run: `losses to token 8,192 of 8,192, at its real width`.
+        width: for the head of a run: `at its real width`.
     """
 
     architecture: PretrainedConfig
     seq_len: int
-    said: str
+    width: str
 
 
-def real_size(config: Config, architecture: PretrainedConfig, topology: Topology, *, ranks: int) -> RealSize | None:
-    """The largest that is compared for a run: its width first, then its row length; None if nothing can be.
+def real_sizes(
+    config: Config, architecture: PretrainedConfig, topology: Topology, *, ranks: int, leading: int
+) -> tuple[RealSize, ...]:
+    """What is compared for a run: its real width, and where its rows are too long for that, a reduced width too.
 
     Args:
-        ranks: as for `reduced`.
+        ranks, leading: as for `reduced`.
     """
     whole, device = config.data.seq_len, config.mesh.device
     unit = row_length(topology)
     kind = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
     candidates = (
-        ("its real width", lambda: shallow(architecture, ranks=ranks)),
-        ("reduced width", lambda: reduced(architecture, ranks=ranks, seq_len=whole, real_seq_len=whole)),
+        ("at its real width", lambda: shallow(architecture, ranks=ranks, leading=leading)),
+        (
+            "at a reduced width",
+            lambda: reduced(architecture, ranks=ranks, seq_len=whole, real_seq_len=whole, leading=leading),
+        ),
     )
+    found: list[RealSize] = []
     for width, make in candidates:
         try:
             cut = make()
@@ -83,19 +88,13 @@ def real_size(config: Config, architecture: PretrainedConfig, topology: Topology
         if parameters > _MOST_PARAMETERS[kind]:
             continue
         heads = getattr(cut.get_text_config(), "num_attention_heads", None) or 1
-        for seq_len in _lengths(whole, unit):
-            scores = heads * seq_len**2
-            if 2 * parameters * seq_len <= _MOST_OPERATIONS[kind] and scores <= _MOST_SCORES[kind]:
-                return RealSize(cut, seq_len, f"losses to token {seq_len:,} of {whole:,}, at {width}")
-    return None
-
-
-def _lengths(whole: int, unit: int) -> Iterator[int]:
-    """The run's row length if the probe's unit divides it, and halves of it that do; longest first."""
-    seq_len = whole - whole % unit
-    while seq_len >= unit:
-        yield seq_len
-        seq_len = (seq_len // 2) - (seq_len // 2) % unit
+        tokens = min(whole, _MOST_OPERATIONS[kind] / (2 * parameters), math.sqrt(_MOST_SCORES[kind] / heads))
+        seq_len = int(tokens) // unit * unit
+        if seq_len > max((each.seq_len for each in found), default=0):
+            found.append(RealSize(cut, seq_len, width))
+        if seq_len + unit > whole:
+            break
+    return tuple(found)
 
 
 def compare_real_size(config: Config, asked: RealSize, mode: Mode, mesh: Mesh, *, seed: int) -> Difference:
@@ -112,7 +111,7 @@ def compare_real_size(config: Config, asked: RealSize, mode: Mode, mesh: Mesh, *
     counted = (batch["labels"][0] != IGNORED).numpy()
     expected = mesh.share("own losses", lambda: _own_losses(alone, batch, mesh.device))
     if isinstance(expected, str):
-        return Difference(NOT_COMPARED, 0.0, 0.0, detail=f"not at its real size: {expected}")
+        return Difference(NOT_COMPARED, 0.0, 0.0, detail=f"not {asked.width}: {expected}")
     weights = {name: partial(Tensor.detach, tensor) for name, tensor in alone.state_dict().items()}
     data = config.data.model_copy(update={"seq_len": asked.seq_len})
     train = config.train.model_copy(update={"loss_chunk_tokens": "auto"})
@@ -124,7 +123,7 @@ def compare_real_size(config: Config, asked: RealSize, mode: Mode, mesh: Mesh, *
     bits = (-own[0]).double().cpu().numpy().view(np.int64)
     of_ranks = mesh.gather(np.concatenate([places.numpy(), bits]))
     figure = max(_difference(part, np.array(expected), counted) for part in of_ranks)
-    return Difference(REAL_SIZE.quantity, figure, REAL_SIZE.limit, detail=asked.said)
+    return Difference(REAL_SIZE.quantity, figure, REAL_SIZE.limit, detail=f"to token {asked.seq_len:,} {asked.width}")
 
 
 def _own_losses(model: Any, batch: Batch, device: torch.device) -> list[float] | str:

@@ -1,15 +1,18 @@
 """Which layers of an architecture are alike, and its config with a few of them: the first of each kind.
 
 Configs say what a layer is in many ways: a list with an entry a layer, a list of layers' numbers, a number of leading
-or trailing layers, a period. Each is a trait; layers of the same traits are of one kind.
+or trailing layers, a period. Each is a trait; layers of the same traits are of one kind. What only the code says (each
+fourth layer) shows in the modules, whose classes and plain attributes differ.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from torch import nn
 from transformers import PretrainedConfig
 
 Values: TypeAlias = dict[str, Any]
@@ -22,6 +25,8 @@ DEPTH = {
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
 _MAX_LAYERS = 6
+_MAX_KINDS, _MAX_LEADING = 8, 16
+_NUMBER = re.compile(r"(layer|block)_?(idx|id|index|number|num)$")
 _PERIOD_LAYERS = 4
 _EACH_LAYER = re.compile(
     r"(layer_types|block_types?|attn_layers|attention_layers|indexer_types|no_rope_layers|intermediate_size|_per_layer"
@@ -67,6 +72,36 @@ def kept_layers(values: Values) -> list[int]:
     periodic = any(isinstance(values.get(name), int) and values[name] > 1 for name in _PERIODS)
     others = [layer for layer in range(depth) if layer not in kept]
     return sorted(kept + others[: max(0, (_PERIOD_LAYERS if periodic else 2) - len(kept))])
+
+
+def leading_layers(whole: Sequence[nn.Module], cut: Sequence[nn.Module]) -> int:
+    """How many of a model's first layers have every kind that it has, where those of its cut config lack some; else 0.
+
+    Args:
+        whole, cut: the layers of both, in their order.
+    """
+    kinds = [_behaviour(layer) for layer in whole]
+    first = [number for number, kind in enumerate(kinds) if kind not in kinds[:number]]
+    lacking = len(first) > len({_behaviour(layer) for layer in cut})
+    return first[-1] + 1 if lacking and len(first) <= _MAX_KINDS and first[-1] < _MAX_LEADING else 0
+
+
+def _behaviour(layer: nn.Module) -> str:
+    """The classes and plain attributes of a layer and its modules, but for its own number."""
+    return repr(
+        [
+            (
+                name,
+                type(module).__name__,
+                sorted((key, value) for key, value in vars(module).items() if _says(key, value)),
+            )
+            for name, module in layer.named_modules()
+        ]
+    )
+
+
+def _says(key: str, value: Any) -> bool:
+    return isinstance(value, int | float | str) and not key.startswith("_") and not _NUMBER.search(key)
 
 
 def _trait(name: str, value: Any, depth: int) -> list[Any] | None:

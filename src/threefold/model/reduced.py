@@ -59,7 +59,9 @@ _NOISE = re.compile(r"(dropout|pdrop|layerdrop|jitter|mask_(time|feature)_prob)"
 _FEED_FORWARD = re.compile(r"(intermediate_size|ffn_dim|n_inner|d_inner|dff|dim_ff|feed_forward_size|ffn_hidden_size)")
 
 
-def reduced(config: PretrainedConfig, *, ranks: int = 1, seq_len: int = 32, real_seq_len: int = 32) -> PretrainedConfig:
+def reduced(
+    config: PretrainedConfig, *, ranks: int = 1, seq_len: int = 32, real_seq_len: int = 32, leading: int = 0
+) -> PretrainedConfig:
     """A copy of an architecture's config with 2 to 4 layers, of each kind that it has at least one, and small widths.
 
     Heads, key-value heads, experts and the widths between them share the divisors with `ranks` that the real ones have.
@@ -70,21 +72,24 @@ def reduced(config: PretrainedConfig, *, ranks: int = 1, seq_len: int = 32, real
         ranks: that heads, experts or widths are divided among, over all axes that divide them.
         seq_len: tokens of a row.
         real_seq_len: tokens of a row of the real model: what begins inside of it begins inside of `seq_len` too.
+        leading: number of its first layers that are kept besides.
     """
-    values = _ReducedSizes(config, ranks=ranks, seq_len=seq_len, real_seq_len=real_seq_len).values()
+    values = _ReducedSizes(config, ranks, leading, seq_len=seq_len, real_seq_len=real_seq_len).values()
     for name, part in vars(config).items():
         if isinstance(part, PretrainedConfig):
-            values[name] = reduced(part, ranks=ranks, seq_len=seq_len, real_seq_len=real_seq_len).to_dict()
+            values[name] = reduced(
+                part, ranks=ranks, seq_len=seq_len, real_seq_len=real_seq_len, leading=leading
+            ).to_dict()
     _OWN.get(config.model_type, lambda values: None)(values)
     return type(config).from_dict(values)
 
 
-def shallow(config: PretrainedConfig, *, ranks: int = 1) -> PretrainedConfig:
+def shallow(config: PretrainedConfig, *, ranks: int = 1, leading: int = 0) -> PretrainedConfig:
     """A copy with the layers of `reduced`, a small vocabulary and few experts; every other size is the real one."""
-    values = _RealSizes(config, ranks=ranks, seq_len=0, real_seq_len=0).values()
+    values = _RealSizes(config, ranks, leading).values()
     for name, part in vars(config).items():
         if isinstance(part, PretrainedConfig):
-            values[name] = shallow(part, ranks=ranks).to_dict()
+            values[name] = shallow(part, ranks=ranks, leading=leading).to_dict()
     if config.model_type in ("jamba", "zamba", "zamba2"):  # which say by periods where their layers are
         _OWN[config.model_type](values)
     return type(config).from_dict(values)
@@ -115,11 +120,14 @@ def same_divisors(real: int, of: int, *, least: int) -> int:
 class _ReducedSizes:
     """The reduced values of one config, of which each depends on a few found before it."""
 
-    def __init__(self, config: PretrainedConfig, *, ranks: int, seq_len: int, real_seq_len: int) -> None:
+    def __init__(
+        self, config: PretrainedConfig, ranks: int, leading: int, *, seq_len: int = 0, real_seq_len: int = 0
+    ) -> None:
         self._ranks = ranks
         self._seq_len, self._real_seq_len = seq_len, real_seq_len
         self._real: Values = {name: value for name, value in config.to_dict().items() if not _is_part(config, name)}
-        self._layers = kept_layers(self._real)
+        first = range(min(leading, first_of(self._real, DEPTH) or 0))
+        self._layers = sorted({*kept_layers(self._real), *first})
         kv_heads = first_of(self._real, _KV_HEADS)
         heads = first_of(self._real, _HEADS) or kv_heads or 4
         self._heads, self._kv_heads = self._head_pair(heads, kv_heads or heads)

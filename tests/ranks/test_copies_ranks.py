@@ -114,7 +114,9 @@ def test_equal_copies_train_on(sizes: dict[str, int], tmp_path: Path) -> None:
     assert set(run_ranks(_a_loop, world, sizes, "parameter", 99, "save", str(tmp_path))) == {"nothing"}
 
 
-# Attention that the plan of deepseek_v3 leaves whole, that of qwen3 splits over heads.
+# Attention that the plan of deepseek_v3 leaves whole, that of olmo2 makes whole behind its projections, and that of
+# qwen3 splits over heads.
+GATHERED = {**LLAMA, "model_type": "olmo2", "pad_token_id": 0}
 WHOLE = {**LLAMA, "model_type": "deepseek_v3", "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 1}
 WHOLE |= {
     "num_key_value_heads": 4,
@@ -141,11 +143,42 @@ def _noise(model_config: dict[str, Any]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("model", [WHOLE, {**LLAMA, "model_type": "qwen3"}], ids=lambda model: model["model_type"])
+@pytest.mark.parametrize(
+    "model", [WHOLE, GATHERED, {**LLAMA, "model_type": "qwen3"}], ids=lambda model: model["model_type"]
+)
 def test_attention_drops_alike_where_it_is_whole(model: dict[str, Any]) -> None:
     """The comparison after the first step ends this if tp ranks draw noise of their own for whole attention."""
     first, second = run_ranks(_noise, 2, model)
     assert first == second
+
+
+def _adapters_in_part() -> str:
+    """An adapter's gradient that each tp rank knows only in part, not summed."""
+    import dataclasses
+
+    import torch
+
+    import threefold
+    from threefold.errors import RunError
+
+    mesh = threefold.init_mesh(tp=2)
+    model = threefold.load_model(config=LLAMA, mesh=mesh, lora={"r": 4, "target_modules": "all-linear"})
+    unsummed = dataclasses.replace(model.tensor, partial_gradients=())
+    step = threefold.TrainStep(dataclasses.replace(model, tensor=unsummed), lr=1e-2)
+    rows = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(1))
+    try:
+        step({"input_ids": rows[:, :-1], "labels": rows[:, 1:]})
+    except RunError as error:
+        return str(error)
+    finally:
+        mesh.close()
+    return "nothing"
+
+
+def test_a_partial_gradient_of_an_adapter_is_named_after_the_first_step() -> None:
+    for message in run_ranks(_adapters_in_part, 2):
+        assert message.startswith("the copies of model.layers.0.self_attn.") and ".lora_" in message
+        assert " differ after the first step: rank 1 from rank 0" in message
 
 
 def _after_evaluate(folder: str, first: str) -> tuple[str, float]:

@@ -186,3 +186,33 @@ def test_a_right_model_is_admitted_and_left_as_it_is(
 def test_what_is_only_wrong_compiled_is_refused() -> None:
     (message,) = run_ranks(_admitted, 1, only_compiled, ONE, {}, {"train": {"compile": True, "global_batch": 2}}, 2, 32)
     assert "lets a token see later ones" in message, message
+
+
+def _own_loop(plant: Change, sizes: dict[str, int]) -> list[str]:
+    import torch
+
+    import threefold
+    from threefold.errors import ThreefoldError
+
+    _after_mlp(plant)
+    mesh = threefold.init_mesh(device="cpu", **sizes)
+    config = {**LLAMA, "num_hidden_layers": 8}
+    step = threefold.TrainStep(threefold.load_model(mesh=mesh, config=config), lr=1e-3)
+    said = []
+    for _ in range(2):
+        # Data ranks need not have equally many rows, nor equally long ones.
+        ids = torch.randint(
+            3, 64, (5 + mesh.dp_rank, 32 + 8 * mesh.dp_rank), generator=torch.Generator().manual_seed(0)
+        )
+        try:
+            said.append(f"loss {step({'input_ids': ids, 'labels': ids.roll(-1, 1)}).loss:.0f}")
+        except ThreefoldError as error:
+            said.append(str(error).splitlines()[0])
+    return said
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "dp_shard": 2}, {"tp": 2}], ids=str)
+def test_the_first_step_of_a_custom_loop_is_probed(sizes: dict[str, int]) -> None:
+    for said in run_ranks(_own_loop, 2, more_than_four_rows, sizes):
+        assert "lets a row see the other rows of its micro-batch, at its full size" in said[0]
+    assert {tuple(said) for said in run_ranks(_own_loop, 2, nothing, sizes)} == {("loss 4", "loss 4")}

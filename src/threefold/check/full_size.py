@@ -102,6 +102,17 @@ def admit_full_size(model: Model, *, rows: int, seq_len: int, documents: bool) -
     return f"its own forward: causal to token {seq_len:,} of {seq_len:,}", how
 
 
+def admit_first(model: Model, batch: Mapping[str, Tensor]) -> None:
+    """As `admit_full_size`, of the largest first micro-batch of all ranks; every rank calls it.
+
+    Raises:
+        ConfigError: as `admit_full_size`.
+    """
+    own = [*batch["input_ids"].shape, int("document_ids" in batch)]
+    rows, seq_len, documents = model.mesh.decide("first rows", own, lambda parts: [*map(max, zip(*parts, strict=True))])
+    admit_full_size(model, rows=rows, seq_len=seq_len, documents=bool(documents))
+
+
 def _first_failure(failures: Iterable[list[Any]]) -> list[Any] | None:
     """The failure of the promise that stands first in the table, at the lowest token."""
     return min(failures, key=lambda failure: ([*_PROMISES].index(failure[0]), failure[1]), default=None)

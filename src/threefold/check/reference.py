@@ -24,7 +24,7 @@ from threefold.config.objective import DpoConfig
 from threefold.config.schema import Config
 from threefold.data.rows.concat import IGNORED, PADDING
 from threefold.model import head, lora
-from threefold.model.load import layers_of
+from threefold.model.load import layers_of, outline
 from threefold.optim.build import build_optimizer
 from threefold.optim.schedule import learning_rate
 from threefold.training.loss import RouterLoss
@@ -286,13 +286,25 @@ def _load(config: Config, architecture: PretrainedConfig) -> Any:
     if config.model.name_or_path is None:
         torch.manual_seed(config.train.seed)
         return AutoModelForCausalLM.from_config(architecture, **settings).train()
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         config.model.name_or_path,
         config=architecture,
         revision=config.model.revision,
         trust_remote_code=config.model.trust_remote_code,
         **settings,
-    ).train()
+    )
+    return frozen_as_built(model, outline(architecture, trust_remote_code=config.model.trust_remote_code)).train()
+
+
+def frozen_as_built(model: Any, built: Any) -> Any:
+    """Freezes what the model's class freezes (sinusoids, balancing biases), where `from_pretrained` trains all.
+
+    Args:
+        built: the model without storage.
+    """
+    for name, parameter in built.named_parameters():
+        model.get_parameter(name).requires_grad_(parameter.requires_grad)
+    return model
 
 
 class LayerOutputs:

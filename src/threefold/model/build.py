@@ -78,7 +78,7 @@ def arranged(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tupl
     stored = stored_in_files(model)
     kept = _narrow(model, config, architecture) if dtype != torch.float32 else frozenset()
     tensor, split_choices = _split(model, config, mesh, resolved)
-    context.note_split_heads(model, tensor.placements)
+    context.note_split_heads(model, tensor.given_in_parts)
     if config.train.float8 != "none":
         split_choices = [*split_choices, float8.convert(model, config.train.float8)]
     if config.train.activation_checkpointing != "none":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +53,7 @@ class Model:
         asked, architecture: what it was built from; None for a custom module.
         savers: what writes its checkpoints (`threefold.save`), kept from one to the next.
         sums: how its gradients and losses are added (`train.reduce`); None: in floating point.
+        before_first_step: is given the first micro-batch of a custom loop, to probe a forward of its size.
     """
 
     forward: nn.Module
@@ -67,6 +68,7 @@ class Model:
     architecture: PretrainedConfig | None = None
     savers: dict[Any, Any] = field(default_factory=dict, repr=False)
     sums: GradientSums = None  # type: ignore[assignment]  # set below
+    before_first_step: Callable[[Mapping[str, Tensor]], None] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.sums is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -10,6 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from threefold.check.admit import admit
+from threefold.check.full_size import admit_first
 from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.data.order.permutation import seed_of
@@ -85,6 +88,8 @@ def load_model(
     built = build(asked, architecture, mesh)
     assert built.context is not None
     built.context.refused_documents = refused
+    if asked.model.admission != "off":
+        built = dataclasses.replace(built, before_first_step=functools.partial(admit_first, built))
     torch.manual_seed(seed_of("a run", seed, *noise.places(mesh, built.tensor.sequence_group)))
     return built
 

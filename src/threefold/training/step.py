@@ -155,6 +155,8 @@ class TrainStep:
             DataError: nothing of the global batch is trained on; on every rank, and nothing is updated.
         """
         pieces = self._batches.pieces(batch, self._micro_batch)
+        if self._batches.taken == 1 and self.model.before_first_step is not None:
+            self.model.before_first_step(pieces[0])
         if self._batches.taken == 1 and isinstance(self.model.forward, DistributedDataParallel) and not self._averages:
             rows, sequence = pieces[0]["input_ids"].shape
             warm_up_buckets(self.model, self._mesh, rows=rows, seq_len=sequence)

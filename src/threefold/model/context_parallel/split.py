@@ -137,9 +137,10 @@ class ContextParallel:
         return None if self._carries and not backend.asks_for_attention(model) else why
 
     def note_split_heads(self, model: PreTrainedModel, split: Iterable[str]) -> None:
-        """Takes the names of the parameters that tp has split: their modules have other heads on each tp rank.
+        """Takes the names of the parameters of which tp ranks give parts: their modules have other heads on each.
 
-        Attention that a plan leaves whole is computed by all of them alike, with the same noise.
+        Attention that a plan leaves whole, or makes whole behind its projections, is computed by all of them alike,
+        with the same noise.
         """
         owners = {
             ".".join(parts[:end]) for parts in (name.split(".") for name in split) for end in range(1, len(parts))

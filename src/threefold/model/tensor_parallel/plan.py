@@ -33,6 +33,8 @@ from threefold.plan.choices import Decision
 _OUR_STYLES = {(nn.Linear, "colwise"), (nn.Linear, "rowwise"), (nn.Embedding, "embedding_rowwise")}
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _SUMMED_EVERY_BACKWARD = "replicated_with_grad_allreduce"
+# Styles of projections between which a model computes with all of their columns.
+_WHOLE_AROUND = ("colwise_gather_output", "rowwise_split_input", "colwise_rep", "rowwise_rep")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,12 @@ class TensorParallelism:
     sequence_group: dist.ProcessGroup | None = None
     projections: Mapping[str, str] = field(default_factory=dict)
     shared_input: SharedInput | None = None
+
+    @property
+    def given_in_parts(self) -> list[str]:
+        """The split parameters of layers that give each tp rank a part; others gather it, or take whole inputs."""
+        whole = tuple(f"{name}." for name, style in self.projections.items() if style in _WHOLE_AROUND)
+        return [name for name in self.placements if not name.startswith(whole)]
 
 
 def plan_problems(config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, str] | None) -> list[Problem]:

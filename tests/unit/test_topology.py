@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from threefold.config.schema import MeshConfig
 from threefold.errors import ConfigError
+from threefold.mesh import environment, mesh
 from threefold.mesh.topology import AXES, Topology, default_topology, resolve
 
 SIZE = st.integers(1, 5)
@@ -195,3 +196,35 @@ def test_reason_is_given_with_the_sizes() -> None:
     assert why(None, None) == "the default on a CPU"
     assert why(None, None, dp=2) == "as given"
     assert why(4, None, dp="auto", tp=2) == "dp filled from 4 ranks"
+
+
+@pytest.mark.parametrize(
+    ("variables", "sizes", "expected"),
+    [
+        ({"DP_SIZE": "2", "TP_SIZE": "2"}, {}, (2, 1, 2)),
+        ({"DP_SIZE": "2", "CP_SIZE": "2"}, {}, (2, 2, 1)),
+        ({"DP_SIZE": "auto", "CP_SIZE": "2"}, {}, (2, 2, 1)),
+        ({"TP_SIZE": "4"}, {"dp": 2, "tp": 2}, (2, 1, 2)),
+        ({}, {}, (4, 1, 1)),
+    ],
+    ids=str,
+)
+def test_a_mesh_takes_its_sizes_from_the_variables_of_the_command(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], sizes: dict[str, int], expected: tuple[int, int, int]
+) -> None:
+    for name in ("DP_SIZE", "CP_SIZE", "TP_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    info = environment.LaunchInfo(rank=0, world_size=4, launcher="torchrun")
+    monkeypatch.setattr(environment, "current", lambda: info)
+    monkeypatch.setattr(mesh, "join_mesh", lambda topology, *info, **settings: topology)
+    found: Any = mesh.init_mesh(**sizes)
+    assert (found.dp, found.cp, found.tp) == expected
+
+
+@pytest.mark.parametrize("size", ["", "two", "0", "-1", "2.0"])
+def test_a_variable_that_is_no_size_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, size: str) -> None:
+    monkeypatch.setenv("TP_SIZE", size)
+    with pytest.raises(ConfigError, match=f"TP_SIZE is '{size}'"):
+        mesh.init_mesh()

@@ -9,6 +9,7 @@ that hold distinct target tokens). Code that needs a group asks the mesh for it 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -202,12 +203,16 @@ def init_mesh(
     """Makes this process a rank of a dp x cp x tp mesh and returns its place on it.
 
     Under a launcher every rank calls it with the same sizes; in a plain process it is a mesh of one. An existing
-    process group is used unchanged. Sizes left out follow the same rules as the configuration's mesh keys.
+    process group is used unchanged. Sizes left out are those of the variables DP_SIZE, CP_SIZE and TP_SIZE, or follow
+    the same rules as the configuration's mesh keys.
 
     Raises:
         ConfigError: sizes that do not match the number of ranks, or a device that this machine does not have.
     """
     given = {"dp": dp, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    for axis in ("dp", "cp", "tp"):
+        if given[axis] is None:
+            given[axis] = _size_from(f"{axis.upper()}_SIZE")
     asked = MeshConfig.model_validate(
         {**{key: value for key, value in given.items() if value is not None}, "device": device, "timeout_s": timeout_s}
     )
@@ -216,6 +221,16 @@ def init_mesh(
         info = environment.LaunchInfo(rank=dist.get_rank(), world_size=dist.get_world_size(), launcher="process group")
     topology, _ = resolve(asked, launched_world_size=info.world_size, num_devices=None)
     return join_mesh(topology, info, device=device, timeout_s=timeout_s)
+
+
+def _size_from(variable: str) -> int | str | None:
+    text = os.environ.get(variable)
+    if text is None or text == "auto":
+        return text
+    if text.isascii() and text.isdigit() and int(text):
+        return int(text)
+    expected, fix = "a number of ranks from 1 on, or auto", f"export {variable}=2"
+    raise ConfigError(f"{variable} is {text!r}", expected=expected, fix=fix)
 
 
 def join_mesh(

@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
 
 from threefold.config.schema import EMBEDDED_DEFAULT, ModelConfig
 from threefold.errors import ConfigError
@@ -38,6 +39,8 @@ from threefold.model.model_path import refuse_wrong_path, unreachable
 from threefold.model.weight_check import Stored, Weights, readers
 
 _CONFIG_READERS = ("configuration_utils", "masking_utils", "modeling_rope_utils", "modeling_utils")
+# Mappings whose keys are data.
+_FREE_FORM = ("label2id", "id2label", "task_specific_params")
 _STAGED_FILE_BYTES = 2 * 1024**3
 _SEEN_BYTES = 1024**2
 
@@ -84,7 +87,9 @@ def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
             fix="see the architecture's config page in the transformers documentation",
         ) from error
     if unknown:
-        near = difflib.get_close_matches(unknown[0], dir(AutoConfig.for_model(model_type)), n=1)
+        owner, dot, leaf = unknown[0].rpartition(".")
+        known = [*(() if dot else dir(AutoConfig.for_model(model_type))), *RopeParameters.__annotations__]
+        near = [f"{owner}{dot}{name}" for name in difflib.get_close_matches(leaf, known, n=1)]
         raise ConfigError(
             f"model.config has a key that {model_type!r} does not know: {', '.join(unknown)}",
             expected="the architecture's own keys: transformers would ignore this one, and train another model",
@@ -93,17 +98,36 @@ def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
     return config
 
 
-def unknown_keys(model_type: str, keys: Iterable[str]) -> list[str]:
-    """The keys that an architecture's config does not have, and that no source which could read them names."""
+def unknown_keys(model_type: str, values: Mapping[str, Any]) -> list[str]:
+    """The keys that an architecture's config does not have, and that no source which could read them names.
+
+    Those of mappings inside are asked for too, and have their path: `rope_parameters.rope_tpye`.
+    """
     known = AutoConfig.for_model(model_type)
     # Not by `hasattr`, which a config refuses for a value that its layers have each.
     names = {*dir(known), *known.to_dict(), *known.attribute_map}
-    if not (unknown := [key for key in keys if key not in names]):
-        return []
+    found: dict[str, str] = {key: key for key in values if key not in names}
+    parts: list[str] = []
+    for key, value in values.items():
+        if isinstance(value, dict) and key in names and key not in _FREE_FORM:
+            kind = value.get("model_type") or known.to_dict().get(key, {}).get("model_type")
+            if kind in CONFIG_MAPPING:
+                parts += [f"{key}.{path}" for path in unknown_keys(kind, value)]
+            elif kind is None:
+                found |= {f"{key}.{path}": path.rpartition(".")[2] for path in _paths(value)}
+    if not found:
+        return parts
     files = list(Path(inspect.getfile(type(known))).parent.glob("*.py"))
     files += [Path(transformers.__file__).with_name(f"{name}.py") for name in _CONFIG_READERS]
     words = {word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
-    return [key for key in unknown if key not in words]
+    # A number is that of a layer.
+    return [path for path, key in found.items() if key not in words and not key.isdigit()] + parts
+
+
+def _paths(values: Mapping[Any, Any]) -> Iterator[str]:
+    for key, value in values.items():
+        yield str(key)
+        yield from (f"{key}.{path}" for path in _paths(value if isinstance(value, dict) else {}))
 
 
 def build_without_storage(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -157,8 +158,9 @@ def cut(config: Config, architecture: PretrainedConfig, options: VerifyOptions) 
         values = config.model_dump()
         values["data"].update(tokenizer=tokenizer_name(config)[0], allow_other_tokenizer=False)
         drawn = with_infinities(architecture_of(architecture))
-        for key in load.unknown_keys(architecture.model_type, [*drawn]):
-            del drawn[key]  # a note in the model's config.json
+        for path in load.unknown_keys(architecture.model_type, drawn):
+            *owners, key = path.split(".")
+            del functools.reduce(dict.__getitem__, owners, drawn)[key]  # a note in the model's config.json
         values["model"].update(name_or_path=None, revision=None, config=drawn)
         config = validate(values)
     return config, architecture

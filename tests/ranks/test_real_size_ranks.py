@@ -58,6 +58,9 @@ def _admitted(plant: Change, sizes: dict[str, int], model: dict[str, Any], data:
         return str(error)
 
 
+# Layers without rotary embedding, whose queries are scaled by their place from token 64 on.
+LLAMA4 = {"model_type": "llama4_text", "floor_scale": 64, "no_rope_layers": [1, 0, 1, 0], "num_local_experts": 2}
+LLAMA4 |= {"intermediate_size_mlp": 64, "head_dim": 8, "initializer_range": 0.1}
 DOCUMENTS = {"document_mask": True, "packing": "best_fit"}
 CASES: list[tuple[Change, dict[str, int], dict[str, Any], dict[str, Any], str]] = [
     (scaled_by_the_place_in_the_tensor, {"cp": 2}, {}, {}, "fails the probe of real size on"),
@@ -66,6 +69,8 @@ CASES: list[tuple[Change, dict[str, int], dict[str, Any], dict[str, Any], str]] 
     (nothing, {"cp": 2}, {}, DOCUMENTS, "losses to token 256 at its real width"),
     (smaller_if_wide_and_split, {"tp": 2}, {"hidden_size": 192}, {}, "fails the probe of real size on"),
     (nothing, {"tp": 2}, {"hidden_size": 192}, {}, "losses to token 256 at its real width"),
+    (nothing, {"cp": 2}, LLAMA4, {}, "losses to token 256 at its real width"),
+    (nothing, {}, LLAMA4, DOCUMENTS, "losses to token 256 at its real width"),
     (nothing, {"dp": 2, "dp_shard": 2}, {}, {}, "losses to token 256 at its real width"),
 ]
 

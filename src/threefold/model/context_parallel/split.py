@@ -203,6 +203,8 @@ class ContextParallel:
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Attention of local queries [batch, heads, sequence / cp, head] over the keys of the whole row."""
+        if self._positions is not None and getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+            query = query * _temperature(module, self._positions)[:, None, :, None].to(query.dtype)
         if self._group is None:
             return self._attend(module, query, key, value, attention_mask, **kwargs)
         if self._method == "gather":
@@ -229,3 +231,16 @@ class ContextParallel:
             return attend(module, query, *others, **kwargs)
         with noise.of_heads(self._tp_rank, query.device):
             return attend(module, query, *others, **kwargs)
+
+
+def _temperature(module: Any, positions: Tensor) -> Tensor:
+    """What queries of Llama 4 are to be scaled by besides, [batch, sequence / cp].
+
+    Its layers without rotary embedding scale a query by its place (arXiv:2501.19399), which they take from where it
+    lies in the tensor: of a row's part, or of a document behind another one, that is not its place.
+    """
+
+    def scale(places: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+    return scale(positions) / scale(torch.arange(positions.shape[1], device=positions.device))

@@ -16,6 +16,11 @@ Otherwise it was refused by name, before anything was trained; or it is wrong, o
 `LoRA`: adapters on all linear layers, B not zero, as peft trains them in one process. `dropout`: every rate that the
 config has is 0.1; after three steps the copies of every tensor are the same bits, the losses are finite, and they are
 not those without dropout. Noise on a mesh is not that of one process, so no gradient is compared.
+
+`long`: rows of 1,056 tokens of the type's default config, its depth reduced and its width where it is large: its
+windows, blocks and scales are the real ones. The loss of each token is compared with one process, to the last of them,
+which is the longest place probed here; a run compares its own length (docs/verify.md). The figure is the difference /
+1e-3.
 """
 
 from __future__ import annotations
@@ -57,14 +62,15 @@ _ADAPTED = {
     "LoRA, cp 2": (Topology(cp=2), "auto"),
 }
 _NOISY = {"dropout, tp 2": (Topology(tp=2), "auto"), "dropout, cp 2": (Topology(cp=2), "auto")}
-_ON_MESHES = {**MESHES, **_ADAPTED, **_NOISY}
+_LONG = {"long, one process": (Topology(), "auto"), "long, cp 2": (Topology(cp=2), "auto")}
+_ON_MESHES = {**MESHES, **_ADAPTED, **_NOISY, **_LONG}
 # A mesh is not tried if a part of it does not hold: it would be refused for that part.
 _PARTS_OF = {
     **dict.fromkeys(("tp 2", "cp 2 gather", "cp 2 ulysses", "dp_shard 2"), ("one process",)),
     "2x2x2": ("one process", "tp 2", "cp 2 gather", "dp_shard 2"),
     "LoRA, one process": ("one process",),
     **dict.fromkeys(("LoRA, tp 2", "LoRA, cp 2"), ("one process", "LoRA, one process")),
-    **dict.fromkeys(_NOISY, ("one process",)),
+    **dict.fromkeys([*_NOISY, *_LONG], ("one process",)),
 }
 ROWS: dict[str, dict[str, Any]] = {
     "causal": {"packing": "concat"},
@@ -75,6 +81,7 @@ WHOLE = "the command"
 SAMPLE = ("llama", "gemma3_text", "gpt_oss", "mixtral", "phi3", "falcon", "mamba2", "bart")
 _OWNER = "owner"
 _STEPS = 2
+_LONG_ROW = 1056
 _LORA = {"r": 4, "alpha": 8, "target_modules": "all-linear"}
 _RATE = re.compile(r"(^|_)(dropout|drop|pdrop)(_|$)")
 # Of equal weights, but for where they lie in memory.
@@ -92,12 +99,14 @@ def main() -> None:
     parser.add_argument("--columns", nargs="+", default=[*MESHES, WHOLE], metavar="COLUMN")
     parser.add_argument("--lora", action="store_true", help=f"besides, the columns {', '.join(_ADAPTED)}")
     parser.add_argument("--dropout", action="store_true", help=f"besides, the columns {', '.join(_NOISY)}")
+    parser.add_argument("--long", action="store_true", help=f"besides, the columns {', '.join(_LONG)}")
     parser.add_argument("--write", type=Path, help="write the page there instead of printing it")
     parser.add_argument("--results", type=Path, help="keep each cell there, and run only those not in it yet")
     parser.add_argument("--check", action="store_true", help="exit 1 if a cell is wrong or ended in a traceback")
     arguments = parser.parse_args()
     types = list(NAMES) if arguments.all else arguments.types
     columns = [*arguments.columns, *(_ADAPTED if arguments.lora else ()), *(_NOISY if arguments.dropout else ())]
+    columns += _LONG if arguments.long else ()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="threefold-families-") as folder:
         os.environ.update(XDG_CACHE_HOME=f"{folder}/cache", HF_HUB_OFFLINE="1")
@@ -142,7 +151,7 @@ def run_all(
                 for rows in _rows_of(column)
                 if not _left_out(results[name], column, rows)
             ]
-            act = _drift if column in _NOISY else _compare
+            act = _drift if column in _NOISY else _to_the_end if column in _LONG else _compare
             group = _Group(column, _ON_MESHES[column][0].world_size, act, folder)
         group.run([(name, rows) for name, rows in left if f"{column}/{rows}" not in results[name]], results)
         if kept is not None:
@@ -152,7 +161,8 @@ def run_all(
 
 def _rows_of(column: str) -> list[str]:
     """Padding is looked at in the columns of whole models."""
-    return [""] if column == WHOLE else [rows for rows in ROWS if column in MESHES or rows != "padding"]
+    kept = ROWS if column in MESHES else ("documents",) if column in _LONG else ("causal", "documents")
+    return [""] if column == WHOLE else [rows for rows in ROWS if rows in kept]
 
 
 def _missing(cells: dict[str, str], columns: Sequence[str]) -> bool:
@@ -546,6 +556,39 @@ def _drift(name: str, kind: str, folder: Path, mesh: Any, column: str) -> str:
     return "0.000"
 
 
+def _to_the_end(name: str, kind: str, folder: Path, mesh: Any, column: str) -> str:
+    """The loss of every token of long rows on a mesh and in one process; without documents if they are refused."""
+    from threefold.check.compare import REAL_SIZE
+    from threefold.check.probe_rows import Mode
+    from threefold.check.real_size import compare_real_size, real_sizes
+    from threefold.config.loading import validate
+    from threefold.errors import ConfigError
+    from threefold.run import request
+
+    topology, method = _ON_MESHES[column]
+    architecture = config_of(name)
+    for mode in (Mode(documents=True, padding=True), Mode(documents=False, padding=False)):
+        data = {"seq_len": _LONG_ROW, "document_mask": mode.documents, "packing": "none" if mode.padding else "concat"}
+        model = {"config": architecture.to_dict()}
+        config = validate({"model": model, "data": data, "mesh": {"device": "cpu", "cp_method": method}})
+        sizes = real_sizes(config, architecture, topology, ranks=2, leading=0)
+        if not sizes or sizes[-1].seq_len < _LONG_ROW:
+            return "not run: its row does not fit"
+        try:
+            if problems := request.setup_problems(config, architecture, topology, device="cpu"):
+                raise ConfigError.of(problems)
+            found = compare_real_size(config, sizes[-1], mode, mesh, seed=0)
+        except ThreefoldError:
+            if not mode.documents:
+                raise
+            continue
+        if found.quantity != REAL_SIZE.quantity:
+            return f"not run: {found.detail}"
+        # What admission makes of it.
+        return f"{found.figure / found.bound:.3f}" if found.holds else f"refused: {name!r} fails the probe of real size"
+    raise AssertionError
+
+
 def cell_of(comparison: Comparison) -> str:
     """The largest difference in units of its bound; with its quantity and parameter where it exceeds the bound."""
     worst = comparison.worst()
@@ -648,7 +691,7 @@ def _page(results: dict[str, dict[str, str]], columns: Sequence[str]) -> str:
         "Written by `python benchmarks/families.py --all --write docs/models.md` from real runs, float32, torch "
         f"{torch.__version__.split('+')[0]}, transformers {transformers.__version__}.",
         "",
-        *("\n\n".join(described[2:5])).splitlines(),
+        *("\n\n".join(described[2:6])).splitlines(),
         "",
         "`2x2x2` is dp_shard 2, cp 2, tp 2. `the command` trains by `threefold train`, resumes from its checkpoint,",
         "exports with `threefold export`, and compares the reloaded model: equal weights, logits within 1e-5 of the",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
+from threefold.data.store.store import lost_summary
 from threefold.data.text.source import SIDES, Labelled, LossMask, ReadLog, log_error
 from threefold.errors import RunError
 from threefold.why.contents import visible
@@ -31,7 +33,8 @@ _BAR = 40
 class Shown(NamedTuple):
     """One row: ids, whether each is trained on, and the document of each inside the row (-1: padding), [tokens] each.
 
-    `pairs`: its documents 2k and 2k + 1 are a pair, the chosen one and the rejected one.
+    `pairs`: its documents 2k and 2k + 1 are a pair, the chosen one and the rejected one. `lost`: texts of the row that
+    the chat template does not write, by kind.
     """
 
     row: int
@@ -39,6 +42,7 @@ class Shown(NamedTuple):
     loss_mask: npt.NDArray[np.bool_]
     documents: npt.NDArray[Any]
     pairs: bool = False
+    lost: Mapping[str, int] | None = None
 
     @property
     def sides(self) -> list[str]:
@@ -54,8 +58,10 @@ def rows_of_source(source: Source, tokenizer: Tokenizer, row: int | None) -> tup
     found = islice(enumerate(together), row or 0, None if row is None else row + 1)
 
     def shown(number: int, parts: Sequence[Labelled]) -> Shown:
-        ids, loss_mask = (np.concatenate(each) for each in zip(*parts, strict=True))
-        return Shown(number, ids, loss_mask, np.repeat(np.arange(len(parts)), [len(part.ids) for part in parts]), pairs)
+        ids, loss_mask = (np.concatenate(each) for each in zip(*((p.ids, p.loss_mask) for p in parts), strict=True))
+        inside = np.repeat(np.arange(len(parts)), [len(part.ids) for part in parts])
+        lost = sum((Counter(part.lost) for part in parts), Counter())
+        return Shown(number, ids, loss_mask, inside, pairs, lost)
 
     return (shown(*each) for each in found), tokenizer
 
@@ -139,8 +145,9 @@ def packed_row(rows: Rows, row: int) -> Shown:
 def json_lines(rows: Iterator[Shown]) -> Iterator[str]:
     for each in rows:
         values = {name: getattr(each, name).tolist() for name in ("ids", "loss_mask", "documents")}
-        sides = {"sides": each.sides} if each.pairs else {}
-        yield json.dumps({"row": each.row, **values, **sides})
+        more: dict[str, Any] = {"sides": each.sides} if each.pairs else {}
+        more |= {"lost_texts": dict(each.lost)} if each.lost else {}
+        yield json.dumps({"row": each.row, **values, **more})
 
 
 def text_lines(rows: Iterator[Shown], tokenizer: Tokenizer, *, show: int, ids: bool, count: bool) -> Iterator[str]:
@@ -156,7 +163,8 @@ def text_lines(rows: Iterator[Shown], tokenizer: Tokenizer, *, show: int, ids: b
 
 def _row(each: Shown, tokenizer: Tokenizer, counts: tuple[int, int], *, ids: bool) -> Iterator[str]:
     padding = f", {len(each.ids) - counts[0]:,} of padding" if counts[0] < len(each.ids) else ""
-    yield f"row {each.row}: {counts[0]:,} tokens, {counts[1]:,} trained on{padding}"
+    lost = f"; {lost_summary(each.lost)}" if each.lost else ""
+    yield f"row {each.row}: {counts[0]:,} tokens, {counts[1]:,} trained on{padding}{lost}"
     several = len(np.unique(each.documents[each.documents >= 0])) > 1
     for document in np.unique(each.documents[each.documents >= 0]):
         inside = each.documents == document

@@ -255,6 +255,9 @@ def _learnt(tokens: Tokens, ids: list[int], text: str, learnt: list[bool]) -> li
     found, at = [], 0
     for id in ids:
         length = len(tokens.bytes_of[id])
-        found.append(all(flags[at : at + length]))
+        space = length - len(written[at : at + length].lstrip())
+        # The first word of a turn is learnt with the template's space before it, if they are one token.
+        words = flags[at + space : at + length]
+        found.append(all(flags[at : at + length]) or (any(words) and all(words)))
         at += length
     return found

@@ -597,9 +597,9 @@ def test_tokenizer_that_trims_places_does_not_move_the_border() -> None:
     trimming.post_processor = processors.ByteLevel(trim_offsets=True)
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
     template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    # The token " Hello" crosses the border after the prompt's space.
+    # The token " Hello" has the prompt's space in it, and is learnt with the word.
     said = (user("a"), assistant("Hello there"))
-    assert labelled(template, said) == labelled(template, said, backend=trimming) == [" there</s>"]
+    assert labelled(template, said) == labelled(template, said, backend=trimming) == [" Hello there</s>"]
 
 
 def test_end_token_that_takes_the_line_end_with_it_is_learnt() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from threefold.commands.data import app
@@ -206,6 +208,40 @@ def test_every_mark_of_a_turn_is_followed(source: str, train_on: str, wanted: li
     said = (ASKED, ANSWER, {**ASKED, "content": "And now?"}, thinking(reasoning_content="hm"))
     said = said if source == TWO_MARKS else (*said[:3], ANSWER)
     assert learnt(encoder(source, train_on=train_on, eos_token=END), *said) == wanted
+
+
+# Turns without an end of their own; and an end that is written with the message after it.
+HEADERS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% else %}<|end|>{% endif %}"
+)
+LATER_ENDS = (
+    "{% for m in messages %}{% if not loop.first and messages[loop.index0 - 1].role == 'assistant' %}<|end|>{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [(HEADERS, ["It rains.", "It rains.<|end|>"]), (LATER_ENDS, ["It rains.<|end|>", "It rains."])],
+)
+def test_header_of_the_next_turn_is_no_end(source: str, wanted: list[str]) -> None:
+    backend = Tokenizer.from_str(BYTES.to_str())
+    roles = ("system", "user", "assistant", "tool")
+    backend.add_special_tokens([AddedToken(f"<|{role}|>", special=True) for role in roles])
+    made = replace(encoder(source), backend=backend)
+    assert learnt(made, ASKED, ANSWER, ASKED, ANSWER) == wanted
+
+
+def test_first_word_of_an_answer_is_trained_on_with_the_space_before_it() -> None:
+    """The template's space and the word are one token, which no model would learn to write otherwise."""
+    words = Tokenizer(models.WordLevel({"USER:": 0, "ASSISTANT:": 1, " Rain?": 2, " It": 3, " rains.": 4, "</s>": 5}))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?[^ ]+"), "isolated")
+    words.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    source = "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}</s>{% endfor %}"
+    made = replace(encoder(source + "{% if add_generation_prompt %}ASSISTANT: {% endif %}"), backend=words)
+    found = made.labelled(Example((ASKED, ANSWER)))
+    assert found.ids[found.loss_mask].tolist() == [3, 4, 5]
 
 
 def test_renderers_own_parameters_are_no_variables_of_a_row() -> None:

@@ -9,6 +9,7 @@ told apart is refused, and so is a turn with somebody else's text inside it.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from threefold.data.chat.row_texts import REASONING, RowTexts
 
 # Two texts that begin and end differently, and that no template takes for anything but words.
 _PROBES = ("Aqx", "Bqz")
-_EVERYWHERE = 1 << 62
+EVERYWHERE = 1 << 62
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 
 
@@ -32,6 +33,8 @@ class Turn(NamedTuple):
         reach: up to where the text continues as `ending` says.
         shared: up to where the text would be the same if the conversation went on; what is beyond ends that.
         written: where the turn's content ends, if that matters to what ends it; else 0.
+        next: up to where the text would be the same if the next message was of another role, if that matters; what is
+            beyond begins that message.
     """
 
     begin: int
@@ -39,8 +42,9 @@ class Turn(NamedTuple):
     message: int
     ending: str = ""
     reach: int = 0
-    shared: int = _EVERYWHERE
+    shared: int = EVERYWHERE
     written: int = 0
+    next: int = EVERYWHERE
 
 
 @dataclass(frozen=True)
@@ -187,7 +191,10 @@ class Whole:
     def closed(self, turn: Turn) -> Turn:
         """The turn with what tells its end from that of the conversation."""
         if turn.message + 1 < len(self.messages):
-            return turn
+            content = (self.messages[turn.message].get("content") or "").rstrip()
+            ends = self.text[turn.begin : turn.end].rstrip().endswith(content) if content else False
+            otherwise = turn.reach < turn.end + len(turn.ending.rstrip())
+            return turn._replace(next=self._next(turn.message + 1)) if otherwise or (ends and not turn.ending) else turn
         try:
             shared = _alike(self.text, self.render([*self.messages, {"role": "user", "content": _PROBES[0]}]))
             if shared == len(self.text):
@@ -195,6 +202,16 @@ class Whole:
             return turn._replace(shared=shared, written=self._content(self.messages, turn.message)[1])
         except RowError:
             return turn
+
+    def _next(self, number: int) -> int:
+        """Up to where the text does not depend on the role of a message; everywhere if that cannot be known."""
+        message, alike = self.messages[number], EVERYWHERE
+        for role in {"system", "user", "tool"} - {message["role"]}:
+            with contextlib.suppress(RowError):
+                shown = self.render([*self.messages[:number], {"role": role, "content": _PROBES[0]}])
+                if _PROBES[0] in shown:
+                    alike = min(alike, _alike(self.text, shown))
+        return alike
 
     def _beside(self, number: int) -> Turn | None:
         """The stretch by what follows the message before it: here, and where the turn or its prompt is the last.

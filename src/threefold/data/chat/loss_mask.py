@@ -1,7 +1,7 @@
 """An example as token ids, and which of them are trained on.
 
-A token is trained on if all of its characters lie inside an answer; one that crosses the border is not. A turn's end
-token is: the control token that the template writes after the turn; what follows it up to the next turn is not.
+A token is trained on if all of its characters, but for white space before its first word, lie inside an answer. A turn's
+end token is: the control token that the template writes after the turn; what follows it up to the next turn is not.
 Control tokens that are spelled out inside a text stay text.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from threefold.data.chat.assistant_spans import Turn
+from threefold.data.chat.assistant_spans import EVERYWHERE, Turn
 from threefold.data.chat.formats import Example, Message, RowError
 from threefold.data.chat.row_texts import RowTexts
 from threefold.data.chat.template import ChatTemplate, Rendered
@@ -120,7 +120,9 @@ class Encoder:
         def place(at: int) -> int:
             return at if places is None else int(places[min(at, len(places) - 1)])
 
+        text = self._spelled_out(shown.text) if spelled else shown.text
         for turn in shown.turns:
+            self._begin_words(offsets, text, place(turn.begin))
             self._mark(loss_mask, ids, offsets, turn, place)
         return Labelled(ids, loss_mask, lost)
 
@@ -146,6 +148,13 @@ class Encoder:
         if not example.num_prompt:
             raise RowError("it has no prompt", "prompt and completion", train_on="assistant")
         return self.template.completion(example.messages, example.num_prompt, **given)
+
+    def _begin_words(self, offsets: npt.NDArray[np.int64], text: str, begin: int) -> None:
+        """Lets the token of a turn's first word begin with the turn, if the template's white space is in it."""
+        at = int(np.searchsorted(offsets[:, 0], begin)) - 1
+        start, end = offsets[at] if at >= 0 else (begin, begin)
+        if end > begin and not text[start:begin].strip() and text[begin:end].strip():
+            offsets[at, 0] = begin
 
     def _mark(
         self,
@@ -173,6 +182,14 @@ class Encoder:
             tail = max(own, default=controls[0])
             if self.train_on != "completion":
                 loss_mask[tail + 1 : last + 1] = False
+            return
+        # Or else it is written with the next message, whoever's that is.
+        written_later = (offsets[:, 0] >= end) & (offsets[:, 1] <= place(turn.next)) & (turn.next < EVERYWHERE)
+        for at in np.flatnonzero(written_later).tolist():
+            if self._is_control(ids[at]):
+                loss_mask[last + 1 : at + 1] = True
+            if self._shown(ids[at]).strip():
+                break
 
     def _run_of_controls(self, ids: npt.NDArray[np.int32], last: int, length: int) -> list[int]:
         """The control tokens at the end of a stretch, the last one first, with nothing but white space among them."""
@@ -201,7 +218,9 @@ class Encoder:
         if not controls and turn.reach >= turn.end + opened:
             # The text agrees up to an end token; in this place it is another one (of a turn, not of a conversation).
             begins = np.flatnonzero(offsets[:, 0] == place(turn.end + opened))
-            controls = [int(at) for at in begins[:1] if self._is_control(ids[at])]
+            controls = [
+                int(at) for at in begins[:1] if self._is_control(ids[at]) and offsets[at, 1] <= place(turn.next)
+            ]
         if controls:
             loss_mask[last + 1 : controls[-1] + 1] = True
 

@@ -16,7 +16,7 @@ import typer
 
 from threefold.data.store.store import lost_summary
 from threefold.data.text.source import SIDES, Labelled, LossMask, ReadLog, log_error
-from threefold.errors import RunError
+from threefold.errors import ConfigError, RunError
 from threefold.why.contents import visible
 
 if TYPE_CHECKING:
@@ -219,6 +219,45 @@ def histogram(counts: Sequence[tuple[int, int]]) -> Iterator[str]:
         low, high, number = (1 << size) >> 1, max(0, (1 << size) - 1), sizes.count(size)
         name = f"{low:,} to {high:,}" if low < high else f"{low:,}"
         yield f"  {name:>20} trained on: {number:>5,} rows  {'#' * -(-_BAR * number // most)}".rstrip()
+
+
+def ledger_lines(run: Path) -> Iterator[str]:
+    """What is kept of each document of a run: its tokens, those trained on, and these after packing; then the sums.
+
+    Raises:
+        ConfigError: every token of all documents is trained on.
+        RunError: the rows have another number of labels than their documents keep.
+    """
+    from threefold.audit import record
+    from threefold.data.rows.concat import IGNORED
+    from threefold.data.rows.known_rows import parts_of
+
+    rows, _ = rows_of_run(run, record.read(run / record.FILE))
+    parts = [part for part in parts_of(rows) if part.rows.store.has_loss_mask]
+    if not parts:
+        what = f"--rows: every token of the documents of {run} is trained on"
+        raise ConfigError(what, expected="a run on conversations, or on prompts and answers", fix="leave --rows out")
+    for part in parts:
+        ends = part.rows.store.document_ends
+        starts = np.concatenate(([0], ends[:-1]))
+        trained_on, kept = part.rows.store.count_trained_on(starts, ends), part.rows.targets_of_documents()
+        for number, counts in enumerate(zip((ends - starts).tolist(), trained_on.tolist(), kept.tolist(), strict=True)):
+            yield f"{part.name} {_ledger(f'document {number}', *counts)}"
+        # As the run reads them: the labels themselves, counted.
+        read = (part.rows.rows(np.array([row])) for row in range(part.rows.num_rows))
+        in_rows = sum(int(np.count_nonzero(each["labels"] != IGNORED)) for each in read)
+        if int(kept.sum()) != in_rows:
+            raise RunError(
+                f"the rows of {part.name} have {in_rows:,} labels, and its documents keep {int(kept.sum()):,}",
+                expected="each token that is trained on once, or cut off",
+                fix=f"threefold data audit {run} --contents   compares the bytes of the source",
+            )
+        yield _ledger(f"{part.name}, {len(ends):,} documents", int(ends[-1]), int(trained_on.sum()), in_rows)
+
+
+def _ledger(name: str, tokens: int, trained_on: int, kept: int) -> str:
+    cut = f", {trained_on - kept:,} cut off" if kept < trained_on else ""
+    return f"{name}: trained on: {trained_on:,} of {tokens:,} tokens; after packing: {kept:,}{cut}"
 
 
 def texts_of_rows(run: Path, segments: Sequence[Segment], indices: Sequence[int]) -> Iterator[str]:

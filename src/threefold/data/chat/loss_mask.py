@@ -1,8 +1,8 @@
 """An example as token ids, and which of them are trained on.
 
-A token is trained on if all of its characters, but for white space before its first word, lie inside an answer. A turn's
-end token is: the control token that the template writes after the turn; what follows it up to the next turn is not.
-Control tokens that are spelled out inside a text stay text.
+A token is trained on if all of its characters, but for white space before its first word, lie inside an answer. The
+control token that the template writes after a turn is its end, and trained on; what follows it up to the next turn is
+not. Control tokens that are spelled out inside a text stay text.
 """
 
 from __future__ import annotations

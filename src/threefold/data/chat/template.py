@@ -213,7 +213,11 @@ class ChatTemplate:
         """A message in the form that the template takes."""
         said = {**self._without_content, **message} if message.get("tool_calls") else dict(message)
         content = said.get("content")
-        return {**said, "content": [{"type": "text", "text": content}]} if self._takes_parts and content else said
+        return (
+            {**said, "content": [{"type": "text", "text": content}]}
+            if self._takes_parts and isinstance(content, str)
+            else said
+        )
 
     @cached_property
     def _takes_parts(self) -> bool:

@@ -256,6 +256,9 @@ class TextSource(Protocol):
 
     @property
     def pieces(self) -> Sequence[Piece]: ...
+    def unchanged(self, piece: Piece) -> str:
+        """What is known of a piece's file without reading it; a DataError if that is not as before the fingerprint."""
+
     def read(self, piece: Piece, log: ReadLog) -> Iterator[Document]:
         """The documents of one piece; problems with them go to `log`."""
 
@@ -331,6 +334,14 @@ class ConcatSource:
             for piece in source.pieces
         ]
 
+    def unchanged(self, piece: Piece) -> str:
+        source, own = self._own(piece)
+        return source.unchanged(own)
+
     def read(self, piece: Piece, log: ReadLog) -> Iterator[Document]:
-        source = self.sources[piece.file >> _FILE_BITS]
-        return source.read(replace(piece, file=piece.file & (1 << _FILE_BITS) - 1), log)
+        source, own = self._own(piece)
+        return source.read(own, log)
+
+    def _own(self, piece: Piece) -> tuple[TextSource, Piece]:
+        """The source of a piece, and the piece as that source counts its files."""
+        return self.sources[piece.file >> _FILE_BITS], replace(piece, file=piece.file & (1 << _FILE_BITS) - 1)

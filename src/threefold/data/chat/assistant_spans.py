@@ -21,6 +21,7 @@ from threefold.data.chat.row_texts import REASONING, RowTexts
 # Two texts that begin and end differently, and that no template takes for anything but words.
 _PROBES = ("Aqx", "Bqz")
 EVERYWHERE = 1 << 62
+_OPEN = re.compile(r"(<[^<>]*|\[[^\[\]]*)$")
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 
 
@@ -33,8 +34,7 @@ class Turn(NamedTuple):
         reach: up to where the text continues as `ending` says.
         shared: up to where the text would be the same if the conversation went on; what is beyond ends that.
         written: where the turn's content ends, if that matters to what ends it; else 0.
-        next: up to where the text would be the same if the next message was of another role, if that matters; what is
-            beyond begins that message.
+        next: up to where the text would be the same whatever is next, if that matters; what is beyond begins that.
     """
 
     begin: int
@@ -192,9 +192,11 @@ class Whole:
         """The turn with what tells its end from that of the conversation."""
         if turn.message + 1 < len(self.messages):
             content = (self.messages[turn.message].get("content") or "").rstrip()
-            ends = self.text[turn.begin : turn.end].rstrip().endswith(content) if content else False
-            otherwise = turn.reach < turn.end + len(turn.ending.rstrip())
-            return turn._replace(next=self._next(turn.message + 1)) if otherwise or (ends and not turn.ending) else turn
+            if turn.ending.strip() and turn.reach < turn.end + len(turn.ending.rstrip()):
+                return turn._replace(next=self._next_prompt(turn))
+            if content and not turn.ending and self.text[turn.begin : turn.end].rstrip().endswith(content):
+                return turn._replace(next=self._next_message(turn.message + 1))
+            return turn
         try:
             shared = _alike(self.text, self.render([*self.messages, {"role": "user", "content": _PROBES[0]}]))
             if shared == len(self.text):
@@ -203,15 +205,30 @@ class Whole:
         except RowError:
             return turn
 
-    def _next(self, number: int) -> int:
-        """Up to where the text does not depend on the role of a message; everywhere if that cannot be known."""
-        message, alike = self.messages[number], EVERYWHERE
-        for role in {"system", "user", "tool"} - {message["role"]}:
+    def _next_prompt(self, turn: Turn) -> int:
+        """Up to where the text is the same if the assistant would begin to write after a turn; its end at least."""
+        said = self.messages[: turn.message + 1]
+        with contextlib.suppress(RowError):
+            alike = _alike(self.text, self.render(said, prompt=True))
+            # After a question: an answer would have an end of its own there.
+            asked: list[Message] = [{"role": "user", "content": _PROBES[0]}]
+            before, prompt = self.render(asked), self.render(asked, prompt=True)
+            # From where they part, or from the token that they part in.
+            header = prompt[len(_OPEN.sub("", prompt[: _alike(before, prompt)])) :].strip()
+            # What headers have in common, such as <|im_start|>, ends no turn.
+            if not header.startswith(self.text[turn.end : alike].strip()):
+                return alike
+        return turn.end
+
+    def _next_message(self, number: int) -> int:
+        """Up to where the text does not depend on the role of a message; nowhere if that cannot be known."""
+        alike = EVERYWHERE
+        for role in {"system", "user", "tool"} - {self.messages[number]["role"]}:
             with contextlib.suppress(RowError):
                 shown = self.render([*self.messages[:number], {"role": role, "content": _PROBES[0]}])
                 if _PROBES[0] in shown:
                     alike = min(alike, _alike(self.text, shown))
-        return alike
+        return alike if alike < EVERYWHERE else 0
 
     def _beside(self, number: int) -> Turn | None:
         """The stretch by what follows the message before it: here, and where the turn or its prompt is the last.

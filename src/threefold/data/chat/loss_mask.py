@@ -183,10 +183,10 @@ class Encoder:
             if self.train_on != "completion":
                 loss_mask[tail + 1 : last + 1] = False
             return
-        # Or else it is written with the next message, whoever's that is.
+        # Or else it is written with the next message, whoever's that is, and never before the first answer.
         written_later = (offsets[:, 0] >= end) & (offsets[:, 1] <= place(turn.next)) & (turn.next < EVERYWHERE)
         for at in np.flatnonzero(written_later).tolist():
-            if self._is_control(ids[at]):
+            if self._is_control(ids[at]) and ids[at] not in ids[: np.argmax(loss_mask)]:
                 loss_mask[last + 1 : at + 1] = True
             if self._shown(ids[at]).strip():
                 break

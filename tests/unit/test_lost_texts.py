@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from threefold.commands.data import app
-from threefold.data.chat.formats import Example, RowError
+from threefold.data.chat.formats import Example, RowError, columns_of, example_of
 from threefold.data.chat.loss_mask import Encoder
 from threefold.data.chat.template import ChatTemplate
 from threefold.data.store.store import TokenStore
@@ -159,6 +159,11 @@ def test_reasoning_under_two_keys_is_one_text() -> None:
     assert learnt(encoder(THINKS), *said) == ["hm\n</think>\n\nIt rains.<|end|>"]
 
 
+def test_reasoning_that_says_what_the_answer_says_is_a_text_of_its_own() -> None:
+    with pytest.raises(RowError, match=r"does not write its reasoning_content: 'It rains\.'"):
+        encoder(PLAIN).labelled(Example((ASKED, thinking(reasoning_content="It rains."))))
+
+
 def test_template_of_lists_gets_lists() -> None:
     assert learnt(encoder(PARTS), SYSTEM, ASKED, ANSWER) == ["It rains.<|end|>"]
 
@@ -180,6 +185,24 @@ def test_switches_of_the_template_are_no_texts() -> None:
     source = "{% set ns = namespace(short=false) %}" + PLAIN.replace("m.content", "m.content.replace('/no_think', '')")
     said = ({**SYSTEM, "content": "Be kind. /no_think"}, ASKED, ANSWER)
     assert encoder(source).labelled(Example(said)).lost == {}
+
+
+def test_keys_that_nothing_reads_are_named_and_not_refused() -> None:
+    """A template may read any key of a message; what it does not read was perhaps meant to be read."""
+    source = PLAIN.replace("<{{ m.role }}>", "<{{ m.role }}>{{ m.mood or '' }}")
+    said = ({**ASKED, "mood": "calm "}, {**ANSWER, "grade": "good", "tokens": 3, "name": "bot"})
+    found = encoder(source).labelled(Example(said))
+    assert found.lost == {"texts of the unknown key 'grade'": 1}
+
+
+def test_function_call_of_sharegpt_is_a_call() -> None:
+    rows = columns_of(["conversations"])
+    call = {"from": "function_call", "value": json.dumps(CALL["function"])}
+    said = [{"from": "human", "value": "Rain?"}, call, {"from": "observation", "value": "rain, 12"}]
+    example = example_of({"conversations": [*said, {"from": "gpt", "value": "It rains."}]}, rows)
+    assert example.messages == (ASKED, {"role": "assistant", "tool_calls": [CALL]}, RESULT, ANSWER)
+    with pytest.raises(RowError, match=r"conversations\[0\]: a function_call that is no call"):
+        example_of({"conversations": [{**call, "value": "look()"}]}, rows)
 
 
 MARKED = "{% generation %}{{ m.content }}<|end|>\n{% endgeneration %}"

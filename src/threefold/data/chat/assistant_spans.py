@@ -146,7 +146,7 @@ class Whole:
             turn = whole.get(message)
             if turn is not None and place.begin < turn.begin:
                 whole[message] = turn._replace(begin=texts.begin_of(place))
-            elif turn is not None and place.end > turn.end + max(0, turn.reach - turn.end):
+            elif turn is not None and place.end > max(turn.end, turn.reach):
                 what = f"messages[{message}]: the chat template writes its {key} outside of its turn"
                 raise RowError(what, "a template that writes a turn in one stretch, or marks it: {% generation %}")
         for turn in whole.values():

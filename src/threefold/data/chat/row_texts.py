@@ -19,6 +19,8 @@ from threefold.data.chat.formats import Message, RowError
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 EARLIER = "reasoning of earlier turns"
+# What messages have besides texts, and templates may look at.
+_NAMES = ("role", "name", "id", "tool_call_id")
 # Of the content of an answer: reasoning in tags, which many templates cut off.
 _THOUGHTS = "<think>"
 _TAGS = re.compile(r"(\s*</?think>\s*)")
@@ -60,9 +62,9 @@ class RowTexts:
     text: str
     render: Callable[..., str]
 
-    @cached_property
+    @property
     def texts(self) -> list[RowText]:
-        return _with_words(self.messages)[1]
+        return self._worded[1]
 
     @cached_property
     def places(self) -> list[Written] | None:
@@ -90,17 +92,16 @@ class RowTexts:
         return lost
 
     def refuse(self, lost: Mapping[int, str]) -> None:
-        """RowError for the first of the lost texts, but for reasoning that is written in the last turn alone."""
+        """RowError for the first of the lost texts, but for reasoning of earlier turns, and for unknown keys."""
         for number, kind in lost.items():
-            if kind != EARLIER:
+            if kind != EARLIER and not kind.startswith(_UNKNOWN):
                 message, key, text = self.texts[number]
-                shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
                 system = self.messages[message]["role"] == "system"
                 first = "the text at the beginning of the first question, or " if system else ""
                 name = "its words beside the calls" if kind == _BESIDE else f"its {key}"
                 raise RowError(
                     f"messages[{message}] ({self.messages[message]['role']}): the chat template does not write {name}: "
-                    f"{shown!r}",
+                    f"{text[:_LONGEST]!r}",
                     f"{first}a chat template that writes it: data.chat_template   (or --data.lost_texts count, to "
                     "train without it)",
                 )
@@ -109,7 +110,7 @@ class RowTexts:
         """Where the model would begin to write the turn that begins with this text."""
         shown, (message, _, _) = self._shown, self.texts[place.number]
         try:
-            prompt = self.render(_with_words(self.messages)[0][:message], prompt=True)
+            prompt = self.render(self._worded[0][:message], prompt=True)
         except RowError:
             return place.begin
         pairs = enumerate(zip(prompt, shown, strict=False))
@@ -118,10 +119,14 @@ class RowTexts:
         return place.begin - (place.word - alike) if before <= alike <= place.word else place.begin
 
     @cached_property
+    def _worded(self) -> tuple[list[Message], list[RowText]]:
+        return _with_words(self.messages)
+
+    @cached_property
     def _shown(self) -> str:
         """The rendering of the words; "" if the template does not take them."""
         try:
-            return self.render(_with_words(self.messages)[0])
+            return self.render(self._worded[0])
         except RowError:
             return ""
 
@@ -148,6 +153,8 @@ class RowTexts:
 
     def _kind(self, number: int, text: RowText) -> str:
         message = self.messages[text.message]
+        if text.key not in ("content", "tool_calls", *REASONING, _THOUGHTS):
+            return f"{_UNKNOWN}{text.key!r}"
         if text.key in (*REASONING, _THOUGHTS):
             return EARLIER if self._is_written_at_the_end(number) else "reasoning"
         if message["role"] != "assistant":
@@ -160,12 +167,13 @@ class RowTexts:
         """Whether the template writes a text if its turn is the last: it leaves it out of earlier turns on purpose."""
         last = self.texts[number].message + 1
         try:
-            return last < len(self.messages) and _word(number) in self.render(_with_words(self.messages)[0][:last])
+            return last < len(self.messages) and _word(number) in self.render(self._worded[0][:last])
         except RowError:
             return False
 
 
 _BESIDE = "words beside calls"
+_UNKNOWN = "texts of the unknown key "
 
 
 def _word(number: int) -> str:
@@ -182,11 +190,6 @@ def _with_words(messages: Sequence[Message], only: int | None = None) -> tuple[l
     return [words.message(number, message) for number, message in enumerate(messages)], words.texts
 
 
-def _same(one: RowText, other: RowText) -> bool:
-    """Whether two texts are one reasoning, which a message may have under several keys."""
-    return one.key in REASONING and other.key in REASONING and (one.message, one.text) == (other.message, other.text)
-
-
 @dataclass(frozen=True)
 class _Words:
     """Puts words in the place of texts, which are counted as they come."""
@@ -199,7 +202,7 @@ class _Words:
         for key, value in message.items():
             if key == "content" and message["role"] == "assistant":
                 made[key] = self._answer(value, number)
-            elif key == "content" or key in REASONING:
+            elif key == "content" or (isinstance(value, str) and key not in _NAMES):
                 made[key] = self._words(value, number, key)
             elif key == "tool_calls" and isinstance(value, list):
                 made[key] = [self._call(each, number) for each in value]
@@ -207,9 +210,10 @@ class _Words:
 
     def _words(self, value: Any, message: int, key: str) -> Any:
         if isinstance(value, str) and (core := value.strip()):
-            number = next((at for at, text in enumerate(self.texts) if _same(text, RowText(message, key, core))), None)
-            if number is None:
-                number = len(self.texts)
+            # One reasoning, which a message may have under several keys.
+            same = [RowText(message, other, core) for other in REASONING] if key in REASONING else []
+            number = next((at for at, text in enumerate(self.texts) if text in same), len(self.texts))
+            if number == len(self.texts):
                 self.texts.append(RowText(message, key, core))
             return value.replace(core, _word(number), 1) if self.only in (None, number) else value
         if isinstance(value, Mapping):

@@ -213,23 +213,19 @@ class Tokens:
 
 
 def expected(
-    family: Family, tokens: Tokens, said: Seen, train_on: str, train_on_end: bool, prompt: str = ""
+    family: Family, tokens: Tokens, said: Seen, train_on: str, prompt: str = ""
 ) -> tuple[list[int], list[bool]]:
-    """Ids and targets: a token is learnt iff all its characters are; the end token iff `train_on_end`.
+    """Ids and targets: a token is learnt iff all its characters are.
 
     `prompt`: of a completion, the rendered prompt: all that follows is learnt.
     """
     learnt = [train_on == "all"] * len(said.text)
     turns = said.turns[-1:] if train_on == "last" else said.turns
     if train_on == "assistant" or train_on == "last":
-        for begin, end, after in turns:
+        for begin, _, after in turns:
             learnt[begin:after] = [True] * (after - begin)
-            if not train_on_end:
-                learnt[end:after] = [False] * (after - end)
     elif train_on == "completion":
         learnt[len(prompt) :] = [True] * (len(said.text) - len(prompt))
-        if not train_on_end and said.turns[-1][1] < said.turns[-1][2]:
-            learnt[said.turns[-1][1] :] = [False] * (len(said.text) - said.turns[-1][1])
     names = sorted(tokens.controls, key=len, reverse=True)
     ids: list[int] = []
     targets: list[bool] = []
@@ -259,6 +255,9 @@ def _learnt(tokens: Tokens, ids: list[int], text: str, learnt: list[bool]) -> li
     found, at = [], 0
     for id in ids:
         length = len(tokens.bytes_of[id])
-        found.append(all(flags[at : at + length]))
+        space = length - len(written[at : at + length].lstrip())
+        # The first word of a turn is learnt with the template's space before it, if they are one token.
+        words = flags[at + space : at + length]
+        found.append(all(flags[at : at + length]) or (any(words) and all(words)))
         at += length
     return found

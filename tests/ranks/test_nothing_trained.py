@@ -98,13 +98,34 @@ def test_rows_without_any_target_are_refused_before_the_first_step(folder: Path,
 
 
 def test_head_says_what_packing_has_left(folder: Path) -> None:
-    done = command(folder, "train", "config.yaml", "--log.dir", "whole")
+    done = command(folder, "train", "config.yaml", "--eval.source", "short.jsonl", "--log.dir", "whole")
     assert done.returncode == 0, done.stderr
+    assert "warning: eval.source is trained on, so the evaluation measures what was learnt by heart\n" in done.stdout
     targets = sum(len(f"answer {number}") + 1 for number in range(16))  # with the end token
     assert f"trained on: assistant: {targets} of " in done.stdout and f"; after packing: {targets}\n" in done.stdout
     refused = command(folder, "eval", "whole", "--eval.source", "long.jsonl")
     assert refused.returncode == 2
     assert "eval.source has no token that is trained on" in refused.stderr and "loss" not in refused.stdout
+
+
+def test_ledger_says_of_each_document_what_packing_has_left(folder: Path) -> None:
+    """With one step, in which the row that keeps its answer is read beside one that does not."""
+    unshuffled = ("train", "config.yaml", "--data.source", "mixed.jsonl", "--data.shuffle", "false")
+    done = command(folder, *unshuffled, "--log.dir", "ledger", "--train.steps", "1")
+    assert done.returncode == 0, done.stderr
+    listed = command(folder, "data", "audit", "ledger", "--rows")
+    assert listed.returncode == 0, listed.stderr
+    lines = [line for line in listed.stdout.splitlines() if line.startswith("source") and "trained on" in line]
+    answers = [len(f"answer {number}") + 1 for number in range(32)]
+    for number, (line, answer) in enumerate(zip(lines, answers, strict=False)):
+        kept = f"{answer}" if number % 4 == 0 else f"0, {answer} cut off"
+        assert line.startswith(f"source document {number}: trained on: {answer} of ")
+        assert line.endswith(f" tokens; after packing: {kept}")
+    (sums,) = lines[32:]
+    kept = sum(answers[::4])
+    assert sums.startswith(f"source, 32 documents: trained on: {sum(answers)} of ")
+    assert sums.endswith(f"after packing: {kept}, {sum(answers) - kept} cut off")
+    assert f"after packing: {kept}, none in 24 of its rows" in done.stdout
 
 
 @pytest.mark.parametrize(

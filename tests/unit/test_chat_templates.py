@@ -293,14 +293,19 @@ CONVERSATIONS: dict[str, tuple[Any, ...]] = {
         *(user("b"), assistant("c", reasoning_content="oo")),
     ),
 }
-MODES = [("assistant", True), ("assistant", False), ("last", True), ("last", False), ("all", True)]
+MODES = ["assistant", "last", "all"]
 
 
 @cache
-def encoder(name: str, train_on: str, train_on_end: bool) -> Encoder:
+def encoder(name: str, train_on: str) -> Encoder:
+    """What a template leaves out is no matter here."""
     known = family(name)
     template = ChatTemplate(known.source, known.special, {"date": "2024-07-26"})
-    return Encoder(tokens_of(known.tokenizer).whole, 0, template, train_on, train_on_end)
+    return Encoder(tokens_of(known.tokenizer).whole, 0, template, train_on, lost_texts="count")
+
+
+def refusing(name: str, train_on: str) -> Encoder:
+    return replace(encoder(name, train_on), lost_texts="refuse")
 
 
 def same(what: str, tokens: Tokens, found: Labelled, wanted: tuple[list[int], list[bool]]) -> None:
@@ -344,12 +349,12 @@ def compared(name: str, messages: Any, tools: Any = None, modes: Any = MODES) ->
     known, tokens = family(name), tokens_of(family(name).tokenizer)
     refused = set()
     said = None
-    for train_on, train_on_end in modes:
+    for train_on in modes:
         try:
-            found = encoder(name, train_on, train_on_end).labelled(Example(tuple(messages), tools=tools))
+            found = encoder(name, train_on).labelled(Example(tuple(messages), tools=tools))
         except RowError as error:
             if error.what == NOTHING:
-                assert not any(expected(known, tokens, seen(known, messages, tools), train_on, train_on_end)[1])
+                assert not any(expected(known, tokens, seen(known, messages, tools), train_on)[1])
                 continue
             assert error.what and error.expected
             refused.add(error.what)
@@ -357,10 +362,10 @@ def compared(name: str, messages: Any, tools: Any = None, modes: Any = MODES) ->
         if said is None:
             said = seen(known, messages, tools)
         same(
-            f"{name}, {train_on}, end {train_on_end}",
+            f"{name}, {train_on}",
             tokens,
             found,
-            expected(known, tokens, said, train_on, train_on_end),
+            expected(known, tokens, said, train_on),
         )
     return "; ".join(sorted(refused)) or "equal"
 
@@ -405,7 +410,7 @@ def _text(draw: random.Random) -> str:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_templates_without_an_end_of_answers_are_known(name: str) -> None:
     """Those of the table that have no end token; of others, what follows an answer ends it."""
-    assert ends_turns(encoder(name, "assistant", True)) == bool(family(name).ends), family(name).ends
+    assert ends_turns(encoder(name, "assistant")) == bool(family(name).ends), family(name).ends
 
 
 def test_every_template_is_of_a_family() -> None:
@@ -434,9 +439,9 @@ def test_tools_that_a_template_leaves_out_are_refused(train_on: str) -> None:
     assert {"deepseek_v3", "llama4"} <= left_out
     for name in left_out:
         with pytest.raises(RowError, match="it has tools, and the chat template does not write them"):
-            encoder(name, train_on, True).labelled(Example(tuple(CONVERSATIONS["tools"]), tools=FUNCTIONS))
+            refusing(name, train_on).labelled(Example(tuple(CONVERSATIONS["tools"]), tools=FUNCTIONS))
     with pytest.raises(RowError, match="it has tool_calls, and the chat template does not write them"):
-        encoder("chatml", train_on, True).labelled(Example((user("a"), assistant("b", tool_calls=[CALL]))))
+        refusing("chatml", train_on).labelled(Example((user("a"), assistant("b", tool_calls=[CALL]))))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -444,7 +449,7 @@ def test_targets_of_random_conversations_are_those_of_the_oracle(name: str) -> N
     equal = 0
     for seed in range(8):
         messages, tools = drawn(random.Random(f"{name} {seed}"), family(name))
-        said = compared(name, messages, tools, [("assistant", True), ("last", False)])
+        said = compared(name, messages, tools, ["assistant", "last"])
         assert said == "equal" or said.startswith(("messages[", "the chat template "))
         equal += said == "equal"
     assert equal >= 7
@@ -457,17 +462,16 @@ def test_completion_is_what_follows_the_prompt(name: str) -> None:
     for each in ("one", "three", "blanks", "spelled", "letters", "reasoning", "empty last"):
         messages = CONVERSATIONS[each]
         said, prompt = seen(known, messages), known.render(list(messages[:-1]), prompt=True)
-        for end in (True, False):
-            example = Example(tuple(messages), num_prompt=len(messages) - 1)
-            try:
-                found = encoder(name, "completion", end).labelled(example)
-            except RowError as error:
-                assert error.what in (OTHERWISE, NOTHING)
-                assert error.what != OTHERWISE or not said.text.startswith(prompt)
-                otherwise.add(error.what)
-                continue
-            assert said.text.startswith(prompt)
-            same(f"{name}, {each}", tokens, found, expected(known, tokens, said, "completion", end, prompt))
+        example = Example(tuple(messages), num_prompt=len(messages) - 1)
+        try:
+            found = encoder(name, "completion").labelled(example)
+        except RowError as error:
+            assert error.what in (OTHERWISE, NOTHING)
+            assert error.what != OTHERWISE or not said.text.startswith(prompt)
+            otherwise.add(error.what)
+            continue
+        assert said.text.startswith(prompt)
+        same(f"{name}, {each}", tokens, found, expected(known, tokens, said, "completion", prompt))
     assert (OTHERWISE in otherwise) == (name in PROMPTS_DIFFER)
 
 
@@ -478,7 +482,7 @@ PROMPTS_DIFFER = ["deepseek_r1_distill", "minimax_m2"]
 @pytest.mark.parametrize("name", FAMILIES)
 def test_control_tokens_spelled_in_a_text_stay_text(name: str) -> None:
     tokens = tokens_of(family(name).tokenizer)
-    made = encoder(name, "all", True)
+    made = encoder(name, "all")
     controls = set(tokens.controls.values())
     harmless = made.labelled(Example((user("a"), assistant("b"), user("c"), assistant("d"))))
     for text in (*SPELLED, "".join(FEW[:10])):
@@ -493,7 +497,7 @@ def labelled(template: str | ChatTemplate, messages: Any, train_on: str = "assis
     """The learnt tokens, those that stand together as one text."""
     made = template if isinstance(template, ChatTemplate) else ChatTemplate(template, {"eos_token": "</s>"}, {})
     backend = more.pop("backend", None) or tokens_of("all").whole
-    found = Encoder(backend, 0, made, train_on, **more).labelled(Example(tuple(messages)))
+    found = Encoder(backend, 0, made, train_on, lost_texts="count", **more).labelled(Example(tuple(messages)))
     pieces: list[list[int]] = [[]]
     for id, target in zip(found.ids.tolist(), found.loss_mask.tolist(), strict=True):
         pieces[-1].append(id) if target else pieces.append([])
@@ -511,7 +515,7 @@ def test_added_tokens_that_are_no_control_tokens_are_tokens_in_texts_too() -> No
     backend.add_tokens([AddedToken("<thinking>", special=False), AddedToken("<call>", special=False)])
     thinking, call = (backend.token_to_id(each) for each in ("<thinking>", "<call>"))
     end = backend.token_to_id("<|im_end|>")
-    made = replace(encoder("qwen2", "assistant", True), backend=backend)
+    made = replace(encoder("qwen2", "assistant"), backend=backend)
     said = "<thinking>well <|im_end|></thinking><call>"
     found = made.labelled(Example(({"role": "user", "content": said}, {"role": "assistant", "content": said})))
     ids, learnt = found.ids.tolist(), found.ids[found.loss_mask].tolist()
@@ -573,13 +577,11 @@ def test_marks_inside_a_macro_are_where_they_are_written() -> None:
     said += "{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}"
     template = said + "{{ '\n' }}{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}"
     assert labelled(template, TWO) == ["b c<|im_end|>", "e<|im_end|>"]
-    assert labelled(template, TWO, train_on_end=False) == ["b c", "e"]
 
 
 def test_end_token_is_not_the_end_of_the_conversation() -> None:
     template = PLAIN + "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ eos_token }}{% endif %}"
     assert labelled(template, TWO) == ["b c<|im_end|>", "e<|im_end|>"]
-    assert labelled(template, TWO, train_on_end=False) == ["b c", "e"]
 
 
 def test_text_of_the_turn_after_its_mark_does_not_hide_the_end_token() -> None:
@@ -588,7 +590,6 @@ def test_text_of_the_turn_after_its_mark_does_not_hide_the_end_token() -> None:
     )
     template = "{% for m in messages %}{{ m.role }}:" + closed + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     assert labelled(template, TWO) == ["b c<|tool_call_end|><|im_end|>", "e<|tool_call_end|><|im_end|>"]
-    assert labelled(template, TWO, train_on_end=False) == ["b c<|tool_call_end|>", "e<|tool_call_end|>"]
 
 
 def test_tokenizer_that_trims_places_does_not_move_the_border() -> None:
@@ -596,9 +597,9 @@ def test_tokenizer_that_trims_places_does_not_move_the_border() -> None:
     trimming.post_processor = processors.ByteLevel(trim_offsets=True)
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
     template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    # The token " Hello" crosses the border after the prompt's space.
+    # The token " Hello" has the prompt's space in it, and is learnt with the word.
     said = (user("a"), assistant("Hello there"))
-    assert labelled(template, said) == labelled(template, said, backend=trimming) == [" there</s>"]
+    assert labelled(template, said) == labelled(template, said, backend=trimming) == [" Hello there</s>"]
 
 
 def test_end_token_that_takes_the_line_end_with_it_is_learnt() -> None:
@@ -609,7 +610,6 @@ def test_end_token_that_takes_the_line_end_with_it_is_learnt() -> None:
     inside = "{% for m in messages %}{{ m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     inside += "<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{{ '\n' }}{% endfor %}"
     assert labelled(inside, TWO, backend=greedy) == ["b c<|end|>", "e<|end|>"]
-    assert labelled(inside, TWO, backend=greedy, train_on_end=False) == ["b c", "e"]
     plain = PLAIN.replace("im_end", "end") + ASKS
     assert labelled(plain, TWO, backend=greedy) == ["b c<|end|>", "e<|end|>"]
 
@@ -651,9 +651,8 @@ def test_end_of_a_turn_is_the_token_that_ends_answers() -> None:
     ends = {"phi3": "<|end|>", "chatml": "<|im_end|>", "gpt_oss": "<|return|>", "command_r7b": "<|END_OF_TURN_TOKEN|>"}
     for name, end in ends.items():
         wanted = tokens_of(family(name).tokenizer).controls[end]
-        for train_on_end in (True, False):
-            assert encoder(name, "last", train_on_end).end_of_turn([user("a")]) == wanted
-    assert encoder("glm4", "last", True).end_of_turn([user("a")]) == 0
+        assert encoder(name, "last").end_of_turn([user("a")]) == wanted
+    assert encoder("glm4", "last").end_of_turn([user("a")]) == 0
 
 
 OTHER_WAY = "the chat template renders the prompt in another way when the completion follows"
@@ -663,7 +662,7 @@ BEGUN_BY_THINKING = ("deepseek_r1_distill", "minimax_m2", "exaone4")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pair_is_its_two_completions_after_one_prompt(name: str) -> None:
     """Each document is what its answer alone would be; a prompt that is not the same tokens in both is refused."""
-    made, asked = encoder(name, "completion", True), [user("a"), assistant("b c"), user("d")]
+    made, asked = encoder(name, "completion"), [user("a"), assistant("b c"), user("d")]
     columns = columns_of(["prompt", "chosen", "rejected"])
     for answers in (
         ("Hello there", "Goodbye"),

@@ -328,6 +328,7 @@ def test_token_is_learnt_once_if_its_bit_says_so(
     found = learnt_tokens(batch)
     assert len(set(found)) == len(found)
     assert rows.num_targets.tolist() == (batch["labels"] != IGNORED).sum(axis=1).tolist()
+    assert rows.targets_of_documents().tolist() == [len({*found} & {*document}) for document in ids]
     firsts = {document[0] for document in ids}
     bits = set(np.flatnonzero([bit for learnt in documents for bit in learnt]).tolist())
     assert set(found) <= bits

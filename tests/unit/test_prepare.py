@@ -143,6 +143,47 @@ def test_interrupted_it_goes_on_where_it_stopped(corpus: Path, tmp_path: Path, s
     assert contents(tmp_path / "to") == contents(tmp_path / "whole")
 
 
+class Writing(CountingBytes):
+    """Writes to a file when it meets a text, as another program may at any time."""
+
+    def __init__(self, at: str, file: Path, text: str) -> None:
+        super().__init__()
+        self.at, self.file, self.text = at, file, text
+
+    def encode_batch(self, texts: list[str]) -> list[npt.NDArray[Any]]:
+        if self.at in texts:
+            self.file.write_text(self.text)
+        return super().encode_batch(texts)
+
+
+@pytest.mark.parametrize("changed", ["21", "30"])
+def test_file_that_changes_while_it_is_read_is_named_and_no_store_is_kept(
+    corpus: Path, tmp_path: Path, changed: str
+) -> None:
+    """The file of the part that is being read, or one that is read later."""
+    file = corpus / f"{changed}.txt"
+    with pytest.raises(DataError) as raised:
+        make(corpus, tmp_path / "to", Writing("document 20", file, "document XX"))
+    (problem,) = raised.value.problems
+    assert problem.what == f"{file} has changed, or is gone, since its fingerprint was made"
+    assert not (tmp_path / "to" / "tokens.json").exists()
+
+
+def test_parts_of_a_killed_preparation_are_used_for_equal_bytes_alone(corpus: Path, tmp_path: Path) -> None:
+    """Bytes that were there for a while and are gone, with a size and times that a person may set back."""
+    make(corpus, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        make(corpus, tmp_path / "to", CountingBytes(stop_at="document 20"))
+    stat = (corpus / "03.txt").stat()
+    for text in ("document XX", "document 03"):
+        (corpus / "03.txt").write_text(text)
+    os.utime(corpus / "03.txt", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    again = CountingBytes()
+    make(corpus, tmp_path / "to", again)
+    assert again.seen[:3] == ["document 02", "document 03", "document 20"]
+    assert contents(tmp_path / "to") == contents(tmp_path / "whole")
+
+
 def test_a_damaged_part_is_made_again(corpus: Path, tmp_path: Path) -> None:
     make(corpus, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):

@@ -71,7 +71,6 @@ def test_text_has_markers_around_what_is_learnt() -> None:
         "  | <|assistant|>[[44<|end|>]]",
     ]
     assert said[3].startswith("  ids 60 124 117") and said[3].endswith("62 [52] [52] [256] 10")
-    assert "[[44]]<|end|>" in data("show", *CHATS, "--row", "4", *("--data.train_on_end", "false"))
 
 
 def test_json_is_every_document_and_its_targets() -> None:
@@ -118,14 +117,13 @@ def test_changed_block_of_targets_is_named_with_the_rows_that_read_its_tokens(pa
 
 
 def test_options_of_prepare_reach_the_store() -> None:
-    write("d.jsonl", [{"dialog": turns("a", "b"), "day": "x"}, {"dialog": turns("a", ""), "day": "x"}])
+    write("d.jsonl", [{"dialog": turns("a", "b"), "day": "x"}, {"dialog": turns("a", "b")[:1], "day": "x"}])
     Path("dated.jinja").write_text("{{ strftime_now('%Y') }}" + TEMPLATE)
     options = (
         "--data.fields",
         "{messages: dialog}",
         "--data.train_on",
         "last",
-        *("--data.train_on_end", "false"),
         *("--data.skip_bad_lines", "true"),
     )
     dated = (
@@ -138,8 +136,8 @@ def test_options_of_prepare_reach_the_store() -> None:
     )
     data("prepare", "--data.source", "d.jsonl", "--data.tokenizer", "bytes", *options, *dated, "--to", "store")
     info = TokenStore(Path("store/tokens")).info
-    assert info is not None and str(info.loss_mask) == "chat (dialog), trained on: last without its end token"
-    assert (info.num_documents, info.num_skipped, info.num_loss_tokens) == (1, 1, 1)
+    assert info is not None and str(info.loss_mask) == "chat (dialog), trained on: last"
+    assert (info.num_documents, info.num_skipped, info.num_loss_tokens) == (1, 1, 2)
     (row,) = shown("--data.source", "store", "--data.tokenizer", "bytes")
     assert bytes(row["ids"][:4]) == b"2026"
 
@@ -148,7 +146,7 @@ def test_options_of_prepare_reach_the_store() -> None:
     ("labels", "what"),
     [
         (Labels(train_on="last"), "data.train_on = last: "),
-        (Labels(format="prompt_completion", train_on_end=False), "data.format = prompt_completion, data.train_on_end"),
+        (Labels(format="prompt_completion", train_on="last"), "data.format = prompt_completion, data.train_on = last"),
     ],
 )
 def test_store_refuses_keys_that_contradict_it(labels: Labels, what: str) -> None:
@@ -203,7 +201,7 @@ def test_what_is_learnt_of_texts_is_not_chosen() -> None:
     ("options", "named"),
     [
         (("--data.chat_template", "t.jinja"), "data.chat_template = t.jinja"),
-        (("--data.train_on_end", "false"), "data.train_on_end = false"),
+        (("--data.lost_texts", "count"), "data.lost_texts = count"),
         (("--data.template_variables", "{a: 1}"), "data.template_variables = {a: 1}"),
         (("--data.train_on", "assistant"), "data.train_on = assistant"),
         (("--data.format", "chat"), "data.format = chat"),
@@ -238,8 +236,7 @@ def test_template_without_an_end_of_answers_is_warned_of_once() -> None:
     info = TokenStore(Path("store/tokens")).info
     assert info is not None and str(info.loss_mask) == "chat (messages), trained on: assistant, which has no end token"
     open_store(Source("store", labels=Labels(train_on="assistant")), tokenizer=ByteTokenizer(), cache=Path("cache"))
-    for quiet in (CHATS, (*named, *("--data.train_on_end", "false"))):
-        assert "warning" not in CliRunner().invoke(app, ["show", *quiet]).stderr
+    assert "warning" not in CliRunner().invoke(app, ["show", *CHATS]).stderr
 
 
 @pytest.mark.parametrize("column", ["talk and no end", "talk, trained on: all", "x), which has no end token"])
@@ -306,7 +303,7 @@ def test_preferences_are_trained_as_the_answer_that_is_named() -> None:
         (["--source", "c.jsonl"], "--data.source VALUE"),
         (["--tokenizer=bytes"], "--data.tokenizer VALUE"),
         (["--skip-bad-lines"], "--data.skip_bad_lines true"),
-        (["--no-train-on-end"], "--data.train_on_end false"),
+        (["--no-shuffle"], "--data.shuffle false"),
         (["--text-field", "body"], "--data.fields '{text: NAME}'"),
         (["--skip-empty-targets"], "--data.skip_bad_lines true also counts rows with nothing to train on"),
     ],

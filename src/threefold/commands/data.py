@@ -101,6 +101,9 @@ def audit(
     contents: Annotated[
         bool, typer.Option("--contents", help="Also read every token of the source again and compare it.")
     ] = False,
+    rows: Annotated[
+        bool, typer.Option("--rows", help="Also list each document: its tokens, and those trained on after packing.")
+    ] = False,
 ) -> None:
     """Prove that every sample was read exactly once an epoch, over all restarts and meshes of a run."""
     from threefold.records.files import check_files
@@ -108,6 +111,11 @@ def audit(
     check_files(run)
     for line in audit_lines(run, contents=contents):
         typer.echo(line)
+    if rows:
+        from threefold.commands.documents import ledger_lines
+
+        for line in ledger_lines(run):
+            typer.echo(line)
 
 
 @app.command("show", context_settings=CONTEXT, **ending("data show"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
+from threefold.data.store.store import lost_summary
 from threefold.data.text.source import SIDES, Labelled, LossMask, ReadLog, log_error
-from threefold.errors import RunError
+from threefold.errors import ConfigError, RunError
 from threefold.why.contents import visible
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ _BAR = 40
 class Shown(NamedTuple):
     """One row: ids, whether each is trained on, and the document of each inside the row (-1: padding), [tokens] each.
 
-    `pairs`: its documents 2k and 2k + 1 are a pair, the chosen one and the rejected one.
+    `pairs`: its documents 2k and 2k + 1 are a pair, the chosen one and the rejected one. `lost`: texts of the row that
+    the chat template does not write, by kind.
     """
 
     row: int
@@ -39,6 +42,7 @@ class Shown(NamedTuple):
     loss_mask: npt.NDArray[np.bool_]
     documents: npt.NDArray[Any]
     pairs: bool = False
+    lost: Mapping[str, int] | None = None
 
     @property
     def sides(self) -> list[str]:
@@ -54,8 +58,10 @@ def rows_of_source(source: Source, tokenizer: Tokenizer, row: int | None) -> tup
     found = islice(enumerate(together), row or 0, None if row is None else row + 1)
 
     def shown(number: int, parts: Sequence[Labelled]) -> Shown:
-        ids, loss_mask = (np.concatenate(each) for each in zip(*parts, strict=True))
-        return Shown(number, ids, loss_mask, np.repeat(np.arange(len(parts)), [len(part.ids) for part in parts]), pairs)
+        ids, loss_mask = (np.concatenate(each) for each in zip(*((p.ids, p.loss_mask) for p in parts), strict=True))
+        inside = np.repeat(np.arange(len(parts)), [len(part.ids) for part in parts])
+        lost = sum((Counter(part.lost) for part in parts), Counter())
+        return Shown(number, ids, loss_mask, inside, pairs, lost)
 
     return (shown(*each) for each in found), tokenizer
 
@@ -139,8 +145,9 @@ def packed_row(rows: Rows, row: int) -> Shown:
 def json_lines(rows: Iterator[Shown]) -> Iterator[str]:
     for each in rows:
         values = {name: getattr(each, name).tolist() for name in ("ids", "loss_mask", "documents")}
-        sides = {"sides": each.sides} if each.pairs else {}
-        yield json.dumps({"row": each.row, **values, **sides})
+        more: dict[str, Any] = {"sides": each.sides} if each.pairs else {}
+        more |= {"lost_texts": dict(each.lost)} if each.lost else {}
+        yield json.dumps({"row": each.row, **values, **more})
 
 
 def text_lines(rows: Iterator[Shown], tokenizer: Tokenizer, *, show: int, ids: bool, count: bool) -> Iterator[str]:
@@ -156,7 +163,8 @@ def text_lines(rows: Iterator[Shown], tokenizer: Tokenizer, *, show: int, ids: b
 
 def _row(each: Shown, tokenizer: Tokenizer, counts: tuple[int, int], *, ids: bool) -> Iterator[str]:
     padding = f", {len(each.ids) - counts[0]:,} of padding" if counts[0] < len(each.ids) else ""
-    yield f"row {each.row}: {counts[0]:,} tokens, {counts[1]:,} trained on{padding}"
+    lost = f"; {lost_summary(each.lost)}" if each.lost else ""
+    yield f"row {each.row}: {counts[0]:,} tokens, {counts[1]:,} trained on{padding}{lost}"
     several = len(np.unique(each.documents[each.documents >= 0])) > 1
     for document in np.unique(each.documents[each.documents >= 0]):
         inside = each.documents == document
@@ -211,6 +219,45 @@ def histogram(counts: Sequence[tuple[int, int]]) -> Iterator[str]:
         low, high, number = (1 << size) >> 1, max(0, (1 << size) - 1), sizes.count(size)
         name = f"{low:,} to {high:,}" if low < high else f"{low:,}"
         yield f"  {name:>20} trained on: {number:>5,} rows  {'#' * -(-_BAR * number // most)}".rstrip()
+
+
+def ledger_lines(run: Path) -> Iterator[str]:
+    """What is kept of each document of a run: its tokens, those trained on, and these after packing; then the sums.
+
+    Raises:
+        ConfigError: every token of all documents is trained on.
+        RunError: the rows have another number of labels than their documents keep.
+    """
+    from threefold.audit import record
+    from threefold.data.rows.concat import IGNORED
+    from threefold.data.rows.known_rows import parts_of
+
+    rows, _ = rows_of_run(run, record.read(run / record.FILE))
+    parts = [part for part in parts_of(rows) if part.rows.store.has_loss_mask]
+    if not parts:
+        what = f"--rows: every token of the documents of {run} is trained on"
+        raise ConfigError(what, expected="a run on conversations, or on prompts and answers", fix="leave --rows out")
+    for part in parts:
+        ends = part.rows.store.document_ends
+        starts = np.concatenate(([0], ends[:-1]))
+        trained_on, kept = part.rows.store.count_trained_on(starts, ends), part.rows.targets_of_documents()
+        for number, counts in enumerate(zip((ends - starts).tolist(), trained_on.tolist(), kept.tolist(), strict=True)):
+            yield f"{part.name} {_ledger(f'document {number}', *counts)}"
+        # As the run reads them: the labels themselves, counted.
+        read = (part.rows.rows(np.array([row])) for row in range(part.rows.num_rows))
+        in_rows = sum(int(np.count_nonzero(each["labels"] != IGNORED)) for each in read)
+        if int(kept.sum()) != in_rows:
+            raise RunError(
+                f"the rows of {part.name} have {in_rows:,} labels, and its documents keep {int(kept.sum()):,}",
+                expected="each token that is trained on once, or cut off",
+                fix=f"threefold data audit {run} --contents   compares the bytes of the source",
+            )
+        yield _ledger(f"{part.name}, {len(ends):,} documents", int(ends[-1]), int(trained_on.sum()), in_rows)
+
+
+def _ledger(name: str, tokens: int, trained_on: int, kept: int) -> str:
+    cut = f", {trained_on - kept:,} cut off" if kept < trained_on else ""
+    return f"{name}: trained on: {trained_on:,} of {tokens:,} tokens; after packing: {kept:,}{cut}"
 
 
 def texts_of_rows(run: Path, segments: Sequence[Segment], indices: Sequence[int]) -> Iterator[str]:

@@ -19,6 +19,7 @@ DROPPED: Mapping[str, str] = {
     "data.mixture.text_field": "fields: {text: NAME} in the source",
     "data.skip_empty_targets": "--data.skip_bad_lines true also counts rows with nothing to train on",
     "data.text_field": "--data.fields '{text: NAME}'",
+    "data.train_on_end": "leave it out: the token that ends an answer is trained on, so that the model learns to stop",
     "encrypt": "--set EnableInterContainerTrafficEncryption=true",
     "global-batch": "--train.global_batch N",
     "host-network": "--set hostNetwork=true --set dnsPolicy=ClusterFirstWithHostNet",

@@ -103,7 +103,11 @@ class DataConfig(Section):
     train_on: Literal["assistant", "last", "completion", "all"] | None = Field(
         None, description="what is trained on of rows that are not text; default: assistant for chats, else completion"
     )
-    train_on_end: bool = Field(True, description="the token that ends an answer is trained on too")
+    lost_texts: Literal["refuse", "count"] = Field(
+        "refuse",
+        description="a text of a row that the chat template does not write, such as a system prompt or reasoning: "
+        "refuse the row; count: train without it",
+    )
     chat_template: str | None = Field(None, description="file with a chat template; default: the tokenizer's own")
     template_variables: dict[str, Any] = Field(
         {}, description="variables of the chat template; {date: 2026-01-31} for one that prints today's date"

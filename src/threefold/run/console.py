@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import shlex
 from collections.abc import Iterator, Sequence
+from os.path import isfile
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ def head_of(run: Built, why: str, found: Sequence[tuple[str, str]]) -> Head:
         data=_data(run),
         global_batch=config.train.global_batch,
         labels=labels_of(run.rows),
-        notes=[*_begins(run.rows), *_no_end(run), *_shares(run), *_pairs(run)],
+        notes=[*_begins(run.rows), *_no_end(run), *_evaluated(run), *_shares(run), *_pairs(run)],
         first_step=run.done + 1 if ahead else None,
         last_step=run.num_steps if ahead else None,
         epochs=epochs_ahead(run) if ahead else None,
@@ -139,6 +140,13 @@ def without_end(rows: Rows) -> bool:
 def _no_end(run: Built) -> Iterator[Entry]:
     if without_end(run.rows):
         yield "", no_end_warning(run.config.data.chat_template or run.tokenizer.name)
+
+
+def _evaluated(run: Built) -> Iterator[Entry]:
+    data, held_out = run.config.data, run.config.eval
+    same = data.mixture is None and held_out.source == data.source
+    if same and (data.split == held_out.split or isfile(str(data.source))):
+        yield "", "warning: eval.source is trained on, so the evaluation measures what was learnt by heart"
 
 
 def _shares(run: Built) -> Iterator[Entry]:

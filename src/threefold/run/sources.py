@@ -89,7 +89,7 @@ def _source(config: Config, source: MixtureSource) -> Source:
             data.format,
             data.fields if source.fields is None else source.fields,
             data.train_on,
-            data.train_on_end,
+            data.lost_texts,
             data.chat_template,
             data.template_variables,
             data.control_tokens,

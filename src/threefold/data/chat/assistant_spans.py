@@ -9,17 +9,19 @@ told apart is refused, and so is a turn with somebody else's text inside it.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from threefold.data.chat.formats import Message, RowError
+from threefold.data.chat.row_texts import REASONING, RowTexts
 
 # Two texts that begin and end differently, and that no template takes for anything but words.
 _PROBES = ("Aqx", "Bqz")
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-_EVERYWHERE = 1 << 62
+EVERYWHERE = 1 << 62
+_OPEN = re.compile(r"(<[^<>]*|\[[^\[\]]*)$")
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 
 
@@ -32,6 +34,7 @@ class Turn(NamedTuple):
         reach: up to where the text continues as `ending` says.
         shared: up to where the text would be the same if the conversation went on; what is beyond ends that.
         written: where the turn's content ends, if that matters to what ends it; else 0.
+        next: up to where the text would be the same whatever is next, if that matters; what is beyond begins that.
     """
 
     begin: int
@@ -39,8 +42,9 @@ class Turn(NamedTuple):
     message: int
     ending: str = ""
     reach: int = 0
-    shared: int = _EVERYWHERE
+    shared: int = EVERYWHERE
     written: int = 0
+    next: int = EVERYWHERE
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,46 @@ class Whole:
             return self.closed(Turn(len(before), len(until), number))
         return self._beside(number) or self._found(number, before)
 
+    def all_marked(self, stretches: Sequence[tuple[int, int]], texts: RowTexts) -> tuple[Turn, ...]:
+        """The stretches that the template marks as the assistant's; a turn may have several of them.
+
+        Raises:
+            RowError: a stretch is of no turn, or of several, or has another's text in it.
+        """
+        turns = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
+        filled = [(begin, end) for begin, end in stretches if end > begin]
+        one_each = next((each for each in (stretches, filled) if len(each) == len(turns)), None)
+        found = turns if one_each is not None else [self._owner(stretch, texts) for stretch in filled]
+        owners = [number for number in found if number is not None]
+        if len(owners) < len(found):
+            what = (
+                f"the template marks {len(filled)} stretches as generated, and there are {len(turns)} assistant turns"
+            )
+            raise RowError(what, "stretches that are each of one turn of the assistant")
+        made = []
+        for at, (number, stretch) in enumerate(zip(owners, one_each or filled, strict=True)):
+            # What follows a stretch is the turn's end only if no other stretch of it follows.
+            last = number not in owners[at + 1 :]
+            made.append(self.marked(number, *stretch) if last else Turn(*stretch, number))
+        if texts.places is None:
+            self.refuse_others(made)
+        for turn in made:
+            self.refuse_within(turn, texts)
+        return tuple(made)
+
+    def _owner(self, stretch: tuple[int, int], texts: RowTexts) -> int | None:
+        """The turn of a marked stretch: that of the texts in it, else of the text beside it; None: none."""
+        begin, end = stretch
+        places = [(place.begin, texts.texts[place.number].message) for place in texts.places or ()]
+        within = {message for place, message in places if begin <= place < end}
+        if not within and places:
+            before = max((each for each in places if each[0] < begin), default=(0, -1))[1]
+            asked = before < 0 or self.messages[before]["role"] != "assistant"
+            within = {before + 1 if asked else before}
+        owner = within.pop() if len(within) == 1 else -1
+        ours = 0 <= owner < len(self.messages) and self.messages[owner]["role"] == "assistant"
+        return owner if ours else None
+
     def marked(self, number: int, begin: int, end: int) -> Turn:
         """The stretch of a turn that the template marks."""
         if number + 1 == len(self.messages):
@@ -84,20 +128,54 @@ class Whole:
         except RowError:
             return Turn(begin, end, number)
 
+    def checked(self, turns: Sequence[Turn], texts: RowTexts) -> tuple[Turn, ...]:
+        """The turns, which are to hold all that the assistant wrote, and nothing that another said.
+
+        A turn begins before the first of its texts: its reasoning is the model's own also where the model would be
+        asked not to reason.
+
+        Raises:
+            RowError: a turn has another's text in it, or lacks one of its own.
+        """
+        if texts.places is None:
+            self.refuse_others(turns)
+            return tuple(turns)
+        whole = {turn.message: turn for turn in turns}
+        for place in texts.places:
+            message, key, _ = texts.texts[place.number]
+            turn = whole.get(message)
+            if turn is not None and place.begin < turn.begin:
+                whole[message] = turn._replace(begin=texts.begin_of(place))
+            elif turn is not None and place.end > max(turn.end, turn.reach):
+                what = f"messages[{message}]: the chat template writes its {key} outside of its turn"
+                raise RowError(what, "a template that writes a turn in one stretch, or marks it: {% generation %}")
+        for turn in whole.values():
+            self.refuse_within(turn, texts)
+        return tuple(whole.values())
+
+    def refuse_within(self, turn: Turn, texts: RowTexts) -> None:
+        """RowError if a text of another lies in a turn, by where the texts are."""
+        for place in texts.places or ():
+            message = texts.texts[place.number].message
+            if self.messages[message]["role"] != "assistant" and place.begin < turn.end and turn.begin < place.end:
+                raise self._within(message, turn)
+
     def refuse_others(self, turns: Sequence[Turn]) -> None:
-        """RowError if what another than the assistant said lies inside one of the turns."""
+        """RowError if what another than the assistant said lies inside one of the turns, by its words."""
         for number, message in enumerate(self.messages):
             words = _WORDS.findall(message.get("content") or "") if message["role"] != "assistant" else []
             for turn in turns if words else ():
                 stretch = self.text[turn.begin : turn.end]
                 # Only where it can be is it looked for, which takes two renderings.
                 if all(word in stretch for word in words) and self._lies_in(number, turn):
-                    raise RowError(
-                        f"messages[{number}]: the chat template writes it inside messages[{turn.message}], a turn of "
-                        f"the assistant, so that a text of the {message['role']} would be trained on",
-                        "a template that writes it beside the turn, or marks what the assistant wrote with "
-                        "{% generation %}",
-                    )
+                    raise self._within(number, turn)
+
+    def _within(self, number: int, turn: Turn) -> RowError:
+        return RowError(
+            f"messages[{number}]: the chat template writes it inside messages[{turn.message}], a turn of the "
+            f"assistant, so that a text of the {self.messages[number]['role']} would be trained on",
+            "a template that writes it beside the turn, or marks what the assistant wrote with {% generation %}",
+        )
 
     def _lies_in(self, number: int, turn: Turn) -> bool:
         try:
@@ -113,6 +191,11 @@ class Whole:
     def closed(self, turn: Turn) -> Turn:
         """The turn with what tells its end from that of the conversation."""
         if turn.message + 1 < len(self.messages):
+            content = (self.messages[turn.message].get("content") or "").rstrip()
+            if turn.ending.strip() and turn.reach < turn.end + len(turn.ending.rstrip()):
+                return turn._replace(next=self._next_prompt(turn))
+            if content and not turn.ending and self.text[turn.begin : turn.end].rstrip().endswith(content):
+                return turn._replace(next=self._next_message(turn.message + 1))
             return turn
         try:
             shared = _alike(self.text, self.render([*self.messages, {"role": "user", "content": _PROBES[0]}]))
@@ -122,6 +205,31 @@ class Whole:
         except RowError:
             return turn
 
+    def _next_prompt(self, turn: Turn) -> int:
+        """Up to where the text is the same if the assistant would begin to write after a turn; its end at least."""
+        said = self.messages[: turn.message + 1]
+        with contextlib.suppress(RowError):
+            alike = _alike(self.text, self.render(said, prompt=True))
+            # After a question: an answer would have an end of its own there.
+            asked: list[Message] = [{"role": "user", "content": _PROBES[0]}]
+            before, prompt = self.render(asked), self.render(asked, prompt=True)
+            # From where they part, or from the token that they part in.
+            header = prompt[len(_OPEN.sub("", prompt[: _alike(before, prompt)])) :].strip()
+            # What headers have in common, such as <|im_start|>, ends no turn.
+            if not header.startswith(self.text[turn.end : alike].strip()):
+                return alike
+        return turn.end
+
+    def _next_message(self, number: int) -> int:
+        """Up to where the text does not depend on the role of a message; nowhere if that cannot be known."""
+        alike = EVERYWHERE
+        for role in {"system", "user", "tool"} - {self.messages[number]["role"]}:
+            with contextlib.suppress(RowError):
+                shown = self.render([*self.messages[:number], {"role": role, "content": _PROBES[0]}])
+                if _PROBES[0] in shown:
+                    alike = min(alike, _alike(self.text, shown))
+        return alike if alike < EVERYWHERE else 0
+
     def _beside(self, number: int) -> Turn | None:
         """The stretch by what follows the message before it: here, and where the turn or its prompt is the last.
 
@@ -130,7 +238,7 @@ class Whole:
         if not number:
             return None
         message = self.messages[number]
-        bare = {key: value for key, value in message.items() if key not in _REASONING}
+        bare = {key: value for key, value in message.items() if key not in REASONING}
         silent = {**bare, **({"content": ""} if message.get("tool_calls") and message.get("content") else {})}
         try:
             after = self._after(self.messages, number - 1)

@@ -37,6 +37,7 @@ FIELDS = (
 # ShareGPT's names of who speaks, and those of other collections.
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 _ROLES |= {"model": "assistant", "observation": "tool", "function_response": "tool", "ipython": "tool"}
+_ROLES |= {"function_call": "assistant"}
 _KNOWN = ("system", "developer", "user", "assistant", "tool", "function")
 Message = dict[str, Any]
 
@@ -264,11 +265,24 @@ def _message(value: Any, where: str, columns: Columns) -> Message:
     if not _trained(value, where):
         others["train"] = False
     content = value.get(content_key)
+    if said == "function_call":
+        others["tool_calls"], content = [{"type": "function", "function": _call(content, where)}], None
     if content is None and not others.get("tool_calls"):
         raise RowError(f"{where} has no {content_key!r}", "a text in every message, or tool_calls")
     if content is not None:
         others["content"] = _text(content, where)
     return {"role": role, **others}
+
+
+def _call(content: Any, where: str) -> Any:
+    """The function that a message of ShareGPT's role function_call calls, which is JSON."""
+    try:
+        call = json.loads(content)
+    except (TypeError, ValueError):
+        call = None
+    if not isinstance(call, dict) or "name" not in call:
+        raise RowError(f"{where}: a function_call that is no call", '{"name": ..., "arguments": {...}} as JSON')
+    return call
 
 
 def _trained(message: Mapping[str, Any], where: str) -> bool:

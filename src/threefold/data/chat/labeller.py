@@ -42,10 +42,9 @@ class RowLabeller:
 
     @cached_property
     def loss_mask(self) -> LossMask:
-        read, end = self.read, "trained" if self.encoder.train_on_end else "masked"
+        read = self.read
         # Of a prompt and a completion, it is not known before they are read whether they are texts.
-        if end == "trained" and "prompt" not in read.names and not ends_turns(self.encoder):
-            end = "missing"
+        end = "trained" if "prompt" in read.names or ends_turns(self.encoder) else "missing"
         templated = read.format == "chat" or "instruction" in read.names
         return LossMask(read.format, read.theirs(read.names), self.encoder.train_on, end, templated)
 
@@ -65,7 +64,7 @@ class RowLabeller:
             self.tokenizer,
             shown,
         ]
-        parts += [made.train_on, made.train_on_end, made.control_ids, made.bos_id]
+        parts += [made.train_on, made.lost_texts, made.control_ids, made.bos_id]
         content = json.dumps(parts, sort_keys=True, default=str).encode()
         return f"labels 2 {hashlib.blake2b(content, digest_size=16).hexdigest()}"
 
@@ -77,12 +76,16 @@ class RowLabeller:
         log.num_with_field += 1
         try:
             if self.read.format == PREFERENCE:
-                return labelled_pair(row, self.read, self.encoder)
-            return [self.encoder.labelled(example_of(row, self.read))]
+                made = labelled_pair(row, self.read, self.encoder)
+            else:
+                made = [self.encoder.labelled(example_of(row, self.read))]
         except RowError as error:
             # Roles and what a template says may be as long as a row.
             other = f"   (or --data.train_on {error.train_on})" if error.train_on else ""
             return shorten(error.what), error.expected + other
+        for each in made:
+            log.saw_lost(each.lost or {})
+        return made
 
 
 def shorten(text: str) -> str:
@@ -184,7 +187,7 @@ def encoder_of(tokenizer: Tokenizer, labels: Labels, train_on: str, template: Ch
         tokenizer.end_id,
         template,
         train_on,
-        train_on_end=labels.train_on_end,
+        lost_texts=labels.lost_texts,
         control_ids=labels.control_tokens == "ids",
         bos_id=for_texts(tokenizer, bos=labels.bos, control_tokens=labels.control_tokens).bos_id,
     )
@@ -194,7 +197,7 @@ def ends_turns(encoder: Encoder) -> bool:
     """Whether what is trained on of an answer has an end, or that cannot be known."""
     said = ({"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER})
     try:
-        answered = replace(encoder, train_on="assistant", train_on_end=True).labelled(Example(said))
+        answered = replace(encoder, train_on="assistant").labelled(Example(said))
     except RowError:
         return True
     written = str(encoder.backend.decode(answered.ids[answered.loss_mask].tolist(), skip_special_tokens=False))

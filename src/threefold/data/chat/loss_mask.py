@@ -1,14 +1,15 @@
 """An example as token ids, and which of them are trained on.
 
-A token is trained on if all of its characters lie inside an answer; one that crosses the border is not. A turn's end
-token is with `train_on_end`: it is the control token that the template writes after the turn; what follows it
-up to the next turn is not. Control tokens that are spelled out inside a text stay text.
+A token is trained on if all of its characters, but for white space before its first word, lie inside an answer. The
+control token that the template writes after a turn is its end, and trained on; what follows it up to the next turn is
+not. Control tokens that are spelled out inside a text stay text.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,8 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from threefold.data.chat.assistant_spans import Turn
+from threefold.data.chat.assistant_spans import EVERYWHERE, Turn
 from threefold.data.chat.formats import Example, Message, RowError
+from threefold.data.chat.row_texts import RowTexts
 from threefold.data.chat.template import ChatTemplate, Rendered
 from threefold.data.text.source import Labelled
 
@@ -36,7 +38,7 @@ class Encoder:
         end_id: the end token, which follows a completion that is a text.
         template: for messages; None: they are refused.
         train_on: `assistant` (all its turns), `last` (its last), `completion` or `all`.
-        train_on_end: the token that ends an answer is trained on too.
+        lost_texts: `refuse`, or only `count`, texts of a row that the template does not write.
         control_ids: control tokens spelled out in a text become control tokens.
         bos_id: a token before texts without messages; None: there is none.
     """
@@ -45,7 +47,7 @@ class Encoder:
     end_id: int
     template: ChatTemplate | None
     train_on: str
-    train_on_end: bool = True
+    lost_texts: str = "refuse"
     control_ids: bool = False
     bos_id: int | None = None
 
@@ -70,8 +72,7 @@ class Encoder:
 
     def end_of_turn(self, messages: Sequence[Message]) -> int:
         """The control token that the template writes after an answer to `messages`; the end token if there is none."""
-        made = replace(self, train_on_end=True)
-        answered = made.labelled(Example((*messages, {"role": "assistant", "content": "-"})))
+        answered = self.labelled(Example((*messages, {"role": "assistant", "content": "-"})))
         last = answered.ids[answered.loss_mask][-1]
         return int(last) if self._is_control(last) else self.end_id
 
@@ -91,7 +92,7 @@ class Encoder:
         first = [] if self.bos_id is None else [self.bos_id]
         return Labelled(
             np.concatenate([first, ids, [self.end_id]]).astype(np.int32),
-            np.concatenate([np.zeros(len(first), np.bool_), loss_mask, [self.train_on_end]]),
+            np.concatenate([np.zeros(len(first), np.bool_), loss_mask, [True]]),
         )
 
     def _messages(self, example: Example, spelled: bool) -> Labelled:
@@ -100,16 +101,18 @@ class Encoder:
                 "it has messages, and the tokenizer has no chat template", "a chat template: data.chat_template"
             )
         given: dict[str, Any] = {"tools": example.tools, "variables": example.variables}
-        self.template.refuse_unwritten(example.messages, **given)
+        texts = self.template.texts(example.messages, **given)
+        lost = self._lost(texts, self.template.unwritten(example.messages, **given))
         first = {"all": 0, "completion": example.num_prompt}.get(self.train_on, len(example.messages))
         if untrained := [number for number in example.untrained if number >= first]:
             what = f"messages[{min(untrained)}] is not to be trained on (weight: 0 or train: false)"
             raise RowError(what, f"turns that are told apart, not {self.train_on}", train_on="assistant")
         if self.train_on == "all":
-            text = self.template.render(example.messages, **given)
-            ids, _ = self._encoded(text, spelled)
-            return Labelled(ids, np.ones(len(ids), np.bool_))
-        shown = self._completion(example, given) if self.train_on == "completion" else self._turns(example, given)
+            ids, _ = self._encoded(texts.text, spelled)
+            return Labelled(ids, np.ones(len(ids), np.bool_), lost)
+        shown = (
+            self._completion(example, given) if self.train_on == "completion" else self._turns(example, given, texts)
+        )
         ids, offsets = self._encoded(shown.text, spelled)
         loss_mask = np.zeros(len(ids), np.bool_)
         places = self._places(shown.text) if spelled else None
@@ -117,21 +120,41 @@ class Encoder:
         def place(at: int) -> int:
             return at if places is None else int(places[min(at, len(places) - 1)])
 
+        text = self._spelled_out(shown.text) if spelled else shown.text
         for turn in shown.turns:
+            self._begin_words(offsets, text, place(turn.begin))
             self._mark(loss_mask, ids, offsets, turn, place)
-        return Labelled(ids, loss_mask)
+        return Labelled(ids, loss_mask, lost)
 
-    def _turns(self, example: Example, given: Mapping[str, Any]) -> Rendered:
+    def _lost(self, texts: RowTexts, unwritten: Sequence[str]) -> Mapping[str, int]:
+        """How many texts of each kind the template does not write; a RowError if none may be lost."""
+        lost = texts.lost()
+        if self.lost_texts == "refuse":
+            for what in unwritten:
+                expected = "a chat template that knows tools: data.chat_template   (or --data.lost_texts count)"
+                raise RowError(f"it has {what}, and the chat template does not write them", expected)
+            texts.refuse(lost)
+        return Counter([*lost.values(), *unwritten])
+
+    def _turns(self, example: Example, given: Mapping[str, Any], texts: RowTexts) -> Rendered:
         assert self.template is not None
-        shown = self.template.rendered(example.messages, **given)
-        turns = shown.turns[-1:] if self.train_on == "last" else shown.turns
-        return Rendered(shown.text, tuple(turn for turn in turns if turn.message not in example.untrained))
+        shown = self.template.rendered(example.messages, **given, texts=texts)
+        last = max((turn.message for turn in shown.turns), default=0) if self.train_on == "last" else 0
+        trained = (turn for turn in shown.turns if turn.message >= last and turn.message not in example.untrained)
+        return Rendered(shown.text, tuple(trained))
 
     def _completion(self, example: Example, given: Mapping[str, Any]) -> Rendered:
         assert self.template is not None
         if not example.num_prompt:
             raise RowError("it has no prompt", "prompt and completion", train_on="assistant")
         return self.template.completion(example.messages, example.num_prompt, **given)
+
+    def _begin_words(self, offsets: npt.NDArray[np.int64], text: str, begin: int) -> None:
+        """Lets the token of a turn's first word begin with the turn, if the template's white space is in it."""
+        at = int(np.searchsorted(offsets[:, 0], begin)) - 1
+        start, end = offsets[at] if at >= 0 else (begin, begin)
+        if end > begin and not text[start:begin].strip() and text[begin:end].strip():
+            offsets[at, 0] = begin
 
     def _mark(
         self,
@@ -159,8 +182,14 @@ class Encoder:
             tail = max(own, default=controls[0])
             if self.train_on != "completion":
                 loss_mask[tail + 1 : last + 1] = False
-            if not self.train_on_end:
-                loss_mask[tail : last + 1] = False
+            return
+        # Or else it is written with the next message, whoever's that is, and never before the first answer.
+        written_later = (offsets[:, 0] >= end) & (offsets[:, 1] <= place(turn.next)) & (turn.next < EVERYWHERE)
+        for at in np.flatnonzero(written_later).tolist():
+            if self._is_control(ids[at]) and ids[at] not in ids[: np.argmax(loss_mask)]:
+                loss_mask[last + 1 : at + 1] = True
+            if self._shown(ids[at]).strip():
+                break
 
     def _run_of_controls(self, ids: npt.NDArray[np.int32], last: int, length: int) -> list[int]:
         """The control tokens at the end of a stretch, the last one first, with nothing but white space among them."""
@@ -189,10 +218,11 @@ class Encoder:
         if not controls and turn.reach >= turn.end + opened:
             # The text agrees up to an end token; in this place it is another one (of a turn, not of a conversation).
             begins = np.flatnonzero(offsets[:, 0] == place(turn.end + opened))
-            controls = [int(at) for at in begins[:1] if self._is_control(ids[at])]
+            controls = [
+                int(at) for at in begins[:1] if self._is_control(ids[at]) and offsets[at, 1] <= place(turn.next)
+            ]
         if controls:
-            loss_mask[last + 1 : controls[-1]] = True
-            loss_mask[controls[-1]] = self.train_on_end
+            loss_mask[last + 1 : controls[-1] + 1] = True
 
     def _is_control(self, id: Any) -> bool:
         return int(id) in self._control

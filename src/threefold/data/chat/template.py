@@ -6,6 +6,7 @@ in other ways, or refused.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +17,17 @@ from typing import Any
 
 from threefold.data.chat.assistant_spans import Turn, Whole
 from threefold.data.chat.formats import Message, RowError
+from threefold.data.chat.row_texts import RowTexts
 
 _GENERATION, _END = (re.compile(rf"\{{%([-+]?)\s*{name}\s*([-+]?)%\}}") for name in ("generation", "endgeneration"))
 # Characters that are in no text: they stand where a stretch begins and ends.
 _OPEN_CLOSE = "\ufdd0\ufdd1"
 _BORDER = re.compile(f"[{_OPEN_CLOSE}]")
+# Parameters of what renders, which would change more than what the template reads.
+_RENDERERS = {"conversations", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
+_RENDERERS |= {"return_assistant_tokens_mask"}
+# A text that no template writes by itself.
+_WORD = "Aqx"
 _DATE = re.compile(r"\bstrftime_now\b")
 
 
@@ -74,18 +81,28 @@ class ChatTemplate:
         Raises:
             RowError: the template refuses the conversation, or fails on it.
         """
+        if self.prints_date and self.today is None:
+            raise RowError("the chat template prints today's date", "one date for all rows: data.template_variables")
+        if taken := sorted(_RENDERERS & {*self.variables, *(variables or {})}):
+            what = (
+                f"chat_template_kwargs or data.template_variables has {taken[0]!r}, which is no variable of a template"
+            )
+            raise RowError(what, f"variables of the template, without {', '.join(taken)}")
+        return self._rendered([self._as_taken(message) for message in messages], tools, variables or {}, prompt=prompt)
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, variables: Mapping[str, Any], *, prompt: bool
+    ) -> str:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        if self.prints_date and self.today is None:
-            raise RowError("the chat template prints today's date", "one date for all rows: data.template_variables")
         try:
             texts, _ = render_jinja_template(
-                [[dict(message) for message in messages]],
+                [list(messages)],
                 tools=list(tools) if tools else None,
                 chat_template=self._dated,
                 add_generation_prompt=prompt,
-                **{**self.special, **self.variables, **(variables or {})},
+                **{**self.special, **self.variables, **variables},
             )
         except TemplateError as error:
             raise RowError(
@@ -101,43 +118,41 @@ class ChatTemplate:
         *,
         tools: Sequence[Any] | None = None,
         variables: Mapping[str, Any] | None = None,
+        texts: RowTexts | None = None,
     ) -> Rendered:
         """A conversation's text with all turns of its assistant.
 
         Raises:
             RowError: as `render`, or a turn cannot be told apart from what is around it.
         """
-        text = self.render(messages, tools=tools, variables=variables)
+        texts = texts or self.texts(messages, tools=tools, variables=variables)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        whole = self._whole(messages, tools, variables, text)
+        whole = self._whole(messages, tools, variables, texts.text)
         if not self.marks_generation:
-            return _only_own(whole, [whole.turn(number) for number in turns])
-        marked = self._marks(messages, tools, variables, text)
-        if len(marked) != len(turns):
-            marked = [(begin, end) for begin, end in marked if end > begin]
-        if len(marked) != len(turns):
-            what = (
-                f"the template marks {len(marked)} stretches as generated, and there are {len(turns)} assistant turns"
-            )
-            raise RowError(what, "one stretch for each turn of the assistant")
-        return _only_own(whole, [whole.marked(number, *stretch) for number, stretch in zip(turns, marked, strict=True)])
+            return Rendered(texts.text, whole.checked([whole.turn(number) for number in turns], texts))
+        return Rendered(texts.text, whole.all_marked(self._marks(messages, tools, variables, texts.text), texts))
 
-    def refuse_unwritten(
+    def texts(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None, variables: Mapping[str, Any] | None
-    ) -> None:
-        """RowError for tools, or calls of tools, that the template leaves out: the model would not see any of them."""
+    ) -> RowTexts:
+        """The texts of a conversation, and where they are in its rendering; a RowError as for `render`."""
+        renders = partial(self.render, tools=tools, variables=variables)
+        return RowTexts(messages, renders(messages), renders)
+
+    def unwritten(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] | None, variables: Mapping[str, Any] | None
+    ) -> list[str]:
+        """`tools`, `tool_calls`: which of them the template leaves out, so that the model would not see any of them."""
         calls = [{"content": "", **{k: v for k, v in each.items() if k != "tool_calls"}} for each in messages]
         others: dict[str, tuple[Sequence[Message], Any]] = {"tools": (messages, None)} if tools else {}
         others |= {"tool_calls": (calls, tools)} if any(each.get("tool_calls") for each in messages) else {}
+        unwritten = []
         for what, (said, known) in others.items():
             text = self.render(messages, tools=tools, variables=variables)
-            try:
-                written = self.render(said, tools=known, variables=variables) != text
-            except RowError:  # it refuses to be without them
-                written = True
-            if not written:
-                expected = "a chat template that knows tools: data.chat_template"
-                raise RowError(f"it has {what}, and the chat template does not write them", expected)
+            with contextlib.suppress(RowError):  # it refuses to be without them
+                if self.render(said, tools=known, variables=variables) == text:
+                    unwritten.append(what)
+        return unwritten
 
     def _whole(
         self,
@@ -194,6 +209,40 @@ class ChatTemplate:
         places = [0, *accumulate(map(len, pieces))]
         return list(zip(places[1::2], places[2::2], strict=False))
 
+    def _as_taken(self, message: Message) -> Message:
+        """A message in the form that the template takes."""
+        said = {**self._without_content, **message} if message.get("tool_calls") else dict(message)
+        content = said.get("content")
+        return (
+            {**said, "content": [{"type": "text", "text": content}]}
+            if self._takes_parts and isinstance(content, str)
+            else said
+        )
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template writes a content that is a list of parts, and not one that is a text."""
+        return not self._writes([{"role": "user", "content": _WORD}]) and self._writes(
+            [{"role": "user", "content": [{"type": "text", "text": _WORD}]}]
+        )
+
+    @cached_property
+    def _without_content(self) -> Mapping[str, Any]:
+        """What a message of calls alone has: no content, a null or an empty one, so that its calls are written."""
+        call = {"id": "call00001", "type": "function", "function": {"name": _WORD, "arguments": {}}}
+        asked = {"role": "user", "content": "-"}
+        for content in ({}, {"content": None}, {"content": ""}):
+            if self._writes([asked, {"role": "assistant", **content, "tool_calls": [call]}]):
+                return content
+        return {}
+
+    def _writes(self, messages: Sequence[Message]) -> bool:
+        """Whether the word of a probe comes out, as messages are, whatever their form."""
+        try:
+            return _WORD in self._rendered(messages, None, {}, prompt=False)
+        except RowError:
+            return False
+
     @cached_property
     def _bordered(self) -> ChatTemplate:
         """The template, which writes a border where it has a mark."""
@@ -213,9 +262,3 @@ class ChatTemplate:
         unknown = "raise_exception('strftime_now is asked for a form that is not written out: ' ~ form)"
         told = f"{{{{- {{{known}}}[form] if form in {{{known}}} else {unknown} -}}}}"
         return f"{{%- macro strftime_now(form) -%}}{told}{{%- endmacro +%}}{self.source}"
-
-
-def _only_own(whole: Whole, turns: Sequence[Turn]) -> Rendered:
-    """A conversation's text with these turns, of which none holds what another said."""
-    whole.refuse_others(turns)
-    return Rendered(whole.text, tuple(turns))

@@ -146,6 +146,13 @@ class ConcatRows:
             np.subtract.at(counts, (first - 1) // self.seq_len, self.store.count_trained_on(first, first + 1))
         return counts
 
+    def targets_of_documents(self) -> Int64:
+        """As `PackedRows`."""
+        ends = self.store.document_ends
+        starts = np.concatenate(([0], ends[:-1])) + self.document_mask
+        stops = np.minimum(ends, self.num_rows * self.seq_len + 1)
+        return self.store.count_trained_on(np.minimum(np.maximum(starts, 1), stops), stops)
+
     def stretches(self, row: int) -> Iterator[tuple[int, int]]:
         """As `PackedRows`."""
         yield row * self.seq_len, (row + 1) * self.seq_len + 1

@@ -32,6 +32,9 @@ class PackedRows(Rows, Protocol):
     def stretches(self, row: int) -> Iterator[tuple[int, int]]:
         """Where a row's tokens and labels lie in the stream, as [start, stop)."""
 
+    def targets_of_documents(self) -> Int64:
+        """How many tokens of each document are labels that are trained on, [documents], of a store with a loss mask."""
+
     def readers(self, start: int, stop: int) -> Int64:
         """The rows that read a token of [start, stop) of the stream, ascending."""
 

@@ -163,13 +163,23 @@ class PaddedRows:
     @cached_property
     def num_targets(self) -> Int64:
         """As `PackedRows`."""
+        return np.add.reduceat(self._targets, np.concatenate(([0], self._row_ends[:-1])))
+
+    def targets_of_documents(self) -> Int64:
+        """As `PackedRows`."""
+        ends = self.store.document_ends
+        documents = np.searchsorted(ends, self._pieces.starts[self._order], "right")
+        return np.bincount(documents, self._targets, len(ends)).astype(np.int64)
+
+    @property
+    def _targets(self) -> Int64:
+        """How many labels of each piece are trained on, [pieces], in the order of the rows."""
         of, order = self._pieces, self._order
-        row_starts = np.concatenate(([0], self._row_ends[:-1]))
         # As in `_fill`: whether a piece's first token is no label.
         unseen = of.continued[order] | self.document_mask
-        unseen[row_starts] = True
+        unseen[np.concatenate(([0], self._row_ends[:-1]))] = True
         stops = of.starts[order] + of.lengths[order] + of.cut[order]
-        return np.add.reduceat(self.store.count_trained_on(of.starts[order] + unseen, stops), row_starts)
+        return self.store.count_trained_on(of.starts[order] + unseen, stops)
 
     def stretches(self, row: int) -> Iterator[tuple[int, int]]:
         """As `PackedRows`."""

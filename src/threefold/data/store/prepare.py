@@ -256,6 +256,9 @@ def _wrong_mask(source: TextSource, what: str) -> DataError:
 
 def _join(maker: PartMaker, done: Sequence[PartDone], *, prefix: Path, request: str) -> StoreInfo:
     tokenizer, source, mask = maker.tokenizer, maker.source, maker.source.loss_mask
+    log = ReadLog()
+    for part_done in done:
+        log.merge(part_done.log)
 
     def info(writer: StoreWriter) -> StoreInfo:
         _refuse_whole(source, writer)
@@ -264,7 +267,7 @@ def _join(maker: PartMaker, done: Sequence[PartDone], *, prefix: Path, request: 
             request=request,
             num_tokens=writer.num_tokens,
             num_documents=writer.num_documents,
-            num_skipped=sum(d.log.num_skipped for d in done),
+            num_skipped=log.num_skipped,
             source=source.name,
             source_fingerprint=source.fingerprint,
             tokenizer=tokenizer.name,
@@ -275,6 +278,7 @@ def _join(maker: PartMaker, done: Sequence[PartDone], *, prefix: Path, request: 
             num_loss_tokens=writer.num_loss_tokens if mask is not None else None,
             bos_id=tokenizer.bos_id if mask is None else None,
             pairs=True if mask is not None and mask.has_pairs else None,
+            lost_texts=log.lost or None,
         )
 
     with StoreWriter(prefix, dtype=dtype_for(tokenizer.vocab_size)) as writer:

@@ -27,7 +27,7 @@ from threefold.progress_bars import Bars
 
 _REMOTE = re.compile(r"([a-z][a-z0-9+.-]*)://")
 # Keys that say what is trained on of rows that are not text, and how these become text.
-_OF_LABELS = ("train_on_end", "chat_template", "template_variables")
+_OF_LABELS = ("lost_texts", "chat_template", "template_variables")
 _LABELLED = (*FORMATS[1:], *TRAIN_ON[:-1])
 _DOWNLOAD = {
     "s3": "aws s3 cp --recursive {}",
@@ -229,15 +229,12 @@ def _check_tokenizer(source: str, store: TokenStore, tokenizer: Tokenizer | None
 def _check_labels(source: str, store: TokenStore, asked: Labels) -> None:
     """Refuses keys that ask for another loss mask than a store has recorded."""
     recorded = store.loss_mask
-    format, train_on, end = ("text", "all", "trained")
-    if recorded is not None:
-        format, train_on, end = recorded.format, recorded.train_on, recorded.end
+    format, train_on = ("text", "all") if recorded is None else (recorded.format, recorded.train_on)
     wrong = [
         f"data.{key} = {given}"
         for key, given, other in (
             ("format", asked.format, asked.format not in ("auto", format)),
             ("train_on", asked.train_on, asked.train_on not in (None, train_on)),
-            ("train_on_end", "false", not asked.train_on_end and end != "masked"),
         )
         if other
     ]

@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -63,6 +64,9 @@ class StoreInfo:
     pairs: bool | None = None
     """documents 2k and 2k + 1 are a pair: two answers to one prompt, chosen and rejected; None: each is by itself."""
 
+    lost_texts: dict[str, int] | None = None
+    """texts of rows that the chat template does not write, by kind, and not in the tokens; None: none, or not known."""
+
     @property
     def counted(self) -> str:
         """`12 documents`, or `6 pairs`."""
@@ -73,7 +77,13 @@ class StoreInfo:
         """`chat (messages), trained on: assistant: 12 of 34 tokens (35.3 %)`, of a store with a loss mask."""
         count = self.num_loss_tokens or 0
         share = 100 * count / max(1, self.num_tokens)
-        return f"{self.loss_mask}: {count:,} of {self.num_tokens:,} tokens ({share:.1f} %)"
+        summary = f"{self.loss_mask}: {count:,} of {self.num_tokens:,} tokens ({share:.1f} %)"
+        return f"{summary}; {lost_summary(self.lost_texts)}" if self.lost_texts else summary
+
+
+def lost_summary(lost: Mapping[str, int]) -> str:
+    """`not written by the chat template: 3 of reasoning`."""
+    return f"not written by the chat template: {', '.join(f'{count:,} {kind}' for kind, count in sorted(lost.items()))}"
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:

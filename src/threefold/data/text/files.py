@@ -82,6 +82,7 @@ class Files:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of every file's relative path, size and content, and of the field that is read."""
+        _ = self._facts  # before anything is read: what changes from here on is seen
         digest = hashlib.blake2b(self._recipe.encode(), digest_size=16)
         digests = Digests(self.root, self.memory)
         for path in self.paths:
@@ -97,6 +98,21 @@ class Files:
             digest.update(f"\n{path}\0{size}\0{content}".encode(errors="surrogateescape"))
         digests.keep()
         return digest.hexdigest()
+
+    def unchanged(self, piece: Piece) -> str:
+        """As `TextSource`."""
+        full, known = self.root / self.paths[piece.file], self._facts[piece.file]
+        if _facts_of(full) != known:
+            raise DataError(
+                f"{full} has changed, or is gone, since its fingerprint was made",
+                expected="files that stay as they are while they are read: a store is named by the bytes that it is of",
+                fix="run the same command again when nothing writes to the file any more",
+            )
+        return str(known)
+
+    @cached_property
+    def _facts(self) -> list[tuple[int, ...]]:
+        return [_facts_of(self.root / path) for path in self.paths]
 
     @property
     def _recipe(self) -> str:
@@ -152,6 +168,15 @@ class Files:
                 )
             return
         yield text.removeprefix("\ufeff")
+
+
+def _facts_of(path: Path) -> tuple[int, ...]:
+    """Size, times and number of a file, which a write changes; () of one that is not there."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return ()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def open_stdlib() -> Files:

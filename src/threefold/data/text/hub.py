@@ -43,6 +43,10 @@ class HubRows:
     def loss_mask(self) -> LossMask | None:
         return self.labeller.loss_mask if self.labeller is not None else None
 
+    def unchanged(self, piece: Piece) -> str:
+        """Nothing: its files are those of a cache, in which none is written twice."""
+        return ""
+
     @cached_property
     def pieces(self) -> Sequence[Piece]:
         num_rows = len(self.dataset)

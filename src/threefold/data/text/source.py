@@ -24,7 +24,7 @@ PREFERENCE = "preference"
 """The format of rows with two answers: their documents are pairs, each a chosen one and the rejected one after it."""
 SIDES = ("chosen", "rejected")
 TRAIN_ON = ("assistant", "last", "completion", "all")
-_ENDS = {"trained": "", "masked": " without its end token", "missing": ", which has no end token"}
+_ENDS = {"trained": "", "missing": ", which has no end token"}
 
 MAX_PROBLEMS = 10
 MAX_FIELDS = 40
@@ -44,7 +44,7 @@ class LossMask:
         format: of the rows: chat, prompt_completion, preference, or tokens (which came with their labels).
         columns: the columns that were read, by the source's own names.
         train_on: assistant, last, completion or all; `labels` of tokens.
-        end: whether the token that ends an answer is trained on. `missing`: the chat template writes none.
+        end: `trained`: so is the token that ends an answer; `missing`: the chat template writes none.
         templated: a chat template has rendered all rows; else some may have been texts.
     """
 
@@ -83,7 +83,7 @@ class Labels:
     format: str = "auto"
     fields: Mapping[str, str] = field(default_factory=dict)
     train_on: str | None = None
-    train_on_end: bool = True
+    lost_texts: str = "refuse"
     chat_template: str | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     control_tokens: str = "text"
@@ -128,7 +128,10 @@ class Piece:
 
 @dataclass
 class ReadLog:
-    """Counts of what was read, and the first problems; `skip_bad` only counts bad lines, rows and files."""
+    """Counts of what was read, and the first problems; `skip_bad` only counts bad lines, rows and files.
+
+    `lost`: the texts that chat templates did not write, by their kind.
+    """
 
     skip_bad: bool = False
     num_rows: int = 0
@@ -136,6 +139,7 @@ class ReadLog:
     num_skipped: int = 0
     num_bad: int = 0
     problems: list[Problem] = field(default_factory=list)
+    lost: dict[str, int] = field(default_factory=dict)
     fields: list[str] = field(default_factory=list)
     text_fields: list[str] = field(default_factory=list)
 
@@ -154,6 +158,11 @@ class ReadLog:
             texts = {name: len(text) for name in names_in(row) if isinstance(text := value_of(row, name), str)}
             self._remember(names_in(row), sorted(texts, key=lambda name: -texts[name]))
 
+    def saw_lost(self, lost: Mapping[str, int]) -> None:
+        """Counts texts that a chat template does not write."""
+        for kind, count in lost.items():
+            self.lost[kind] = self.lost.get(kind, 0) + count
+
     def _remember(self, fields: Sequence[str], text_fields: Sequence[str]) -> None:
         self.fields.extend(name for name in fields if name not in self.fields)
         self.text_fields.extend(name for name in text_fields if name not in self.text_fields)
@@ -162,6 +171,7 @@ class ReadLog:
         """Adds the log of later pieces."""
         for count in ("num_rows", "num_with_field", "num_skipped", "num_bad"):
             setattr(self, count, getattr(self, count) + getattr(other, count))
+        self.saw_lost(other.lost)
         self.problems = (self.problems + other.problems)[:MAX_PROBLEMS]
         self._remember(other.fields, other.text_fields)
 
@@ -191,10 +201,14 @@ def names_in(row: Mapping[str, Any]) -> list[str]:
 
 
 class Labelled(NamedTuple):
-    """A document as token ids, [n] int32, and whether each of them is trained on, [n] bool."""
+    """A document as token ids, [n] int32, and whether each of them is trained on, [n] bool.
+
+    `lost`: how many texts of its row the chat template does not write, of each kind; None: there is no template.
+    """
 
     ids: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.bool_]
+    lost: Mapping[str, int] | None = None
 
 
 Document = str | Labelled
@@ -242,6 +256,9 @@ class TextSource(Protocol):
 
     @property
     def pieces(self) -> Sequence[Piece]: ...
+    def unchanged(self, piece: Piece) -> str:
+        """What is known of a piece's file without reading it; a DataError if that is not as before the fingerprint."""
+
     def read(self, piece: Piece, log: ReadLog) -> Iterator[Document]:
         """The documents of one piece; problems with them go to `log`."""
 
@@ -317,6 +334,14 @@ class ConcatSource:
             for piece in source.pieces
         ]
 
+    def unchanged(self, piece: Piece) -> str:
+        source, own = self._own(piece)
+        return source.unchanged(own)
+
     def read(self, piece: Piece, log: ReadLog) -> Iterator[Document]:
-        source = self.sources[piece.file >> _FILE_BITS]
-        return source.read(replace(piece, file=piece.file & (1 << _FILE_BITS) - 1), log)
+        source, own = self._own(piece)
+        return source.read(own, log)
+
+    def _own(self, piece: Piece) -> tuple[TextSource, Piece]:
+        """The source of a piece, and the piece as that source counts its files."""
+        return self.sources[piece.file >> _FILE_BITS], replace(piece, file=piece.file & (1 << _FILE_BITS) - 1)

@@ -281,8 +281,8 @@ def _on_tp_ranks() -> list[str]:
 def test_ranks_that_disagree_are_told_on_all_of_them() -> None:
     for said in run_ranks(_on_tp_ranks, 2):
         assert said[0].startswith("tp ranks compute different losses from the same outputs: ")
-        assert said[1] == "ranks 0 and 1 belong to dp rank 0 and give different rows"
-        assert said[2] == "the first batch is cut into 2 micro-batches on rank 1, into 4 on rank 0"
+        assert said[1] == "ranks 0 and 1 belong to dp rank 0 and give different rows to step 1: row 0 of input_ids"
+        assert said[2] == "the batch of step 1 is cut into 2 micro-batches on rank 1, into 4 on rank 0"
         assert said[3] == "the batch has no labels"
 
 

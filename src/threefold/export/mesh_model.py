@@ -62,6 +62,9 @@ def save_pretrained(model: Model, folder: Path, *, verify: bool | None = None) -
         save(parts, model=model, step=0)
         step, num_parameters, files, verified = mesh.share("export", write)
     finally:
+        model.saved.pop(parts.resolve(), None)
+        if (lock := model.locks.pop(parts.resolve(), None)) is not None:
+            lock.close()
         if mesh.rank == 0:
             shutil.rmtree(parts, ignore_errors=True)
     return Exported(step, num_parameters, tuple(files), verified)
@@ -117,6 +120,7 @@ def generate(model: Model, input_ids: Tensor, *, seed: int = 0, **options: Any) 
         ConfigError: a custom module, or what transformers refuses; on every rank.
     """
     _refuse_own(model, "generate", "model.module, if it has a generate of its own and is not sharded")
+    model.mesh.agree("generate", 0, lambda: ([{"input_ids": input_ids}], 0))
     whole = _whole(model)
 
     def write() -> list[list[int]]:

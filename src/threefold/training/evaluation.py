@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -67,6 +68,7 @@ class EvalStep:
 
     def _totals(self, batches: Iterable[Mapping[str, Any]]) -> list[float]:
         model, mesh = self._model, self._model.mesh
+        mesh.agree("an evaluation", 0, lambda: ([], 0))
         trained, buffers = model.module.training, model.context is not None
         refuse_drift(state_held(model.module, None, buffers=buffers), mesh, when="before an evaluation")
         model.eval()
@@ -95,24 +97,25 @@ class EvalStep:
         """This rank's batches, then stand-ins until the last rank has none left."""
         mesh = self._model.mesh
         last: Batch | None = None
-        own, first, sharded = iter(batches), True, isinstance(self._model.forward, FSDPModule)
-        while True:
+        nothing: Batch = {}
+        own, sharded = iter(batches), isinstance(self._model.forward, FSDPModule)
+
+        def read() -> tuple[list[Batch], int]:
             batch = next(own, None)
-            here = torch.tensor([batch is not None, batch is None], dtype=torch.int32, device=mesh.device)
-            if (group := mesh.group("world")) is not None:
-                dist.all_reduce(here, dist.ReduceOp.MAX, group=group)
-            some, none = here.tolist()
+            return ([nothing], 0) if batch is None else (reader.pieces(batch, None), 1)
+
+        for number in itertools.count(1):
+            (batch, *_), some = mesh.agree("evaluation batch", number, read)
             if not some:
                 return
-            if first and none and sharded and self._model.context is None:
+            if number == 1 and some < mesh.dp_size and sharded and self._model.context is None:
                 raise DataError(
                     "a rank has no batch to evaluate",
                     expected="at least one on every dp rank: a sharded module of one's own is computed by all of them",
                     fix="threefold.distribute(loader, tail='exact') gives every rank as many",
                 )
-            first = False
-            if batch is not None:
-                last = reader.one(batch)
+            if batch is not nothing:
+                last = dict(batch)
                 yield last, True
             elif sharded or self._model.context is not None:
                 # Forward has collectives, which other ranks are in.

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +21,7 @@ from threefold.checkpoint.copies import refuse_drift, state_held
 from threefold.config.observation import AuditConfig
 from threefold.config.optimizer import OptimizerConfig
 from threefold.data.rows.concat import IGNORED
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, RunError, ThreefoldError
 from threefold.model.data_parallel import last_backward
 from threefold.model.model import Model, OutputsOf
 from threefold.optim.bfloat16_moments import NarrowAdamW
@@ -118,6 +117,7 @@ class TrainStep:
         # The count that divides the loss is global.
         self._averaged_over = model.sums.averaged_over
         self._compares = compare_copies
+        self._left = False  # by an error in the middle of a step
         self._steps, self._compare_every = (
             0,
             model.asked.audit.every if model.asked is not None else AuditConfig().every,
@@ -154,11 +154,7 @@ class TrainStep:
         Raises:
             DataError: nothing of the global batch is trained on; on every rank, and nothing is updated.
         """
-        pieces = self._batches.pieces(batch, self._micro_batch)
-        if self._batches.taken == 1 and isinstance(self.model.forward, DistributedDataParallel) and not self._averages:
-            rows, sequence = pieces[0]["input_ids"].shape
-            warm_up_buckets(self.model, self._mesh, rows=rows, seq_len=sequence)
-        result = self.run(pieces, lr=self._rate)
+        result = self._run(lambda: self._batches.pieces(batch, self._micro_batch), self._rate)
         refuse_nothing("the global batch", result.target_tokens.item())
         return StepNumbers(mean_loss(result, self._mesh), result.grad_norm.item())
 
@@ -185,19 +181,68 @@ class TrainStep:
         Args:
             lr: of the optimizer's groups (times their `lr_share`, if they have one); None: as they are.
         """
+        return self._run(lambda: batches, lr)
+
+    def _run(self, read: Callable[[], Sequence[Batch]], lr: float | None) -> StepResult:
+        batches, target_tokens = self._agreed(read)
+        if self._batches.taken == 1 and isinstance(self.model.forward, DistributedDataParallel) and not self._averages:
+            rows, sequence = batches[0]["input_ids"].shape
+            warm_up_buckets(self.model, self._mesh, rows=rows, seq_len=sequence)
         self._progress.enter("forward")
-        backward = partial(self._backward if self._loss is None else self._backward_own, batches)
-        result, scale = self.model.sums.complete(backward, len(batches))
-        self._progress.enter("reduce")
-        if self._averages:
-            self._gradients.average()
-        norm = self._gradients.complete(clip=self._grad_clip, scale=scale, observe=self._observe)
+        self._left = True
+        try:
+            if self._loss is None:
+                backward = partial(self._backward, batches, target_tokens)
+            else:
+                backward = partial(self._backward_own, batches)
+            result, scale = self.model.sums.complete(backward, len(batches))
+            self._progress.enter("reduce")
+            if self._averages:
+                self._gradients.average()
+            norm = self._gradients.complete(clip=self._grad_clip, scale=scale, observe=self._observe)
+        except BaseException as error:
+            # Ours are raised on all ranks, in one step. And the next must not begin with the gradients of this one.
+            self._left = self._left and not isinstance(error, ThreefoldError)
+            self.model.module.zero_grad(set_to_none=True)
+            raise
+        self._left = False
         self._progress.enter("optimizer")
         self._update(norm, lr)
         self._steps += 1
         if self._compares and (self._steps == 1 or (self._compare_every and self._steps % self._compare_every == 0)):
             self._compare_copies()
         return replace(result, grad_norm=norm)
+
+    def _agreed(self, read: Callable[[], Sequence[Batch]]) -> tuple[Sequence[Batch], Tensor | None]:
+        """The micro-batches of this rank, and the number of target tokens of the global batch, if that is known yet.
+
+        Raises:
+            ThreefoldError: a rank cannot make the step, or ranks bring what does not belong to one (`Mesh.agree`).
+        """
+        number, own_loss = self._steps + 1, self._loss is not None
+        together = self._mesh.meets_others
+
+        def begin() -> tuple[Sequence[Batch], int]:
+            if self._left and together:
+                raise RunError(
+                    f"step {number} was left by an error on rank {self._mesh.rank}, while other ranks were in it",
+                    expected="steps that all ranks make: the others still wait for the part of this one",
+                    fix="let the error end the program, and load the last checkpoint",
+                )
+            if not torch.is_grad_enabled():
+                raise ConfigError(
+                    "the step is made under torch.no_grad()",
+                    expected="gradients: a step trains",
+                    fix="call step(batch) outside of torch.no_grad(); threefold.EvalStep(model) evaluates",
+                )
+            batches = read()
+            return batches, _num_targets(batches) if together and not own_loss else 0
+
+        if not together:
+            return begin()[0], None
+        self._progress.enter("exchange")
+        batches, count = self._mesh.agree("step", number, begin)
+        return batches, None if own_loss else torch.full((), count, device=self._mesh.device)
 
     def _compare_copies(self) -> None:
         """RunError on every rank if what several of them hold whole is not the same any more."""
@@ -207,10 +252,13 @@ class TrainStep:
             state, self._mesh, when="after the first step" if self._steps == 1 else f"after {self._steps} steps"
         )
 
-    def _backward(self, batches: Sequence[Batch]) -> tuple[StepResult, None]:
+    def _backward(self, batches: Sequence[Batch], known: Tensor | None) -> tuple[StepResult, None]:
         ranks, device = self._averaged_over, self._mesh.device
         assert self._token_loss is not None
-        target_tokens, counting = self._count_targets(batches)
+        target_tokens = known
+        if target_tokens is None:
+            target_tokens = torch.stack([(batch["labels"] != IGNORED).sum() for batch in batches]).sum()
+            target_tokens = target_tokens.to(device, non_blocking=True)
         loss_sum = torch.zeros((), device=device)
         routers = self._router is not None
         aux_loss = torch.zeros((), device=device) if routers else None
@@ -224,9 +272,6 @@ class TrainStep:
                 last_backward(self.model.forward, number == len(batches), unsharded=self._unsharded),
                 forward_sums(self.model, batch, self._mesh, self._token_loss, routers=routers) as sums,
             ):
-                if counting is not None:
-                    counting.wait()
-                    counting = None
                 # Of no target tokens at all it is not a number, and nothing is updated.
                 objective = sums.objective * (ranks / target_tokens)
                 if aux_loss is not None:
@@ -253,6 +298,7 @@ class TrainStep:
         picks, known = self._beforehand(batches) if routers and len(batches) > 1 else (None, None)
         losses: list[Tensor] = []
         of_rows: list[Tensor] = []
+        failures: list[Exception] = []
         for number, batch in enumerate(batches, start=1):
             if number > 1:
                 self._progress.enter("forward")
@@ -260,7 +306,7 @@ class TrainStep:
                 last_backward(
                     self.model.forward, number == len(batches) and not self._averages, unsharded=self._unsharded
                 ),
-                forward_own(self.model, batch, loss, of=self._loss_on, routers=routers) as sums,
+                forward_own(self.model, batch, loss, of=self._loss_on, routers=routers, failures=failures) as sums,
             ):
                 objective = sums.objective
                 totals += sums.totals
@@ -272,8 +318,11 @@ class TrainStep:
                     aux_loss += share
                 losses.append(objective.detach())
                 self._go_backward(objective)
-        count = over_ranks(totals[1].clone(), self._mesh)
-        refuse_unequal(totals[:2], count, self._mesh)
+        ended = over_ranks(torch.stack([totals[1], torch.full_like(totals[1], bool(failures))]), self._mesh)
+        self._left = False  # what this raises, it raises on every rank
+        refuse_unequal(totals[:2], ended, failures, self._mesh)
+        self._left = True
+        count = ended[0]
         # Of no count at all the mean is not a number, and nothing is updated.
         scale = None if routers else torch.where(count > 0, ranks / count, math.nan)
         return StepResult(totals[0], count, totals[0], aux_loss, tuple(losses), totals[2:], tuple(of_rows)), scale
@@ -333,10 +382,7 @@ class TrainStep:
                     count += 0.0 if loss is None else sums.totals[1]
         return over_ranks(picks, self._mesh), over_ranks(count, self._mesh)
 
-    def _count_targets(self, batches: Sequence[Batch]) -> tuple[Tensor, dist.Work | None]:
-        """The number of target tokens of the global batch, and the work to wait for before reading it."""
-        counted = torch.stack([(batch["labels"] != IGNORED).sum() for batch in batches]).sum()
-        counted = counted.to(self._mesh.device, non_blocking=True)
-        # Counted before the cp split, so the dp ranks alone hold distinct rows; under way while forward computes.
-        group = self._mesh.group("dp")
-        return counted, dist.all_reduce(counted, group=group, async_op=True) if group is not None else None
+
+def _num_targets(batches: Sequence[Batch]) -> int:
+    """Of micro-batches where a loader leaves them, in the host's memory; of those on a device it waits."""
+    return sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)

@@ -17,6 +17,7 @@ from ranks.reference import TINY_LLAMA
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.checkpoint.lineage import Identity
 from threefold.errors import CheckpointError, ConfigError
+from threefold.export.model_folder import export
 
 IDS = torch.randint(67, (4, 9), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS[:, :-1], "labels": IDS[:, 1:]}
@@ -127,3 +128,15 @@ def test_a_run_does_not_continue_where_nobody_knows_what_was_read(mesh: Any, tmp
     ended = runs.command(tmp_path, "train", "config.yaml", *asked)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert "was saved by a custom loop, without the place of its data" in ended.stdout + ended.stderr
+
+
+def test_a_loop_whose_model_has_no_tokenizer_is_exported(mesh: Any, tmp_path: Path) -> None:
+    model, _ = loop(mesh)
+    model.save_pretrained(tmp_path / "weights")
+    assert not (tmp_path / "run.lock").exists() and model.locks == {}
+    adapted = threefold.load_model(str(tmp_path / "weights"), mesh=mesh, admission="off", lora={"r": 2})
+    threefold.save(tmp_path / "loop", model=adapted, step=1)
+    for name, adapter in (("merged", False), ("adapter", True)):
+        export(tmp_path / "loop", tmp_path / name, adapter=adapter)
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+    assert not list(tmp_path.glob("*/tokenizer*"))

@@ -8,8 +8,9 @@ sequence] on the way in, their tokens as split over cp on the way out, with the 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ from threefold.mesh.mesh import Mesh
 from threefold.model.collectives import join, sum_over_all
 from threefold.model.context_parallel.rotary import places_in_documents
 from threefold.model.context_parallel.split import ContextParallel, gathered_positions
-from threefold.model.data_parallel import reshard
+from threefold.model.data_parallel import replicate, reshard
 from threefold.model.float_sums import FloatSums, GradientSums
 from threefold.model.head import Outputs, below_head
 from threefold.model.head_gradient import Loss
@@ -288,10 +289,11 @@ class Model:
         return self.train(False)
 
     def generate(self, input_ids: Tensor, *, seed: int = 0, **options: Any) -> Tensor:
-        """transformers' `generate`: [rows, length] of ids, the same on every rank -> [rows, length + new ones].
+        """transformers' `generate`: [rows, length] of this dp rank's ids -> [rows, length + new ones].
 
-        Every rank calls it. Rank 0 computes, with the whole model on its CPU. Options are transformers': do_sample,
-        max_new_tokens and others; `seed` is of what is drawn, and the ranks' own random numbers stay.
+        Every rank calls it, the cp and tp ranks of a dp rank with the same prompts. Rank 0 computes, with the whole
+        model on its CPU. Options are transformers': do_sample, max_new_tokens and others; `seed` is of what is drawn
+        for each dp rank, and the ranks' own random numbers stay.
         """
         return _of_a_floor_above("generate")(self, input_ids, seed=seed, **options)
 
@@ -304,6 +306,49 @@ class Model:
             verify: reload and compare logits; None: only if the model fits into the free memory of rank 0.
         """
         return _of_a_floor_above("save_pretrained")(self, Path(folder), verify=verify)
+
+
+def freeze(model: Model, patterns: Sequence[str]) -> list[str]:
+    """Leaves parameters as they are in training: those whose names match one of the regular expressions; their names.
+
+    Every rank calls it, after `load_model` and before the optimizer is made. A checkpoint has them as before.
+
+    Raises:
+        ConfigError: a pattern that matches no name, or nothing is left to train.
+    """
+    named = dict(model.named_parameters())
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        if not any(re.search(pattern, name) for name in named):
+            raise ConfigError(
+                f"freeze: no parameter has a name that {pattern!r} matches",
+                expected=f"names as {', '.join([*named][:3])}, in which a regular expression is searched",
+                fix="[name for name, _ in model.named_parameters()]   lists them",
+            )
+        for name, parameter in named.items():
+            if re.search(pattern, name):
+                parameter.requires_grad_(False)
+    frozen = [name for name, each in named.items() if not each.requires_grad]
+    if len(frozen) == len(named):
+        raise ConfigError("freeze: nothing is left to train", expected="fewer patterns", fix="freeze(model, ['embed'])")
+    if isinstance(model.forward, DistributedDataParallel):
+        # It waits for the gradients of all parameters that it was made with.
+        object.__setattr__(model, "forward", replicate(model.module, model.mesh))
+    return frozen
+
+
+def refuse_late_freezing(model: Model) -> None:
+    """ConfigError if copies of a model would wait for gradients of parameters that were frozen in another way."""
+    ddp = model.forward
+    if not isinstance(ddp, DistributedDataParallel):
+        return
+    if frozen := [each for each in ddp.trained if not each.requires_grad]:
+        ids = {id(each) for each in frozen}
+        first = next(name for name, each in model.named_parameters() if id(each) in ids)
+        raise ConfigError(
+            f"requires_grad of {first} was set to False after load_model",
+            expected="threefold.freeze: copies of the model wait for the gradients of all that was trained then",
+            fix=f"threefold.freeze(model, [{re.escape(first)!r}]), in place of requires_grad_",
+        )
 
 
 def _for_scoring(values: Any) -> Any:

@@ -96,7 +96,7 @@ def run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
                     mesh.store.add(FAILURES, 1)  # the other ranks need not report that this one has left
             raise
         except BaseException as error:
-            code = report_failure(error, mesh, info.rank, watch)
+            code = report_failure(error, mesh, info.rank, watch, keep=loaded.reason)
             if isinstance(error, ThreefoldError) and mesh is not None:
                 mesh.close()
             return code

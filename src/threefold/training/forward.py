@@ -23,6 +23,7 @@ from threefold.mesh.mesh import Mesh
 from threefold.model.context_parallel.split import local_positions
 from threefold.model.head import Sums
 from threefold.model.model import Model, OutputsOf, arguments_of
+from threefold.model.user_module import mixes_rows
 from threefold.training.loss import TokenLoss
 
 Batch: TypeAlias = dict[str, Tensor]
@@ -293,6 +294,17 @@ def check_settings(model: Model, loss: OwnLoss | None, grad_clip: float, micro_b
         raise ConfigError(f"grad_clip = {grad_clip!r}", expected="a norm, or 0 for none", fix="grad_clip=1.0")
     if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 1):
         raise ConfigError(f"micro_batch = {micro_batch!r}", expected="rows in one forward", fix="micro_batch=1")
+    if micro_batch is not None and model.context is None:
+        _refuse_mixed_rows(model, micro_batch)
+
+
+def _refuse_mixed_rows(model: Model, micro_batch: int) -> None:
+    if (norm := mixes_rows(model.module)) is not None:
+        raise ConfigError(
+            f"micro_batch = {micro_batch}, but {norm} normalises over the rows of a micro-batch",
+            expected="rows that do not see one another: the number of micro-batches would change the curve",
+            fix="leave micro_batch out, or nn.GroupNorm in its place",
+        )
 
 
 def checked_rate(name: str, value: object) -> float:

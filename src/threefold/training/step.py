@@ -23,9 +23,10 @@ from threefold.config.optimizer import OptimizerConfig
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, RunError, ThreefoldError
 from threefold.model.data_parallel import last_backward
-from threefold.model.model import Model, OutputsOf
+from threefold.model.model import Model, OutputsOf, refuse_late_freezing
 from threefold.optim.bfloat16_moments import NarrowAdamW
 from threefold.optim.build import build_optimizer, refuse_other_parameters
+from threefold.optim.classes import mesh_problems
 from threefold.optim.ema import Ema
 from threefold.training.batches import Batches
 from threefold.training.forward import (
@@ -63,7 +64,7 @@ class TrainStep:
         loss: OwnLoss | None = None,
         loss_on: OutputsOf = "logits",
         lr: float | Literal["auto"] = "auto",
-        weight_decay: float = 0.1,
+        weight_decay: float | None = None,
         grad_clip: float = 1.0,
         micro_batch: int | None = None,
         token_loss: TokenLoss | None = None,
@@ -73,7 +74,8 @@ class TrainStep:
         compare_copies: bool = True,
     ) -> None:
         """Args:
-        optimizer: over `model.parameters()`; its groups keep their rates. None: AdamW with `lr` and `weight_decay`.
+        optimizer: over `model.parameters()`; its groups keep their rates. None: AdamW with `lr` and `weight_decay`
+            (None: 0.1), whose rate a scheduler of torch may set.
         loss: (outputs, batch) -> (sum, count) of this rank's part of a batch; None: next-token cross entropy.
         loss_on: what a causal model gives to `loss`: its `logits`, `hidden_states` before the head, or the
             `log_probabilities` of the labels, for which no rank holds all logits.
@@ -93,14 +95,24 @@ class TrainStep:
         check_settings(model, loss, grad_clip, micro_batch)
         model.refuse_outputs(loss_on)
         self.model, self._mesh = model, model.mesh
-        self._rate: float | None = None
+        self._own_optimizer = optimizer is None
         if optimizer is None:
-            self._rate = model.automatic_rate if lr == "auto" else checked_rate("lr", lr)
-            decay = checked_rate("weight_decay", weight_decay)
-            optimizer = build_optimizer(model.module, OptimizerConfig(weight_decay=decay))
+            decay = checked_rate("weight_decay", 0.1 if weight_decay is None else weight_decay)
+            self.optimizer = build_optimizer(model.module, OptimizerConfig(weight_decay=decay))
+            self._set_rates(model.automatic_rate if lr == "auto" else checked_rate("lr", lr))
         else:
+            for name, value in (("lr", None if lr == "auto" else lr), ("weight_decay", weight_decay)):
+                if value is not None:
+                    raise ConfigError(
+                        f"TrainStep was given an optimizer and {name} = {value}",
+                        expected="one or the other: the groups of the optimizer have their own",
+                        fix=f"leave {name} out, and give it to the optimizer",
+                    )
             refuse_other_parameters(optimizer, model.module)
-        self.optimizer = optimizer
+            if found := mesh_problems(optimizer):
+                raise ConfigError.of(found)
+            self.optimizer = optimizer
+        refuse_late_freezing(model)
         self._grad_clip, self._micro_batch = float(grad_clip), micro_batch
         self._loss, self._loss_on = loss, loss_on
         self._token_loss = token_loss or (token_loss_of(model, self._mesh) if loss is None else None)
@@ -131,17 +143,22 @@ class TrainStep:
     @property
     def lr(self) -> float | None:
         """The rate of the next step; None with a custom optimizer, whose groups have theirs."""
-        return self._rate
+        first = self.optimizer.param_groups[0]
+        return first["lr"] / first["lr_share"] if self._own_optimizer else None
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        if self._rate is None:
+        if not self._own_optimizer:
             raise ConfigError(
                 f"step.lr = {rate}, but the optimizer is one of your own",
                 expected="its own rates, which its param_groups or a scheduler of torch set",
                 fix="for group in optimizer.param_groups: group['lr'] = ...",
             )
-        self._rate = checked_rate("step.lr", rate)
+        self._set_rates(checked_rate("step.lr", rate))
+
+    def _set_rates(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_share", 1.0)
 
     def __call__(self, batch: Mapping[str, Any]) -> StepNumbers:
         """One step with the rows of this dp rank, which its cp and tp ranks give too.
@@ -154,24 +171,23 @@ class TrainStep:
         Raises:
             DataError: nothing of the global batch is trained on; on every rank, and nothing is updated.
         """
-        result = self._run(lambda: self._batches.pieces(batch, self._micro_batch), self._rate)
+        result = self._run(lambda: self._batches.pieces(batch, self._micro_batch), None)
         refuse_nothing("the global batch", result.target_tokens.item())
         return StepNumbers(mean_loss(result, self._mesh), result.grad_norm.item())
 
     def state_dict(self) -> dict[str, Any]:
         """The rate and the optimizer's state, for the same mesh; `threefold.save` writes what any mesh reads."""
-        return {"lr": self._rate, "optimizer": self.optimizer.state_dict()}
+        return {"lr": self.lr, "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""
-        if set(state) != {"lr", "optimizer"} or (state["lr"] is None) != (self._rate is None):
+        if set(state) != {"lr", "optimizer"} or (state["lr"] is None) == self._own_optimizer:
             raise ConfigError(
                 f"this is not the state of such a step: it has {', '.join(map(str, state)) or 'nothing'}",
                 expected="what state_dict() gave of a TrainStep whose optimizer was made in the same way",
                 fix="step.load_state_dict(step.state_dict())",
             )
         self.optimizer.load_state_dict(state["optimizer"])
-        self._rate = state["lr"]
 
     def run(self, batches: Sequence[Batch], *, lr: float | None = None) -> StepResult:
         """Forward and backward over the micro-batches of this dp rank, then the update; waits for no device.
@@ -346,8 +362,7 @@ class TrainStep:
 
     def _update(self, grad_norm: Tensor, lr: float | None) -> None:
         if lr is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr * group.get("lr_share", 1.0)
+            self._set_rates(lr)
         if type(self.optimizer) in _WITH_FLAG and getattr(self.optimizer, "_step_supports_amp_scaling", False):
             # Adam's fused kernels read a flag on the device and then change nothing: no wait for the norm. Others take
             # the flag too, but leave a state behind that was never written (SGD's momentum in the first step).

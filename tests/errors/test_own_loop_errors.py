@@ -232,6 +232,17 @@ def test_a_scheduler_of_torch_sets_the_rates_of_a_step(model: Any) -> None:
     assert {group["lr"] for group in step.optimizer.param_groups} == {0.5}
 
 
+def test_batches_of_other_lengths_make_one_step(model: Any) -> None:
+    padded = {"input_ids": IDS[:, :-1].clone(), "labels": IDS[:, 1:].clone()}
+    padded["labels"][2:, 5:] = -100
+    short = {name: rows[2:, :5] for name, rows in BATCH.items()}
+    whole, parts = (
+        threefold.TrainStep(model, lr=0.0)(given)
+        for given in (padded, [{name: rows[:2] for name, rows in BATCH.items()}, short])
+    )
+    assert tuple(parts) == pytest.approx(tuple(whole), rel=1e-5)
+
+
 def test_a_backward_through_a_call_is_refused(model: Any, mesh: Any) -> None:
     own = threefold.load_model(nn.Linear(3, 2), mesh=mesh)
     for outputs in (model(input_ids=IDS), own(torch.ones(4, 3))):

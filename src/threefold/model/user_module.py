@@ -69,8 +69,8 @@ def _problems(module: nn.Module, mesh: Mesh) -> list[Problem]:
         what = f"the parameter {other} of a {kind} is {str(module.get_parameter(other).dtype).removeprefix('torch.')}"
         fix = "module.float(), and load_model(module, dtype='bfloat16')"
         found.append(Problem(what, "float32 weights; dtype= says in what they compute", fix))
-    norm = mixes_rows(module)
-    if norm is not None and mesh.dp_size > 1 and not isinstance(module.get_submodule(norm), nn.SyncBatchNorm):
+    norm = mixes_rows(module, but=nn.SyncBatchNorm)
+    if norm is not None and mesh.dp_size > 1:
         what = f"{norm} normalises over the rows of a rank, of which {mesh.dp_size} dp ranks have each their own"
         fix = "nn.GroupNorm in its place; or its statistics frozen: module.eval() for it and requires_grad_(False)"
         if mesh.device.type == "cuda":
@@ -79,7 +79,8 @@ def _problems(module: nn.Module, mesh: Mesh) -> list[Problem]:
     return found
 
 
-def mixes_rows(module: nn.Module) -> str | None:
-    """The name of a layer whose output for a row depends on the other rows, if there is one."""
+def mixes_rows(module: nn.Module, *, but: type[nn.Module] | tuple[()] = ()) -> str | None:
+    """The name of a layer whose output for a row depends on the other rows, if there is one; `but` do not count."""
     norms = nn.modules.batchnorm._BatchNorm
-    return next((name for name, each in module.named_modules() if isinstance(each, norms) and each.training), None)
+    found = (name for name, each in module.named_modules() if isinstance(each, norms) and each.training)
+    return next((name for name in found if not isinstance(module.get_submodule(name), but)), None)

@@ -34,16 +34,18 @@ class Batches:
         self._labels = labels or not own_loss
         self.taken = 0
 
-    def pieces(self, batch: Mapping[str, Any], rows: int | None) -> list[Batch]:
-        """A batch in micro-batches of at most `rows` rows; None: all in one.
+    def pieces(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], rows: int | None) -> list[Batch]:
+        """A batch in micro-batches of at most `rows` rows; None: all in one. A list of batches: each of them so.
 
         Raises:
             ConfigError: it is not a batch of this model.
         """
         self.taken += 1
+        if isinstance(batch, list | tuple) and batch and all(isinstance(each, Mapping) for each in batch):
+            return [piece for each in batch for piece in self._read(each, rows)]
         return self._read(batch, rows)
 
-    def _read(self, batch: Mapping[str, Any], rows: int | None) -> list[Batch]:
+    def _read(self, batch: Any, rows: int | None) -> list[Batch]:
         if not isinstance(batch, Mapping):
             raise ConfigError(
                 f"the batch is a {type(batch).__name__}",

@@ -160,8 +160,10 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_share", 1.0)
 
-    def __call__(self, batch: Mapping[str, Any]) -> StepNumbers:
+    def __call__(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepNumbers:
         """One step with the rows of this dp rank, which its cp and tp ranks give too.
+
+        A list of batches is one global batch, in micro-batches that may have rows of other lengths.
 
         For a causal language model: a dict of `input_ids` and `labels`, each int64 [rows, sequence] on any device,
         labels shifted already and -100 where nothing is predicted; `position_ids` count from 0 in each row (document)

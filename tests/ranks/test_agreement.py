@@ -117,6 +117,9 @@ def _raises_on_one(sizes: dict[str, int]) -> list[Any]:
             numbers.append(step(batch).loss)
         except Exception as error:
             numbers.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    fails[0] = mesh.world_size > 1
+    said = _said(lambda: threefold.EvalStep(model, loss=loss)([first]))
+    numbers.append(said if fails[0] else "")
     mesh.close()
     return numbers
 
@@ -127,6 +130,8 @@ def test_a_loss_that_raises_on_one_rank_ends_the_step_of_all(sizes: dict[str, in
     first, last = run_ranks(_raises_on_one, 2, sizes, timeout_s=60)
     assert first.pop(1) == "RunError: the loss raised on rank 1: ValueError: rows that it cannot take"
     assert last.pop(1) == "ValueError: rows that it cannot take"
+    assert first.pop() == "another rank failed in 'agreement': ValueError: rows that it cannot take"
+    assert last.pop() == "rows that it cannot take" and alone.pop() == ""
     # All left the step out, with what it had of gradients: the same batch then is a step as if nothing had been.
     assert first == last == pytest.approx(alone, rel=1e-5)
 

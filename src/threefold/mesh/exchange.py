@@ -98,14 +98,14 @@ def _wait_for_all(store: dist.Store, keys: list[str]) -> list[Any]:
 
 def _described(error: BaseException) -> dict[str, Any]:
     if not isinstance(error, ThreefoldError):
-        return {"class": None}
+        return {"class": None, "text": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
     return {"class": type(error).__name__, "problems": [dataclasses.astuple(problem) for problem in error.problems]}
 
 
 def _error_of(told: dict[str, Any], name: str) -> ThreefoldError:
     if told["class"] is None:
         return OtherRankError(
-            f"another rank failed in {name!r}", expected="its result", fix="see that rank's traceback"
+            f"another rank failed in {name!r}: {told['text']}", expected="its result", fix="see that rank's traceback"
         )
     classes = {cls.__name__: cls for cls in _family(ThreefoldError)}
     return classes.get(told["class"], RunError).of(Problem(*problem) for problem in told["problems"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,8 +74,9 @@ class EvalStep:
         model.eval()
         totals = torch.zeros(2 + len(self._measures), dtype=torch.float64, device=mesh.device)
         reader = Batches(model, own_loss=self._loss is not None, labels=self._loss_on == "log_probabilities")
-        for batch, counts in self._with_stand_ins(reader, batches):
-            found = self._of(batch)
+        failures: list[Exception] = []
+        for batch, counts in self._with_stand_ins(reader, batches, failures):
+            found = self._of(batch, failures)
             totals += found if counts else 0 * totals
         if (group := mesh.group("loss")) is not None:
             dist.all_reduce(totals, group=group)
@@ -84,23 +85,27 @@ class EvalStep:
         sums: list[float] = totals.tolist()
         return sums
 
-    def _of(self, batch: Batch) -> torch.Tensor:
+    def _of(self, batch: Batch, failures: list[Exception]) -> torch.Tensor:
         model, mesh = self._model, self._model.mesh
         if self._loss is not None:
-            with forward_own(model, batch, self._loss, of=self._loss_on) as own:
+            with forward_own(model, batch, self._loss, of=self._loss_on, failures=failures) as own:
                 return own.totals
         with forward_sums(model, batch, mesh, token_loss_of(model, mesh)) as sums:
             targets = (batch["labels"] != IGNORED).sum().to(mesh.device, torch.float64) / mesh.size("cp")
             return torch.stack([model.sums.summand(sums.cross_entropy).double(), targets])
 
-    def _with_stand_ins(self, reader: Batches, batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Batch, bool]]:
-        """This rank's batches, then stand-ins until the last rank has none left."""
+    def _with_stand_ins(
+        self, reader: Batches, batches: Iterable[Mapping[str, Any]], failures: Sequence[Exception]
+    ) -> Iterator[tuple[Batch, bool]]:
+        """This rank's batches, then stand-ins until no rank has any; what a loss raised on one rank, all raise."""
         mesh = self._model.mesh
         last: Batch | None = None
         nothing: Batch = {}
         own, sharded = iter(batches), isinstance(self._model.forward, FSDPModule)
 
         def read() -> tuple[list[Batch], int]:
+            if failures:
+                raise failures[0]
             batch = next(own, None)
             return ([nothing], 0) if batch is None else (reader.pieces(batch, None), 1)
 

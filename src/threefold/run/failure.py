@@ -39,7 +39,7 @@ def report_failure(
     """Prints a failed rank's reason if it is the first of the run, logs it in any case, and returns the exit code.
 
     Args:
-        keep: a file for the error.
+        keep: a file for the error, which is then not printed if it is one for users.
     """
     if watch is not None:
         watch.progress.enter("failure")
@@ -56,6 +56,7 @@ def report_failure(
         Path(keep).write_bytes(pickle.dumps(error if expected else other))
     if first:
         environment.tell_failure(text)
+    if first and not (expected and keep is not None):  # the program is told, by an error that it raises
         print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write, which other ranks cannot split
     return error.exit_code if isinstance(error, ThreefoldError) else EXIT_FAILED
 

@@ -10,23 +10,40 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from threefold import errors as errors
     from threefold.data.sampling.distribute import distribute as distribute
     from threefold.data.sampling.sampler import DistributedSampler as DistributedSampler
+    from threefold.mesh.mesh import Mesh as Mesh
     from threefold.mesh.mesh import init_mesh
     from threefold.model.model import Model as Model
+    from threefold.model.model import freeze as freeze
+    from threefold.run.hooks import Facts as Facts
     from threefold.run.load_model import load_model as load_model
+    from threefold.run.start import Result as Result
     from threefold.run.start import train
+    from threefold.training.evaluation import EvalNumbers as EvalNumbers
     from threefold.training.evaluation import EvalStep as EvalStep
+    from threefold.training.numbers import StepNumbers as StepNumbers
+    from threefold.training.saving import Loaded as Loaded
+    from threefold.training.saving import Saving as Saving
     from threefold.training.saving import load as load
     from threefold.training.saving import save as save
     from threefold.training.step import TrainStep as TrainStep
 
 _HOME_OF_NAME = {
     "DistributedSampler": "threefold.data.sampling.sampler",
+    "EvalNumbers": "threefold.training.evaluation",
     "EvalStep": "threefold.training.evaluation",
+    "Facts": "threefold.run.hooks",
+    "Loaded": "threefold.training.saving",
+    "Mesh": "threefold.mesh.mesh",
     "Model": "threefold.model.model",
+    "Result": "threefold.run.start",
+    "Saving": "threefold.training.saving",
+    "StepNumbers": "threefold.training.numbers",
     "TrainStep": "threefold.training.step",
     "distribute": "threefold.data.sampling.distribute",
+    "freeze": "threefold.model.model",
     "generate": "threefold.export.mesh_model",  # as methods of Model
     "init_mesh": "threefold.mesh.mesh",
     "load": "threefold.training.saving",
@@ -38,11 +55,20 @@ _HOME_OF_NAME = {
 
 __all__ = [
     "DistributedSampler",
+    "EvalNumbers",
     "EvalStep",
+    "Facts",
+    "Loaded",
+    "Mesh",
     "Model",
+    "Result",
+    "Saving",
+    "StepNumbers",
     "TrainStep",
     "__version__",
     "distribute",
+    "errors",
+    "freeze",
     "init_mesh",
     "load",
     "load_model",
@@ -52,10 +78,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF_NAME:
-        raise AttributeError(f"module 'threefold' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "errors":
+        return import_module("threefold.errors")
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module 'threefold' has no attribute {name!r}")
     return getattr(import_module(_HOME_OF_NAME[name]), name)
 
 

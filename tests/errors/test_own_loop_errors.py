@@ -125,7 +125,7 @@ def test_a_loss_must_give_a_sum_and_a_count(model: Any, answer: Any, said: str) 
 def test_what_is_not_a_number_updates_nothing(model: Any) -> None:
     before = [parameter.clone() for parameter in model.parameters()]
     for optimizer in (None, torch.optim.SGD(model.parameters(), lr=0.1)):
-        step = threefold.TrainStep(model, optimizer, loss=loss_giving(lambda x: (x.sum() * math.nan, 4)), lr=0.1)
+        step = threefold.TrainStep(model, optimizer, loss=loss_giving(lambda x: (x.sum() * math.nan, 4)))
         numbers = step(BATCH)
         assert math.isnan(numbers.loss) and math.isnan(numbers.grad_norm)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -136,7 +136,7 @@ def test_a_mean_of_nothing_is_refused_and_updates_nothing(model: Any, answer: An
     before = [parameter.clone() for parameter in model.parameters()]
     for optimizer in (None, torch.optim.SGD(model.parameters(), lr=0.1)):
         with pytest.raises(DataError, match="the global batch has no token that is trained on"):
-            threefold.TrainStep(model, optimizer, loss=loss_giving(answer), lr=0.1)(BATCH)
+            threefold.TrainStep(model, optimizer, loss=loss_giving(answer))(BATCH)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
@@ -151,6 +151,7 @@ def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> Non
     def loss(outputs: Any, batch: Any) -> Any:
         return outputs.sum(), 4
 
+    mixed = threefold.load_model(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), mesh=mesh)
     others = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     mine = torch.optim.SGD(model.parameters(), lr=0.1)
     cases = [
@@ -169,6 +170,17 @@ def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> Non
             "loss_on = 'hidden_states', but Linear",
         ),
         (lambda: setattr(threefold.TrainStep(model, mine), "lr", 0.1), "step.lr = 0.1, but the optimizer is one of "),
+        (lambda: threefold.TrainStep(model, mine, lr=0.5), "TrainStep was given an optimizer and lr = 0.5"),
+        (
+            lambda: threefold.TrainStep(model, mine, weight_decay=0.1),
+            "TrainStep was given an optimizer and weight_decay = 0.1",
+        ),
+        (
+            lambda: threefold.TrainStep(mixed, loss=loss, micro_batch=2),
+            "micro_batch = 2, but 1 normalises over the rows of a micro-batch",
+        ),
+        (lambda: torch.no_grad()(threefold.TrainStep(model))(BATCH), "the step is made under torch.no_grad()"),
+        (lambda: threefold.freeze(model, ["none"]), "freeze: no parameter has a name that 'none' matches"),
         (lambda: threefold.TrainStep(own, loss=loss)({"pixels": torch.ones(4, 3)}), "the batch has 'pixels'; Linear."),
         (lambda: threefold.load_model(nn.Linear(3, 2), mesh=mesh, seq_len=8), "load_model was given a module and seq"),
         (
@@ -205,6 +217,57 @@ def test_the_state_of_a_step_goes_into_another(model: Any) -> None:
     other.load_state_dict(step.state_dict())
     assert other.lr == 0.0
     assert other.optimizer.state_dict()["state"].keys() == step.optimizer.state_dict()["state"].keys()
+
+
+def test_a_scheduler_of_torch_sets_the_rates_of_a_step(model: Any) -> None:
+    step = threefold.TrainStep(model, lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(step.optimizer, 0.1)
+    rates = []
+    for _ in range(3):
+        step(BATCH)
+        rates += [step.lr, *{group["lr"] for group in step.optimizer.param_groups}]
+        scheduler.step()
+    assert rates == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5])
+    step.lr = 0.5
+    assert {group["lr"] for group in step.optimizer.param_groups} == {0.5}
+
+
+def test_batches_of_other_lengths_make_one_step(model: Any) -> None:
+    padded = {"input_ids": IDS[:, :-1].clone(), "labels": IDS[:, 1:].clone()}
+    padded["labels"][2:, 5:] = -100
+    short = {name: rows[2:, :5] for name, rows in BATCH.items()}
+    whole, parts = (
+        threefold.TrainStep(model, lr=0.0)(given)
+        for given in (padded, [{name: rows[:2] for name, rows in BATCH.items()}, short])
+    )
+    assert tuple(parts) == pytest.approx(tuple(whole), rel=1e-5)
+
+
+def test_a_backward_through_a_call_is_refused(model: Any, mesh: Any) -> None:
+    own = threefold.load_model(nn.Linear(3, 2), mesh=mesh)
+    for outputs in (model(input_ids=IDS), own(torch.ones(4, 3))):
+        with pytest.raises(RunError, match="backward through what model"):
+            outputs.sum().backward()
+    assert all(each.grad is None for each in (*model.parameters(), *own.parameters()))
+
+
+def test_a_step_that_failed_leaves_no_gradient_to_the_next(model: Any) -> None:
+    def loss(logits: Any, batch: Any) -> Any:
+        if (batch["row"] == 3).any():
+            raise MemoryError
+        return logits.square().sum(), 4
+
+    step = threefold.TrainStep(model, loss=loss, lr=0.0, micro_batch=2)
+    norm = step({**BATCH, "row": torch.zeros(4)}).grad_norm
+    with pytest.raises(MemoryError):
+        step({**BATCH, "row": torch.arange(4)})
+    assert step({**BATCH, "row": torch.zeros(4)}).grad_norm == norm
+
+
+def test_what_a_program_meets_is_public() -> None:
+    for name in threefold.__all__:
+        assert getattr(threefold, name) is not None
+    assert issubclass(threefold.errors.ConfigError, threefold.errors.ThreefoldError)
 
 
 def test_saves_that_cannot_be_kept_are_refused(model: Any, tmp_path: Path) -> None:
@@ -281,8 +344,8 @@ def _on_tp_ranks() -> list[str]:
 def test_ranks_that_disagree_are_told_on_all_of_them() -> None:
     for said in run_ranks(_on_tp_ranks, 2):
         assert said[0].startswith("tp ranks compute different losses from the same outputs: ")
-        assert said[1] == "ranks 0 and 1 belong to dp rank 0 and give different rows"
-        assert said[2] == "the first batch is cut into 2 micro-batches on rank 1, into 4 on rank 0"
+        assert said[1] == "ranks 0 and 1 belong to dp rank 0 and give different rows to step 1: row 0 of input_ids"
+        assert said[2] == "the batch of step 1 is cut into 2 micro-batches on rank 1, into 4 on rank 0"
         assert said[3] == "the batch has no labels"
 
 

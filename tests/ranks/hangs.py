@@ -203,10 +203,10 @@ def _in_backward(come: Callable[[], None]) -> None:
 
     plain, whole, in_step = step.forward_sums, step.TrainStep._backward, []
 
-    def backward(self: Any, batches: Any) -> Any:
+    def backward(self: Any, *args: Any) -> Any:
         in_step.append(True)
         try:
-            return whole(self, batches)
+            return whole(self, *args)
         finally:
             in_step.clear()
 

@@ -32,9 +32,9 @@ def late_in_every_forward(rank: int) -> None:
 
     plain = TrainStep._backward
 
-    def backward(self: TrainStep, batches: Any) -> Any:
+    def backward(self: TrainStep, *args: Any) -> Any:
         time.sleep(0.1 if rank == RANK else 0.0)
-        return plain(self, batches)
+        return plain(self, *args)
 
     TrainStep._backward = backward  # type: ignore[method-assign]
 

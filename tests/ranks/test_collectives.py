@@ -54,33 +54,33 @@ def _count(sizes: tuple[int, int, int, int], settings: dict[str, Any]) -> Any:
 # tp ranks share the sequence, each of those sums is scattered, and gathered at the entry of the next split part; one
 # all-reduce more sums what the norms of the layers know in part. FSDP: layers this small make one unit with the rest,
 # gathered and reduced once. cp: keys and values of each layer gathered forward and reduced backward, or four exchanges
-# each way.
+# each way. And one gather of what the ranks bring to the step, which counts the target tokens too.
 SUMS = 4 * LAYERS + 2
 GATHER: dict[str, Any] = {"cp_method": "gather"}
 SHARED = {"sequence_parallel": True}
 EXPECTED: list[tuple[tuple[int, int, int, int], dict[str, Any], dict[str, int]]] = [
     ((1, 1, 1, 1), GATHER, {}),
-    ((1, 1, 1, 2), GATHER, {"allreduce": SUMS + 2 + 1}),
-    ((1, 1, 1, 2), SHARED, {"allgather": SUMS, "reduce_scatter": SUMS, "allreduce": 2 + 1 + 1}),
-    # the count of target tokens, and DDP's one bucket
-    ((2, 1, 1, 1), GATHER, {"allreduce": 2}),
-    # the count and the norm
-    ((1, 2, 1, 1), GATHER, {"allgather": 1, "reduce_scatter": 1, "allreduce": 2}),
-    ((1, 1, 2, 1), GATHER, {"allgather": LAYERS + 1, "reduce_scatter": LAYERS + 1, "allreduce": 1}),
+    ((1, 1, 1, 2), GATHER, {"allgather": 1, "allreduce": SUMS + 2 + 1}),
+    ((1, 1, 1, 2), SHARED, {"allgather": SUMS + 1, "reduce_scatter": SUMS, "allreduce": 2 + 1 + 1}),
+    # DDP's one bucket
+    ((2, 1, 1, 1), GATHER, {"allgather": 1, "allreduce": 1}),
+    # the norm
+    ((1, 2, 1, 1), GATHER, {"allgather": 1 + 1, "reduce_scatter": 1, "allreduce": 1}),
+    ((1, 1, 2, 1), GATHER, {"allgather": LAYERS + 1 + 1, "reduce_scatter": LAYERS + 1, "allreduce": 1}),
     (
         (1, 1, 2, 1),
         {"cp_method": "ulysses"},
-        {"alltoall": 8 * LAYERS, "allgather": 1, "reduce_scatter": 1, "allreduce": 1},
+        {"alltoall": 8 * LAYERS, "allgather": 1 + 1, "reduce_scatter": 1, "allreduce": 1},
     ),
     # HSDP adds an all-reduce over the replicas
-    ((2, 2, 1, 1), GATHER, {"allgather": 1, "reduce_scatter": 1, "allreduce": 1 + 2}),
+    ((2, 2, 1, 1), GATHER, {"allgather": 1 + 1, "reduce_scatter": 1, "allreduce": 1 + 1}),
     (
         (1, 2, 2, 2),
         SHARED,
         {
-            "allgather": SUMS + LAYERS + 1,
+            "allgather": SUMS + LAYERS + 1 + 1,
             "reduce_scatter": SUMS + LAYERS + 1,
-            "allreduce": 2 + 1 + 1 + 2,
+            "allreduce": 2 + 1 + 1 + 1,
         },
     ),
 ]

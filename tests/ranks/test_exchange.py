@@ -51,4 +51,4 @@ def test_values_and_the_class_of_an_error_reach_every_rank() -> None:
         ["ConfigError", text, 2],
     ]
     assert first[-1] == "division by zero"
-    assert second[-1] == "another rank failed in 'decide/not for users'"
+    assert second[-1] == "another rank failed in 'decide/not for users': ZeroDivisionError: division by zero"

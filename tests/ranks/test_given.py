@@ -290,3 +290,26 @@ def test_ranks_of_a_launcher_that_have_other_rows_are_refused(tmp_path: Path) ->
     body = "import os; threefold.train(config(mesh={'dp': 2, 'device': 'cpu'}), dataset=ROWS[int(os.environ['RANK']):])"
     done = program(tmp_path, body, ranks=2)
     assert done.returncode and "the config's section 'data'" in done.stderr, done.stderr[-2000:]
+
+
+def test_a_program_is_told_why_and_where(tmp_path: Path) -> None:
+    for case, mesh, ranks in (("one", {"dp": 1}, 0), ("local ranks", {"dp": 2}, 0), ("torchrun", {"dp": 2}, 2)):
+        folder = tmp_path / case
+        folder.mkdir()
+        body = f"""
+asked = config(mesh={ {**mesh, "device": "cpu"} }, train={{"steps": 1}})
+del asked["log"]["dir"]
+done = threefold.train(asked, dataset=ROWS)
+if {ranks} == 0:
+    assert (done.folder / "metrics.jsonl").exists()
+asked["log"]["dir"] = "files"
+open("files", "w").close()
+try:
+    threefold.train(asked, dataset=ROWS)
+except threefold.errors.ConfigError as error:
+    open("told" + threefold.mesh.environment.variables().get("RANK", ""), "w").write(error.problems[0].what)
+"""
+        done = program(folder, body, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        told = [path.read_text() for path in folder.glob("told*")]
+        assert len(told) == max(ranks, 1) and set(told) == {"log.dir = files cannot be written: Not a directory"}

@@ -72,3 +72,22 @@ def test_evaluation_is_sum_over_count_and_in_order(num_ranks: int, tmp_path: Pat
             assert metrics["test_rows"] == case[0]
             assert metrics["test_accuracy"] == wanted_one[2]["test_accuracy"]
             assert metrics["test_loss"] == pytest.approx(wanted_one[2]["test_loss"], abs=1e-6)
+
+
+def evaluate_stream(folder: str) -> float:
+    from torch.utils.data import IterableDataset
+
+    from threefold.integrations.huggingface import Trainer
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return (Sentences(8)[row] for row in range(8))
+
+    args = arguments(folder, per_device_eval_batch_size=2)
+    return float(Trainer(causal_model(), args).evaluate(Stream())["eval_loss"])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_loss_of_a_stream_is_not_multiplied_by_the_ranks(num_ranks: int, tmp_path: Path) -> None:
+    wanted = mean_by_hand(causal_model(), Sentences(8))
+    assert on_ranks(evaluate_stream, num_ranks, str(tmp_path)) == pytest.approx([wanted] * num_ranks, abs=1e-6)

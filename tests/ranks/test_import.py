@@ -188,10 +188,27 @@ def test_weights_alone_become_a_folder_of_transformers(model: Any, tmp_path: Pat
     refused = imported(tmp_path / "a", tmp_path / "run", tmp_path)
     assert refused.returncode == 2 and "has no state of AdamW" in refused.stderr and "--weights" in refused.stderr
     assert not (tmp_path / "run").exists()
+    (tmp_path / "a" / "optimizer.bin").write_bytes(b"as accelerate pickles it")
+    refused = imported(tmp_path / "a", tmp_path / "run", tmp_path)
+    assert "that is read: optimizer.bin is pickled, by accelerate or a Trainer" in refused.stderr
     done = imported(tmp_path / "a", tmp_path / "out", tmp_path, "--weights")
     assert done.returncode == 0 and "reloaded: equal logits" in done.stdout, done.stderr
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert_equal(dict(found), dict(model.state_dict()))
+
+
+def test_moments_that_are_no_weight_s_are_left_out_as_the_fix_says(model: Any, tmp_path: Path) -> None:
+    """torchtitan fuses queries, keys and values of its optimizer's state, and not of its weights."""
+    weights = dict(model.state_dict())
+    fused = {"layers.0.attention.qkv_linear.wqkv.weight": torch.ones(64, 32)}
+    state = {"model": weights, "optimizer": {"state": moments_of(fused)}}
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    refused = imported(tmp_path / "a", tmp_path / "run", tmp_path)
+    assert refused.returncode == 2 and "has no complete state of AdamW" in refused.stderr
+    assert "fix: --weights " in refused.stderr
+    done = imported(tmp_path / "a", tmp_path / "out", tmp_path, "--weights")
+    assert done.returncode == 0 and "left out: " in done.stdout, done.stderr
+    assert_equal(dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()), weights)
 
 
 WRONG = {

@@ -11,7 +11,7 @@ import pytest
 
 from ranks.runs import command, curve, prepare
 from threefold.checkpoint.layout import CheckpointFolder
-from threefold.run.lock import RunLock
+from threefold.checkpoint.lock import RunLock
 
 pytestmark = pytest.mark.ranks
 

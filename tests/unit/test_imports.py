@@ -23,7 +23,7 @@ TORCH_FREE = [
     "threefold.commands.doctor",
     "threefold.commands.explain",
     "threefold.run.folder",
-    "threefold.run.lock",
+    "threefold.checkpoint.lock",
     "threefold.run.sources",
     "threefold.commands.submit",
     "threefold.checkpoint.shards",

@@ -311,7 +311,7 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
 def test_who_holds_a_lock_is_seen_without_taking_it(tmp_path: Path) -> None:
     import sys
 
-    from threefold.run.lock import RunLock
+    from threefold.checkpoint.lock import RunLock
 
     if not Path("/proc/locks").exists() or sys.platform != "linux":
         pytest.skip("no /proc/locks here")

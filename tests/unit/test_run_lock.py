@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from threefold.checkpoint import lock as run_lock
+from threefold.checkpoint.lock import RunLock
 from threefold.errors import ConfigError, RunError
-from threefold.run import lock as run_lock
-from threefold.run.lock import RunLock
 
 HOLD = (
-    "import sys\nfrom pathlib import Path\nfrom threefold.run.lock import RunLock\n"
+    "import sys\nfrom pathlib import Path\nfrom threefold.checkpoint.lock import RunLock\n"
     "lock = RunLock()\nlock.take(Path(sys.argv[1]), fresh=False)\n"
     "print('held', flush=True)\nsys.stdin.read()\n"
 )

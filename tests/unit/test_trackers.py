@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ def test_run_and_its_resume_are_one_run_everywhere(folder: Path) -> None:
     with sqlite3.connect(folder / "trackio/tests.db") as database:
         rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
     steps = [step for run, step, metrics in rows if "grad_norm" in json.loads(metrics)]
-    assert {run for run, *_ in rows} == {"run"} and steps == [1, 2, 3, 4, 5]
+    # One run, by a name that no other folder called `run` gets.
+    assert {run for run, *_ in rows} == {json.loads((folder / "run/trackers.json").read_text())["trackio"]}
+    assert re.fullmatch("run-[0-9a-f]{8}", rows[0][0]) and steps == [1, 2, 3, 4, 5]
     assert not any(word in first.lower() for word in ("wandb:", "trackio", "tensorboard"))
 
 

@@ -36,6 +36,7 @@ class LoadedConfig:
         accept_changes: a resumed run may be trained on with keys that change what is trained.
         quiet: nothing is printed but errors.
         given: objects of a program that calls `threefold.train` (`run.user_objects.Given`), or None.
+        reason: a file that takes the error by which a rank ends, for the program that has started it.
         last: the process ends with the run, as that of a command and of a rank does.
     """
 
@@ -44,6 +45,7 @@ class LoadedConfig:
     accept_changes: bool = False
     quiet: bool = False
     given: Any = None
+    reason: str | None = None
     last: bool = False
 
     def describe(self) -> Iterator[tuple[str, Any, str]]:

@@ -87,7 +87,7 @@ def _made(source: Path, to: Path, config: Config, *, weights_alone: bool) -> Imp
         architecture, attention="eager", trust_remote_code=config.model.trust_remote_code
     )
     shapes = run_state.model_state(model)
-    found = find_names(foreign, _wanted(model, shapes, architecture), where=str(source))
+    found = find_names(foreign, _wanted(model, shapes, architecture), where=str(source), weights_alone=weights_alone)
     _refuse_other_twins(foreign, found)
     step = 0 if weights_alone else _step_of(foreign, found, source)
     made = not to.exists()
@@ -98,8 +98,7 @@ def _made(source: Path, to: Path, config: Config, *, weights_alone: bool) -> Imp
         if not made:
             to.mkdir()
         raise
-    left = tuple(found.left_out) + (tuple(_entries(found)) if weights_alone else ())
-    return Imported(found.program, step, len(found.weights), left)
+    return Imported(found.program, step, len(found.weights), tuple(found.left_out))
 
 
 def _wanted(model: torch.nn.Module, shapes: dict[str, Tensor], architecture: PretrainedConfig) -> Wanted:
@@ -115,10 +114,6 @@ def _wanted(model: torch.nn.Module, shapes: dict[str, Tensor], architecture: Pre
     )
 
 
-def _entries(found: Found) -> Iterator[str]:
-    return (entry for group in found.moments.values() for entry, _ in group.values())
-
-
 def _refuse_other_twins(foreign: Foreign, found: Found) -> None:
     for name, other in found.twins:
         if not torch.equal(foreign.read(name), foreign.read(other)):
@@ -132,8 +127,10 @@ def _refuse_other_twins(foreign: Foreign, found: Found) -> None:
 def _step_of(foreign: Foreign, found: Found, source: Path) -> int:
     """The number of steps that the optimizer has counted, the same for all weights."""
     if not found.moments:
+        beside = sorted(each.name for each in source.glob("optimizer*") if each.suffix in (".bin", ".pt"))
         raise CheckpointError(
-            f"{source} has no state of AdamW",
+            f"{source} has no state of AdamW"
+            + (f" that is read: {beside[0]} is pickled, by accelerate or a Trainer" if beside else ""),
             expected="exp_avg, exp_avg_sq and step of every weight: a run continues with them",
             fix="--weights   (makes a Hugging Face folder, from which --model.name_or_path begins a new run)",
         )

@@ -87,8 +87,8 @@ class Found:
     left_out: Sequence[str] = ()
 
 
-def find_names(foreign: Foreign, wanted: Wanted, *, where: str) -> Found:
-    """Finds every weight and moment of `wanted`.
+def find_names(foreign: Foreign, wanted: Wanted, *, where: str, weights_alone: bool = False) -> Found:
+    """Finds every weight and moment of `wanted`; with `weights_alone`, moments are left out, whatever they are.
 
     Raises:
         CheckpointError: weights are missing, have another shape, or are of another model; moments are incomplete; or
@@ -106,12 +106,12 @@ def find_names(foreign: Foreign, wanted: Wanted, *, where: str) -> Found:
     _refuse(weights, over, foreign.tensors, wanted, where=where)
     convert = _conversions(wanted) if program == "torchtitan" else {}
     pairs = {ours: (name, convert.get(ours, _same)) for ours, name in weights.items()}
-    found = _moments_of(moments, names, foreign.tensors, wanted, where=where)
+    found = {} if weights_alone else _moments_of(moments, names, foreign.tensors, wanted, where=where)
     made = {
         moment: {ours: (name, _same if moment == "step" else convert.get(ours, _same)) for ours, name in group.items()}
         for moment, group in found.items()
     }
-    left = [name for name in rest if name not in candidates] + [*foreign.others]
+    left = [name for name in rest if name not in candidates] + [*foreign.others] + [*moments] * weights_alone
     return Found(program, pairs, made, twins, left)
 
 

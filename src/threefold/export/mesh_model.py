@@ -62,6 +62,9 @@ def save_pretrained(model: Model, folder: Path, *, verify: bool | None = None) -
         save(parts, model=model, step=0)
         step, num_parameters, files, verified = mesh.share("export", write)
     finally:
+        model.saved.pop(parts.resolve(), None)
+        if (lock := model.locks.pop(parts.resolve(), None)) is not None:
+            lock.close()
         if mesh.rank == 0:
             shutil.rmtree(parts, ignore_errors=True)
     return Exported(step, num_parameters, tuple(files), verified)
@@ -111,30 +114,39 @@ def _export_own(module: Any, parts: Path, folder: Path, *, verify: bool) -> Expo
 
 
 def generate(model: Model, input_ids: Tensor, *, seed: int = 0, **options: Any) -> Tensor:
-    """transformers' `generate` with the whole model on rank 0's CPU; [rows, length + new ids], the same on every rank.
+    """What transformers' `generate` writes after this dp rank's prompts, [rows, length + new ids]; on rank 0's CPU.
+
+    Options that are tensors, as an attention_mask, are each dp rank's own; of others rank 0's are taken.
 
     Raises:
-        ConfigError: a custom module, or what transformers refuses; on every rank.
+        ConfigError: a custom module, or what transformers refuses. DataError: cp or tp ranks have other prompts.
     """
     _refuse_own(model, "generate", "model.module, if it has a generate of its own and is not sharded")
-    whole = _whole(model)
+    rows = {name: each for name, each in options.items() if isinstance(each, Tensor)} | {"input_ids": input_ids}
+    mesh = model.mesh
+    mesh.agree("generate", 0, lambda: ([rows], 0))
+    whole, per_copy = _whole(model), mesh.world_size // mesh.dp_size
 
-    def write() -> list[list[int]]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            ids = input_ids.cpu()
-            options.setdefault("attention_mask", torch.ones_like(ids))
-            try:
-                found: Tensor = whole.generate(ids, **options)
-            except (ValueError, TypeError) as error:
-                raise ConfigError(
-                    f"generate is refused by transformers: {' '.join(str(error).split())}",
-                    expected="options of its generate",
-                    fix="model.generate(input_ids, max_new_tokens=64)",
-                ) from error
-        return found.tolist()
+    def write(parts: list[dict[str, Any]]) -> list[Any]:
+        return [_written(whole, part, seed, options) for part in parts[::per_copy]]
 
-    return torch.tensor(model.mesh.share("generate", write), device=input_ids.device)
+    found = mesh.decide("generate", {name: each.tolist() for name, each in rows.items()}, write)
+    return torch.tensor(found[mesh.dp_rank], device=input_ids.device)
+
+
+def _written(whole: Any, rows: dict[str, Any], seed: int, options: dict[str, Any]) -> Any:
+    given = {**options, **{name: torch.tensor(values) for name, values in rows.items()}}
+    given.setdefault("attention_mask", torch.ones_like(given["input_ids"]))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return whole.generate(given.pop("input_ids"), **given).tolist()
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"generate is refused by transformers: {' '.join(str(error).split())}",
+                expected="options of its generate",
+                fix="model.generate(input_ids, max_new_tokens=64)",
+            ) from error
 
 
 @torch.no_grad()

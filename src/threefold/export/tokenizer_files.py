@@ -14,8 +14,13 @@ from threefold.data.tokens import byte_backend
 
 
 def save_tokenizer(checkpoint: Checkpoint, config: Config, to: Path) -> None:
-    """Writes the tokenizer that the run trained with to the folder `to`."""
-    tokenizer = tokenizer_of(config)
+    """Writes the tokenizer that the run trained with to the folder `to`; of a custom loop that of its model, if any."""
+    try:
+        tokenizer = tokenizer_of(config)
+    except (OSError, ValueError):
+        if "loop" in checkpoint.manifest():
+            return  # it has trained on ids, by whatever tokenizer
+        raise
     if (template := template_of(checkpoint, config)) is not None:
         tokenizer.chat_template = template
     tokenizer.save_pretrained(to)

@@ -175,12 +175,12 @@ class WeightsAndBiases:
 
 
 class Trackio:
-    """A run in trackio's local database (TRACKIO_DIR), which `trackio show` serves; resumed by its name."""
+    """A run in trackio's local database (TRACKIO_DIR), which `trackio show` serves; resumed by its own name."""
 
     def __init__(self, run: RunDescription) -> None:
         import trackio
 
-        name = run.id_of("trackio", lambda: run.name)
+        name = run.id_of("trackio", lambda: f"{run.name}-{uuid.uuid4().hex[:8]}")  # folders may have equal names
         with redirect_stdout(None):  # it prints a long explanation
             off: dict[str, Any] = dict.fromkeys(("embed", "auto_log_gpu", "auto_log_cpu"), False)
             self._run: Any = trackio.init(project=run.project, name=name, config=run.told, resume="allow", **off)

@@ -2,20 +2,25 @@
 
 A value is made on one rank and read on all, so making it may take any time, or fail: then every rank raises the same
 error. Values are those of JSON; the rank that makes one gets it in the same form as the others.
+
+Here too: how ranks are told apart that bring other rows to a call than they should (`Mesh.agree`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from threefold.errors import Problem, RunError, ThreefoldError
+from threefold.errors import DataError, Problem, RunError, ThreefoldError
 
 _LONGEST_PREPARATION = timedelta(days=2)
 
@@ -93,14 +98,14 @@ def _wait_for_all(store: dist.Store, keys: list[str]) -> list[Any]:
 
 def _described(error: BaseException) -> dict[str, Any]:
     if not isinstance(error, ThreefoldError):
-        return {"class": None}
+        return {"class": None, "text": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
     return {"class": type(error).__name__, "problems": [dataclasses.astuple(problem) for problem in error.problems]}
 
 
 def _error_of(told: dict[str, Any], name: str) -> ThreefoldError:
     if told["class"] is None:
         return OtherRankError(
-            f"another rank failed in {name!r}", expected="its result", fix="see that rank's traceback"
+            f"another rank failed in {name!r}: {told['text']}", expected="its result", fix="see that rank's traceback"
         )
     classes = {cls.__name__: cls for cls in _family(ThreefoldError)}
     return classes.get(told["class"], RunError).of(Problem(*problem) for problem in told["problems"])
@@ -110,3 +115,79 @@ def _family(cls: type[ThreefoldError]) -> Iterator[type[ThreefoldError]]:
     yield cls
     for derived in cls.__subclasses__():
         yield from _family(derived)
+
+
+def digest_of_rows(batches: Sequence[Mapping[str, Any]]) -> int:
+    """Of the names, shapes and bytes of all tensors; of those on a device it waits for the device."""
+    digest = 0
+    for batch in batches:
+        for name in sorted(batch):
+            if isinstance(values := batch[name], Tensor):
+                digest = zlib.crc32(_bytes(values), zlib.crc32(f"{name} {[*values.shape]}".encode(), digest))
+    return digest
+
+
+def described_rows(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What names a difference: by the name of each tensor its shape, and a digest of each row."""
+    return {
+        name: [
+            [[*batch[name].shape] for batch in batches],
+            [zlib.crc32(_bytes(row)) for b in batches for row in b[name]],
+        ]
+        for batch in batches[:1]
+        for name in sorted(batch)
+        if isinstance(batch[name], Tensor) and batch[name].ndim
+    }
+
+
+def _bytes(values: Tensor) -> Any:
+    return values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+
+def refuse_unlike(parts: list[dict[str, Any]], ranks_of_copy: int) -> None:
+    """Names what makes ranks differ in a call that all of them make together.
+
+    Args:
+        parts: of each rank, its `call`, the number of its micro-batches (`pieces`), and `described_rows`.
+        ranks_of_copy: cp x tp.
+
+    Raises:
+        RunError: they make different calls. DataError: they bring rows that do not belong to one step.
+    """
+    calls = [part["call"] for part in parts]
+    if (other := next((rank for rank, call in enumerate(calls) if call != calls[0]), None)) is not None:
+        raise RunError(
+            f"ranks are not in the same call: rank 0 is in {calls[0]}, rank {other} in {calls[other]}",
+            expected="the same calls in the same order on every rank: a step adds up what all of them have",
+            fix="leave out a step or a batch on all ranks or on none; let an error that one rank meets end the program",
+        )
+    pieces = [part["pieces"] for part in parts]
+    if len(set(pieces)) > 1:
+        raise DataError(
+            f"the batch of {calls[0]} is cut into {min(pieces)} micro-batches on rank {pieces.index(min(pieces))}, "
+            f"into {max(pieces)} on rank {pieces.index(max(pieces))}",
+            expected="as many on every rank: they step together",
+            fix="threefold.distribute(loader) gives every dp rank as many rows",
+        )
+    for rank, part in enumerate(parts):
+        dp, first = rank // ranks_of_copy, rank // ranks_of_copy * ranks_of_copy
+        if difference := _first_difference(parts[first]["rows"], part["rows"]):
+            raise DataError(
+                f"ranks {first} and {rank} belong to dp rank {dp} and give different rows to {calls[0]}: {difference}",
+                expected="the same rows on all cp and tp ranks of a dp rank",
+                fix="loader = threefold.distribute(loader), which reads by mesh.dp_rank",
+            )
+
+
+def _first_difference(first: dict[str, Any], other: dict[str, Any]) -> str:
+    for name in sorted(first.keys() | other.keys()):
+        if name not in first or name not in other:
+            return f"{name} is on one of them alone"
+        (shapes, rows), (other_shapes, other_rows) = first[name], other[name]
+        if shapes != other_shapes:
+            return f"{name} is {shapes[0]} on one, {other_shapes[0]} on the other"
+        if (
+            row := next((n for n, (a, b) in enumerate(zip(rows, other_rows, strict=True)) if a != b), None)
+        ) is not None:
+            return f"row {row} of {name}"
+    return ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,7 +28,7 @@ from threefold.build_id import build_id
 from threefold.config.schema import MeshConfig
 from threefold.errors import ConfigError
 from threefold.mesh import environment
-from threefold.mesh.exchange import Exchange
+from threefold.mesh.exchange import Exchange, described_rows, digest_of_rows, refuse_unlike
 from threefold.mesh.rendezvous import join_group
 from threefold.mesh.rendezvous_errors import no_device
 from threefold.mesh.topology import AXES, Topology, resolve
@@ -57,6 +58,7 @@ class Mesh:
         num_hosts: machines, if that is known.
         groups: process groups of `dp`, `cp` and `loss`, if they have more than one member.
         store: the rendezvous store, or None in a single process.
+        losses: the batches of the custom losses that are computed now, for models that a loss calls.
     """
 
     topology: Topology
@@ -68,6 +70,7 @@ class Mesh:
     host_leader: int = 0
     num_hosts: int = 1
     store: dist.Store | None = None
+    losses: list[Any] = field(default_factory=list, repr=False, compare=False)
     _before_close: list[Callable[[], object]] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -103,6 +106,11 @@ class Mesh:
             return dist.group.WORLD
         return self.parameter_mesh.get_group(name) if name in _PARAMETER_AXES else self.groups[name]
 
+    @property
+    def meets_others(self) -> bool:
+        """Whether there are other ranks to meet; none where a step is traced with a group that sends nothing."""
+        return self.parameter_mesh is not None and dist.get_backend() != _ALONE
+
     def device_mesh(self, name: str) -> DeviceMesh | None:
         """torch's DeviceMesh of this rank and the others along `dp`, `cp`, `tp` or `loss` (dp x cp), for collectives.
 
@@ -128,6 +136,44 @@ class Mesh:
         gathered = torch.empty((self.world_size, len(values)), dtype=torch.int64)
         dist.all_gather(list(gathered), torch.from_numpy(values), group=group)
         return gathered.numpy()
+
+    def agree(
+        self, call: str, number: int, make: Callable[[], tuple[Sequence[dict[str, Any]], int]]
+    ) -> tuple[Sequence[dict[str, Any]], int]:
+        """The micro-batches that `make` returns, and its count summed over the dp ranks; every rank calls it.
+
+        All ranks must make the same call, with as many micro-batches; the cp and tp ranks of a dp rank with the same
+        rows. That costs one small gather on the CPU. Only where they differ do the ranks say more, and it is named.
+
+        Args:
+            call, number: which call this is, for the error: `step`, 3; number 0: there is one of them.
+
+        Raises:
+            RunError, DataError: the ranks differ (`refuse_unlike`), or what `make` raised on a rank; on every rank.
+        """
+        batches: Sequence[dict[str, Any]] = ()
+        count, failed, shared = 0, None, self.size("cp") * self.size("tp")
+        if not self.meets_others:
+            return make()
+        try:
+            batches, count = make()
+            digest = digest_of_rows(batches) if shared > 1 else 0
+        except Exception as error:
+            failed, digest = error, 0
+        own = [zlib.crc32(call.encode()), number, len(batches), digest, count, failed is not None]
+        ranks = self.gather(np.array(own, np.int64))
+        copies = ranks.reshape(-1, shared, len(own))  # (dp ranks, cp x tp, numbers)
+        alike = (ranks[:, :3] == ranks[0, :3]).all() and (copies[..., 3] == copies[:, :1, 3]).all()
+        if ranks[:, 5].any() or not alike:
+
+            def described() -> dict[str, Any]:
+                if failed is not None:
+                    raise failed
+                rows = described_rows(batches) if shared > 1 else {}
+                return {"call": f"{call} {number}" if number else call, "pieces": len(batches), "rows": rows}
+
+            self.decide_on("agreement", described, lambda parts: refuse_unlike(parts, shared))
+        return batches, int(copies[:, 0, 4].sum())
 
     @cached_property
     def _exchange(self) -> Exchange:

@@ -125,9 +125,11 @@ def replicate(model: PreTrainedModel, mesh: Mesh) -> DistributedDataParallel:
     # Buffers are equal on all ranks and do not change; torch 2.13 renamed the setting and warns at the old name.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         model, device_ids=devices, process_group=mesh.group("dp"), gradient_as_bucket_view=True, **{buffers: False}
     )
+    wrapped.trained = [each for each in model.parameters() if each.requires_grad]  # whose gradients it waits for
+    return wrapped
 
 
 @contextmanager

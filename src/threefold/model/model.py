@@ -8,8 +8,9 @@ sequence] on the way in, their tokens as split over cp on the way out, with the 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,16 +19,17 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from threefold.config.auto_lr import RANDOM
 from threefold.config.schema import Config
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, RunError
 from threefold.mesh.mesh import Mesh
 from threefold.model.collectives import join, sum_over_all
 from threefold.model.context_parallel.rotary import places_in_documents
 from threefold.model.context_parallel.split import ContextParallel, gathered_positions
-from threefold.model.data_parallel import reshard
+from threefold.model.data_parallel import replicate, reshard
 from threefold.model.float_sums import FloatSums, GradientSums
 from threefold.model.head import Outputs, below_head
 from threefold.model.head_gradient import Loss
@@ -35,6 +37,39 @@ from threefold.model.tensor_parallel.plan import TensorParallelism
 
 OutputsOf = Literal["logits", "hidden_states", "log_probabilities"]
 _ROWS = ("input_ids", "position_ids", "document_ids", "padding")
+
+
+class LossBatch(dict[str, Tensor]):
+    """A batch as a custom loss has it: this rank's part, of which a model that the loss calls knows the whole.
+
+    Attributes:
+        whole: the same entries with all tokens of each row, on every cp rank.
+    """
+
+    whole: Mapping[str, Tensor]
+
+    def __init__(self, part: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
+        super().__init__(part)
+        self.whole = whole
+
+    def whole_of(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """The whole rows of which these are the part; None if they are whole rows already.
+
+        Raises:
+            ConfigError: they are neither.
+        """
+        names = {id(values): name for name, values in self.items()}
+        if all(id(values) in names for values in rows.values()):
+            return {name: self.whole[names[id(values)]] for name, values in rows.items()}
+        length = self.whole["input_ids"].shape[1]
+        if all(values.ndim > 1 and values.shape[1] == length for values in rows.values()):
+            return None
+        raise ConfigError(
+            f"a loss calls a model with rows of {rows['input_ids'].shape[1]} tokens, of {length} in the batch",
+            expected="entries of the batch itself, whose logits are then this cp rank's, or whole rows: of a changed "
+            "part of a row no rank knows the rest",
+            fix="model(input_ids=batch['input_ids']), or make the rows of batch.whole['input_ids']",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +87,8 @@ class Model:
         automatic_rate: the peak learning rate that suits its weights, random or pretrained ones.
         asked, architecture: what it was built from; None for a custom module.
         savers: what writes its checkpoints (`threefold.save`), kept from one to the next.
+        saved: by the folder of a custom loop, the last step that was saved there, or loaded from there.
+        locks: by the same folder, what keeps other processes from saving there; on rank 0.
         sums: how its gradients and losses are added (`train.reduce`); None: in floating point.
         before_first_step: is given the first micro-batch of a custom loop, to probe a forward of its size.
     """
@@ -67,6 +104,8 @@ class Model:
     asked: Config | None = None
     architecture: PretrainedConfig | None = None
     savers: dict[Any, Any] = field(default_factory=dict, repr=False)
+    saved: dict[Path, int] = field(default_factory=dict, repr=False)
+    locks: dict[Path, Any] = field(default_factory=dict, repr=False)
     sums: GradientSums = None  # type: ignore[assignment]  # set below
     before_first_step: Callable[[Mapping[str, Tensor]], None] | None = field(default=None, repr=False)
 
@@ -81,13 +120,21 @@ class Model:
         and `document_ids` as in a batch (`padding` changes no logits). Through `TrainStep` a step never holds the
         logits of another cp rank's tokens; and only `TrainStep` completes the gradients of a split model.
 
+        In a custom loss it may be called with entries of the batch, and then gives the logits of this rank's tokens,
+        as the loss has them of its outputs.
+
         A custom module is called as it is, and gives what it gives.
+
+        Raises:
+            DataError: cp or tp ranks give different rows; on every rank. RunError: from what is returned, in backward.
         """
         if self.context is None:
             with self.casting():
                 found = self.forward(*arguments, **inputs)
             if not torch.is_grad_enabled():
                 reshard(self.forward)
+            for values in tree_leaves(found):
+                _for_scoring(values)
             return found
         given = {**dict(zip(_ROWS, arguments, strict=False)), **inputs}
         rows = {name: rows for name, rows in given.items() if rows is not None and name != "padding"}
@@ -99,16 +146,20 @@ class Model:
             )
         if not isinstance(ids := rows.get("input_ids"), Tensor) or ids.ndim != 2:
             raise ConfigError("the model is called without input_ids", expected="[rows, sequence]", fix="input_ids=ids")
-        self.refuse_length(ids.shape[1])
-        with self.computing(rows) as local:
+        cp, part = self.mesh.size("cp"), self.mesh.losses[-1] if self.mesh.losses else None
+        whole = part.whole_of(rows) if part is not None and cp > 1 else None
+        if whole is None:
+            self.refuse_length(ids.shape[1])
+            if cp * self.mesh.size("tp") > 1:
+                self.mesh.agree("model(...)", 0, lambda: ([rows], 0))
+        with self.computing(whole or rows) as local:
             logits = self.outputs(local).values
         if not torch.is_grad_enabled():
             reshard(self.forward)
-        if (group := self.mesh.group("cp")) is None:
-            return logits
-        cp = self.mesh.size("cp")
+        if whole is not None or (group := self.mesh.group("cp")) is None:
+            return _for_scoring(logits)
         joined = join(logits, group, dim=1, scale=cp)
-        return joined[:, gathered_positions(joined.shape[1], cp_size=cp).argsort().to(joined.device)]
+        return _for_scoring(joined[:, gathered_positions(joined.shape[1], cp_size=cp).argsort().to(joined.device)])
 
     @contextmanager
     def casting(self) -> Iterator[None]:
@@ -131,7 +182,7 @@ class Model:
             moved["position_ids"] = places if documents is None else places_in_documents(documents)
         split = {name: values for name, values in moved.items() if values.shape[:2] == ids.shape}
         with self.context.batch(split) as local:
-            yield {**moved, **local}
+            yield LossBatch({**moved, **local}, moved)
 
     def outputs(
         self,
@@ -240,10 +291,11 @@ class Model:
         return self.train(False)
 
     def generate(self, input_ids: Tensor, *, seed: int = 0, **options: Any) -> Tensor:
-        """transformers' `generate`: [rows, length] of ids, the same on every rank -> [rows, length + new ones].
+        """transformers' `generate`: [rows, length] of this dp rank's ids -> [rows, length + new ones].
 
-        Every rank calls it. Rank 0 computes, with the whole model on its CPU. Options are transformers': do_sample,
-        max_new_tokens and others; `seed` is of what is drawn, and the ranks' own random numbers stay.
+        Every rank calls it, the cp and tp ranks of a dp rank with the same prompts. Rank 0 computes, with the whole
+        model on its CPU. Options are transformers': do_sample, max_new_tokens and others; `seed` is of what is drawn
+        for each dp rank, and the ranks' own random numbers stay.
         """
         return _of_a_floor_above("generate")(self, input_ids, seed=seed, **options)
 
@@ -256,6 +308,65 @@ class Model:
             verify: reload and compare logits; None: only if the model fits into the free memory of rank 0.
         """
         return _of_a_floor_above("save_pretrained")(self, Path(folder), verify=verify)
+
+
+def freeze(model: Model, patterns: Sequence[str]) -> list[str]:
+    """Leaves parameters as they are in training: those whose names match one of the regular expressions; their names.
+
+    Every rank calls it, after `load_model` and before the optimizer is made. A checkpoint has them as before.
+
+    Raises:
+        ConfigError: a pattern that matches no name, or nothing is left to train.
+    """
+    named = dict(model.named_parameters())
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        if not any(re.search(pattern, name) for name in named):
+            raise ConfigError(
+                f"freeze: no parameter has a name that {pattern!r} matches",
+                expected=f"names as {', '.join([*named][:3])}, in which a regular expression is searched",
+                fix="[name for name, _ in model.named_parameters()]   lists them",
+            )
+        for name, parameter in named.items():
+            if re.search(pattern, name):
+                parameter.requires_grad_(False)
+    frozen = [name for name, each in named.items() if not each.requires_grad]
+    if len(frozen) == len(named):
+        raise ConfigError("freeze: nothing is left to train", expected="fewer patterns", fix="freeze(model, ['embed'])")
+    if isinstance(model.forward, DistributedDataParallel):
+        # It waits for the gradients of all parameters that it was made with.
+        object.__setattr__(model, "forward", replicate(model.module, model.mesh))
+    return frozen
+
+
+def refuse_late_freezing(model: Model) -> None:
+    """ConfigError if copies of a model would wait for gradients of parameters that were frozen in another way."""
+    ddp = model.forward
+    if not isinstance(ddp, DistributedDataParallel):
+        return
+    if frozen := [each for each in ddp.trained if not each.requires_grad]:
+        ids = {id(each) for each in frozen}
+        first = next(name for name, each in model.named_parameters() if id(each) in ids)
+        raise ConfigError(
+            f"requires_grad of {first} was set to False after load_model",
+            expected="threefold.freeze: copies of the model wait for the gradients of all that was trained then",
+            fix=f"threefold.freeze(model, [{re.escape(first)!r}]), in place of requires_grad_",
+        )
+
+
+def _for_scoring(values: Any) -> Any:
+    """The same, from which no backward goes: its gradients would be those of this rank's rows, or of a part of them."""
+    if isinstance(values, Tensor) and values.grad_fn is not None:
+        values.register_hook(_refuse_backward)
+    return values
+
+
+def _refuse_backward(gradient: Tensor) -> None:
+    raise RunError(
+        "backward through what model(...) returned",
+        expected="threefold.TrainStep, which alone adds up the gradients of all ranks; to call a model is for scoring",
+        fix="step = threefold.TrainStep(model, loss=loss); step(batch)   (in a loss, call other models under "
+        "torch.no_grad())",
+    )
 
 
 def _of_a_floor_above(name: str) -> Any:

@@ -69,14 +69,18 @@ def _problems(module: nn.Module, mesh: Mesh) -> list[Problem]:
         what = f"the parameter {other} of a {kind} is {str(module.get_parameter(other).dtype).removeprefix('torch.')}"
         fix = "module.float(), and load_model(module, dtype='bfloat16')"
         found.append(Problem(what, "float32 weights; dtype= says in what they compute", fix))
-    norm = next((name for name, each in module.named_modules() if _mixes_rows(each)), None)
+    norm = mixes_rows(module, but=nn.SyncBatchNorm)
     if norm is not None and mesh.dp_size > 1:
         what = f"{norm} normalises over the rows of a rank, of which {mesh.dp_size} dp ranks have each their own"
         fix = "nn.GroupNorm in its place; or its statistics frozen: module.eval() for it and requires_grad_(False)"
+        if mesh.device.type == "cuda":
+            fix = f"module = nn.SyncBatchNorm.convert_sync_batchnorm(module)   (or {fix})"
         found.append(Problem(what, "rows that do not see one another: the mesh would change the curve", fix))
     return found
 
 
-def _mixes_rows(module: nn.Module) -> bool:
-    batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
-    return batch_norm and module.training
+def mixes_rows(module: nn.Module, *, but: type[nn.Module] | tuple[()] = ()) -> str | None:
+    """The name of a layer whose output for a row depends on the other rows, if there is one; `but` do not count."""
+    norms = nn.modules.batchnorm._BatchNorm
+    found = (name for name, each in module.named_modules() if isinstance(each, norms) and each.training)
+    return next((name for name in found if not isinstance(module.get_submodule(name), but)), None)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from threefold.checkpoint.tensors import TYPE_NAMES
 from threefold.config.optimizer import OPTIMIZERS, OptimizerConfig
@@ -127,6 +128,64 @@ def own_problems(optimizer: torch.optim.Optimizer, topology: Topology) -> list[P
     if kind in _COMPARED or topology.world_size == 1:
         return []
     return _tried(OptimizerConfig(name=f"{kind.__module__}.{kind.__qualname__}"), kind, topology)
+
+
+def mesh_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
+    """Why an optimizer cannot step on split parameters, as a trial with its settings shows; every rank calls it.
+
+    The trial steps copies of a small parameter of each kind of each group, which must move as the whole ones do.
+    """
+    groups = optimizer.param_groups
+    every = [each for group in groups for each in group["params"]]
+    if not any(isinstance(each, DTensor) for each in every) or any("lr_share" in group for group in groups):
+        return []  # nothing is split; or the run has tried it
+    name = type(optimizer).__name__
+    kernels = [key for key in ("fused", "foreach") if any(group.get(key) for group in groups)]
+    fix = f"leave {kernels[0]}=True out" if kernels else "torch.optim.AdamW(model.parameters(), lr=...)"
+    split = [{**group, "params": [_copied(each) for each in _kinds(group["params"])]} for group in groups]
+    whole = [{**group, "params": [_whole(each) for each in group["params"]]} for group in split]
+    start = [each.detach().clone() for group in whole for each in group["params"]]
+    takes = inspect.signature(type(optimizer)).parameters
+    given = {key: value for key, value in optimizer.defaults.items() if key in takes}
+    try:
+        for trial in (split, whole):
+            tried = type(optimizer)(trial, **given)
+            for _ in range(2):
+                for each in (each for group in trial for each in group["params"]):
+                    each.grad = (3 * each.detach() + 1).sin()
+                tried.step()
+    except Exception as error:  # whatever a step raises
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        expected = "a step that can update the parts of matrices that this mesh holds"
+        return [Problem(f"{name} cannot step on this mesh: {reason}", expected, fix)]
+    pairs = zip(
+        *([each.detach() for group in trial for each in group["params"]] for trial in (split, whole)), strict=True
+    )
+    for (part, complete), before in zip(pairs, start, strict=True):
+        moved = (complete - before).abs().max()
+        if ((part.full_tensor() if isinstance(part, DTensor) else part) - complete).abs().max() > _BOUND * moved:
+            what = f"{name} does not update a part of a matrix as it updates the whole, and this mesh holds parts"
+            expected = "an update of each weight by itself, or dp ranks alone, each with the whole model"
+            return [Problem(what, expected, fix)]
+    return []
+
+
+def _kinds(parameters: list[Tensor]) -> list[Tensor]:
+    """The smallest parameter of each kind: as many dimensions, split alike, of the same type."""
+    found: dict[Any, Tensor] = {}
+    for each in sorted(parameters, key=lambda each: each.numel()):
+        split = (each.device_mesh, each.placements) if isinstance(each, DTensor) else None
+        found.setdefault((each.ndim, each.dtype, each.device, split), each)
+    return [*found.values()]
+
+
+def _copied(parameter: Tensor) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().clone())
+
+
+def _whole(parameter: Tensor) -> nn.Parameter:
+    complete = parameter.detach()
+    return nn.Parameter((complete.full_tensor() if isinstance(complete, DTensor) else complete).clone())
 
 
 def _tried(config: OptimizerConfig, kind: type[torch.optim.Optimizer], topology: Topology) -> list[Problem]:

@@ -44,8 +44,6 @@ def traffic(decoder: Decoder, setup: Setup) -> Traffic:
 
 def _of_data(decoder: Decoder, setup: Setup, sent: _Sent) -> None:
     topology, batches = setup.topology, setup.num_batches
-    if topology.dp > 1:
-        sent.add(_group_of_dp(setup), "all-reduce", 8)  # the count of target tokens
     units = units_of(decoder, topology.tp, setup.shards)
     if setup.sharing == "ddp":
         sent.add("dp", "all-reduce", FLOAT * units.trained)
@@ -57,14 +55,6 @@ def _of_data(decoder: Decoder, setup: Setup, sent: _Sent) -> None:
         _of_unit(unit, setup, sent, gathers=times * batches)
     if setup.shards > 1:
         sent.add("fsdp", "all-reduce", 2 * FLOAT)  # the norm of the gradients
-
-
-def _group_of_dp(setup: Setup) -> str:
-    """The name of the axis that has the same ranks, if there is one."""
-    topology = setup.topology
-    if topology.tp > 1 or topology.cp > 1 or (topology.dp_replicate > 1 and topology.dp_shard > 1):
-        return "dp"
-    return "dp_replicate" if topology.dp_shard == 1 else "fsdp"
 
 
 def _of_unit(unit: Unit, setup: Setup, sent: _Sent, *, gathers: int) -> None:

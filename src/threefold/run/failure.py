@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import sys
 import time
 import traceback
 from datetime import timedelta
+from pathlib import Path
 
-from threefold.errors import EXIT_FAILED, Problem, ThreefoldError
+from threefold.errors import EXIT_FAILED, Problem, RunError, ThreefoldError
 from threefold.mesh import environment
 from threefold.mesh.exchange import OtherRankError
 from threefold.mesh.mesh import FAILURES, Mesh
@@ -31,8 +33,14 @@ _PEER_GONE = (
 )
 
 
-def report_failure(error: BaseException, mesh: Mesh | None, rank: int, watch: Watchdog | None = None) -> int:
-    """Prints a failed rank's reason if it is the first of the run, logs it in any case, and returns the exit code."""
+def report_failure(
+    error: BaseException, mesh: Mesh | None, rank: int, watch: Watchdog | None = None, *, keep: str | None = None
+) -> int:
+    """Prints a failed rank's reason if it is the first of the run, logs it in any case, and returns the exit code.
+
+    Args:
+        keep: a file for the error, which is then not printed if it is one for users.
+    """
     if watch is not None:
         watch.progress.enter("failure")
     expected = isinstance(error, ThreefoldError)
@@ -40,8 +48,15 @@ def report_failure(error: BaseException, mesh: Mesh | None, rank: int, watch: Wa
     log.error("%s", text)
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_GONE):
         text = str(_peer_gone(str(error).strip().splitlines()[0]))
-    if _is_first_failure(error, mesh, rank, watch):
+    first = _is_first_failure(error, mesh, rank, watch)
+    # Ranks of a launcher have a file each; those that are started here have one, in which the first one's error stays.
+    if keep is not None and (first or not Path(keep).exists()):
+        what = f"a rank failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        other = RunError(what, expected="ranks that run to their end", fix="see the traceback that it has printed")
+        Path(keep).write_bytes(pickle.dumps(error if expected else other))
+    if first:
         environment.tell_failure(text)
+    if first and not (expected and keep is not None):  # the program is told, by an error that it raises
         print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write, which other ranks cannot split
     return error.exit_code if isinstance(error, ThreefoldError) else EXIT_FAILED
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, damaged
 from threefold.checkpoint.lineage import Identity, Journal, Origin
+from threefold.checkpoint.lock import RunLock
 from threefold.checkpoint.seal import sync, write_sealed
 from threefold.config import text as config_text
 from threefold.config.paths import LOG_START, METRICS, RUN_CONFIG, is_run, with_absolute_paths
@@ -25,7 +26,6 @@ from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
 from threefold.mesh import environment
 from threefold.run import choice
-from threefold.run.lock import RunLock
 
 if TYPE_CHECKING:
     from threefold.mesh.mesh import Mesh

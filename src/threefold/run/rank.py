@@ -21,6 +21,7 @@ from threefold.audit.compare import Audit
 from threefold.check.admit import admit
 from threefold.check.full_size import admit_full_size
 from threefold.checkpoint import run_template
+from threefold.checkpoint.lock import RunLock
 from threefold.checkpoint.manifest import versions
 from threefold.config.loading import LoadedConfig
 from threefold.data.sampling.loader import Batch
@@ -42,7 +43,6 @@ from threefold.run.fits import Fitted, fitted
 from threefold.run.folder import RunFolder, log_to_file, open_run, require_shared
 from threefold.run.head import Head, printed
 from threefold.run.hooks import Hooks
-from threefold.run.lock import RunLock
 from threefold.run.process import compute_alike, facts_of, quieten_libraries
 from threefold.run.request import Asked, asked_of
 from threefold.run.resume import undamaged
@@ -96,7 +96,7 @@ def run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
                     mesh.store.add(FAILURES, 1)  # the other ranks need not report that this one has left
             raise
         except BaseException as error:
-            code = report_failure(error, mesh, info.rank, watch)
+            code = report_failure(error, mesh, info.rank, watch, keep=loaded.reason)
             if isinstance(error, ThreefoldError) and mesh is not None:
                 mesh.close()
             return code

@@ -44,6 +44,7 @@ from threefold.config.schema import Config
 from threefold.data.order.permutation import seed_of
 from threefold.data.rows.known_rows import digests_of
 from threefold.data.sampling.loader import TokenLoader
+from threefold.errors import CheckpointError
 from threefold.mesh.mesh import Mesh
 from threefold.model import load, noise
 from threefold.model.model import Model
@@ -178,6 +179,12 @@ class Checkpointer:
             return
         manifest = read_manifest(checkpoint)
         refuse_other(manifest, self.config, self.architecture, checkpoint)
+        if "loop" in manifest and not manifest["data"]:
+            raise CheckpointError(
+                f"{checkpoint.path} was saved by a custom loop, without the place of its data",
+                expected="what was read until then: the run would begin with the first rows again",
+                fix=f"threefold export {checkpoint.path} --to MODEL, and a new run with --model.name_or_path MODEL",
+            )
         if not self.folder.accepts_changes:
             refuse_other_given(manifest, self.given, checkpoint)
         run_template.refuse_other(manifest, self.template, self.config, checkpoint)

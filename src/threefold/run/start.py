@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import pickle
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any, Literal
 from threefold.config import loading
 from threefold.config.loading import LoadedConfig
 from threefold.config.schema import Config, DataConfig, value_at
-from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST, ConfigError, Problem, RunError
+from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError, Problem, RunError
 from threefold.mesh import environment, local_ranks
 from threefold.mesh.local_ranks import ignore
 from threefold.mesh.shares import refuse_impossible
@@ -43,7 +45,7 @@ class Result:
 
     Attributes:
         exit_code: 0 done, 1 failed, 2 wrong request, 75 stopped by a signal with a checkpoint saved.
-        folder: the run's folder, if log.dir was given.
+        folder: the run's folder; None under a launcher, if log.dir was not given.
     """
 
     exit_code: int
@@ -82,8 +84,8 @@ def train(
             and on_eval stop the run by returning True.
 
     Raises:
-        ConfigError: the config is wrong; all errors are reported at once.
-        RunError: a rank failed and reported why on stderr.
+        ConfigError: the config is wrong; all errors are reported at once. ThreefoldError: what a rank raised.
+        RunError: a rank failed otherwise, or was ended.
     """
     rows = {"dataset": dataset, "eval_dataset": eval_dataset, "tokenizer": tokenizer}
     handed = {name: value for name, value in rows.items() if value is not None}
@@ -91,18 +93,26 @@ def train(
     given = Given(loss, loss_on, optimizer, callbacks_of(callbacks))
     config = with_rows(loaded.config, handed)
     check(given, config)
-    code = train_command(replace(loaded, config=config, accept_changes=accept_changes, given=given))
-    if code == EXIT_WRONG_REQUEST:
-        raise ConfigError(
-            "the request for this run was refused", expected="one that can be met", fix="see the reason above"
+    if config.log.dir is None and environment.current().launcher is None:
+        config = _in_new_folder(config)
+    with tempfile.TemporaryDirectory() as folder:
+        reason = Path(folder) / "reason"
+        code = train_command(
+            replace(loaded, config=config, accept_changes=accept_changes, given=given, reason=str(reason))
         )
-    if code not in (0, EXIT_STOPPED_WITH_CHECKPOINT):
-        raise RunError(
-            f"training ended with exit code {code}",
-            expected="exit code 0, or 75 after a stop signal",
-            fix="see the reason above, or in logs/ of the run's folder",
-        )
-    return Result(code, Path(folder) if (folder := loaded.config.log.dir) is not None else None)
+        if code in (0, EXIT_STOPPED_WITH_CHECKPOINT):
+            return Result(code, Path(config.log.dir) if config.log.dir is not None else None)
+        if reason.exists():
+            raise pickle.loads(reason.read_bytes())
+    raise RunError(
+        f"training ended with exit code {code}, and no rank has said why",
+        expected="exit code 0, or 75 after a stop signal",
+        fix="see what the ranks have printed, and logs/ of the run's folder",
+    )
+
+
+def _in_new_folder(config: Config) -> Config:
+    return config.model_copy(update={"log": config.log.model_copy(update={"dir": str(new_path())})})
 
 
 def _loaded(config: Config | Mapping[str, Any] | str | Path | None, handed: Iterable[str]) -> LoadedConfig:
@@ -164,8 +174,7 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
 
         refuse_labels_without_effect(loaded.config, here=True)
     if max_restarts and loaded.config.log.dir is None:  # restarted ranks must find the run
-        section = loaded.config.log.model_copy(update={"dir": str(new_path())})
-        loaded = replace(loaded, config=loaded.config.model_copy(update={"log": section}))
+        loaded = replace(loaded, config=_in_new_folder(loaded.config))
     if topology.world_size == 1 and not max_restarts:
         return _run_rank(loaded, topology, why) or deliver(loaded.config)
     from threefold.run.sources import formats_of, refuse_other_rows

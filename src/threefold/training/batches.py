@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,8 +10,7 @@ from torch import Tensor
 
 from threefold.data.order.permutation import seed_of
 from threefold.data.rows.concat import IGNORED
-from threefold.errors import ConfigError, DataError
-from threefold.mesh.mesh import Mesh
+from threefold.errors import ConfigError
 from threefold.model import noise
 from threefold.model.model import Model
 from threefold.training.forward import Batch
@@ -32,37 +30,22 @@ class Batches:
 
     def __init__(self, model: Model, *, own_loss: bool, labels: bool = False) -> None:
         """Args: `labels`: a custom loss is given what the model says of them."""
-        self._model, self._mesh, self._own_loss = model, model.mesh, own_loss
+        self._model, self._own_loss = model, own_loss
         self._labels = labels or not own_loss
         self.taken = 0
 
-    def pieces(self, batch: Mapping[str, Any], rows: int | None) -> list[Batch]:
-        """A batch in micro-batches of at most `rows` rows; None: all in one.
+    def pieces(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], rows: int | None) -> list[Batch]:
+        """A batch in micro-batches of at most `rows` rows; None: all in one. A list of batches: each of them so.
 
         Raises:
-            ConfigError, DataError: it is not a batch of this model. Of the first batch every rank raises what one does.
+            ConfigError: it is not a batch of this model.
         """
         self.taken += 1
-        if self.taken > 1:
-            return self._read(batch, rows)
-        kept: list[list[Batch]] = []
+        if isinstance(batch, list | tuple) and batch and all(isinstance(each, Mapping) for each in batch):
+            return [piece for each in batch for piece in self._read(each, rows)]
+        return self._read(batch, rows)
 
-        def read() -> dict[str, Any]:
-            kept.append(self._read(batch, rows))
-            shapes = {name: [*values.shape] for name, values in batch.items() if isinstance(values, Tensor)}
-            tokens = batch["input_ids"] if self._model.context is not None else None
-            digest = None if tokens is None else zlib.crc32(tokens.numpy(force=True).tobytes())
-            return {"dp": self._mesh.dp_rank, "pieces": len(kept[0]), "shapes": shapes, "digest": digest}
-
-        self._mesh.decide_on("first batch", read, lambda parts: _refuse_unlike(parts, self._mesh))
-        return kept[0]
-
-    def one(self, batch: Mapping[str, Any]) -> Batch:
-        """A batch as it is, checked on this rank alone."""
-        self.taken += 1
-        return self._read(batch, None)[0]
-
-    def _read(self, batch: Mapping[str, Any], rows: int | None) -> list[Batch]:
+    def _read(self, batch: Any, rows: int | None) -> list[Batch]:
         if not isinstance(batch, Mapping):
             raise ConfigError(
                 f"the batch is a {type(batch).__name__}",
@@ -206,25 +189,3 @@ def _said(values: Any) -> str:
     if isinstance(values, Tensor):
         return f"{str(values.dtype).removeprefix('torch.')} {list(values.shape)}"
     return "nothing" if values is None else f"a {type(values).__name__}"
-
-
-def _refuse_unlike(parts: list[dict[str, Any]], mesh: Mesh) -> str:
-    """DataError if ranks give batches that do not belong to one step."""
-    pieces = [part["pieces"] for part in parts]
-    if len(set(pieces)) > 1:
-        raise DataError(
-            f"the first batch is cut into {min(pieces)} micro-batches on rank {pieces.index(min(pieces))}, into "
-            f"{max(pieces)} on rank {pieces.index(max(pieces))}",
-            expected="as many on every rank: they step together",
-            fix="threefold.distribute(loader) gives every dp rank as many rows",
-        )
-    first: dict[int, int] = {}
-    for rank, part in enumerate(parts):
-        other = first.setdefault(part["dp"], rank)
-        if (parts[other]["shapes"], parts[other]["digest"]) != (part["shapes"], part["digest"]):
-            raise DataError(
-                f"ranks {other} and {rank} belong to dp rank {part['dp']} and give different rows",
-                expected="the same rows on all cp and tp ranks of a dp rank",
-                fix="loader = threefold.distribute(loader), which reads by mesh.dp_rank",
-            )
-    return ""

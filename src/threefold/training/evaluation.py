@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -67,13 +68,15 @@ class EvalStep:
 
     def _totals(self, batches: Iterable[Mapping[str, Any]]) -> list[float]:
         model, mesh = self._model, self._model.mesh
+        mesh.agree("an evaluation", 0, lambda: ([], 0))
         trained, buffers = model.module.training, model.context is not None
         refuse_drift(state_held(model.module, None, buffers=buffers), mesh, when="before an evaluation")
         model.eval()
         totals = torch.zeros(2 + len(self._measures), dtype=torch.float64, device=mesh.device)
         reader = Batches(model, own_loss=self._loss is not None, labels=self._loss_on == "log_probabilities")
-        for batch, counts in self._with_stand_ins(reader, batches):
-            found = self._of(batch)
+        failures: list[Exception] = []
+        for batch, counts in self._with_stand_ins(reader, batches, failures):
+            found = self._of(batch, failures)
             totals += found if counts else 0 * totals
         if (group := mesh.group("loss")) is not None:
             dist.all_reduce(totals, group=group)
@@ -82,37 +85,42 @@ class EvalStep:
         sums: list[float] = totals.tolist()
         return sums
 
-    def _of(self, batch: Batch) -> torch.Tensor:
+    def _of(self, batch: Batch, failures: list[Exception]) -> torch.Tensor:
         model, mesh = self._model, self._model.mesh
         if self._loss is not None:
-            with forward_own(model, batch, self._loss, of=self._loss_on) as own:
+            with forward_own(model, batch, self._loss, of=self._loss_on, failures=failures) as own:
                 return own.totals
         with forward_sums(model, batch, mesh, token_loss_of(model, mesh)) as sums:
             targets = (batch["labels"] != IGNORED).sum().to(mesh.device, torch.float64) / mesh.size("cp")
             return torch.stack([model.sums.summand(sums.cross_entropy).double(), targets])
 
-    def _with_stand_ins(self, reader: Batches, batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Batch, bool]]:
-        """This rank's batches, then stand-ins until the last rank has none left."""
+    def _with_stand_ins(
+        self, reader: Batches, batches: Iterable[Mapping[str, Any]], failures: Sequence[Exception]
+    ) -> Iterator[tuple[Batch, bool]]:
+        """This rank's batches, then stand-ins until no rank has any; what a loss raised on one rank, all raise."""
         mesh = self._model.mesh
         last: Batch | None = None
-        own, first, sharded = iter(batches), True, isinstance(self._model.forward, FSDPModule)
-        while True:
+        nothing: Batch = {}
+        own, sharded = iter(batches), isinstance(self._model.forward, FSDPModule)
+
+        def read() -> tuple[list[Batch], int]:
+            if failures:
+                raise failures[0]
             batch = next(own, None)
-            here = torch.tensor([batch is not None, batch is None], dtype=torch.int32, device=mesh.device)
-            if (group := mesh.group("world")) is not None:
-                dist.all_reduce(here, dist.ReduceOp.MAX, group=group)
-            some, none = here.tolist()
+            return ([nothing], 0) if batch is None else (reader.pieces(batch, None), 1)
+
+        for number in itertools.count(1):
+            (batch, *_), some = mesh.agree("evaluation batch", number, read)
             if not some:
                 return
-            if first and none and sharded and self._model.context is None:
+            if number == 1 and some < mesh.dp_size and sharded and self._model.context is None:
                 raise DataError(
                     "a rank has no batch to evaluate",
                     expected="at least one on every dp rank: a sharded module of one's own is computed by all of them",
                     fix="threefold.distribute(loader, tail='exact') gives every rank as many",
                 )
-            first = False
-            if batch is not None:
-                last = reader.one(batch)
+            if batch is not nothing:
+                last = dict(batch)
                 yield last, True
             elif sharded or self._model.context is not None:
                 # Forward has collectives, which other ranks are in.

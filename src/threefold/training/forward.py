@@ -8,7 +8,7 @@ attribute `measures`, names, gives a third thing: a tensor [measures] of further
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,6 +23,7 @@ from threefold.mesh.mesh import Mesh
 from threefold.model.context_parallel.split import local_positions
 from threefold.model.head import Sums
 from threefold.model.model import Model, OutputsOf, arguments_of
+from threefold.model.user_module import mixes_rows
 from threefold.training.loss import TokenLoss
 
 Batch: TypeAlias = dict[str, Tensor]
@@ -63,18 +64,28 @@ def forward_sums(
 
 @contextmanager
 def forward_own(
-    model: Model, batch: Batch, loss: OwnLoss, *, of: OutputsOf = "logits", routers: bool = False
+    model: Model,
+    batch: Batch,
+    loss: OwnLoss,
+    *,
+    of: OutputsOf = "logits",
+    routers: bool = False,
+    failures: list[Exception] | None = None,
 ) -> Iterator[OwnSums]:
-    """The sums of a custom loss over this rank's part of a batch; backward belongs inside the `with`."""
+    """The sums of a custom loss over this rank's part of a batch; backward belongs inside the `with`.
+
+    Args:
+        failures: takes what the loss raises, whose sums are then 0: other ranks wait for this one in the backward.
+    """
     if model.context is None:
         moved = {name: _moved(values, model.mesh.device) for name, values in batch.items()}
         outputs = model.own_outputs(moved)
-        yield _sums(outputs, loss, moved, model.mesh, ())
+        yield _sums(outputs, loss, moved, model.mesh, failures=failures)
         return
     with model.computing(batch) as local:
         token_loss = token_loss_of(model, model.mesh) if of == "log_probabilities" else None
         found = model.outputs(local, of, token_loss=token_loss, routers=routers)
-        yield _sums(found.values, loss, local, model.mesh, found.router_logits)
+        yield _sums(found.values, loss, local, model.mesh, found.router_logits, failures=failures)
 
 
 def _moved(values: Any, device: torch.device) -> Any:
@@ -86,13 +97,30 @@ def measures_of(loss: OwnLoss | None) -> tuple[str, ...]:
     return getattr(loss, "measures", ())
 
 
-def _sums(outputs: Any, loss: OwnLoss, batch: Batch, mesh: Mesh, router_logits: tuple[Tensor, ...]) -> OwnSums:
-    answer: Any = loss(outputs, batch)
-    told = []
-    if measures_of(loss):
-        *answer, measured = answer
-        told.append(measured.to(mesh.device, torch.float64))
-    total, count = _checked(answer)
+def _sums(
+    outputs: Any,
+    loss: OwnLoss,
+    batch: Batch,
+    mesh: Mesh,
+    router_logits: tuple[Tensor, ...] = (),
+    *,
+    failures: list[Exception] | None = None,
+) -> OwnSums:
+    names, told = measures_of(loss), []
+    mesh.losses.append(batch)
+    try:
+        answer: Any = loss(outputs, batch)
+        if names:
+            *answer, measured = answer
+            told.append(measured.to(mesh.device, torch.float64))
+        total, count = _checked(answer)
+    except Exception as error:
+        if failures is None or mesh.world_size == 1:
+            raise
+        failures.append(error)
+        total, count, told = torch.zeros(()), 0, [torch.zeros(len(names), dtype=torch.float64, device=mesh.device)]
+    finally:
+        mesh.losses.pop()
     # Every rank goes backward through the whole model, whatever its part of the loss depends on: there are collectives.
     reached = [leaf for leaf in _leaves(outputs) if leaf.requires_grad]
     objective = total.to(mesh.device, torch.float32 if total.dtype != torch.float64 else None)
@@ -198,25 +226,42 @@ def warm_up_buckets(model: Model, mesh: Mesh, *, rows: int, seq_len: int) -> Non
 _SAME = 1e-4
 
 
-def refuse_unequal(totals: Tensor, count: Tensor, mesh: Mesh) -> None:
+def refuse_unequal(totals: Tensor, ended: Tensor, failures: Sequence[Exception], mesh: Mesh) -> None:
     """Compares this rank's [sum, count] with those of its tp ranks, and looks at the count of the global batch.
 
+    Args:
+        ended: [the count, the number of ranks whose loss raised], over the dp x cp ranks.
+        failures: what the loss raised on this rank.
+
     Raises:
-        RunError: tp ranks differ, or the count is not a number, or negative; on every rank.
+        RunError: tp ranks differ, or the count is not a number, or negative, or the loss raised on another rank; on
+            every rank. What it raised on this one.
     """
+    count, failed = ended
     if (group := mesh.group("tp")) is not None:
         both = torch.cat([totals, -totals])
         dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
         highest, lowest = both[:2], -both[2:]
-        apart = ((highest - lowest) > _SAME * highest.abs().maximum(lowest.abs())).any().float()
-        dist.all_reduce(apart, dist.ReduceOp.MAX, group=mesh.group("world"))
-        if apart.item():
+        apart = ((highest - lowest) > _SAME * highest.abs().maximum(lowest.abs())).any()
+        anywhere = torch.stack([apart.double(), failed])
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=mesh.group("world"))
+        if (failed := anywhere[1]) == 0 and anywhere[0].item():
             found = f"{lowest[0].item():.8g} to {highest[0].item():.8g}"
             raise RunError(
                 f"tp ranks compute different losses from the same outputs: {found} here",
                 expected="a function of the outputs and the batch alone, the same on all tp ranks; nothing was updated",
                 fix="draw what the loss draws at random from a torch.Generator with the same seed on every rank",
             )
+    if failed.item():
+        error = failures[0] if failures else None
+        what = mesh.decide("loss", error and " ".join(f"{type(error).__name__}: {error}".split()), _who_raised)
+        if error is not None:
+            raise error
+        raise RunError(
+            what,
+            expected="a loss that raises on all ranks or on none; nothing was updated, and all can make the next step",
+            fix="see that rank's traceback; leave out rows that the loss cannot take before they are given to the step",
+        )
     number = count.item()
     if not (math.isfinite(number) and number >= 0):
         raise RunError(
@@ -224,6 +269,11 @@ def refuse_unequal(totals: Tensor, count: Tensor, mesh: Mesh) -> None:
             expected="how many terms its sum has: a number that is not negative; nothing was updated",
             fix="return losses.sum(), losses.numel()",
         )
+
+
+def _who_raised(texts: list[str | None]) -> str:
+    rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+    return f"the loss raised on rank {rank}: {text}"
 
 
 def check_settings(model: Model, loss: OwnLoss | None, grad_clip: float, micro_batch: int | None) -> None:
@@ -244,6 +294,17 @@ def check_settings(model: Model, loss: OwnLoss | None, grad_clip: float, micro_b
         raise ConfigError(f"grad_clip = {grad_clip!r}", expected="a norm, or 0 for none", fix="grad_clip=1.0")
     if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 1):
         raise ConfigError(f"micro_batch = {micro_batch!r}", expected="rows in one forward", fix="micro_batch=1")
+    if micro_batch is not None and model.context is None:
+        _refuse_mixed_rows(model, micro_batch)
+
+
+def _refuse_mixed_rows(model: Model, micro_batch: int) -> None:
+    if (norm := mixes_rows(model.module)) is not None:
+        raise ConfigError(
+            f"micro_batch = {micro_batch}, but {norm} normalises over the rows of a micro-batch",
+            expected="rows that do not see one another: the number of micro-batches would change the curve",
+            fix="leave micro_batch out, or nn.GroupNorm in its place",
+        )
 
 
 def checked_rate(name: str, value: object) -> float:

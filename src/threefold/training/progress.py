@@ -47,7 +47,7 @@ class Progress:
         self.blocked_s = 0.0
 
     def enter(self, phase: str, *, step: int | None = None) -> None:
-        """Enters a phase (in a step: data, forward, backward, reduce, optimizer, log, audit, evaluation, save)."""
+        """Enters a phase: data, exchange, forward, backward, reduce, optimizer, log, audit, evaluation or save."""
         place = self.place
         self.place = place = Phase(place.number + 1, place.step if step is None else step, phase)
         if self.mirror is not None:

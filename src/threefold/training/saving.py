@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,8 @@ import torch
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.copies import refuse_drift, state_held
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, checkpoint_at, damaged
+from threefold.checkpoint.lineage import Identity
+from threefold.checkpoint.lock import RunLock
 from threefold.checkpoint.manifest import architecture_of, read_manifest, refuse_other, refuse_other_base, versions
 from threefold.checkpoint.saver import Save, Saver
 from threefold.checkpoint.seal import Seal
@@ -81,17 +83,31 @@ def save(
         keep: remove all but the newest so many checkpoints afterwards; None: keep all.
 
     Raises:
-        ConfigError: something that cannot be saved, before anything is written; on every rank.
+        ConfigError: something that cannot be saved, or a folder that is a run's, another loop's, or has later
+            checkpoints than the one that was loaded, before anything is written; on every rank.
         RunError: it could not be written; of a save in the background, at the next of these calls.
     """
     _check(model, step, keep)
-    mesh = model.mesh
-    rates = rates_of(optimizer)
+    mesh, folder = model.mesh, Path(folder)
+    mesh.agree("threefold.save of step", step, lambda: ([], 0))
+    rates = rates_of(optimizer, model)
     described = {"loader": state_of_loader(loader), "extra": dict(extra or {}), "optimizer": rates}
-    mesh.decide_on("what is saved", lambda: digests_of(described, step), lambda parts: refuse_other_values(parts))
+
+    def look() -> dict[str, Any]:
+        _state(model, optimizer_of(optimizer))  # which raises for what no file can hold
+        return digests_of(described, step)
+
+    def conclude(parts: list[dict[str, Any]]) -> str:
+        refuse_other_values(parts)
+        _refuse_folder(folder, step, model)
+        return ""
+
     _refuse_other_copies(model, optimizer_of(optimizer), step)
     saver = _saver_of(model, optimizer_of(optimizer), background=not wait)
-    checkpoints, manifest = CheckpointFolder(Path(folder)), _manifest(model, described)
+    saver.wait()
+    mesh.decide_on("what is saved", look, conclude)
+    model.saved[folder.resolve()] = step
+    checkpoints, manifest = CheckpointFolder(folder), _manifest(model, described)
 
     def commit(seals: Mapping[str, Seal]) -> None:
         checkpoints.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
@@ -99,6 +115,8 @@ def save(
             checkpoints.prune(keep)
 
     begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
+    if (lock := model.locks.get(folder.resolve())) is not None:
+        mesh.before_close(lock.close)  # after the saver, which was the first to be waited for
     saver.save(Save(step, checkpoints.partial(step) / "state", begin, commit, abandon))
     return Saving(checkpoints.path / f"step-{step:08d}", saver)
 
@@ -142,7 +160,7 @@ def load(
         begin_state(model.module, inner, index)
     state = _state(model, optimizer_of(optimizer))
     run_state.fit(state, index, fix="load it with the model and the optimizer that were saved, or without optimizer=")
-    set_rates(optimizer, saved["optimizer"], checkpoint)
+    set_rates(optimizer, saved["optimizer"], checkpoint, model)
     if loader is not None:
         loader.load_state_dict(saved["loader"])
     run_state.read_into(state, checkpoint.state, index, mesh)
@@ -151,6 +169,7 @@ def load(
     run_state.restore_or_draw_random(checkpoint, manifest["mesh"], index, mesh, seed)
     # Until every rank has read the checkpoint, no rank may start anything that could remove it.
     mesh.decide("loaded", "", lambda parts: "")
+    model.saved[checkpoint.path.resolve().parents[1]] = checkpoint.step
     return Loaded(checkpoint.step, saved["extra"])
 
 
@@ -163,6 +182,52 @@ def _check(model: Model, step: int, keep: int | None) -> None:
         raise ConfigError(f"step = {step!r}", expected="the number of the last step done", fix="step=100")
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ConfigError(f"keep = {keep!r}", expected="how many checkpoints to keep, at least 1", fix="keep=3")
+
+
+def _refuse_folder(folder: Path, step: int, model: Model) -> None:
+    """Locks the folder for this loop, which is one timeline: each checkpoint comes after those before it; on rank 0.
+
+    Raises:
+        ConfigError: it is a run's, another process saves there, or its checkpoints are not those of this loop so far.
+    """
+    place, asked = folder.resolve(), f"threefold.save({str(folder)!r})"
+    other = f"threefold.save({str(folder) + '-2'!r}, ...)"
+    if Identity.read(folder) is not None:
+        raise ConfigError(
+            f"{asked}: this is the folder of a run of threefold train",
+            expected="a folder of this loop: a resume of the run would take its checkpoints for the run's own",
+            fix=other,
+        )
+    if place not in model.locks:
+        (lock := RunLock()).take(_made(folder), fresh=False, key="", other=other)
+        model.locks[place] = lock
+    steps = [each.step for each in CheckpointFolder(folder).all() if each.complete]
+    last = model.saved.get(place)
+    if steps and last is None:
+        raise ConfigError(
+            f"{asked}: another loop has saved step {steps[-1]} there, which this one has not loaded",
+            expected="one loop in a folder: the next load would take one for the other",
+            fix=f"threefold.load({str(folder)!r}, ...) before, to continue that loop; or {other}",
+        )
+    if last is not None and (later := [each for each in steps if each > last]):
+        aside = folder / f"after-step-{last:08d}"
+        moved = " ".join(str(folder / "checkpoints" / f"step-{each:08d}") for each in later)
+        raise ConfigError(
+            f"{asked}: step {later[-1]} is there, and this loop has gone back to step {last}",
+            expected="no later checkpoints: the next load would take the newest, of the steps that were gone back over",
+            fix=f"mkdir -p {aside} && mv {moved} {aside}   (or {other})",
+        )
+    if steps and step <= steps[-1]:
+        raise ConfigError(
+            f"{asked}: step = {step}, and step {steps[-1]} is saved there already",
+            expected="a later step: a checkpoint is not written over",
+            fix=f"save once a step, with the number of the last step done, or {other}",
+        )
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _refuse_other_copies(model: Model, optimizer: torch.optim.Optimizer | None, step: int) -> None:
@@ -250,16 +315,25 @@ def optimizer_of(optimizer: torch.optim.Optimizer | TrainStep | None) -> torch.o
     return optimizer.optimizer if isinstance(optimizer, TrainStep) else optimizer
 
 
-def rates_of(optimizer: torch.optim.Optimizer | TrainStep | None) -> dict[str, Any] | None:
-    """The step's rate, and the settings of each group, which a scheduler may have changed."""
+def rates_of(optimizer: torch.optim.Optimizer | TrainStep | None, model: Model) -> dict[str, Any] | None:
+    """The step's rate, and the settings of each group, which a scheduler may have changed, by its parameters' names."""
     if (inner := optimizer_of(optimizer)) is None:
         return None
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in inner.param_groups]
-    plain = [{name: value for name, value in group.items() if _is_plain(value)} for group in groups]
-    return {"lr": optimizer.lr if isinstance(optimizer, TrainStep) else None, "groups": plain}
+    groups = [
+        {name: value for name, value in group.items() if name != "params" and _is_plain(value)} | {"params": names}
+        for group, names in zip(inner.param_groups, _names_of(inner, model), strict=True)
+    ]
+    return {"lr": optimizer.lr if isinstance(optimizer, TrainStep) else None, "groups": groups}
 
 
-def set_rates(optimizer: torch.optim.Optimizer | TrainStep | None, saved: Any, checkpoint: Checkpoint) -> None:
+def _names_of(optimizer: torch.optim.Optimizer, model: Model) -> list[list[str]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [sorted(names[id(each)] for each in group["params"]) for group in optimizer.param_groups]
+
+
+def set_rates(
+    optimizer: torch.optim.Optimizer | TrainStep | None, saved: Any, checkpoint: Checkpoint, model: Model
+) -> None:
     inner = optimizer_of(optimizer)
     if inner is None or saved is None:
         return
@@ -267,15 +341,24 @@ def set_rates(optimizer: torch.optim.Optimizer | TrainStep | None, saved: Any, c
         # Groups of ours are by the mesh of their parameters, and have one rate.
         optimizer.lr = saved["lr"] if saved["lr"] is not None else optimizer.lr
         return
-    if len(saved["groups"]) != len(inner.param_groups):
+    by_names = {tuple(group["params"]): group for group in saved["groups"]}
+    found = [by_names.get(tuple(names)) for names in _names_of(inner, model)]
+    if None in found or len(found) != len(by_names):
+        number = found.index(None) if None in found else len(found)
         raise CheckpointError(
-            f"{checkpoint.path} was saved with {len(saved['groups'])} groups of parameters, the optimizer has "
-            f"{len(inner.param_groups)}",
-            expected="the groups that were saved, whose rates are restored",
-            fix="make the optimizer as the one that was saved",
+            f"{checkpoint.path} was saved with other groups of parameters: it has no group as number {number} of "
+            f"the optimizer, of {len(found)}",
+            expected=f"the groups that were saved, in any order, whose settings are restored: {_shown(by_names)}",
+            fix="make the optimizer with those groups, or load without optimizer=",
         )
-    for group, values in zip(inner.param_groups, saved["groups"], strict=True):
-        group.update({name: tuple(each) if isinstance(each, list) else each for name, each in values.items()})
+    for group, values in zip(inner.param_groups, found, strict=True):
+        assert values is not None
+        kept = {name: each for name, each in values.items() if name != "params"}
+        group.update({name: tuple(each) if isinstance(each, list) else each for name, each in kept.items()})
+
+
+def _shown(groups: Iterable[tuple[str, ...]]) -> str:
+    return "; ".join(f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else "".join(names) for names in groups)
 
 
 def state_of_loader(loader: Any) -> dict[str, Any]:

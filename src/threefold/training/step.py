@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -22,11 +21,12 @@ from threefold.checkpoint.copies import refuse_drift, state_held
 from threefold.config.observation import AuditConfig
 from threefold.config.optimizer import OptimizerConfig
 from threefold.data.rows.concat import IGNORED
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, RunError, ThreefoldError
 from threefold.model.data_parallel import last_backward
-from threefold.model.model import Model, OutputsOf
+from threefold.model.model import Model, OutputsOf, refuse_late_freezing
 from threefold.optim.bfloat16_moments import NarrowAdamW
 from threefold.optim.build import build_optimizer, refuse_other_parameters
+from threefold.optim.classes import mesh_problems
 from threefold.optim.ema import Ema
 from threefold.training.batches import Batches
 from threefold.training.forward import (
@@ -64,7 +64,7 @@ class TrainStep:
         loss: OwnLoss | None = None,
         loss_on: OutputsOf = "logits",
         lr: float | Literal["auto"] = "auto",
-        weight_decay: float = 0.1,
+        weight_decay: float | None = None,
         grad_clip: float = 1.0,
         micro_batch: int | None = None,
         token_loss: TokenLoss | None = None,
@@ -74,7 +74,8 @@ class TrainStep:
         compare_copies: bool = True,
     ) -> None:
         """Args:
-        optimizer: over `model.parameters()`; its groups keep their rates. None: AdamW with `lr` and `weight_decay`.
+        optimizer: over `model.parameters()`; its groups keep their rates. None: AdamW with `lr` and `weight_decay`
+            (None: 0.1), whose rate a scheduler of torch may set.
         loss: (outputs, batch) -> (sum, count) of this rank's part of a batch; None: next-token cross entropy.
         loss_on: what a causal model gives to `loss`: its `logits`, `hidden_states` before the head, or the
             `log_probabilities` of the labels, for which no rank holds all logits.
@@ -94,14 +95,24 @@ class TrainStep:
         check_settings(model, loss, grad_clip, micro_batch)
         model.refuse_outputs(loss_on)
         self.model, self._mesh = model, model.mesh
-        self._rate: float | None = None
+        self._own_optimizer = optimizer is None
         if optimizer is None:
-            self._rate = model.automatic_rate if lr == "auto" else checked_rate("lr", lr)
-            decay = checked_rate("weight_decay", weight_decay)
-            optimizer = build_optimizer(model.module, OptimizerConfig(weight_decay=decay))
+            decay = checked_rate("weight_decay", 0.1 if weight_decay is None else weight_decay)
+            self.optimizer = build_optimizer(model.module, OptimizerConfig(weight_decay=decay))
+            self._set_rates(model.automatic_rate if lr == "auto" else checked_rate("lr", lr))
         else:
+            for name, value in (("lr", None if lr == "auto" else lr), ("weight_decay", weight_decay)):
+                if value is not None:
+                    raise ConfigError(
+                        f"TrainStep was given an optimizer and {name} = {value}",
+                        expected="one or the other: the groups of the optimizer have their own",
+                        fix=f"leave {name} out, and give it to the optimizer",
+                    )
             refuse_other_parameters(optimizer, model.module)
-        self.optimizer = optimizer
+            if found := mesh_problems(optimizer):
+                raise ConfigError.of(found)
+            self.optimizer = optimizer
+        refuse_late_freezing(model)
         self._grad_clip, self._micro_batch = float(grad_clip), micro_batch
         self._loss, self._loss_on = loss, loss_on
         self._token_loss = token_loss or (token_loss_of(model, self._mesh) if loss is None else None)
@@ -118,6 +129,7 @@ class TrainStep:
         # The count that divides the loss is global.
         self._averaged_over = model.sums.averaged_over
         self._compares = compare_copies
+        self._left = False  # by an error in the middle of a step
         self._steps, self._compare_every = (
             0,
             model.asked.audit.every if model.asked is not None else AuditConfig().every,
@@ -131,20 +143,27 @@ class TrainStep:
     @property
     def lr(self) -> float | None:
         """The rate of the next step; None with a custom optimizer, whose groups have theirs."""
-        return self._rate
+        first = self.optimizer.param_groups[0]
+        return first["lr"] / first["lr_share"] if self._own_optimizer else None
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        if self._rate is None:
+        if not self._own_optimizer:
             raise ConfigError(
                 f"step.lr = {rate}, but the optimizer is one of your own",
                 expected="its own rates, which its param_groups or a scheduler of torch set",
                 fix="for group in optimizer.param_groups: group['lr'] = ...",
             )
-        self._rate = checked_rate("step.lr", rate)
+        self._set_rates(checked_rate("step.lr", rate))
 
-    def __call__(self, batch: Mapping[str, Any]) -> StepNumbers:
+    def _set_rates(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_share", 1.0)
+
+    def __call__(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepNumbers:
         """One step with the rows of this dp rank, which its cp and tp ranks give too.
+
+        A list of batches is one global batch, in micro-batches that may have rows of other lengths.
 
         For a causal language model: a dict of `input_ids` and `labels`, each int64 [rows, sequence] on any device,
         labels shifted already and -100 where nothing is predicted; `position_ids` count from 0 in each row (document)
@@ -154,30 +173,23 @@ class TrainStep:
         Raises:
             DataError: nothing of the global batch is trained on; on every rank, and nothing is updated.
         """
-        pieces = self._batches.pieces(batch, self._micro_batch)
-        if self._batches.taken == 1 and self.model.before_first_step is not None:
-            self.model.before_first_step(pieces[0])
-        if self._batches.taken == 1 and isinstance(self.model.forward, DistributedDataParallel) and not self._averages:
-            rows, sequence = pieces[0]["input_ids"].shape
-            warm_up_buckets(self.model, self._mesh, rows=rows, seq_len=sequence)
-        result = self.run(pieces, lr=self._rate)
+        result = self._run(lambda: self._batches.pieces(batch, self._micro_batch), None)
         refuse_nothing("the global batch", result.target_tokens.item())
         return StepNumbers(mean_loss(result, self._mesh), result.grad_norm.item())
 
     def state_dict(self) -> dict[str, Any]:
         """The rate and the optimizer's state, for the same mesh; `threefold.save` writes what any mesh reads."""
-        return {"lr": self._rate, "optimizer": self.optimizer.state_dict()}
+        return {"lr": self.lr, "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""
-        if set(state) != {"lr", "optimizer"} or (state["lr"] is None) != (self._rate is None):
+        if set(state) != {"lr", "optimizer"} or (state["lr"] is None) == self._own_optimizer:
             raise ConfigError(
                 f"this is not the state of such a step: it has {', '.join(map(str, state)) or 'nothing'}",
                 expected="what state_dict() gave of a TrainStep whose optimizer was made in the same way",
                 fix="step.load_state_dict(step.state_dict())",
             )
         self.optimizer.load_state_dict(state["optimizer"])
-        self._rate = state["lr"]
 
     def run(self, batches: Sequence[Batch], *, lr: float | None = None) -> StepResult:
         """Forward and backward over the micro-batches of this dp rank, then the update; waits for no device.
@@ -187,19 +199,70 @@ class TrainStep:
         Args:
             lr: of the optimizer's groups (times their `lr_share`, if they have one); None: as they are.
         """
+        return self._run(lambda: batches, lr)
+
+    def _run(self, read: Callable[[], Sequence[Batch]], lr: float | None) -> StepResult:
+        batches, target_tokens = self._agreed(read)
+        if self._batches.taken == 1 and self.model.before_first_step is not None:
+            self.model.before_first_step(batches[0])
+        if self._batches.taken == 1 and isinstance(self.model.forward, DistributedDataParallel) and not self._averages:
+            rows, sequence = batches[0]["input_ids"].shape
+            warm_up_buckets(self.model, self._mesh, rows=rows, seq_len=sequence)
         self._progress.enter("forward")
-        backward = partial(self._backward if self._loss is None else self._backward_own, batches)
-        result, scale = self.model.sums.complete(backward, len(batches))
-        self._progress.enter("reduce")
-        if self._averages:
-            self._gradients.average()
-        norm = self._gradients.complete(clip=self._grad_clip, scale=scale, observe=self._observe)
+        self._left = True
+        try:
+            if self._loss is None:
+                backward = partial(self._backward, batches, target_tokens)
+            else:
+                backward = partial(self._backward_own, batches)
+            result, scale = self.model.sums.complete(backward, len(batches))
+            self._progress.enter("reduce")
+            if self._averages:
+                self._gradients.average()
+            norm = self._gradients.complete(clip=self._grad_clip, scale=scale, observe=self._observe)
+        except BaseException as error:
+            # Ours are raised on all ranks, in one step. And the next must not begin with the gradients of this one.
+            self._left = self._left and not isinstance(error, ThreefoldError)
+            self.model.module.zero_grad(set_to_none=True)
+            raise
+        self._left = False
         self._progress.enter("optimizer")
         self._update(norm, lr)
         self._steps += 1
         if self._compares and (self._steps == 1 or (self._compare_every and self._steps % self._compare_every == 0)):
             self._compare_copies()
         return replace(result, grad_norm=norm)
+
+    def _agreed(self, read: Callable[[], Sequence[Batch]]) -> tuple[Sequence[Batch], Tensor | None]:
+        """The micro-batches of this rank, and the number of target tokens of the global batch, if that is known yet.
+
+        Raises:
+            ThreefoldError: a rank cannot make the step, or ranks bring what does not belong to one (`Mesh.agree`).
+        """
+        number, own_loss = self._steps + 1, self._loss is not None
+        together = self._mesh.meets_others
+
+        def begin() -> tuple[Sequence[Batch], int]:
+            if self._left and together:
+                raise RunError(
+                    f"step {number} was left by an error on rank {self._mesh.rank}, while other ranks were in it",
+                    expected="steps that all ranks make: the others still wait for the part of this one",
+                    fix="let the error end the program, and load the last checkpoint",
+                )
+            if not torch.is_grad_enabled():
+                raise ConfigError(
+                    "the step is made under torch.no_grad()",
+                    expected="gradients: a step trains",
+                    fix="call step(batch) outside of torch.no_grad(); threefold.EvalStep(model) evaluates",
+                )
+            batches = read()
+            return batches, _num_targets(batches) if together and not own_loss else 0
+
+        if not together:
+            return begin()[0], None
+        self._progress.enter("exchange")
+        batches, count = self._mesh.agree("step", number, begin)
+        return batches, None if own_loss else torch.full((), count, device=self._mesh.device)
 
     def _compare_copies(self) -> None:
         """RunError on every rank if what several of them hold whole is not the same any more."""
@@ -209,10 +272,13 @@ class TrainStep:
             state, self._mesh, when="after the first step" if self._steps == 1 else f"after {self._steps} steps"
         )
 
-    def _backward(self, batches: Sequence[Batch]) -> tuple[StepResult, None]:
+    def _backward(self, batches: Sequence[Batch], known: Tensor | None) -> tuple[StepResult, None]:
         ranks, device = self._averaged_over, self._mesh.device
         assert self._token_loss is not None
-        target_tokens, counting = self._count_targets(batches)
+        target_tokens = known
+        if target_tokens is None:
+            target_tokens = torch.stack([(batch["labels"] != IGNORED).sum() for batch in batches]).sum()
+            target_tokens = target_tokens.to(device, non_blocking=True)
         loss_sum = torch.zeros((), device=device)
         routers = self._router is not None
         aux_loss = torch.zeros((), device=device) if routers else None
@@ -226,9 +292,6 @@ class TrainStep:
                 last_backward(self.model.forward, number == len(batches), unsharded=self._unsharded),
                 forward_sums(self.model, batch, self._mesh, self._token_loss, routers=routers) as sums,
             ):
-                if counting is not None:
-                    counting.wait()
-                    counting = None
                 # Of no target tokens at all it is not a number, and nothing is updated.
                 objective = sums.objective * (ranks / target_tokens)
                 if aux_loss is not None:
@@ -255,6 +318,7 @@ class TrainStep:
         picks, known = self._beforehand(batches) if routers and len(batches) > 1 else (None, None)
         losses: list[Tensor] = []
         of_rows: list[Tensor] = []
+        failures: list[Exception] = []
         for number, batch in enumerate(batches, start=1):
             if number > 1:
                 self._progress.enter("forward")
@@ -262,7 +326,7 @@ class TrainStep:
                 last_backward(
                     self.model.forward, number == len(batches) and not self._averages, unsharded=self._unsharded
                 ),
-                forward_own(self.model, batch, loss, of=self._loss_on, routers=routers) as sums,
+                forward_own(self.model, batch, loss, of=self._loss_on, routers=routers, failures=failures) as sums,
             ):
                 objective = sums.objective
                 totals += sums.totals
@@ -274,8 +338,11 @@ class TrainStep:
                     aux_loss += share
                 losses.append(objective.detach())
                 self._go_backward(objective)
-        count = over_ranks(totals[1].clone(), self._mesh)
-        refuse_unequal(totals[:2], count, self._mesh)
+        ended = over_ranks(torch.stack([totals[1], torch.full_like(totals[1], bool(failures))]), self._mesh)
+        self._left = False  # what this raises, it raises on every rank
+        refuse_unequal(totals[:2], ended, failures, self._mesh)
+        self._left = True
+        count = ended[0]
         # Of no count at all the mean is not a number, and nothing is updated.
         scale = None if routers else torch.where(count > 0, ranks / count, math.nan)
         return StepResult(totals[0], count, totals[0], aux_loss, tuple(losses), totals[2:], tuple(of_rows)), scale
@@ -299,8 +366,7 @@ class TrainStep:
 
     def _update(self, grad_norm: Tensor, lr: float | None) -> None:
         if lr is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr * group.get("lr_share", 1.0)
+            self._set_rates(lr)
         if type(self.optimizer) in _WITH_FLAG and getattr(self.optimizer, "_step_supports_amp_scaling", False):
             # Adam's fused kernels read a flag on the device and then change nothing: no wait for the norm. Others take
             # the flag too, but leave a state behind that was never written (SGD's momentum in the first step).
@@ -335,10 +401,7 @@ class TrainStep:
                     count += 0.0 if loss is None else sums.totals[1]
         return over_ranks(picks, self._mesh), over_ranks(count, self._mesh)
 
-    def _count_targets(self, batches: Sequence[Batch]) -> tuple[Tensor, dist.Work | None]:
-        """The number of target tokens of the global batch, and the work to wait for before reading it."""
-        counted = torch.stack([(batch["labels"] != IGNORED).sum() for batch in batches]).sum()
-        counted = counted.to(self._mesh.device, non_blocking=True)
-        # Counted before the cp split, so the dp ranks alone hold distinct rows; under way while forward computes.
-        group = self._mesh.group("dp")
-        return counted, dist.all_reduce(counted, group=group, async_op=True) if group is not None else None
+
+def _num_targets(batches: Sequence[Batch]) -> int:
+    """Of micro-batches where a loader leaves them, in the host's memory; of those on a device it waits."""
+    return sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)

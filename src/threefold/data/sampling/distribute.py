@@ -246,7 +246,8 @@ def check_loader(loader: Any) -> None:
             f"the loader's dataset ({type(loader.dataset).__name__}) is a stream: it has no indices to distribute",
             expected="a map-style dataset, with __len__ and __getitem__",
             fix="threefold.data.sampling.streaming.StreamingLoader(dataset, batch_size=...) for a stream of the "
-            "datasets library, or load the data without streaming=True",
+            "datasets library, or load the data without streaming=True; of another stream give the step the batches "
+            "that itertools.islice(dataset, mesh.dp_rank, None, mesh.dp_size) makes",
         )
     if isinstance(loader, DistributedLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         raise ConfigError(
@@ -258,7 +259,8 @@ def check_loader(loader: Any) -> None:
         raise ConfigError(
             f"the loader has a batch_sampler ({type(loader.batch_sampler).__name__})",
             expected="batch_size: a batch_sampler's samples for one dp rank are not known",
-            fix="DataLoader(dataset, batch_size=..., shuffle=...) without batch_sampler",
+            fix="DataLoader(dataset, batch_size=..., shuffle=...) without batch_sampler; or give the step its batches "
+            "of every mesh.dp_size-th row from mesh.dp_rank on, without threefold.distribute",
         )
     if not loader.in_order and loader.num_workers:
         raise ConfigError(

@@ -119,7 +119,7 @@ def measuring(trainer: Any, mean: RunningMean, loader: Any) -> Iterator[None]:
         targets = targets_in(inputs, shifts_labels=trainer._loss_shifts_labels)
         loss, logits, labels = predict(model, inputs, *args, **kwargs)
         if loss is not None:
-            mean.add(loss, targets if loader.rows else 0)
+            mean.add(loss, targets if getattr(loader, "rows", True) else 0)
         return loss, logits, labels
 
     with _in_place_of(trainer, "prediction_step", measured):

@@ -210,11 +210,17 @@ class Trainer(transformers.Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """As transformers'; the loss is the sum over all targets / their number, rows are in the dataset's order."""
+        """As transformers'; the loss is the sum over all targets / their number, rows are in the dataset's order.
+
+        Of a stream, the rows that transformers repeats at its end count again.
+        """
         settings = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        if not isinstance(dataloader, loaders.EvaluationLoader):
+        exact = isinstance(dataloader, loaders.EvaluationLoader)
+        if not exact and has_length(dataloader):
             return super().evaluation_loop(dataloader, *settings)
-        self._mean, self.gather_function = RunningMean(self.args.device), dataloader.gather
+        self._mean = RunningMean(self.args.device)
+        if exact:
+            self.gather_function = dataloader.gather
         try:
             with measuring(self, self._mean, dataloader):
                 output = super().evaluation_loop(dataloader, *settings)

@@ -166,6 +166,7 @@ class ContextParallel:
             raise self.refused_documents
         sequence, device = rows["input_ids"].shape[1], rows["input_ids"].device
         own = local_positions(sequence, cp_size=self.size, cp_rank=self._rank).to(device, non_blocking=True)
+        outer = self._masks, self._lengths, self._documents, self._positions  # of a loss that calls its own model
         keys = torch.arange(sequence, device=device)
         by_heads = self._method == "ulysses"
         chunks = None if self.size == 1 or by_heads else (self._rank, 2 * self.size - 1 - self._rank)
@@ -179,16 +180,14 @@ class ContextParallel:
             additive=self._additive,
         )
         self._lengths = text_lengths(rows["position_ids"], rows.get("document_ids")).index_select(1, own)
-        if self._carries and "document_ids" in rows:
-            self._documents = DocumentRows.of(rows["document_ids"])
+        self._documents = DocumentRows.of(rows["document_ids"]) if self._carries and "document_ids" in rows else None
         local = rows if self.size == 1 else {name: values.index_select(1, own) for name, values in rows.items()}
-        if self.size > 1 or "document_ids" in rows:
-            self._positions = local["position_ids"]
+        self._positions = local["position_ids"] if self.size > 1 or "document_ids" in rows else None
         try:
             with kernels.first(self._causal):
                 yield local
         finally:
-            self._masks = self._lengths = self._documents = self._positions = None
+            self._masks, self._lengths, self._documents, self._positions = outer
 
     def _mask(self, batch_size: int, **kwargs: Any) -> Mask:
         if self._masks is None:

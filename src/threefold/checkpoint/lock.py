@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a lock that rank 0's process holds for the life of the run.
+"""One run, or custom loop, at a time in a folder: a lock that rank 0's process holds for the life of it.
 
 It is a kernel record lock (`fcntl.lockf`). The end of the process releases it, and it belongs to that process alone:
 loader workers that outlive a killed rank do not keep it. On a network file system, other hosts see it. No torch.
@@ -34,13 +34,18 @@ class RunLock:
         self._file: IO[str] | None = None
         self._made: Path | None = None
 
-    def take(self, folder: Path, *, fresh: bool) -> None:
+    def take(
+        self, folder: Path, *, fresh: bool, key: str = "log.dir = ", other: str = "--log.dir ANOTHER_FOLDER"
+    ) -> None:
         """Locks the folder; a `fresh` one was made for this request.
+
+        Args:
+            key, other: how the folder was asked for, and how another one is, for the error.
 
         Raises:
             ConfigError: another process holds the lock.
         """
-        self._file = file = _locked(folder / _FILE)
+        self._file = file = _locked(folder / _FILE, key, other)
         # Only what this process has locked is its own to remove.
         self._made = folder if fresh else None
         if not file.closed:
@@ -53,6 +58,11 @@ class RunLock:
         """Keeps the folder, because the request was accepted."""
         self._made = None
 
+    def close(self) -> None:
+        """Lets another process have the folder."""
+        if self._file is not None:
+            self._file.close()
+
     def __enter__(self) -> RunLock:
         return self
 
@@ -60,11 +70,10 @@ class RunLock:
         refused = isinstance(error, ThreefoldError) and error.exit_code == EXIT_WRONG_REQUEST
         if self._made is not None and (error is None or refused):
             _discard(self._made)
-        if self._file is not None:
-            self._file.close()
+        self.close()
 
 
-def _locked(path: Path) -> IO[str]:
+def _locked(path: Path, key: str, other: str) -> IO[str]:
     """Opens and locks a file; one that cannot be locked is returned closed, and said on the terminal.
 
     Raises:
@@ -93,7 +102,7 @@ def _locked(path: Path) -> IO[str]:
             continue
         if time.monotonic() > until:
             file.close()
-            raise _in_use(path)
+            raise _in_use(path, key, other)
         time.sleep(1 / _LOOKS_PER_S)
 
 
@@ -104,16 +113,16 @@ def _is_at(file: IO[str], path: Path) -> bool:
         return False
 
 
-def _in_use(path: Path) -> ConfigError:
+def _in_use(path: Path, key: str, other: str) -> ConfigError:
     who, stop = "another process", "stop it"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         holder = json.loads(path.read_text())
         who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
         stop = f"stop it (on {holder['host']}: kill {holder['pid']})"
     return ConfigError(
-        f"log.dir = {path.parent} is in use by another run: {who}",
+        f"{key}{path.parent} is in use by another run: {who}",
         expected="one run at a time in a folder: two would mix their metrics and remove one another's checkpoints",
-        fix=f"wait for that run or {stop}, or --log.dir ANOTHER_FOLDER",
+        fix=f"wait for that run or {stop}, or {other}",
     )
 
 

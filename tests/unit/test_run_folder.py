@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def save(run: str, *steps: int) -> Checkpoint:
     identity.write(Path(run))
     for step in steps:
         checkpoints.begin(step)
-        saved = checkpoints.commit(step, {"run": identity.id})
+        saved = checkpoints.commit(step, dataclasses.asdict(identity.author))
     return saved
 
 
@@ -42,6 +43,7 @@ def save(run: str, *steps: int) -> Checkpoint:
 def test_new_folder_is_made_and_begins_at_step_1(resume: str) -> None:
     opened = open_run(config(resume, "deep/er/run"))
     assert opened == RunFolder(Path("deep/er/run"))
+    opened.begin()
     opened.accept(config(resume))
     assert sorted(path.name for path in opened.path.iterdir()) == [
         "checkpoints",
@@ -57,6 +59,7 @@ def test_resolved_config_is_written_when_the_request_is_accepted_and_reads_back(
     asked = config()
     opened = open_run(asked)
     assert not (opened.path / "config.yaml").exists()
+    opened.begin()
     opened.accept(asked)
     assert loading.load(str(opened.path / "config.yaml"), environ={}).config == asked
 
@@ -76,6 +79,7 @@ def test_auto_goes_on_from_the_newest_complete_checkpoint() -> None:
 
 def test_auto_begins_at_step_1_where_nothing_is_complete() -> None:
     begun = open_run(config())
+    begun.begin()
     begun.accept(config())
     begun.metrics.write_text('{"step": 1}\n')
     CheckpointFolder(Path("run")).begin(5)
@@ -84,6 +88,7 @@ def test_auto_begins_at_step_1_where_nothing_is_complete() -> None:
 
 def test_never_refuses_a_folder_with_a_run() -> None:
     begun = open_run(config())
+    begun.begin()
     begun.accept(config())
     begun.metrics.write_text('{"step": 1}\n')
     save("other", 5)

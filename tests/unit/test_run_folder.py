@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from threefold.checkpoint.lineage import Identity
 from threefold.config import loading
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
-from threefold.run.folder import RunFolder, open_run
+from threefold.run.folder import RunFolder, log_to_file, open_run
 
 
 @pytest.fixture(autouse=True)
@@ -185,3 +187,23 @@ def test_folder_is_a_runs_before_its_first_records_are_written() -> None:
     identity = opened.claim()
     Path("run/data.files.jsonl").touch()
     assert open_run(config()).claim() == identity
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_log_on_a_full_disk_leaves_lines_out_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    """logging prints a traceback for each line otherwise; the run says once what it could not write."""
+    Path("run/logs").mkdir(parents=True)
+    Path("run/logs/rank-0000.log").symlink_to("/dev/full")
+    logger = logging.getLogger("threefold")
+    before = [*logger.handlers], logger.level, logger.propagate
+    try:
+        log_to_file(Path("run"), 0)
+        logger.error("the checkpoint of step 5 could not be saved")
+    finally:
+        for handler in [each for each in logger.handlers if each not in before[0]]:
+            with suppress(OSError):
+                handler.close()
+            for name in ("threefold", "py.warnings"):
+                logging.getLogger(name).removeHandler(handler)
+        logger.level, logger.propagate = before[1:]
+    assert capfd.readouterr() == ("", "")

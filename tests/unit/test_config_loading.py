@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -452,3 +453,15 @@ def test_files_of_tasks_are_found_from_another_folder_and_names_stay(folder: Pat
     (folder / "hellaswag").mkdir()
     config = validate({"eval": {"tasks": ["own.yaml", "hellaswag"], "every": 5}})
     assert with_absolute_paths(config).eval.tasks == (str(folder / "own.yaml"), "hellaswag")
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a ", " a", "a # b"])
+def test_text_that_yaml_changes_is_refused_and_its_fix_is_the_text(text: str) -> None:
+    """Folded or cut, it is the name of another folder: of another run, say."""
+    with pytest.raises(ConfigError) as refused:
+        load(None, ("log.dir", text))
+    (problem,) = refused.value.problems
+    assert problem.what.startswith(f"--log.dir = {text!r} is read as 'a")
+    words = shlex.split(problem.fix)
+    assert words[0] == "--log.dir"
+    assert load(None, ("log.dir", words[1])).config.log.dir == text

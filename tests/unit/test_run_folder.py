@@ -207,3 +207,17 @@ def test_log_on_a_full_disk_leaves_lines_out_without_a_word(capfd: pytest.Captur
                 logging.getLogger(name).removeHandler(handler)
         logger.level, logger.propagate = before[1:]
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("inside", ["sub", "checkpoints/sub", "exports/deep/er"])
+def test_new_run_inside_another_runs_folder_is_refused(inside: str) -> None:
+    save("a run", 5)
+    before = sorted(Path("a run").rglob("*"))
+    with pytest.raises(ConfigError) as refused:
+        open_run(config(log_dir=f"a run/{inside}"))
+    (problem,) = refused.value.problems
+    assert problem.what == f"log.dir = a run/{inside} is inside the folder of another run: {Path('a run').resolve()}"
+    assert problem.fix == f"--log.dir {Path(Path(inside).name).resolve()}"
+    assert sorted(Path("a run").rglob("*")) == before
+    Path("link").symlink_to("a run")
+    assert open_run(config(log_dir="link")).candidates[0].step == 5

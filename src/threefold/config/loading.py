@@ -111,9 +111,17 @@ def _parsed(texts: Iterable[tuple[str, str, str, str]], problems: list[Problem])
             problems.append(Problem(f"{name} is empty", expected, fix))
             continue
         try:
-            found.append((key, parse(text, name), origin))
+            value = parse(text, name)
         except ConfigError as error:
             problems += error.problems
+            continue
+        if isinstance(value, str) and value != text and text.lstrip()[0] not in _MARKED and origin == "command line":
+            # Another folder would be meant: YAML folds line breaks, and leaves out blanks at the ends and ` #` with
+            # what follows.
+            expected = "a text that YAML leaves as it is, or one in quotes"
+            problems.append(Problem(f"{name} = {text!r} is read as {value!r}", expected, f"--{key} {pasted(text)}"))
+            continue
+        found.append((key, value, origin))
     return found
 
 
@@ -229,6 +237,8 @@ def _names(section: str, keys: Mapping[str, Any]) -> Iterator[str]:
             yield f"{section}.{key}" if key else section
 
 
+# How a text begins that says how it is to be read: quotes, blocks, tags.
+_MARKED = "\"'|>&!*"
 # Keys whose values have keys of their own, which are checked with the value.
 _WITH_KEYS_BELOW = (("data", "mixture"), ("optimizer", "groups"))
 _KEYS_BELOW = "keys below the section's name"

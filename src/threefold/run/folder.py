@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import shlex
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, damaged
 from threefold.checkpoint.lineage import Author, Identity, Journal, Origin
 from threefold.checkpoint.seal import sync, write_sealed
 from threefold.config import text as config_text
-from threefold.config.paths import LOG_START, METRICS, RUN_CONFIG, is_run, with_absolute_paths
+from threefold.config.paths import LOG_START, METRICS, RUN_CONFIG, RUN_FILE, is_run, with_absolute_paths
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
 from threefold.mesh import environment
@@ -176,6 +177,7 @@ def open_run(config: Config, lock: RunLock | None = None) -> RunFolder:
     """
     path = Path(config.log.dir) if config.log.dir is not None else new_path()
     if not is_run(path):
+        _refuse_inside(path)
         _refuse_filled(path)
     choice.of(config, path)  # refuse before anything is made
     try:
@@ -191,6 +193,17 @@ def open_run(config: Config, lock: RunLock | None = None) -> RunFolder:
             fix="--log.dir ANOTHER_FOLDER",
         ) from error
     return RunFolder(path, None, *choice.of(config, path))
+
+
+def _refuse_inside(path: Path) -> None:
+    """Raises ConfigError for a new folder in that of another run, which would be moved, copied and removed with it."""
+    for parent in path.resolve().parents:
+        if (parent / RUN_FILE).is_file():
+            raise ConfigError(
+                f"log.dir = {path} is inside the folder of another run: {parent}",
+                expected="a folder beside it: what lies in a run's folder is part of that run",
+                fix=f"--log.dir {shlex.quote(str(parent.parent / path.name))}",
+            )
 
 
 def _refuse_filled(path: Path) -> None:

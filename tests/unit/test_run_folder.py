@@ -13,6 +13,7 @@ import pytest
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
 from threefold.checkpoint.lineage import Identity
 from threefold.config import loading
+from threefold.config.paths import run_and_checkpoint
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
 from threefold.run.folder import RunFolder, log_to_file, open_run
@@ -221,3 +222,12 @@ def test_new_run_inside_another_runs_folder_is_refused(inside: str) -> None:
     assert sorted(Path("a run").rglob("*")) == before
     Path("link").symlink_to("a run")
     assert open_run(config(log_dir="link")).candidates[0].step == 5
+
+
+def test_name_that_no_folder_can_have_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"log\.dir = x+ cannot be written: File name too long"):
+        open_run(config(log_dir="x" * 256))
+    with pytest.raises(ConfigError, match=r"x+ is not a run"):
+        run_and_checkpoint(Path("x" * 256))
+    assert list(folder.iterdir()) == []
+    assert open_run(config(log_dir="x" * 255)).path.is_dir()

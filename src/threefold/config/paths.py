@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ _NAMES = {"stdlib", "bytes"}
 
 def is_run(folder: Path) -> bool:
     """Whether a folder holds what a run writes, which a config.yaml alone does not show."""
-    records = any((folder / name).is_file() for name in (RUN_FILE, METRICS, JOURNAL, AUDIT))
-    return records or any((folder / "checkpoints").glob("step-*"))
+    # os.path, for which a name that is too long or a folder that may not be entered is no file.
+    records = any(os.path.isfile(folder / name) for name in (RUN_FILE, METRICS, JOURNAL, AUDIT))
+    checkpoints = folder / "checkpoints"
+    return records or (os.path.isdir(checkpoints) and any(checkpoints.glob("step-*")))
 
 
 def run_of(config: Path) -> Path | None:

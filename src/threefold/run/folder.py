@@ -11,6 +11,7 @@ import shlex
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain, count
@@ -176,11 +177,14 @@ def open_run(config: Config, lock: RunLock | None = None) -> RunFolder:
         CheckpointError: a checkpoint given by path does not exist.
     """
     path = Path(config.log.dir) if config.log.dir is not None else new_path()
-    if not is_run(path):
-        _refuse_inside(path)
-        _refuse_filled(path)
-    choice.of(config, path)  # refuse before anything is made
     try:
+        with suppress(FileNotFoundError):
+            path.stat()
+        # Refuse before anything is made.
+        if not is_run(path):
+            _refuse_inside(path)
+            _refuse_filled(path)
+        choice.of(config, path)
         fresh = _made(path)
         if lock is not None:
             lock.take(path, fresh=fresh)

@@ -116,7 +116,7 @@ ENDINGS: dict[str, tuple[Callable[[Started], None] | None, tuple[int, ...], int,
     "worker stopped": (_worker(signal.SIGSTOP), (1,), 2, STALLS),
     "worker stopped, of one rank, SIGTERM": (_worker_stopped_then_asked, (75, 1), 1, STALLS),
     "server of the ranks killed": (_server_killed, (1,), 2, ()),
-    "refused after the ranks had started": (None, (2,), 2, ("--train.global_batch", "100000")),
+    "refused after the ranks had started": (None, (2,), 2, ("--train.global_batch", "100000", "--data.tail", "drop")),
     "rank stopped": (_rank(signal.SIGSTOP), (1,), 2, STALLS),
 }
 SHORT = ("normal", "SIGHUP", "launcher killed", "rank killed", "worker stopped", "worker stopped, of one rank, SIGTERM")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_audit import ONE, record
 from typer.testing import CliRunner
 
 from report_runs import step_line, write_lines
@@ -30,7 +31,9 @@ def _run(path: Path) -> None:
     opened.begin()
     author = opened.accept(config)["author"]
     opened.checkpoints.begin(5)
-    opened.checkpoints.commit(5, author)
+    opened.checkpoints.commit(5, {**author, "data": {}})
+    lines = [line.to_record() for line in record((1, 5, ONE, 8))]
+    write_lines(path / "audit.jsonl", [{**line, "link": author["link"]} if "mesh" in line else line for line in lines])
     opened.journal.append("save", step=5, start=1)
     write_lines(opened.metrics, [step_line(step) for step in range(1, 6)])
 
@@ -138,6 +141,8 @@ ARGUMENTS = {
     "resume": ["resume", str(PLACE)],
     "report": ["report", str(PLACE)],
     "why": ["why", str(PLACE)],
+    "audit": ["data", "audit", str(PLACE)],
+    "order": ["data", "order", str(PLACE), "--step", "3"],
     "export": ["export", str(PLACE), "--to", "exported"],
 }
 

@@ -258,7 +258,7 @@ def read_lines(path: Path) -> list[Line]:
     """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
             f"{path.parent} has no {path.name}",
             expected="the folder of a run",

@@ -554,7 +554,12 @@ PLANTED: dict[str, tuple[Any, str, Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("planted", PLANTED)
+LONG = ("links are folders", "a save replaces what has its name")
+
+
+@pytest.mark.parametrize(
+    "planted", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in PLANTED]
+)
 def test_guard_that_is_taken_out_is_found(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     *guard, before = PLANTED[planted]
     monkeypatch.setattr(*guard)

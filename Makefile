@@ -108,7 +108,8 @@ test-browser: install
 
 # `train.reduce: exact` for 50 steps on every split of up to 8 data ranks, also on 2 cp or tp ranks each; the estimate of
 # memory for published models, every family and every mesh; every architecture, example, optimizer and compiled layer in
-# all their cases; every launcher with a run, every hang on a second mesh. More than an hour.
+# all their cases; every launcher with a run, every hang on a second mesh; 2,000 histories of folders, every ending of a run.
+# More than an hour.
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m long tests
 

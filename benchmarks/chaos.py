@@ -3,11 +3,14 @@
     python benchmarks/chaos.py --kills 100 --seed 0
 
 The seed decides the kills: a random rank, the launcher, a rank while a checkpoint is being written, or two stop signals
-to the launcher or to all processes, each at a random instant of the run. The command itself restarts a killed rank
-(--max-restarts); after a killed launcher or a stop, the command is started again. A run that was asked to stop must
-have saved its last step (exit code 75), unless it had not begun, or Ctrl-C was pressed twice. Each run must end with
-exit code 0 and with the losses and gradient norms, bit for bit, of an uninterrupted run. `threefold data audit` must
-prove that every sample was read exactly once.
+(SIGHUP among them) to the launcher or to all processes, each at a random instant of the run. The command itself
+restarts a killed rank (--max-restarts); after a killed launcher or a stop, `threefold resume` continues. Before that
+the run's folder may be moved or copied, and the copy continues; at times the original has continued, too, for two
+steps at another rate, and its checkpoint, put among those of the copy, must be refused by name.
+
+A run that was asked to stop must have saved its last step (exit code 75), unless it had not begun, or Ctrl-C was
+pressed twice. Each run must end with exit code 0 and with the losses and gradient norms, bit for bit, of an
+uninterrupted run. `threefold data audit` must prove that every sample was read exactly once.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ from threefold.checkpoint.layout import CheckpointFolder
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT
 
 KINDS = ("rank", "rank while saving", "launcher", "two signals")
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+PLACES = ("as it is", "moved", "copied", "parted")
 MESHES = {"dp2 x tp2": ("--mesh.dp", "2", "--mesh.tp", "2"), "dp4": ("--mesh.dp", "4", "--mesh.tp", "1")}
 STEPS = 200
 TRAIN = ("--train.steps", str(STEPS), "--checkpoint.every", "5")
@@ -48,9 +52,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=0, help="begin no new run after this time; 0: no limit")
     options = parser.parse_args()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup's would be ignored by the runs
     draw, until = random.Random(options.seed), time.monotonic() + 60 * (options.minutes or 10**6)
     kills: Counter[str] = Counter()
     runs: Counter[str] = Counter()
+    between: Counter[str] = Counter()
     restarts = 0
     with tempfile.TemporaryDirectory(prefix="threefold-chaos-") as name:
         folder = Path(name)
@@ -60,8 +66,9 @@ def main() -> int:
             mesh = draw.choice(list(MESHES))
             wanted = min(options.kills_a_run, options.kills - kills.total())
             run = folder / f"run-{runs.total()}"
-            found, times_started = _tormented(folder, run, mesh, wanted, draw)
+            found, times_started, run, places = _tormented(folder, run, mesh, wanted, draw)
             kills += found
+            between += places
             restarts += times_started
             outcome = _judge(folder, run, whole[mesh])
             runs[outcome] += 1
@@ -71,6 +78,7 @@ def main() -> int:
     for kind in KINDS:
         print(f"| {kind} | {kills[kind]} |")
     print(f"| all | {kills.total()} |\n")
+    print("before the next start: " + ", ".join(f"{between[place]} {place}" for place in PLACES) + "\n")
     print(
         f"{runs.total()} runs of {STEPS} steps on 4 ranks, {restarts} starts: "
         + ", ".join(f"{count} {outcome}" for outcome, count in runs.items())
@@ -88,9 +96,15 @@ def _uninterrupted(folder: Path, mesh: str) -> list[tuple[float, float]]:
     return found
 
 
-def _tormented(folder: Path, run: Path, mesh: str, wanted: int, draw: random.Random) -> tuple[Counter[str], int]:
-    """Trains in `run` to the end through about `wanted` kills. Returns (kills by kind, number of rank starts)."""
+def _tormented(
+    folder: Path, run: Path, mesh: str, wanted: int, draw: random.Random
+) -> tuple[Counter[str], int, Path, Counter[str]]:
+    """Trains in `run` to the end through about `wanted` kills.
+
+    Returns (kills by kind, number of rank starts, where the run lies in the end, what was done to its folder).
+    """
     kills: Counter[str] = Counter()
+    places: Counter[str] = Counter()
     arguments = ("train", "config.yaml", *MESHES[mesh], *TRAIN, "--log.dir", run.name, "--max-restarts", str(wanted))
     going = Command(folder, *arguments)
     starts = 1
@@ -108,7 +122,7 @@ def _tormented(folder: Path, run: Path, mesh: str, wanted: int, draw: random.Ran
                 code = going.wait(1)
                 if code:
                     raise SystemExit(f"{run.name} ended with exit code {code} by itself:\n{going.output()}")
-                return kills, starts
+                return kills, starts, run, places
             if kills.total() >= wanted:
                 continue
             ranks = rank_processes(run)
@@ -120,16 +134,44 @@ def _tormented(folder: Path, run: Path, mesh: str, wanted: int, draw: random.Ran
             if kind == "two signals":
                 _asked_twice(run, going, draw)
                 if not going.wait(1):
-                    return kills, starts  # it had finished
+                    return kills, starts, run, places  # it had finished
             else:
                 os.kill(process, signal.SIGKILL)
             if kind in ("launcher", "two signals"):
                 going.wait(60)
                 _gone(ranks)
                 going.close()
+                if (run / "run.json").exists():
+                    place = draw.choice(PLACES)
+                    places[place] += 1
+                    run = _elsewhere(folder, run, mesh, place, places.total())
+                    arguments = ("resume", run.name, "--max-restarts", str(wanted))
                 going = Command(folder, *arguments)
     finally:
         going.close()
+
+
+def _elsewhere(folder: Path, run: Path, mesh: str, place: str, number: int) -> Path:
+    """Moves or copies a run's folder, and lets what is left of it part from the copy; returns where it continues."""
+    if place == "as it is":
+        return run
+    target = folder / f"{run.name.split('.')[0]}.{number}"
+    if place == "moved":
+        return run.rename(target)
+    shutil.copytree(run, target, symlinks=True)
+    newest = CheckpointFolder(run).newest()
+    if place == "parted" and newest is not None:
+        steps = ("--train.steps", str(newest.step + 2), "--checkpoint.every", "1", "--optimizer.lr", "0.01")
+        parted = command(folder, "resume", run.name, *MESHES[mesh], *steps)
+        theirs = run / "checkpoints" / f"step-{newest.step + 2:08d}"
+        if parted.returncode == 0:
+            shutil.copytree(theirs, target / "checkpoints" / theirs.name)
+            refused = command(folder, "resume", target.name)
+            if refused.returncode != 2 or "of a copy of this run, which has parted from it" not in refused.stderr:
+                raise SystemExit(f"{target.name} took a checkpoint of {run.name}:\n{refused.stdout}{refused.stderr}")
+            shutil.rmtree(target / "checkpoints" / theirs.name)
+    shutil.rmtree(run)
+    return target
 
 
 def _asked_twice(run: Path, going: Command, draw: random.Random) -> None:

@@ -52,7 +52,7 @@ def make_run(path: Path, lines: Sequence[dict[str, Any] | str], *, events: Seque
     write_lines(path / "metrics.jsonl", lines)
     started = {"event": "start", "time": at(0), "start": 1, "step": 0, "mesh": [2, 1, 1, 2], "torch": "2.11"}
     write_lines(path / "journal.jsonl", [started, *events])
-    (path / "run.json").write_text(json.dumps({"id": "0" * 32, "created": at(0), "origin": None}))
+    (path / "run.json").write_text(json.dumps({"id": "0" * 32, "created": at(0), "origin": None, "starts": []}))
     (path / "config.yaml").write_text("model: {name_or_path: tiny}\ntrain: {steps: 100}\n")
     return path
 

@@ -302,7 +302,8 @@ def test_value_of_the_environment_is_mended_there() -> None:
 def test_contradictions() -> None:
     values: dict[str, Any] = {
         "model": {"name_or_path": "x", "config": {}},
-        "train": {"steps": 5, "epochs": 2},
+        "data": {"num_workers": 1000},
+        "train": {"steps": 5, "epochs": 10**20},
         "eval": {"every": 5},
         "optimizer": {"betas": [0.9, 1.0], "lr": 0.001, "min_lr": 0.01},
     }
@@ -314,9 +315,19 @@ def test_contradictions() -> None:
                 "leave one of them out",
             ),
             problem(
-                "train.steps = 5 and train.epochs = 2 are both set",
+                f"train.steps = 5 and train.epochs = {10**20} are both set",
                 "one measure of how long to train",
                 "leave one of them out",
+            ),
+            problem(
+                f"train.epochs = {10**20} is more than 1,000,000",
+                "passes that a run can count the rows of, and that end",
+                "--train.epochs 3",
+            ),
+            problem(
+                "data.num_workers = 1000 is more than 64",
+                "processes for each rank, which share its host's cores and memory with it: a few keep a rank busy",
+                "--data.num_workers 4",
             ),
             problem(
                 "eval.every = 5 has no effect without eval.source",

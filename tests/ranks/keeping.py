@@ -28,6 +28,7 @@ class Miniature:
     def __init__(
         self, sizes: Sizes, folder: str, *, micro_batch: int = 2, background: bool = True, **values: Any
     ) -> None:
+        from threefold.checkpoint.lineage import Author
         from threefold.config.loading import validate
         from threefold.mesh.mesh import init_mesh
         from threefold.model import load
@@ -58,8 +59,8 @@ class Miniature:
         architecture = load.read_config(self.config.model, vocab_size=tokenizer.vocab_size)
         opened = self.mesh.share("open", lambda: open_run(self.config).to_values())
         folder_of_run = undamaged(RunFolder.from_values(opened), self.mesh)
-        run = self.mesh.share("identity", lambda: folder_of_run.claim().id)
-        self.folder = dataclasses.replace(folder_of_run, run=run)
+        begun = self.mesh.share("identity", lambda: dataclasses.asdict(folder_of_run.begin()))
+        self.folder = dataclasses.replace(folder_of_run, author=Author(**begun))
         self.loader = assemble.loader_of(self.config, assemble.rows_of(self.config, tokenizer, self.mesh), self.mesh)
         self.model = build(self.config, architecture, self.mesh)
         self.optimizer = build_optimizer(self.model.module, self.config.optimizer, self.mesh)

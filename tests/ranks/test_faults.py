@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import math
 import os
@@ -10,6 +11,8 @@ import re
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from ranks.plants import STEP
 from ranks.runs import command, curve, environment, metrics, prepare
 from ranks.spawn import run_ranks
 from threefold.checkpoint.layout import CheckpointFolder
+from threefold.mesh.local_ranks import STOPS
 from threefold.training.stop_request import _ONE_REQUEST_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timing]
@@ -275,7 +279,7 @@ def test_run_whose_output_nobody_reads_saves_and_ends_without_a_word(folder: Pat
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", STOPS, ids=lambda number: number.name)
 def test_run_saves_and_ends_when_all_its_processes_are_asked_to(folder: Path, number: int, workers: int) -> None:
     """As a terminal or a scheduler asks: workers, and the servers that they and ranks are forked from, hear it too."""
     run = folder / f"all-{number}-{workers}"
@@ -288,6 +292,50 @@ def test_run_saves_and_ends_when_all_its_processes_are_asked_to(folder: Path, nu
         assert saved is not None and saved.step == last_step(run) and saved.damage() is None
         assert f"stopped by a signal after step {saved.step}; the checkpoint is saved" in going.output()
         assert "Traceback" not in going.output() and "Warning" not in going.output()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_run_whose_terminal_is_closed_saves_and_ends(folder: Path, ranks: int) -> None:
+    """The terminal's SIGHUP reaches all of its processes, and what they write from then on is an error."""
+    master, terminal = os.openpty()
+    run, asked = folder / f"closed-{ranks}", ("--mesh.dp", str(ranks), "--train.steps", "100000")
+
+    def take_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "threefold", "train", "config.yaml", *asked, "--mesh.tp", "1", "--log.dir", run.name],
+        cwd=folder,
+        env=environment(folder),
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+    )
+    os.close(terminal)
+    try:
+        reader = threading.Thread(target=lambda: [None for _ in iter(lambda: _read(master), b"")], daemon=True)
+        reader.start()
+        wait_for(lambda: last_step(run) >= 3, "step 3")
+        closing, master = master, -1
+        os.close(closing)
+        assert process.wait(60) == 75
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(20)
+        if master >= 0:
+            os.close(master)
+    saved = CheckpointFolder(run).newest()
+    assert saved is not None and saved.step == last_step(run) and saved.damage() is None
+
+
+def _read(master: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return os.read(master, 1 << 16)
+    return b""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -14,7 +14,7 @@ import pytest
 
 from ranks.keeping import Miniature, write_corpus
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
-from threefold.checkpoint.lineage import Identity, Journal
+from threefold.checkpoint.lineage import Author, Identity, Journal
 from threefold.checkpoint.manifest import changes, read_manifest
 from threefold.checkpoint.seal import Seal, checksum_of
 from threefold.checkpoint.shards import Index
@@ -36,7 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_corpus(parent)
     run = Miniature((1, 1, 1, 1), str(parent / "run"))
     accepted = run.folder.accept(run.config)
-    run.checkpointer.folder = dataclasses.replace(run.folder, run=accepted["run"], start=accepted["start"])
+    run.checkpointer.folder = dataclasses.replace(run.folder, author=Author(**accepted["author"]))
     for step in (1, 2):
         run.advance(1)
         run.checkpointer.save(step, 3.0 - step, True)

@@ -73,7 +73,7 @@ def test_resume_goes_on_in_the_named_folder_or_not_at_all(folder: Path, run: Pat
     for arguments, what in (
         ((str(folder / "a run"), "--log.dir", "other"), "log.dir = other, but the run to resume lies in "),
         ((str(folder / "a run"), "--log.dir", "null"), "log.dir = None, but the run to resume lies in "),
-        ((str(run), "--train.steps", "6"), f"log.dir = {run} has a run's files, and no run.json says which run is"),
+        ((str(run), "--train.steps", "6"), f"{run} has a run's files, and no run.json says which run is"),
         (("project",), "project is not a run"),
     ):
         done = command(tmp_path, "resume", *arguments)

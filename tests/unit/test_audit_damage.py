@@ -11,7 +11,7 @@ import pytest
 from test_audit import CLEAN, ONE, TWO, record
 
 from threefold.audit.record import Line
-from threefold.checkpoint.lineage import Journal
+from threefold.checkpoint.lineage import Identity, Journal
 from threefold.commands.data import audit_lines
 from threefold.data.order.mixture import Mixture
 from threefold.errors import RunError, ThreefoldError
@@ -151,3 +151,41 @@ def test_record_without_hashes_says_what_is_not_known(tmp_path: Path) -> None:
         "  bytes of steps 1 to 12: not known, the record has no hashes (--contents reads all)",
         "proved: 96 reads, each by exactly one dp rank in exactly one step: samples",
     ]
+
+
+def chained(run: Path) -> tuple[Identity, list[dict[str, Any]]]:
+    """A run of the starts of CLEAN, and its record's lines, which hold the starts' checksums; no checkpoints."""
+    identity, records = Identity.new(), [line.to_record() for line in CLEAN]
+    for line in records:
+        if line["kind"] == "segment":
+            identity = identity.begin(line["first_step"] - 1, None)
+            line["link"] = identity.author.link
+    identity.write(write(run, records))
+    return identity, records
+
+
+def test_chain_of_starts_is_proved(tmp_path: Path) -> None:
+    identity, _ = chained(tmp_path / "run")
+    starts = f"{len(identity.starts)} starts, each after the one before"
+    assert f"  chain: {starts}; checkpoints of them: 0" in proved(tmp_path / "run")
+
+
+@pytest.mark.parametrize("what", ["another start", "no start", "swapped starts"])
+def test_record_of_other_starts_is_not_proved(tmp_path: Path, what: str) -> None:
+    """A record of a copy that has gone on by itself has the same rows and digests, and says nothing of this run."""
+    run = tmp_path / "run"
+    identity, records = chained(run)
+    segments = [line for line in records if line["kind"] == "segment"]
+    if what == "swapped starts":
+        segments[0]["link"], segments[-1]["link"] = segments[-1]["link"], segments[0]["link"]
+    else:
+        segments[-1]["link"] = identity.begin(3, None).author.link if what == "another start" else None
+    with pytest.raises(RunError, match=rf"is none of the run's {len(identity.starts)} starts"):
+        proved(write(run, records))
+
+
+def test_record_of_a_run_without_run_json_is_not_proved(tmp_path: Path) -> None:
+    chained(tmp_path / "run")
+    (tmp_path / "run/run.json").unlink()
+    with pytest.raises(ThreefoldError, match=r"has a run's files, and no run.json says which run is here"):
+        proved(tmp_path / "run")

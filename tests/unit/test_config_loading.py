@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -452,3 +453,49 @@ def test_files_of_tasks_are_found_from_another_folder_and_names_stay(folder: Pat
     (folder / "hellaswag").mkdir()
     config = validate({"eval": {"tasks": ["own.yaml", "hellaswag"], "every": 5}})
     assert with_absolute_paths(config).eval.tasks == (str(folder / "own.yaml"), "hellaswag")
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a ", " a", "a # b"])
+def test_text_that_yaml_changes_is_refused_and_its_fix_is_the_text(text: str) -> None:
+    """Folded or cut, it is the name of another folder: of another run, say."""
+    with pytest.raises(ConfigError) as refused:
+        load(None, ("log.dir", text))
+    (problem,) = refused.value.problems
+    assert problem.what.startswith(f"--log.dir = {text!r} is read as 'a")
+    words = shlex.split(problem.fix)
+    assert words[0] == "--log.dir"
+    assert load(None, ("log.dir", words[1])).config.log.dir == text
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "fix"),
+    [
+        ("log.dir", "~/runs/a", "--log.dir ~/runs/a"),
+        ("log.dir", "$HOME/runs", '--log.dir "$HOME/runs"'),
+        ("data.source", "${DATA}/a.jsonl", '--data.source "${DATA}/a.jsonl"'),
+        ("model.name_or_path", "$MODEL", '--model.name_or_path "$MODEL"'),
+    ],
+)
+def test_path_that_no_shell_has_expanded_is_refused(key: str, text: str, fix: str) -> None:
+    """A folder of the name ~ would be made."""
+    with pytest.raises(ConfigError) as refused:
+        load(None, (key, text))
+    (problem,) = refused.value.problems
+    sign = "~" if text.startswith("~") else "its $"
+    assert problem.what == f"{key} = {text!r} does not exist, and {sign} stands for itself" and problem.fix == fix
+
+
+def test_path_with_such_a_name_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("$cost").mkdir()
+    assert load(None, ("log.dir", "$cost")).config.log.dir == "$cost"
+
+
+def test_run_in_place_of_a_config_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a run").mkdir()
+    Path("a run/run.json").write_text("{}")
+    with pytest.raises(ConfigError) as refused:
+        loading.load("a run", environ={})
+    (problem,) = refused.value.problems
+    assert (problem.what, problem.fix) == ("a run: Is a directory", "threefold resume 'a run'")

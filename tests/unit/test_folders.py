@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_audit import ONE, record
 from typer.testing import CliRunner
 
 from report_runs import step_line, write_lines
@@ -27,9 +28,12 @@ PLACE = Path("place")
 def _run(path: Path) -> None:
     config = loading.validate({"log": {"dir": str(path)}})
     opened = open_run(config)
-    accepted = opened.accept(config)
+    opened.begin()
+    author = opened.accept(config)["author"]
     opened.checkpoints.begin(5)
-    opened.checkpoints.commit(5, {"run": accepted["run"], "start": 1})
+    opened.checkpoints.commit(5, {**author, "data": {}})
+    lines = [line.to_record() for line in record((1, 5, ONE, 8))]
+    write_lines(path / "audit.jsonl", [{**line, "link": author["link"]} if "mesh" in line else line for line in lines])
     opened.journal.append("save", step=5, start=1)
     write_lines(opened.metrics, [step_line(step) for step in range(1, 6)])
 
@@ -110,6 +114,8 @@ def files() -> dict[str, bytes | None]:
 def started(loaded: loading.LoadedConfig, **_: Any) -> int:
     """A start, as far as the folder decides; what it is asked to resume, it resumes."""
     opened = open_run(loaded.config)
+    opened = opened.resuming(next(iter(opened.candidates), None), ())
+    opened.begin()
     opened.accept(loaded.config)
     (PLACE / "steps").write_text(json.dumps([candidate.step for candidate in opened.candidates]))
     return 0
@@ -135,6 +141,8 @@ ARGUMENTS = {
     "resume": ["resume", str(PLACE)],
     "report": ["report", str(PLACE)],
     "why": ["why", str(PLACE)],
+    "audit": ["data", "audit", str(PLACE)],
+    "order": ["data", "order", str(PLACE), "--step", "3"],
     "export": ["export", str(PLACE), "--to", "exported"],
 }
 
@@ -155,9 +163,8 @@ def test_command_does_in_a_folder_what_the_table_says(kind: str, command: str) -
         assert not refused, error
         resumed = json.loads((PLACE / "steps").read_text())
         assert resumed == ([5] if kind in ("run", "copy") else [])
-        assert {
-            path: after[path] for path in before if "config.yaml" not in path and "journal" not in path
-        }.items() <= before.items()
+        grows = ("config.yaml", "journal.jsonl", "run.json")
+        assert {path: after[path] for path in before if Path(path).name not in grows}.items() <= before.items()
         return
     assert after == before
     assert refused == (CELLS[kind, command] == "refuses"), error

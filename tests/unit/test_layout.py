@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, find, newe
 from threefold.checkpoint.lineage import Identity
 from threefold.checkpoint.seal import write_sealed
 from threefold.errors import CheckpointError
+
+AUTHOR = {"run": "of a test", "start": 1, "link": "0" * 32}
 
 
 @pytest.fixture
@@ -24,7 +28,7 @@ def checkpoints(tmp_path: Path) -> CheckpointFolder:
 
 def save(checkpoints: CheckpointFolder, step: int, content: str = "weights") -> Checkpoint:
     seal = write_sealed(checkpoints.begin(step) / "state" / "0.distcp", content.encode())
-    return checkpoints.commit(step, {"run": "of a test"}, {"state/0.distcp": seal})
+    return checkpoints.commit(step, AUTHOR, {"state/0.distcp": seal})
 
 
 def steps(checkpoints: CheckpointFolder) -> list[int]:
@@ -39,7 +43,7 @@ def test_committed_checkpoint_is_whole(checkpoints: CheckpointFolder) -> None:
     saved = save(checkpoints, 100)
     assert saved.path == checkpoints.path / "step-00000100"
     assert (saved.state / "0.distcp").read_text() == "weights"
-    assert {**saved.manifest(), "files": {}} == {"format": 2, "step": 100, "run": "of a test", "files": {}}
+    assert {**saved.manifest(), "files": {}} == {"format": 2, "step": 100, **AUTHOR, "files": {}}
     assert [*saved.seals()] == ["state/0.distcp"]
     assert checkpoints.complete() == [saved]
     assert os.listdir(checkpoints.path) == ["step-00000100"]
@@ -149,7 +153,7 @@ def test_checkpoint_of_another_run_is_left_alone(checkpoints: CheckpointFolder) 
     own.write(checkpoints.path.parent)
     for step, run in ((1, other), (2, own), (3, own)):
         checkpoints.begin(step)
-        checkpoints.commit(step, {"run": run.id})
+        checkpoints.commit(step, asdict(run.author))
     checkpoints.prune(1)
     assert [each.step for each in checkpoints.complete()] == [3]
     assert [each.step for each in checkpoints.foreign()] == [1]
@@ -166,11 +170,11 @@ def test_what_this_run_did_not_write_is_not_replaced_by_a_save(checkpoints: Chec
         place.mkdir()
         (place / "mine.txt").write_text("mine")
     if kind == "another run's":
-        (place / "manifest.json").write_text('{"run": "another"}')
+        (place / "manifest.json").write_text(json.dumps(asdict(Identity.new().author)))
         (place / "COMPLETE").touch()
     before = sorted(place.iterdir())
     with pytest.raises(
-        FileExistsError, match=r"move away what has its name: no checkpoint of this run: '.*/step-00000005'"
+        FileExistsError, match=r"move away what has its name: this start did not write it: '.*/step-00000005'"
     ):
         save(checkpoints, 5)
     assert sorted(place.iterdir()) == before and place.is_symlink() == (kind == "link")
@@ -179,7 +183,7 @@ def test_what_this_run_did_not_write_is_not_replaced_by_a_save(checkpoints: Chec
 def test_what_no_manifest_shows_to_be_this_runs_is_kept(checkpoints: CheckpointFolder) -> None:
     own = Identity.new()
     own.write(checkpoints.path.parent)
-    for step, run in ((1, {}), (2, {"run": own.id}), (3, {"run": own.id})):
+    for step, run in ((1, {}), (2, asdict(own.author)), (3, asdict(own.author))):
         checkpoints.begin(step)
         checkpoints.commit(step, run)
     (checkpoints.path / "step-00000004").mkdir()
@@ -216,7 +220,7 @@ def test_replacement_cut_short_is_not_complete(checkpoints: CheckpointFolder, mo
 
     monkeypatch.setattr("shutil.rmtree", interrupted)
     with pytest.raises(Interrupted):
-        checkpoints.commit(2, {"run": "of a test"})
+        checkpoints.commit(2, AUTHOR)
     assert steps(checkpoints) == [1]
 
 

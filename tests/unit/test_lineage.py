@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -35,11 +36,12 @@ def start(run: str, resume: str = "auto", *, saves: tuple[int, ...] = ()) -> int
     opened = open_run(config(run, resume))
     chosen = next(iter(opened.candidates), None)
     opened = opened.resuming(chosen, ())
-    accepted = opened.accept(config(run, resume))
+    opened.begin()
+    author = opened.accept(config(run, resume))["author"]
     for step in saves:
         checkpoints = CheckpointFolder(Path(run))
         checkpoints.begin(step)
-        checkpoints.commit(step, {"run": accepted["run"], "start": accepted["start"]})
+        checkpoints.commit(step, author)
     return chosen.step if chosen is not None else 0
 
 
@@ -96,7 +98,7 @@ def test_fork_that_has_not_saved_takes_no_other_timeline_of_its_origin() -> None
     start("a", saves=(5,))
     with pytest.raises(CheckpointError, match=r"is another checkpoint now"):
         read("b")
-    with pytest.raises(ConfigError, match=r"log.dir = b holds a run, and checkpoint.resume = .* is of another one"):
+    with pytest.raises(ConfigError, match=r"log.dir = b holds a run, and another run wrote checkpoint.resume = .*"):
         open_run(config("b", "a"))
 
 
@@ -117,7 +119,7 @@ def test_moved_run_is_the_same_run(folder: Path) -> None:
 def test_another_runs_folder_is_refused() -> None:
     start("a", saves=(20,))
     start("b", saves=(5, 10))
-    with pytest.raises(ConfigError, match=r"log.dir = b holds a run, and checkpoint.resume = .* is of another one"):
+    with pytest.raises(ConfigError, match=r"log.dir = b holds a run, and another run wrote checkpoint.resume = .*"):
         open_run(config("b", step("a", 20)))
 
 
@@ -184,12 +186,109 @@ def test_runs_files_without_an_id_are_refused_and_taken_by_the_pasted_fix() -> N
         shutil.copytree("a run", left_out, ignore=shutil.ignore_patterns(left_out, "run.json"))
         kept = {path: path.stat().st_mtime_ns for path in Path(left_out).rglob("*")}
         problem = refused(left_out)
-        assert problem.what == f"log.dir = {left_out} has a run's files, and no run.json says which run is here"
+        assert problem.what == f"{left_out} has a run's files, and no run.json says which run is here"
         assert {path: path.stat().st_mtime_ns for path in Path(left_out).rglob("*")} == kept
         subprocess.run(["bash", "-c", problem.fix], check=True)
         after = Identity.read(Path(left_out))
-        assert after is not None and after.id == before.id
+        assert after is not None and (after.id, after.starts) == (before.id, before.starts)
     assert start("run.json") == 5
+
+
+def test_files_whose_starts_nobody_tells_of_are_forked() -> None:
+    """Without run.json and the journal, nothing shows that a checkpoint is on the way to where the run is now."""
+    start("a", saves=(5,))
+    Path("a/run.json").unlink()
+    Path("a/journal.jsonl").unlink()
+    assert refused("a").fix.startswith("--log.dir ANOTHER_FOLDER   (its files name ")
+
+
+def parted() -> None:
+    """A run and a copy of it, which have both gone on from step 5."""
+    start("a", saves=(5,))
+    shutil.copytree("a", "copy")
+    assert start("a", saves=(10,)) == 5
+    assert start("copy", saves=(10, 20)) == 5
+
+
+@pytest.mark.parametrize("place", [10, 20], ids=["in place of an own one", "beside them"])
+def test_checkpoint_of_a_copy_that_has_parted_is_refused(place: int) -> None:
+    parted()
+    shutil.rmtree(step("a", place), ignore_errors=True)
+    shutil.copytree(step("copy", place), step("a", place))
+    assert refused("a").what == (
+        f"log.dir = a has a checkpoint that start 2 of a copy of this run, which has parted from it, wrote: "
+        f"step-{place:08d}"
+    )
+    shutil.rmtree(step("a", place))
+    assert start("a") in (5, 10)
+
+
+def test_copy_that_has_parted_is_not_gone_back_to() -> None:
+    """Its id is the run's; a checkpoint from before the two parted is."""
+    parted()
+    with pytest.raises(ConfigError, match=r"and start 2 of a copy of this run, which has parted from it, wrote"):
+        open_run(config("a", step("copy", 20)))
+    assert start("a", step("copy", 5)) == 5
+    assert start("fork", step("copy", 20)) == 20
+
+
+def test_checkpoint_that_was_left_behind_is_not_taken_under_its_old_name() -> None:
+    start("a", saves=(5, 10))
+    assert start("a", step("a", 5), saves=(7,)) == 5
+    Path("a/checkpoints/aside-1-step-00000010").rename(step("a", 10))
+    with pytest.raises(ConfigError, match=r"is left behind: start 2 of the run went back to step 5"):
+        open_run(config("a", step("a", 10)))
+    assert start("a") == 7
+    assert Path("a/checkpoints/aside-1-step-00000010").exists()
+
+
+def test_start_that_was_killed_before_it_set_aside_has_gone_back() -> None:
+    start("a", saves=(5, 10))
+    opened = open_run(config("a", step("a", 5)))
+    opened.resuming(opened.candidates[0], ()).begin()
+    assert [each.step for each in read("a").candidates] == [5]
+
+
+def test_starts_hold_the_checksum_of_the_one_before_and_of_what_they_resume() -> None:
+    start("a", saves=(5,))
+    start("a", saves=(6,))
+    start("b", step("a", 5))
+    checkpoints, identity = CheckpointFolder(Path("a")).all(), Identity.read(Path("a"))
+    fork = Identity.read(Path("b"))
+    assert identity is not None and fork is not None and fork.origin is not None
+    first, second = identity.starts
+    assert second.before == first.link and first.resumed is None and second.resumed == checkpoints[0].checksum
+    assert fork.starts[0].resumed == fork.origin.manifest == checkpoints[0].checksum
+    assert [each.author.link for each in checkpoints if each.author is not None] == [first.link, second.link]
+
+
+@pytest.mark.parametrize("change", [{"step": 4}, {"nonce": "0"}, {"before": "0"}])
+def test_broken_chain_is_refused(change: dict[str, Any]) -> None:
+    start("a", saves=(5,))
+    start("a")
+    values = json.loads(Path("a/run.json").read_text())
+    values["starts"][0] |= change
+    Path("a/run.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"its start [12] does not follow from the one before"):
+        read("a")
+
+
+def test_loops_checkpoint_in_a_runs_folder_is_refused() -> None:
+    start("a", saves=(5,))
+    checkpoints = CheckpointFolder(Path("loop"))
+    checkpoints.begin(7)
+    checkpoints.commit(7, {})
+    shutil.copytree(step("loop", 7), step("a", 7))
+    assert refused("a").what == "log.dir = a has a checkpoint that no run wrote: step-00000007"
+
+
+def test_fork_whose_checkpoints_are_gone_does_not_begin_at_its_origin_again() -> None:
+    start("a", saves=(5,))
+    start("b", step("a", 5), saves=(7,))
+    Journal(Path("b")).append("save", step=7, start=1)
+    shutil.rmtree("b/checkpoints")
+    with pytest.raises(CheckpointError, match=r"a run that has saved checkpoints, and none of them is left"):
+        read("b")
 
 
 def test_files_of_no_run_or_of_several_are_refused() -> None:
@@ -201,7 +300,7 @@ def test_files_of_no_run_or_of_several_are_refused() -> None:
     start("b", saves=(5,))
     shutil.copytree(step("a", 20), step("b", 20))
     Path("b/run.json").unlink()
-    ids = sorted(str(each.run) for each in CheckpointFolder(Path("b")).all())
+    ids = sorted(each.author.run for each in CheckpointFolder(Path("b")).all() if each.author is not None)
     assert refused("b").fix == f"--log.dir ANOTHER_FOLDER   (its files name {ids[0]} and {ids[1]})"
 
 

@@ -129,3 +129,17 @@ def test_force_is_not_for_launchers(monkeypatch: pytest.MonkeyPatch, started: li
         "  expected: an option for ranks that are started here",
         "  fix: leave --force out",
     ]
+
+
+def test_workers_need_room_as_ranks_do(started: list[int]) -> None:
+    """Processes that only take turns: nobody asks for them but by a typing error."""
+    with pytest.raises(ConfigError) as refused:
+        train(mesh={"dp": 2, "cp": 1, "tp": 2, "device": "cpu"}, data={"num_workers": 8})
+    assert str(refused.value) == (
+        "data.num_workers = 8 x 4 ranks are 32 processes, but this machine has room for 16: "
+        "2 cores and 24 GiB of free memory\n"
+        "  expected: workers that have a core and memory of their own: more only take those of the ranks\n"
+        "  fix: --data.num_workers 4   (--force starts them all)"
+    )
+    assert 4 not in started
+    assert train(force=True, mesh={"dp": 2, "cp": 1, "tp": 2, "device": "cpu"}, data={"num_workers": 8}) == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,10 @@ import pytest
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
 from threefold.checkpoint.lineage import Identity
 from threefold.config import loading
+from threefold.config.paths import run_and_checkpoint
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
-from threefold.run.folder import RunFolder, open_run
+from threefold.run.folder import RunFolder, log_to_file, open_run
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +38,7 @@ def save(run: str, *steps: int) -> Checkpoint:
     identity.write(Path(run))
     for step in steps:
         checkpoints.begin(step)
-        saved = checkpoints.commit(step, {"run": identity.id})
+        saved = checkpoints.commit(step, dataclasses.asdict(identity.author))
     return saved
 
 
@@ -42,6 +46,7 @@ def save(run: str, *steps: int) -> Checkpoint:
 def test_new_folder_is_made_and_begins_at_step_1(resume: str) -> None:
     opened = open_run(config(resume, "deep/er/run"))
     assert opened == RunFolder(Path("deep/er/run"))
+    opened.begin()
     opened.accept(config(resume))
     assert sorted(path.name for path in opened.path.iterdir()) == [
         "checkpoints",
@@ -57,6 +62,7 @@ def test_resolved_config_is_written_when_the_request_is_accepted_and_reads_back(
     asked = config()
     opened = open_run(asked)
     assert not (opened.path / "config.yaml").exists()
+    opened.begin()
     opened.accept(asked)
     assert loading.load(str(opened.path / "config.yaml"), environ={}).config == asked
 
@@ -76,6 +82,7 @@ def test_auto_goes_on_from_the_newest_complete_checkpoint() -> None:
 
 def test_auto_begins_at_step_1_where_nothing_is_complete() -> None:
     begun = open_run(config())
+    begun.begin()
     begun.accept(config())
     begun.metrics.write_text('{"step": 1}\n')
     CheckpointFolder(Path("run")).begin(5)
@@ -84,6 +91,7 @@ def test_auto_begins_at_step_1_where_nothing_is_complete() -> None:
 
 def test_never_refuses_a_folder_with_a_run() -> None:
     begun = open_run(config())
+    begun.begin()
     begun.accept(config())
     begun.metrics.write_text('{"step": 1}\n')
     save("other", 5)
@@ -180,3 +188,46 @@ def test_folder_is_a_runs_before_its_first_records_are_written() -> None:
     identity = opened.claim()
     Path("run/data.files.jsonl").touch()
     assert open_run(config()).claim() == identity
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_log_on_a_full_disk_leaves_lines_out_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    """logging prints a traceback for each line otherwise; the run says once what it could not write."""
+    Path("run/logs").mkdir(parents=True)
+    Path("run/logs/rank-0000.log").symlink_to("/dev/full")
+    logger = logging.getLogger("threefold")
+    before = [*logger.handlers], logger.level, logger.propagate
+    try:
+        log_to_file(Path("run"), 0)
+        logger.error("the checkpoint of step 5 could not be saved")
+    finally:
+        for handler in [each for each in logger.handlers if each not in before[0]]:
+            with suppress(OSError):
+                handler.close()
+            for name in ("threefold", "py.warnings"):
+                logging.getLogger(name).removeHandler(handler)
+        logger.level, logger.propagate = before[1:]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("inside", ["sub", "checkpoints/sub", "exports/deep/er"])
+def test_new_run_inside_another_runs_folder_is_refused(inside: str) -> None:
+    save("a run", 5)
+    before = sorted(Path("a run").rglob("*"))
+    with pytest.raises(ConfigError) as refused:
+        open_run(config(log_dir=f"a run/{inside}"))
+    (problem,) = refused.value.problems
+    assert problem.what == f"log.dir = a run/{inside} is inside the folder of another run: {Path('a run').resolve()}"
+    assert problem.fix == f"--log.dir {Path(Path(inside).name).resolve()}"
+    assert sorted(Path("a run").rglob("*")) == before
+    Path("link").symlink_to("a run")
+    assert open_run(config(log_dir="link")).candidates[0].step == 5
+
+
+def test_name_that_no_folder_can_have_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"log\.dir = x+ cannot be written: File name too long"):
+        open_run(config(log_dir="x" * 256))
+    with pytest.raises(ConfigError, match=r"x+ is not a run"):
+        run_and_checkpoint(Path("x" * 256))
+    assert list(folder.iterdir()) == []
+    assert open_run(config(log_dir="x" * 255)).path.is_dir()

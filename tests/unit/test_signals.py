@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from threefold.mesh.local_ranks import PASSED_ON, STOPS, Signals
+from threefold.training.stop_request import StopRequest
 
 _ENDS = """
 import atexit, os, signal, sys
@@ -70,3 +72,12 @@ def test_what_is_ignored_stays_ignored(own_handlers: list[object]) -> None:
 def test_process_that_ends_keeps_its_exit_code(number: int) -> None:
     done = subprocess.run([sys.executable, "-c", _ENDS, str(int(number))], capture_output=True, text=True, timeout=180)
     assert (done.returncode, done.stderr) == (75, "")
+
+
+def test_closed_terminal_that_tells_it_often_is_one_request(own_handlers: list[object]) -> None:
+    """The shell, the kernel and the launcher each send SIGHUP to every process; three SIGTERM would end it at once."""
+    mesh = SimpleNamespace(share=lambda name, make: make(), store=None)
+    with StopRequest(mesh) as stop:  # type: ignore[arg-type]
+        for _ in range(5):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.after(1) and stop.by == "signal"

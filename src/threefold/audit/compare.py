@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from threefold.audit.digest import Int64, Message, Window, agree, predicted_samples
 from threefold.audit.lookup import place_after
@@ -123,10 +124,12 @@ class Audit:
         self.record.log(line.to_record())
 
 
-def begin(start: SegmentLine, path: Path, file: MetricsFile | None, *, fix: str) -> dict[str, int]:
+def begin(
+    start: SegmentLine, path: Path, file: MetricsFile | None, *, fix: str, link: Callable[[], str | None] = lambda: None
+) -> dict[str, Any]:
     """Appends a start to the record at `path`; a RunError with `fix` if it does not begin where the record ends.
 
-    Only rank 0 calls it. Returns the start's number and place.
+    Only rank 0 calls it. Returns the start's number, place and checksum, which `link` gives if nothing refuses it.
     """
     assert file is not None
     before = read(path) if path.stat().st_size else []
@@ -142,5 +145,6 @@ def begin(start: SegmentLine, path: Path, file: MetricsFile | None, *, fix: str)
             fix=fix,
         )
     segment = before[-1].start.segment + 1 if before else 1
-    file.log(replace(start, segment=segment).to_record())
-    return {"segment": segment, "epoch": found.epoch, "position": found.position}
+    known_by = link()
+    file.log(replace(start, segment=segment, link=known_by).to_record())
+    return {"segment": segment, "epoch": found.epoch, "position": found.position, "link": known_by}

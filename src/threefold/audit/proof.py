@@ -80,14 +80,41 @@ def stretches_of(segments: Sequence[Segment]) -> list[Stretch]:
     return found
 
 
-def check_saved(lines: Sequence[Line], saved: Iterable[tuple[Path, int, Place]]) -> None:
-    """Refuses a checkpoint of `saved`, (path, step, place), whose step has no record or ended elsewhere (RunError).
+class Saved(NamedTuple):
+    """A checkpoint as its manifest tells: the step and place after which it was saved, and its start's checksum."""
 
-    A checkpoint of steps that were read again later stays until it is pruned, so any reading of its step counts.
+    path: Path
+    step: int
+    place: Place
+    link: str | None
+
+
+def check_chain(lines: Sequence[Line], starts: Sequence[tuple[str, int]]) -> None:
+    """Refuses a record with a start that is none of the run's `starts`, (checksum, last step done), in their order."""
+    known = {link: number for number, (link, _) in enumerate(starts, 1)}
+    before = 0
+    for line in lines:
+        if not isinstance(line, SegmentLine):
+            continue
+        number = known.get(line.link or "", 0)
+        if number <= before or starts[number - 1][1] != line.first_step - 1:
+            raise RunError(
+                f"the start in audit.jsonl at step {line.first_step} (segment {line.segment}) is none of the run's "
+                f"{len(starts)} starts" + (f" after start {before}" if before else ""),
+                expected="a record of the starts in run.json, each of which holds the checksum of the one before",
+                fix="restore the file: it is of another run, or of a copy of this one that has parted from it",
+            )
+        before = number
+
+
+def check_saved(lines: Sequence[Line], saved: Iterable[Saved]) -> None:
+    """Refuses a checkpoint whose step its start has no record of, or which ended elsewhere (RunError).
+
+    A checkpoint of steps that were read again later stays until it is pruned, so any reading by its start counts.
     """
     first_step = lines[0].first_step if isinstance(lines[0], SegmentLine) else 1
-    for path, step, place in saved:
-        readings = _places_after(lines, step)
+    for path, step, place, link in saved:
+        readings = _places_after(lines, step, link)
         if step < first_step or place in readings:
             continue
         if not readings:
@@ -116,12 +143,12 @@ def check_logged(segments: Sequence[Segment], logged: int) -> None:
         )
 
 
-def _places_after(lines: Sequence[Line], step: int) -> list[Place]:
+def _places_after(lines: Sequence[Line], step: int, link: str | None) -> list[Place]:
     found: list[Place] = []
     for line in lines:
         if isinstance(line, SegmentLine):
-            order = line.order
-        elif isinstance(line, StepsLine) and line.first <= step <= line.last:
+            order, by = line.order, line.link
+        elif isinstance(line, StepsLine) and by == link and line.first <= step <= line.last:
             found.append(order.after(line.place, step - line.first + 1))
     return found
 

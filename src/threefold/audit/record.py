@@ -93,6 +93,8 @@ class SegmentLine(_AuditLine):
     """(name, digest of its bytes, prefix on the first host) of each source's store; none: not known."""
     grouped: str | None = None
     """digest of the rows' lengths, by which they are grouped (`row_lengths`); None: they are not."""
+    link: str | None = None
+    """checksum of the start, which the checkpoints that it writes hold, too; None: of no run (a Trainer's)."""
     lengths: LengthsOf | None = field(default=None, compare=False, repr=False)
     """the rows' lengths, which are in a file of their own."""
 
@@ -107,7 +109,7 @@ class SegmentLine(_AuditLine):
         if self.mixture is not None:
             _check(self.tail != "carry" and self.num_rows == sum(size for _, size, _ in self.mixture))
         _check(isinstance(self.data, str) and isinstance(self.shuffle, bool) and type(self.seed) is int)
-        _check(set(self.tensors) <= set(TOKEN_FIELDS))
+        _check(set(self.tensors) <= set(TOKEN_FIELDS) and isinstance(self.link, str | None))
         _check(all(isinstance(text, str) for store in self.stores for text in store))
         _check(all(len(store) == 3 for store in self.stores))
         _check(self.grouped is None or (re.fullmatch("[0-9a-f]{32}", self.grouped) and self.mixture is None))
@@ -256,7 +258,7 @@ def read_lines(path: Path) -> list[Line]:
     """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
             f"{path.parent} has no {path.name}",
             expected="the folder of a run",

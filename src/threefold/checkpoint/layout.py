@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from threefold.checkpoint.lineage import Identity
+from threefold.checkpoint.lineage import Author, Identity
 from threefold.checkpoint.seal import Seal, checksum_of, shares, sync, write_sealed, wrong_checksums, wrong_sizes
 from threefold.errors import CheckpointError
 
@@ -47,13 +47,12 @@ class Checkpoint:
         return (self.path / _MARKER).exists()
 
     @property
-    def run(self) -> str | None:
-        """The id of the run that wrote it; None if it cannot be read."""
+    def author(self) -> Author | None:
+        """The start of a run that wrote it; None if no run did, or it cannot be read."""
         try:
-            found = json.loads((self.path / _MANIFEST).read_bytes())["run"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return Author.of(json.loads((self.path / _MANIFEST).read_bytes()))
+        except (OSError, ValueError, RecursionError):
             return None
-        return found if isinstance(found, str) else None
 
     @property
     def checksum(self) -> str | None:
@@ -130,8 +129,9 @@ class Checkpoint:
 class CheckpointFolder:
     """The checkpoints of one run.
 
-    What no manifest shows to be this run's, a link, and what has no marker yet (a copy under way) are never removed.
-    Only a checkpoint whose manifest is damaged is renamed all the same, when what comes later is set aside.
+    What no manifest shows to be written by one of this run's starts, a link, and what has no marker yet (a copy under
+    way) are never removed. Only a checkpoint whose manifest is damaged is renamed all the same, when what comes later
+    is set aside.
     """
 
     def __init__(self, run: Path) -> None:
@@ -163,16 +163,24 @@ class CheckpointFolder:
     def own(self) -> list[Checkpoint]:
         """Returns the checkpoints of this run, oldest first, complete or not; all of them in a folder without an id."""
         identity = Identity.read(self._run)
-        return [each for each in self.all() if identity is None or each.run in (None, identity.id)]
+        return [each for each in self.all() if identity is None or _is_of(identity, each)]
 
     def foreign(self) -> list[Checkpoint]:
-        """Returns the checkpoints that another run wrote, oldest first."""
+        """Returns the checkpoints that no start of the run wrote, but another run, a copy or a loop; oldest first."""
         own = self.own()
         return [each for each in self.all() if each not in own]
 
     def complete(self) -> list[Checkpoint]:
-        """Returns the run's complete checkpoints, oldest first; they may still be damaged."""
-        return [checkpoint for checkpoint in self.own() if checkpoint.complete]
+        """Returns the run's complete checkpoints, oldest first; they may still be damaged.
+
+        Those of steps before which a later start went back are left out, even if they have their names again.
+        """
+        return [each for each in self.own() if each.complete and self.stands(each)]
+
+    def stands(self, checkpoint: Checkpoint) -> bool:
+        """Whether one of the run's checkpoints is on the way to where the run is now."""
+        identity, author = Identity.read(self._run), checkpoint.author
+        return identity is None or author is None or identity.stands(author, checkpoint.step)
 
     def all(self) -> list[Checkpoint]:
         """Returns all folders with a checkpoint's name, oldest first, complete or not."""
@@ -227,8 +235,8 @@ class CheckpointFolder:
         best, _ = self.best() or (None, None)
         named = Identity.read(self._run) is not None
         for checkpoint in self.complete()[:-keep]:
-            # A manifest without a run in a run's folder: damaged, or of a loop that was copied in.
-            if checkpoint.step != best and not checkpoint.path.is_symlink() and (checkpoint.run or not named):
+            # A manifest without an author in a run's folder is damaged.
+            if checkpoint.step != best and not checkpoint.path.is_symlink() and (checkpoint.author or not named):
                 _remove(checkpoint.path)
         for path in self.path.glob(".step-*.partial"):
             _remove(path)
@@ -239,7 +247,7 @@ class CheckpointFolder:
         Returns the new paths. Their content is unchanged; the user may remove them.
         """
         aside = []
-        later = [each for each in self.own() if each.step > step and (each.complete or each.run)]
+        later = [each for each in self.own() if each.step > step and (each.complete or each.author)]
         for checkpoint in [each for each in later if not each.path.is_symlink()]:
             targets = (self.path / f"aside-{number}-{checkpoint.path.name}" for number in count(1))
             aside.append(checkpoint.path.rename(next(target for target in targets if not target.exists())))
@@ -252,7 +260,7 @@ def seal_folder(
     """Makes the written folder `partial` the checkpoint `final`: manifest, marker, name.
 
     Raises:
-        FileExistsError: something else than an earlier checkpoint of the same run has that name.
+        FileExistsError: something else than a checkpoint of the same author has that name.
     """
     files = {name: seal.to_json() for name, seal in seals.items()}
     content = json.dumps({"format": FORMAT, "step": step, **manifest, "files": files}, indent=1).encode() + b"\n"
@@ -261,9 +269,9 @@ def seal_folder(
         sync(folder)
     write_sealed(partial / _MARKER, _marker(step, content))
     sync(partial)
-    same = (final / _MANIFEST).exists() and Checkpoint(final, step).run == manifest.get("run")
+    same = (final / _MANIFEST).exists() and Checkpoint(final, step).author == Author.of(manifest)
     if final.is_symlink() or (final.exists() and not same):
-        raise FileExistsError(errno.EEXIST, "move away what has its name: no checkpoint of this run", str(final))
+        raise FileExistsError(errno.EEXIST, "move away what has its name: this start did not write it", str(final))
     _remove(final)
     os.replace(partial, final)
     sync(final.parent)
@@ -319,6 +327,17 @@ def damaged(checkpoint: Checkpoint, reason: str) -> CheckpointError:
         expected="the files as they were written, which their sizes and checksums show",
         fix="resume from another checkpoint of the run (`ls RUN/checkpoints`), or copy this one again from its source",
     )
+
+
+def _is_of(identity: Identity, checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is of a run, as far as can be told: one that is damaged or not complete may be."""
+    if (author := checkpoint.author) is not None:
+        return identity.has(author)
+    try:
+        checkpoint.manifest()
+    except CheckpointError:
+        return True
+    return False  # it is whole, and no run wrote it: a loop's
 
 
 def _of_best(step: int, eval_loss: float) -> str:

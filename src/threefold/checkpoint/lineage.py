@@ -1,7 +1,9 @@
-"""What a run is: its id, where it came from, and the journal of what was done to it. No torch.
+"""What a run is: its id, where it came from, the chain of its starts, and the journal of what was done to it. No torch.
 
-`run.json` is written once, when the folder's first start is accepted. Every checkpoint's manifest names the run, and
-the start that wrote it; so a checkpoint of another run is not taken for this one's, wherever it was copied to.
+`run.json` is written when the folder's first start is accepted, and extended by each start, which holds the checksum of
+the one before. Every checkpoint's manifest names the run and the start that wrote it, by its number and its checksum
+(`link`). So neither a checkpoint of another run nor one of a copy that has continued by itself is taken for this one's,
+wherever it lies.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ from __future__ import annotations
 import json
 import os
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from threefold.checkpoint.seal import sync, write_sealed
+from threefold.checkpoint.seal import checksum_of, sync, write_sealed
 from threefold.config.paths import JOURNAL, RUN_FILE
 from threefold.errors import ConfigError
 from threefold.jsonl import Lines, cut_torn_line, utc_now
@@ -26,32 +29,92 @@ class Origin:
 
     Attributes:
         run: the id of its run, if it has one.
-        manifest: checksum of its manifest; None in what an earlier build wrote.
+        manifest: checksum of its manifest; None if that cannot be read.
     """
 
     path: str
     step: int
     run: str | None
-    manifest: str | None = None
+    manifest: str | None
 
     def is_same(self, other: Origin) -> bool:
         """Whether another is this checkpoint, at its place or elsewhere."""
-        known = (self.step, self.run) == (other.step, other.run)
-        return known and self.manifest in (None, other.manifest)
+        return replace(self, path="") == replace(other, path="")
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of a run, as a link of its chain.
+
+    Attributes:
+        before: checksum of the start before; of the first, of the run's id.
+        step: the last step done before it (0: none).
+        resumed: checksum of the manifest that it resumed from; None: it began at step 1.
+        nonce: random: two copies of a run may make otherwise equal starts.
+    """
+
+    before: str
+    step: int
+    resumed: str | None
+    nonce: str
+
+    @property
+    def link(self) -> str:
+        """Its checksum, which the next start and the manifests of its checkpoints hold."""
+        return checksum_of(json.dumps(asdict(self)).encode())
+
+
+@dataclass(frozen=True)
+class Author:
+    """Who wrote a checkpoint: the run's id, the number of its start (0: an import) and that start's checksum."""
+
+    run: str
+    start: int
+    link: str
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any]) -> Author | None:
+        """Of a manifest; None if no run wrote it."""
+        match manifest:
+            case {"run": str(run), "start": int(start), "link": str(link)}:
+                return cls(run, start, link)
+        return None
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A run's id, when it was made (UTC), and the checkpoint that it was forked from, if it was."""
+    """A run's id, when it was made (UTC), the checkpoint that it was forked from, if it was, and its starts."""
 
     id: str
     created: str
     origin: Origin | None = None
+    starts: tuple[Start, ...] = ()
 
     @classmethod
     def new(cls, origin: Origin | None = None) -> Identity:
         """The identity of a run that begins now."""
         return cls(uuid.uuid4().hex, utc_now(), origin)
+
+    def begin(self, step: int, resumed: str | None) -> Identity:
+        """Returns the identity with one more start."""
+        return replace(self, starts=(*self.starts, Start(self.author.link, step, resumed, uuid.uuid4().hex)))
+
+    @property
+    def author(self) -> Author:
+        """The newest start, as what it writes names it."""
+        return Author(self.id, len(self.starts), self._link(len(self.starts)))
+
+    def has(self, author: Author) -> bool:
+        """Whether an author is one of this run's starts: of a copy, only those before the two parted are."""
+        known = author.run == self.id and 0 <= author.start <= len(self.starts)
+        return known and author.link == self._link(author.start)
+
+    def stands(self, author: Author, step: int) -> bool:
+        """Whether a step of one of its starts is part of what the run is now: no later start went back before it."""
+        return all(start.step >= step for start in self.starts[author.start :])
+
+    def _link(self, number: int) -> str:
+        return self.starts[number - 1].link if number else checksum_of(self.id.encode())
 
     @classmethod
     def read(cls, run: Path) -> Identity | None:
@@ -61,13 +124,7 @@ class Identity:
             ConfigError: the file was changed or cut.
         """
         try:
-            found = json.loads((run / RUN_FILE).read_bytes())
-            origin = Origin(**found["origin"]) if found["origin"] is not None else None
-            known = cls(found["id"], found["created"], origin)
-            texts = [known.id, known.created, *((origin.path, origin.run or "") if origin is not None else ())]
-            if not all(isinstance(text, str) for text in texts) or not known.id:
-                raise TypeError("a text is missing")
-            return known
+            return cls.of(json.loads((run / RUN_FILE).read_bytes()))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -76,6 +133,19 @@ class Identity:
                 expected="the run's id, as it was written when the run began: its checkpoints name it",
                 fix=f"restore {RUN_FILE} from a copy of the run; each manifest.json in {run}/checkpoints names the id",
             ) from error
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Identity:
+        """The identity of plain values; ValueError, KeyError or TypeError if they are none or its chain is broken."""
+        origin = Origin(**values["origin"]) if values["origin"] is not None else None
+        known = cls(values["id"], values["created"], origin, tuple(Start(**start) for start in values["starts"]))
+        texts = [known.id, known.created, *((origin.path, origin.run or "") if origin is not None else ())]
+        if not all(isinstance(text, str) for text in texts) or not known.id:
+            raise TypeError("a text is missing")
+        for number, start in enumerate(known.starts):
+            if type(start.step) is not int or start.before != known._link(number):
+                raise ValueError(f"its start {number + 1} does not follow from the one before")
+        return known
 
     def write(self, run: Path) -> None:
         temporary = run / f".{RUN_FILE}"
@@ -106,7 +176,11 @@ class Journal:
         """All lines that can be read; what was saved, the checkpoints themselves say."""
         return [line.values for line in Lines(self._path).read() if isinstance(line.values.get("event"), str)]
 
-    @property
-    def starts(self) -> int:
-        """How many starts were accepted."""
-        return sum(line["event"] == "start" for line in self.lines())
+    def starts(self) -> list[dict[str, Any]]:
+        """The lines of accepted starts."""
+        return [line for line in self.lines() if line["event"] == "start"]
+
+    def chain(self) -> list[dict[str, Any]]:
+        """The starts that it tells of, as run.json has them."""
+        names = [entry.name for entry in fields(Start)]
+        return [{name: line.get(name) for name in names} for line in self.starts()]

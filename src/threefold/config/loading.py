@@ -8,6 +8,7 @@ once.
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from threefold.config.dropped import DROPPED
 from threefold.config.meant_values import meant_value
 from threefold.config.optimizer import GroupConfig
 from threefold.config.optimizer_rules import GROUPS_FIX
-from threefold.config.paths import run_of
+from threefold.config.paths import is_run, literal_paths, run_of
 from threefold.config.rules import MIXTURE_FIX, contradictions
 from threefold.config.schema import Config, MixtureSource, every_key, inner_sections, keys_of, value_at
 from threefold.config.text import as_yaml, parse, pasted
@@ -113,9 +114,17 @@ def _parsed(texts: Iterable[tuple[str, str, str, str]], problems: list[Problem])
             problems.append(Problem(f"{name} is empty", expected, fix))
             continue
         try:
-            found.append((key, parse(text, name), origin))
+            value = parse(text, name)
         except ConfigError as error:
             problems += error.problems
+            continue
+        if isinstance(value, str) and value != text and text.lstrip()[0] not in _MARKED and origin == "command line":
+            # Another folder would be meant: YAML folds line breaks, and leaves out blanks at the ends and ` #` with
+            # what follows.
+            expected = "a text that YAML leaves as it is, or one in quotes"
+            problems.append(Problem(f"{name} = {text!r} is read as {value!r}", expected, f"--{key} {pasted(text)}"))
+            continue
+        found.append((key, value, origin))
     return found
 
 
@@ -163,7 +172,7 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None
         ]
         # A value that may have several types is refused once for each type.
         raise ConfigError.of({problem.what: problem for problem in problems}.values()) from None
-    if problems := list(contradictions(config)):
+    if problems := [*contradictions(config), *literal_paths(config)]:
         raise ConfigError.of(problems)
     return config
 
@@ -174,7 +183,8 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        problems.append(Problem(f"{path}: {reason}", "a readable YAML file", "check the path"))
+        fix = f"threefold resume {shlex.quote(path)}" if is_run(Path(path)) else "check the path"
+        problems.append(Problem(f"{path}: {reason}", "a readable YAML file", fix))
         return []
     try:
         content = parse(text, path)
@@ -231,6 +241,8 @@ def _names(section: str, keys: Mapping[str, Any]) -> Iterator[str]:
             yield f"{section}.{key}" if key else section
 
 
+# How a text begins that says how it is to be read: quotes, blocks, tags.
+_MARKED = "\"'|>&!*"
 # Keys whose values have keys of their own, which are checked with the value.
 _WITH_KEYS_BELOW = (("data", "mixture"), ("optimizer", "groups"))
 _KEYS_BELOW = "keys below the section's name"

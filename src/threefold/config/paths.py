@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import glob
+import json
+import os
+import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from threefold.config.schema import Config
 from threefold.config.section import Sources
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, Problem
 
 # In a run's folder: what the run is, and the config with which it is resumed.
 RUN_FILE, RUN_CONFIG = "run.json", "config.yaml"
@@ -20,12 +24,15 @@ LOG_START = "threefold.start"
 PROFILE_FOLDER = "profile"  # what the ranks traced
 EXPORT_FOLDER = "exports"  # what transformers loads
 _NAMES = {"stdlib", "bytes"}
+_VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
 
 
 def is_run(folder: Path) -> bool:
     """Whether a folder holds what a run writes, which a config.yaml alone does not show."""
-    records = any((folder / name).is_file() for name in (RUN_FILE, METRICS, JOURNAL, AUDIT))
-    return records or any((folder / "checkpoints").glob("step-*"))
+    # os.path, for which a name that is too long or a folder that may not be entered is no file.
+    records = any(os.path.isfile(folder / name) for name in (RUN_FILE, METRICS, JOURNAL, AUDIT))
+    checkpoints = folder / "checkpoints"
+    return records or (os.path.isdir(checkpoints) and any(checkpoints.glob("step-*")))
 
 
 def run_of(config: Path) -> Path | None:
@@ -46,6 +53,23 @@ def run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
         fix = f"{shlex.quote(str(runs[-1]))}   (the newest run here)" if runs else "check the path"
         raise ConfigError(f"{path} is not a run", expected="the folder of a run (log.dir)", fix=fix)
     return folder, path if in_checkpoints else None
+
+
+def literal_paths(config: Config) -> Iterator[Problem]:
+    """Paths with what a shell would have expanded, where nothing lies at that very name."""
+    sources = [("data.source", config.data.source), ("eval.source", config.eval.source)]
+    others = [("log.dir", config.log.dir), ("checkpoint.resume", config.checkpoint.resume)]
+    others += [("data.tokenizer", config.data.tokenizer), ("model.name_or_path", config.model.name_or_path)]
+    for key, named in [*sources, *others]:
+        for text in (named,) if isinstance(named, str) else named or ():
+            # A source's ~ is expanded, and that of a model has an error of its own.
+            home = text.startswith("~") and key in ("log.dir", "checkpoint.resume", "data.tokenizer")
+            if (home or _VARIABLE.search(text)) and not os.path.lexists(text):
+                yield Problem(
+                    f"{key} = {text!r} does not exist, and {'~' if home else 'its $'} stands for itself",
+                    "a path as it is: a shell expands ~ and $NAME outside of single quotes, and nothing in a file does",
+                    f"--{key} {text if home else json.dumps(text)}",
+                )
 
 
 def tokenizer_name(config: Config) -> tuple[str, str]:

@@ -16,6 +16,8 @@ from threefold.errors import Problem
 MIXTURE_FIX = (
     "--data.mixture '{code: {source: FOLDER, weight: 0.7}, prose: {source: hf:ID, weight: 0.3}}'   (any names)"
 )
+# Rows times passes stay whole numbers in the records; more loader processes than cores only take turns.
+_MOST_EPOCHS, _MOST_WORKERS = 1_000_000, 64
 # Steps in a trace.
 MOST_TRACED = 20
 
@@ -38,6 +40,13 @@ def contradictions(config: Config) -> Iterator[Problem]:
     if config.train.steps is not None and config.train.epochs is not None:
         what = f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs} are both set"
         yield Problem(what, "one measure of how long to train", "leave one of them out")
+    if config.train.epochs is not None and config.train.epochs > _MOST_EPOCHS:
+        what = f"train.epochs = {config.train.epochs} is more than {_MOST_EPOCHS:,}"
+        yield Problem(what, "passes that a run can count the rows of, and that end", "--train.epochs 3")
+    if config.data.num_workers > _MOST_WORKERS:
+        what = f"data.num_workers = {config.data.num_workers} is more than {_MOST_WORKERS}"
+        expected = "processes for each rank, which share its host's cores and memory with it: a few keep a rank busy"
+        yield Problem(what, expected, "--data.num_workers 4")
     if config.eval.source is None and config.eval.every and not config.eval.tasks:
         what = f"eval.every = {config.eval.every} has no effect without eval.source"
         yield Problem(what, "held-out data to evaluate on", "--eval.source FILE_OR_FOLDER, or leave eval.every out")

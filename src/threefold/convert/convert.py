@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -183,7 +183,8 @@ def _write(
     keep_config(to, config)
     Journal(to).append("import", program=found.program, step=step, left_out=sorted(found.left_out)[:100])
     manifest = {
-        **{"run": identity.id, "start": 0, "mesh": [], "device": "cpu", "data": {}, "seed": config.train.seed},
+        **asdict(identity.author),
+        **{"mesh": [], "device": "cpu", "data": {}, "seed": config.train.seed},
         "architecture": architecture_of(architecture),
         "config": with_absolute_paths(config).model_dump(mode="json"),
         **{"base": None, "admission": config.model.admission, "versions": versions()},

@@ -67,8 +67,9 @@ def start_server(modules: Sequence[str]) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def let_children_take_signals() -> None:
-    """For such a server."""
+def serve() -> None:
+    """For such a server: it ends with the process that started it, and its children take signals."""
+    die_with_parent()
     os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON))
 
 
@@ -272,8 +273,10 @@ def serve_one_rank(worker: int) -> None:
 def die_with_creator() -> None:
     """Kills this process as soon as the one that created it has ended, for ranks and for a loader's workers.
 
-    Its parent is the server that it was forked from, which lives as long as any process that it has forked.
+    Its parent is the server that it was forked from, which ends with the creator on Linux, where the kernel does it: of
+    a process that is stopped (SIGSTOP), no thread could. Elsewhere the server lives as long as what it has forked.
     """
+    die_with_parent()
     creator = multiprocessing.parent_process()
     assert creator is not None
 
@@ -285,7 +288,7 @@ def die_with_creator() -> None:
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent dies, for a rank whose parent is the launcher."""
+    """Asks the kernel to kill this process when its parent dies: a launcher, or the server that it was forked from."""
     if sys.platform != "linux":
         return
     import ctypes

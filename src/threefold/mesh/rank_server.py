@@ -1,5 +1,5 @@
 """Imported by servers that ranks and loaders' workers are forked from (`start_server`), and by nothing else."""
 
-from threefold.mesh.local_ranks import let_children_take_signals
+from threefold.mesh.local_ranks import serve
 
-let_children_take_signals()
+serve()

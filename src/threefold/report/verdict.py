@@ -13,10 +13,11 @@ from typing import Any
 
 from threefold.audit import record
 from threefold.audit.lookup import coverage_lines
-from threefold.audit.proof import check_logged, check_saved, prove
-from threefold.audit.record import Segment, SegmentLine
+from threefold.audit.proof import Saved, check_chain, check_logged, check_saved, prove
+from threefold.audit.record import Line, Segment, SegmentLine
 from threefold.audit.stores import ALL, SAMPLED, are_here, byte_lines
 from threefold.checkpoint.layout import CheckpointFolder
+from threefold.checkpoint.lineage import Identity
 from threefold.config import loading
 from threefold.config.text import parse
 from threefold.data.order.mixture import Mixture
@@ -26,6 +27,7 @@ from threefold.data.rows.packing import Packing
 from threefold.errors import RunError, ThreefoldError
 from threefold.mesh.environment import cache_folder
 from threefold.records.run import RunRecord
+from threefold.run import choice
 
 
 def proof_lines(run: Path, rows_of: Callable[[Path, Sequence[Segment]], Rows] | None = None) -> Iterator[str]:
@@ -38,8 +40,7 @@ def proof_lines(run: Path, rows_of: Callable[[Path, Sequence[Segment]], Rows] | 
     lines = record.read_lines(run / record.FILE)
     segments = record.standing(lines)
     stretches = prove(segments, rows_of(run, segments) if rows_of is not None else None)
-    checkpoints = [(each.path, each.step, each.manifest()["data"]) for each in CheckpointFolder(run).complete()]
-    check_saved(lines, [(path, step, Place(at["epoch"], at["position"])) for path, step, at in checkpoints if at])
+    chain = _check_lineage(run, lines)
     past = RunRecord(run)
     check_logged(segments, past.last_logged)
     if not any(stretch.first_step for stretch in stretches):
@@ -54,6 +55,7 @@ def proof_lines(run: Path, rows_of: Callable[[Path, Sequence[Segment]], Rows] | 
         if end >= segment.start.first_step:
             bits = _bits_of(past, segment.start.first_step)
             yield f"  steps {segment.start.first_step:,} to {end:,} on {segment.start.topology}{bits}"
+    yield from chain
     yield from coverage_lines(stretches)
     yield from _shares(run, segments[-1].start)
     num_read = sum(stretch.stop - stretch.start for stretch in stretches if stretch.first_step)
@@ -69,6 +71,44 @@ def proof_lines(run: Path, rows_of: Callable[[Path, Sequence[Segment]], Rows] | 
         yield f"  bytes of steps {first:,} to {until:,}: not known, the record has no hashes (--contents reads all)"
     yield from _byte_lines(run, known, contents=contents)
     yield f"proved: {num_read:,} reads, each by exactly one dp rank in exactly one step: {what}"
+
+
+def _check_lineage(run: Path, lines: Sequence[Line]) -> list[str]:
+    """What is known of who wrote the record and the checkpoints, as lines; RunError for what is of no start of the run.
+
+    A Trainer's record and a loop's checkpoints are of no run, and have no chain.
+    """
+    folder, identity = CheckpointFolder(run), Identity.read(run)
+    checkpoints = [(each, each.manifest()) for each in folder.complete()]
+    saved = [
+        Saved(each.path, each.step, Place(at["epoch"], at["position"]), manifest.get("link"))
+        for each, manifest in checkpoints
+        if (at := manifest["data"])
+    ]
+    if identity is None:
+        if any(isinstance(line, SegmentLine) and line.link is not None for line in lines):
+            raise choice.unnamed(run)
+        check_saved(lines, saved)
+        return []
+    if foreign := folder.foreign():
+        raise RunError(
+            f"{choice.writer(foreign[0], identity)} wrote {foreign[0].path}",
+            expected="checkpoints of the starts in run.json: what the run has read says nothing of others",
+            fix=f"move it out of {folder.path}",
+        )
+    check_chain(lines, [(start.link, start.step) for start in identity.starts])
+    check_saved(lines, saved)
+    by_step = {each.step: (each, manifest["start"]) for each, manifest in checkpoints}
+    for number, start in enumerate(identity.starts, 1):
+        there, written_by = by_step.get(start.step, (None, number))
+        if there is not None and written_by < number and there.checksum != start.resumed:
+            raise RunError(
+                f"{there.path} is not the checkpoint that start {number} of the run resumed",
+                expected=f"a manifest with the checksum {start.resumed}, which that start holds",
+                fix="copy it again from its source",
+            )
+    starts = "1 start" if len(identity.starts) == 1 else f"{len(identity.starts)} starts, each after the one before"
+    return [f"  chain: {starts}; checkpoints of them: {len(checkpoints)}"]
 
 
 def _byte_lines(run: Path, segments: Sequence[Segment], *, contents: bool) -> Iterator[str]:

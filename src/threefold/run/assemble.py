@@ -271,6 +271,8 @@ def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
 def open_audit(run: Built) -> Audit:
     """Opens the audit of the steps to come, which appends to the run's audit.jsonl; every rank calls it.
 
+    The start begins with it: its checksum is in the record, as in its checkpoints.
+
     Raises:
         RunError: the loader does not resume where the run's record ended; on every rank.
     """
@@ -295,7 +297,7 @@ def open_audit(run: Built) -> Audit:
     go_on = config.checkpoint.on_error == "continue"
     file = MetricsFile(path, continue_on_error=go_on) if mesh.rank == 0 else None
     older = f"resume from an older checkpoint: {resume}/checkpoints/step-..."
-    begin = functools.partial(compare.begin, start, path, file, fix=older)
+    begin = functools.partial(compare.begin, start, path, file, link=lambda: run.folder.begin().link, fix=older)
     start = dataclasses.replace(start, **mesh.share("audit", begin))
     return Audit(
         start,

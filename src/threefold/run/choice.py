@@ -6,10 +6,10 @@ checkpoint is done again when a person asks again, and not when the same job is 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,21 +34,21 @@ def of(config: Config, path: Path) -> Choice:
     """Where the run in a folder may resume, as the request asks and the folder's own history allows.
 
     Raises:
-        ConfigError: the folder holds a run and `checkpoint.resume` is `never`, another run than the one asked for, or a
-            run's files without run.json.
+        ConfigError: the folder holds a run and `checkpoint.resume` is `never`, another run than the one asked for, a
+            checkpoint of another timeline, or a run's files without run.json.
         CheckpointError: a checkpoint given by path does not exist.
     """
     checkpoints, identity, asked = CheckpointFolder(path), Identity.read(path), config.checkpoint.resume
     if identity is None and is_run(path):
-        raise _unnamed(path)
+        raise unnamed(path)
     if foreign := checkpoints.foreign():
         raise ConfigError(
-            f"log.dir = {path} has a checkpoint that another run wrote: {foreign[0].path.name}",
-            expected="checkpoints of one run in a folder: a resume would mix two",
+            f"log.dir = {path} has a checkpoint that {writer(foreign[0], identity)} wrote: {foreign[0].path.name}",
+            expected="checkpoints of one run in a folder, by the starts in its run.json: a resume would mix two",
             fix=f"move it out of {checkpoints.path}; to fork it: --checkpoint.resume {foreign[0].path} "
             "--log.dir ANOTHER_FOLDER",
         )
-    own = tuple(reversed(checkpoints.own()))
+    own = tuple(each for each in reversed(checkpoints.own()) if checkpoints.stands(each))
     if asked == "never" and not _was_restarted(path, own):
         if (path / METRICS).exists() or own:
             raise ConfigError(
@@ -61,36 +61,54 @@ def of(config: Config, path: Path) -> Choice:
     if asked not in ("auto", "never") and not _asked_before(path, Path(asked), identity):
         named = _named(Path(asked))
         origin = _origin(named)
+        _refuse_left(named, path, identity)
         if not _taken_up(path, named, origin, identity, own):
             return Choice((named,), True, None if _is_own(named, path, identity) else origin)
-    if not own and identity is not None and identity.origin is not None:
-        # A fork that has not saved yet.
-        return Choice((named or _at_its_place(identity.origin, path),), True)
-    if not own and any(line["event"] == "save" for line in Journal(path).lines()):
+    if not own and named is None and any(line["event"] == "save" for line in Journal(path).lines()):
         raise CheckpointError(
             f"log.dir = {path} holds a run that has saved checkpoints, and none of them is left",
             expected="at least one of them: otherwise the run would restart at step 1",
             fix="restore one from a copy, or --log.dir ANOTHER_FOLDER for a new run",
         )
+    if not own and identity is not None and identity.origin is not None:
+        # A fork that has not saved yet.
+        return Choice((named or _at_its_place(identity.origin, path),), True)
     return Choice(own)
 
 
-def _unnamed(path: Path) -> ConfigError:
+def unnamed(path: Path) -> ConfigError:
     """The error for a run's files without the file that says whose they are."""
-    what = f"log.dir = {path} has a run's files, and no {RUN_FILE} says which run is here"
+    what = f"{path} has a run's files, and no {RUN_FILE} says which run is here"
     expected = f"{RUN_FILE}, which lies in a run's folder from its first start on: a copy may have left it out"
-    starts = [line.get("run") for line in Journal(path).lines() if line["event"] == "start"]
-    ids = sorted({str(run) for run in (*starts, *(each.run for each in CheckpointFolder(path).all())) if run})
+    journal, checkpoints = Journal(path), CheckpointFolder(path).all()
+    authors = [each.author for each in checkpoints]
+    starts = [line.get("run") for line in journal.starts()]
+    ids = sorted({str(run) for run in (*starts, *(author.run for author in authors if author is not None)) if run})
     fix = f"--log.dir ANOTHER_FOLDER   (its files name {' and '.join(ids) or 'no run'})"
     if len(ids) == 1:
-        # Text to paste, so that a person decides that these files are of one run.
-        content = json.dumps(dataclasses.asdict(Identity(ids[0], utc_now())))
-        fix = f"echo {shlex.quote(content)} > {shlex.quote(str(path / RUN_FILE))}   # the run that its files name"
+        values = {"id": ids[0], "created": utc_now(), "origin": None, "starts": journal.chain()}
+        with suppress(ValueError, KeyError, TypeError):
+            identity = Identity.of(values)
+            if all(author is None or identity.has(author) for author in authors):
+                # Text to paste, so that a person decides that these files are of one run.
+                file = shlex.quote(str(path / RUN_FILE))
+                fix = f"echo {shlex.quote(json.dumps(values))} > {file}   # the run that its files name"
     return ConfigError(what, expected=expected, fix=fix)
 
 
+def writer(checkpoint: Checkpoint, identity: Identity | None) -> str:
+    """Who wrote a checkpoint that is not of the run in the folder."""
+    author = checkpoint.author
+    if author is None:
+        return "no run"
+    if identity is None or author.run != identity.id:
+        return "another run"
+    return f"start {author.start} of a copy of this run, which has parted from it,"
+
+
 def _origin(of: Checkpoint) -> Origin:
-    return Origin(str(of.path.resolve()), of.step, of.run, of.checksum)
+    author = of.author
+    return Origin(str(of.path.resolve()), of.step, author.run if author is not None else None, of.checksum)
 
 
 def _at_its_place(origin: Origin, path: Path) -> Checkpoint:
@@ -102,9 +120,9 @@ def _at_its_place(origin: Origin, path: Path) -> Checkpoint:
     place, what = Path(origin.path), "is gone"
     if place.exists():
         there = find(place)
-        if origin.is_same(_origin(there)):
+        if origin.is_same(now := _origin(there)):
             return there
-        what = f"is another checkpoint now, of {f'run {there.run}' if there.run else 'no run'}"
+        what = f"is another checkpoint now, of {f'run {now.run}' if now.run else 'no run'}"
     raise CheckpointError(
         f"log.dir = {path} forks step {origin.step} of run {origin.run}, and {place} {what}",
         expected="the checkpoint that the run forks, for it has saved none of its own yet",
@@ -125,7 +143,21 @@ def _named(asked: Path) -> Checkpoint:
 def _is_own(named: Checkpoint, path: Path, identity: Identity | None) -> bool:
     """Whether a checkpoint is of the run in the folder: it lies there, or is a copy."""
     inside = named.path.resolve().parent == CheckpointFolder(path).path.resolve()
-    return inside or (identity is not None and named.run == identity.id)
+    return inside or (identity is not None and (author := named.author) is not None and identity.has(author))
+
+
+def _refuse_left(named: Checkpoint, path: Path, identity: Identity | None) -> None:
+    """Raises ConfigError for a checkpoint of the run's own that an earlier return to an older step has left behind."""
+    author = named.author
+    if identity is None or author is None or not identity.has(author) or identity.stands(author, named.step):
+        return
+    later = enumerate(identity.starts[author.start :], author.start + 1)
+    number, back = next((number, start.step) for number, start in later if start.step < named.step)
+    raise ConfigError(
+        f"checkpoint.resume = {named.path} is left behind: start {number} of the run went back to step {back}",
+        expected=f"a checkpoint of what the run is now: its records of the steps after {back} are of later starts",
+        fix=f"--checkpoint.resume {named.path} --log.dir ANOTHER_FOLDER   to fork it",
+    )
 
 
 def _asked_before(path: Path, asked: Path, identity: Identity | None) -> bool:
@@ -133,7 +165,7 @@ def _asked_before(path: Path, asked: Path, identity: Identity | None) -> bool:
 
     By its path, for the checkpoint itself may have been removed since.
     """
-    starts = [line for line in Journal(path).lines() if line["event"] == "start"]
+    starts = Journal(path).starts()
     resolved = str(asked.resolve())
     if identity is not None and identity.origin is not None and starts and starts[0].get("asked") == resolved:
         return True
@@ -152,7 +184,7 @@ def _taken_up(path: Path, named: Checkpoint, origin: Origin, identity: Identity 
     taken = forked_from is not None and forked_from.is_same(origin)
     if not taken and (own or identity is not None or (path / METRICS).exists()):
         raise ConfigError(
-            f"log.dir = {path} holds a run, and checkpoint.resume = {named.path} is of another one",
+            f"log.dir = {path} holds a run, and {writer(named, identity)} wrote checkpoint.resume = {named.path}",
             expected="a new folder for a run that is forked: two runs would be mixed in this one",
             fix="--log.dir ANOTHER_FOLDER, or --checkpoint.resume auto to resume the run that is there",
         )
@@ -168,4 +200,4 @@ def _was_restarted(path: Path, own: Sequence[Checkpoint]) -> bool:
 
 
 def _last_start(path: Path) -> dict[str, Any] | None:
-    return next((line for line in reversed(Journal(path).lines()) if line["event"] == "start"), None)
+    return next(reversed(Journal(path).starts()), None)

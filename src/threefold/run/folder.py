@@ -7,9 +7,11 @@ import errno
 import json
 import logging
 import os
+import shlex
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain, count
@@ -17,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, damaged
-from threefold.checkpoint.lineage import Identity, Journal, Origin
+from threefold.checkpoint.lineage import Author, Identity, Journal, Origin
 from threefold.checkpoint.lock import RunLock
 from threefold.checkpoint.seal import sync, write_sealed
 from threefold.config import text as config_text
-from threefold.config.paths import LOG_START, METRICS, RUN_CONFIG, is_run, with_absolute_paths
+from threefold.config.paths import LOG_START, METRICS, RUN_CONFIG, RUN_FILE, is_run, with_absolute_paths
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
 from threefold.mesh import environment
@@ -47,7 +49,7 @@ class RunFolder:
         asked: the user named the only candidate.
         origin: of a new run: the checkpoint that it forks.
         accepts_changes: the user has confirmed changes of what is trained.
-        run: id of the run in the folder, and `start`: number of this start; known once it is accepted.
+        author: this start, as its checkpoints name it; known once it is accepted.
     """
 
     path: Path
@@ -56,8 +58,7 @@ class RunFolder:
     asked: bool = False
     origin: Origin | None = None
     accepts_changes: bool = False
-    run: str | None = None
-    start: int = 0
+    author: Author | None = None
 
     @property
     def metrics(self) -> Path:
@@ -114,26 +115,33 @@ class RunFolder:
         return dataclasses.replace(self, resume=chosen)
 
     def claim(self) -> Identity:
-        """Makes the folder one of a run, before anything else is written there; one rank calls it."""
+        """Makes the folder one of a run, before anything else is written there; one rank calls it.
+
+        Call this when nothing can refuse the request any more; until then, the folder is unchanged.
+        """
         if (identity := Identity.read(self.path)) is None:
             identity = Identity.new(self.origin)
             identity.write(self.path)
         return identity
 
-    def accept(self, config: Config, *, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Makes the folder this run's: its id, its config, later checkpoints set aside; one rank calls it.
+    def begin(self) -> Author:
+        """Makes this start the next of the run's chain: from now on, later steps of earlier starts do not stand."""
+        resumed = self.resume.checksum if self.resume is not None else None
+        identity = self.claim().begin(self.done, resumed)
+        identity.write(self.path)
+        return identity.author
 
-        Call this when nothing can refuse the request any more; until then, the folder is unchanged.
+    def accept(self, config: Config, *, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Makes the folder that of a start that has begun: its config, later checkpoints set aside; one rank calls it.
 
         Args:
             facts: of this start, for the journal.
 
         Returns:
-            `run` and `start` for the folder, and `aside`: the new paths of the checkpoints later than the step that the
-            run resumes from.
+            `author`, as plain values, and `aside`: the new paths of the checkpoints later than the step that the run
+            resumes from.
         """
-        identity = self.claim()
-        step = self.resume.step if self.resume is not None else 0
+        identity, step = self.claim(), self.done
         aside = self.checkpoints.set_aside_after(step) if self.resume is not None else []
         if self.resume is not None:
             self.checkpoints.forget_best_after(step)
@@ -143,13 +151,14 @@ class RunFolder:
         keep_config(self.path, kept)
         for folder in (self.path, self.path.resolve().parent):
             sync(folder)
-        start, asked = self.journal.starts + 1, config.checkpoint.resume
+        asked = config.checkpoint.resume
         named = str(Path(asked).resolve()) if asked not in ("auto", "never") else None
-        kind = {"run": identity.id, "step": step, "asked": named, "job": environment.job()}
-        self.journal.append("start", start=start, **kind, **(facts or {}))
+        author, start = dataclasses.asdict(identity.author), dataclasses.asdict(identity.starts[-1])
+        self.journal.append("start", **author, **start, asked=named, job=environment.job(), **(facts or {}))
         if aside:
-            self.journal.append("rewind", start=start, step=step, aside=[path.name for path in aside])
-        return {"run": identity.id, "start": start, "aside": [str(path) for path in aside]}
+            names = [path.name for path in aside]
+            self.journal.append("rewind", start=identity.author.start, step=step, aside=names)
+        return {"author": author, "aside": [str(path) for path in aside]}
 
 
 def keep_config(path: Path, config: Config) -> None:
@@ -168,10 +177,14 @@ def open_run(config: Config, lock: RunLock | None = None) -> RunFolder:
         CheckpointError: a checkpoint given by path does not exist.
     """
     path = Path(config.log.dir) if config.log.dir is not None else new_path()
-    if not is_run(path):
-        _refuse_filled(path)
-    choice.of(config, path)  # refuse before anything is made
     try:
+        with suppress(FileNotFoundError):
+            path.stat()
+        # Refuse before anything is made.
+        if not is_run(path):
+            _refuse_inside(path)
+            _refuse_filled(path)
+        choice.of(config, path)
         fresh = _made(path)
         if lock is not None:
             lock.take(path, fresh=fresh)
@@ -184,6 +197,17 @@ def open_run(config: Config, lock: RunLock | None = None) -> RunFolder:
             fix="--log.dir ANOTHER_FOLDER",
         ) from error
     return RunFolder(path, None, *choice.of(config, path))
+
+
+def _refuse_inside(path: Path) -> None:
+    """Raises ConfigError for a new folder in that of another run, which would be moved, copied and removed with it."""
+    for parent in path.resolve().parents:
+        if (parent / RUN_FILE).is_file():
+            raise ConfigError(
+                f"log.dir = {path} is inside the folder of another run: {parent}",
+                expected="a folder beside it: what lies in a run's folder is part of that run",
+                fix=f"--log.dir {shlex.quote(str(parent.parent / path.name))}",
+            )
 
 
 def _refuse_filled(path: Path) -> None:
@@ -217,9 +241,16 @@ def new_path() -> Path:
     return next(path for path in paths if not path.exists())
 
 
+class _LogFile(logging.FileHandler):
+    """A log that never fails loudly: on a full disk its lines are left out, and what else cannot be written says so."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
 def log_to_file(path: Path, rank: int) -> None:
     """Sends this rank's log records to logs/rank-NNNN.log."""
-    handler = logging.FileHandler(path / "logs" / f"rank-{rank:04d}.log")
+    handler = _LogFile(path / "logs" / f"rank-{rank:04d}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("threefold", "py.warnings"):
         logger = logging.getLogger(name)

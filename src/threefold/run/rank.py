@@ -21,6 +21,7 @@ from threefold.audit.compare import Audit
 from threefold.check.admit import admit
 from threefold.check.full_size import admit_full_size
 from threefold.checkpoint import run_template
+from threefold.checkpoint.lineage import Author
 from threefold.checkpoint.lock import RunLock
 from threefold.checkpoint.manifest import versions
 from threefold.config.loading import LoadedConfig
@@ -183,7 +184,7 @@ def _accept(console: Screen, run: Built, head: Head, lock: RunLock) -> Audit:
         return {**accepted, "files": files}
 
     accepted = mesh.share("accept", accept)
-    run.checkpointer.folder = dataclasses.replace(run.folder, run=accepted["run"], start=accepted["start"])
+    run.checkpointer.folder = dataclasses.replace(run.folder, author=Author(**accepted["author"]))
     for path in accepted["aside"]:
         console.print(f"  set aside: {path}, later than the step that the run resumes from")
     for line in accepted["files"]:

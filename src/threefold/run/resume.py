@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -120,7 +120,7 @@ class Checkpointer:
             if best is not None:
                 checkpoints.mark_best(step, best)
             checkpoints.prune(asked.keep)
-            self.folder.journal.note("save", step=step, start=self.folder.start)
+            self.folder.journal.note("save", step=step, start=manifest["start"])
 
         state = checkpoints.partial(step) / "state"
         begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
@@ -151,8 +151,7 @@ class Checkpointer:
 
     def _manifest(self) -> dict[str, Any]:
         return {
-            "run": self.folder.run,
-            "start": self.folder.start,
+            **(asdict(self.folder.author) if self.folder.author is not None else {}),
             "mesh": list(self.mesh.topology.sizes),
             "device": self.mesh.device.type,
             "data": self.loader.state_dict(),

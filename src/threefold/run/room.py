@@ -55,6 +55,18 @@ def refuse_too_many(num_ranks: int, room: Room) -> None:
         )
 
 
+def refuse_too_many_workers(num_workers: int, num_ranks: int, room: Room) -> None:
+    """ConfigError if a machine has no room for that many loader processes; `num_workers`: of each of its ranks."""
+    if num_workers * num_ranks > room.num_ranks:
+        most = room.num_ranks // num_ranks
+        raise ConfigError(
+            f"data.num_workers = {num_workers} x {num_ranks} rank{'s' if num_ranks > 1 else ''} are "
+            f"{num_workers * num_ranks:,} processes, but this machine has room for {room.num_ranks}: {room}",
+            expected="workers that have a core and memory of their own: more only take those of the ranks",
+            fix=f"--data.num_workers {min(most, 4)}   (--force starts them all)",
+        )
+
+
 # (limit, use) of a container, in the two forms of control groups.
 _LIMITS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

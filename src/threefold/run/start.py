@@ -20,7 +20,7 @@ from threefold.mesh.local_ranks import ignore
 from threefold.mesh.shares import refuse_impossible
 from threefold.mesh.topology import Topology, resolve
 from threefold.run.folder import new_path
-from threefold.run.room import refuse_too_many, room_here
+from threefold.run.room import refuse_too_many, refuse_too_many_workers, room_here
 from threefold.run.user_objects import PLACES, Given, callbacks_of, check, place_of, refuse_unsendable, with_rows
 
 # What every rank imports; the server that forks the ranks imports it in advance.
@@ -246,8 +246,10 @@ def topology_here(config: Config, *, force: bool = False) -> tuple[Topology, str
             expected="one device for each rank",
             fix="smaller mesh sizes, --mesh.device cpu, or torchrun on several machines",
         )
-    if num_devices is None and not force:
-        refuse_too_many(topology.world_size, room_here())
+    if not force:
+        if num_devices is None:
+            refuse_too_many(topology.world_size, room_here())
+        refuse_too_many_workers(config.data.num_workers, topology.world_size, room_here())
     return topology, why
 
 

@@ -6,6 +6,7 @@ they are searched.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -32,7 +33,8 @@ _INDENT = " " * 9
 class Screen(Console):
     """The terminal; what is printed is also logged.
 
-    Once nobody reads it any more (`| head`), the run stops as at a signal, and nothing is printed.
+    Once nobody reads it any more (`| head`, a terminal that was closed), the run stops as at a signal, and nothing is
+    printed.
 
     Attributes:
         bars: of what takes long.
@@ -78,6 +80,14 @@ class Screen(Console):
 
     def _write(self, values: Metrics, options: dict[str, Any]) -> None:
         super().print(as_json(values), **options)
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            self.on_broken_pipe()  # rich knows a closed pipe, not a closed terminal
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

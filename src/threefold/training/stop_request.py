@@ -24,7 +24,7 @@ class StopRequest:
     """Listens for stop signals while it is open: a signal to any rank lets all of them finish the same step.
 
     A second Ctrl-C leaves a step that does not end. Once the last save has begun (`saving`), further signals change
-    nothing; three of one kind within a second end the process at once, and say so.
+    nothing; three of one kind within a second end the process at once, and say so (SIGHUP alone is no sign of haste).
 
     No collective is spent on it. The rank that is signalled in step s publishes s + 2 in the rendezvous store before it
     enters step s + 1; no other rank can finish step s + 1 without it, so every rank reads the same answer at the end of
@@ -66,7 +66,9 @@ class StopRequest:
             os._exit(128 + signal.SIGINT)
         self._first_s = self._first_s or now
         times.append(now)
-        if len(times) == _AT_ONCE and now - times[0] <= _ONE_REQUEST_S:
+        # A terminal that is closed tells it several times: the shell, the kernel and a launcher each to every process.
+        impatient = len(times) == _AT_ONCE and now - times[0] <= _ONE_REQUEST_S and number != signal.SIGHUP
+        if impatient:
             name = signal.Signals(number).name
             os.write(2, f"ended at once by {_AT_ONCE} x {name}: what was being saved is lost\n".encode())
             os._exit(128 + number)

@@ -123,15 +123,23 @@ class TokenLoader:
             # torch draws a seed here; drawn from the global generator, it would put a resumed run one number ahead.
             generator=torch.Generator(),
         )
-        for batch in loader:
-            place = self.place
-            self.rows_read += self.order.num_read(place)
-            self.longest = self.order.longest(place)
-            self._place = self.order.after(place, 1)
-            if (step_range := self._planned.get(self._step)) is not None:
-                self.left_out.append(step_range)
-            self._step += 1
-            yield batch
+        others = set(multiprocessing.active_children())
+        batches = iter(loader)
+        workers = set(multiprocessing.active_children()) - others
+        try:
+            for batch in batches:
+                place = self.place
+                self.rows_read += self.order.num_read(place)
+                self.longest = self.order.longest(place)
+                self._place = self.order.after(place, 1)
+                if (step_range := self._planned.get(self._step)) is not None:
+                    self.left_out.append(step_range)
+                self._step += 1
+                yield batch
+        finally:
+            del batches  # torch asks its workers to end, and waits a few seconds for those that do not hear it
+            for worker in workers:
+                worker.kill()
 
     def leave_out(self, skip: Sequence[StepRange], *, first_step: int) -> None:
         """Leaves batches out when the run, whose next step is `first_step`, reaches them (see `skips_ahead`)."""

@@ -1,0 +1,144 @@
+"""Nothing is left of a run, however it ends: ranks, loaders' workers, stopped ones too, and the servers of both."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ranks.faults import alive, last_step, rank_processes, wait_for
+from ranks.runs import environment, prepare
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timing,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+WITHIN_S = 10.0
+RUN = ("--mesh.tp", "1", "--data.num_workers", "2", "--log.dir", "run", "--train.steps", "100000")
+STALLS = ("--log.stall_s", "2", "--train.timeout_s", "4")
+
+
+class Started:
+    """A command, and all processes that have its mark in their environment, whoever has adopted them since."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.mark, self.run = uuid.uuid4().hex, folder / "run"
+        self._output = (folder / "output.txt").open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "threefold", "train", "config.yaml", *RUN, *arguments],
+            cwd=folder,
+            env={**environment(folder), "ENDINGS_MARK": self.mark},
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        )
+
+    def processes(self) -> dict[int, str]:
+        """Number and command of each that is alive."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark.encode() in (path / "environ").read_bytes() and alive(int(path.name)):
+                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
+            except OSError:
+                continue
+        return found
+
+    def server_of(self, process: int) -> int:
+        return int(re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{process}/status").read_text())[0])
+
+    def workers_of(self, rank: int) -> list[int]:
+        """The processes that were forked from the server that the rank has started."""
+        processes = self.processes()
+        return [
+            each
+            for each in processes
+            if each != rank and (server := self.server_of(each)) in processes and self.server_of(server) == rank
+        ]
+
+    def output(self) -> str:
+        return Path(self._output.name).read_text()
+
+    def close(self) -> None:
+        for process in self.processes():
+            os.kill(process, signal.SIGKILL)
+        self.process.wait(20)
+        self._output.close()
+
+
+def _all(number: int) -> Callable[[Started], None]:
+    return lambda going: os.killpg(going.process.pid, number)
+
+
+def _launcher_killed(going: Started) -> None:
+    os.kill(going.process.pid, signal.SIGKILL)
+
+
+def _rank(number: int) -> Callable[[Started], None]:
+    return lambda going: os.kill(rank_processes(going.run)[1], number)
+
+
+def _worker(number: int) -> Callable[[Started], None]:
+    return lambda going: os.kill(going.workers_of(rank_processes(going.run)[0])[0], number)
+
+
+def _worker_stopped_then_asked(going: Started) -> None:
+    os.kill(going.workers_of(rank_processes(going.run)[0])[0], signal.SIGSTOP)
+    os.kill(going.process.pid, signal.SIGTERM)
+
+
+def _server_killed(going: Started) -> None:
+    os.kill(going.server_of(rank_processes(going.run)[0]), signal.SIGKILL)
+
+
+# name: (what happens at step 3, None: it ends by itself; how the command ends; ranks; its own arguments)
+ENDINGS: dict[str, tuple[Callable[[Started], None] | None, tuple[int, ...], int, tuple[str, ...]]] = {
+    "normal": (None, (0,), 2, ("--train.steps", "4")),
+    "SIGTERM": (_all(signal.SIGTERM), (75,), 2, ()),
+    "SIGINT": (_all(signal.SIGINT), (75,), 2, ()),
+    "SIGHUP": (_all(signal.SIGHUP), (75,), 2, ()),
+    "SIGUSR1": (_all(signal.SIGUSR1), (75,), 2, ()),
+    "launcher killed": (_launcher_killed, (-9,), 2, ()),
+    "rank killed": (_rank(signal.SIGKILL), (1,), 2, ()),
+    "error in a rank": (None, (1,), 2, ("--optimizer.lr", "1e30", "--train.grad_clip", "0")),
+    "worker killed": (_worker(signal.SIGKILL), (1,), 2, ()),
+    "worker stopped": (_worker(signal.SIGSTOP), (1,), 2, STALLS),
+    "worker stopped, of one rank, SIGTERM": (_worker_stopped_then_asked, (75, 1), 1, STALLS),
+    "server of the ranks killed": (_server_killed, (1,), 2, ()),
+    "refused after the ranks had started": (None, (2,), 2, ("--train.global_batch", "100000", "--data.tail", "drop")),
+    "rank stopped": (_rank(signal.SIGSTOP), (1,), 2, STALLS),
+}
+SHORT = ("normal", "SIGHUP", "launcher killed", "rank killed", "worker stopped", "worker stopped, of one rank, SIGTERM")
+
+
+@pytest.mark.parametrize(
+    "ending", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in ENDINGS]
+)
+def test_nothing_is_left_of_a_run(tmp_path: Path, ending: str) -> None:
+    happens, codes, ranks, arguments = ENDINGS[ending]
+    prepare(tmp_path)
+    going = Started(tmp_path, "--mesh.dp", str(ranks), *arguments)
+    try:
+        if happens is not None:
+            wait_for(lambda: last_step(going.run) >= 3, f"step 3: {going.output()}")
+            happens(going)
+        code = going.process.wait(120)
+        assert code in codes, going.output()
+        until = time.monotonic() + WITHIN_S
+        while (left := going.processes()) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not left, left
+        print(f"{ending}: exit {code}, nothing left {WITHIN_S - (until - time.monotonic()):.1f} s after")
+    finally:
+        going.close()

@@ -80,7 +80,7 @@ def stretches_of(segments: Sequence[Segment]) -> list[Stretch]:
     return found
 
 
-class Saved(NamedTuple):
+class SavedPlace(NamedTuple):
     """A checkpoint as its manifest tells: the step and place after which it was saved, and its start's checksum."""
 
     path: Path
@@ -107,7 +107,7 @@ def check_chain(lines: Sequence[Line], starts: Sequence[tuple[str, int]]) -> Non
         before = number
 
 
-def check_saved(lines: Sequence[Line], saved: Iterable[Saved]) -> None:
+def check_saved(lines: Sequence[Line], saved: Iterable[SavedPlace]) -> None:
     """Refuses a checkpoint whose step its start has no record of, or which ended elsewhere (RunError).
 
     A checkpoint of steps that were read again later stays until it is pruned, so any reading by its start counts.

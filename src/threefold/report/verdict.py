@@ -13,7 +13,7 @@ from typing import Any
 
 from threefold.audit import record
 from threefold.audit.lookup import coverage_lines
-from threefold.audit.proof import Saved, check_chain, check_logged, check_saved, prove
+from threefold.audit.proof import SavedPlace, check_chain, check_logged, check_saved, prove
 from threefold.audit.record import Line, Segment, SegmentLine
 from threefold.audit.stores import ALL, SAMPLED, are_here, byte_lines
 from threefold.checkpoint.layout import CheckpointFolder
@@ -81,7 +81,7 @@ def _check_lineage(run: Path, lines: Sequence[Line]) -> list[str]:
     folder, identity = CheckpointFolder(run), Identity.read(run)
     checkpoints = [(each, each.manifest()) for each in folder.complete()]
     saved = [
-        Saved(each.path, each.step, Place(at["epoch"], at["position"]), manifest.get("link"))
+        SavedPlace(each.path, each.step, Place(at["epoch"], at["position"]), manifest.get("link"))
         for each, manifest in checkpoints
         if (at := manifest["data"])
     ]

@@ -48,6 +48,9 @@ def command(
         for key, value, origin in loaded.describe():
             typer.echo(f"{key}: {as_yaml(value)}" + ("" if origin == "default" else f"  # {origin}"))
         return
+    if sys.stderr.isatty() and not quiet and environment.current().rank == 0:
+        # Torch takes seconds to load, and minutes from a busy disk.
+        typer.echo("threefold: loading torch ...", err=True)
     from threefold.run.start import train_command
 
     loaded = replace(loaded, accept_changes=accept_changes, quiet=quiet, last=True)

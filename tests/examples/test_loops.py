@@ -74,3 +74,22 @@ def test_three_axes_read_what_they_should_and_follow_one_process(tmp_path: Path)
         losses.append([float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", said)])
     # The promise for 20 steps, and half of the last digit that is shown on both sides.
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+
+
+def test_a_sampler_on_the_dp_part_of_a_device_mesh_and_without_it(tmp_path: Path) -> None:
+    said = run(tmp_path, "common/device_mesh_sampler.py", ranks=8)
+    assert "the tp and cp ranks of a dp rank read the same rows" in said
+    assert "dp ranks share 0 rows, and read 1000 of 1,000" in said
+    plain = run(tmp_path, "common/device_mesh_sampler.py", "--plain", ranks=8)
+    assert "the tp and cp ranks of a dp rank read different rows" in plain
+    assert "and read 250 of 1,000" in plain
+
+
+def test_a_plain_loader_under_ddp_reads_every_row_on_every_rank(tmp_path: Path) -> None:
+    said = run(tmp_path, "common/plain_loader.py", ranks=2).splitlines()
+    assert said[:2] == [
+        f"{form}: 256 of 256 rows, 256 of them twice; 32 rows in the first step"
+        for form in ("without shuffling", "shuffled, all ranks with one seed")
+    ]
+    assert said[2].startswith("shuffled, each rank with its own seed: 256 of 256 rows, 256 of them twice; ")
+    assert said[3] == "threefold.distribute(loader): 256 of 256 rows, 0 of them twice; 32 rows in the first step"

@@ -57,6 +57,8 @@ def start_server(modules: Sequence[str]) -> None:
     """
     from multiprocessing import forkserver, resource_tracker
 
+    # Semaphores of loaders' workers, when a rank ends at once, are what the tracker is for: it need not say so.
+    sys.warnoptions.append("ignore:resource_tracker")
     multiprocessing.set_forkserver_preload([_SERVER, *modules])
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:

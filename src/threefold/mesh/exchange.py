@@ -49,12 +49,12 @@ class Exchange:
             try:
                 answer = json.dumps({"value": make()})
             except BaseException as error:
-                self._store.set(key, json.dumps(_described(error)))
+                self._store.set(key, json.dumps(described_error(error)))
                 raise
             self._store.set(key, answer)
         (told,) = _wait_for_all(self._store, [key])
         if "value" not in told:
-            raise _error_of(told, name)
+            raise error_of(told, name)
         return told["value"]
 
     def conclusion_of(self, name: str, part: Any, conclude: Callable[[list[Any]], Any]) -> Any:
@@ -73,7 +73,7 @@ class Exchange:
         try:
             part = {"value": make()}
         except BaseException as raised:
-            part, error = _described(raised), raised
+            part, error = described_error(raised), raised
 
         def concluded(parts: list[dict[str, Any]]) -> dict[str, Any]:
             failed = next((part for part in parts if "value" not in part), None)
@@ -83,7 +83,7 @@ class Exchange:
         if error is not None:
             raise error
         if "value" not in told:
-            raise _error_of(told, name)
+            raise error_of(told, name)
         return told["value"]
 
     def _number(self, name: str) -> int:
@@ -96,13 +96,15 @@ def _wait_for_all(store: dist.Store, keys: list[str]) -> list[Any]:
     return [json.loads(store.get(key)) for key in keys]
 
 
-def _described(error: BaseException) -> dict[str, Any]:
+def described_error(error: BaseException) -> dict[str, Any]:
+    """An error as values of JSON, for another process to raise (`error_of`)."""
     if not isinstance(error, ThreefoldError):
         return {"class": None, "text": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
     return {"class": type(error).__name__, "problems": [dataclasses.astuple(problem) for problem in error.problems]}
 
 
-def _error_of(told: dict[str, Any], name: str) -> ThreefoldError:
+def error_of(told: dict[str, Any], name: str) -> ThreefoldError:
+    """The error that another process described, of the same class, which it met in `name`."""
     if told["class"] is None:
         return OtherRankError(
             f"another rank failed in {name!r}: {told['text']}", expected="its result", fix="see that rank's traceback"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import pickle
 import sys
 import time
 import traceback
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from threefold.errors import EXIT_FAILED, Problem, RunError, ThreefoldError
 from threefold.mesh import environment
-from threefold.mesh.exchange import OtherRankError
+from threefold.mesh.exchange import OtherRankError, described_error
 from threefold.mesh.mesh import FAILURES, Mesh
 from threefold.mesh.rendezvous_errors import NoDeviceError, RendezvousError
 from threefold.run.watch.watchdog import Watchdog
@@ -53,7 +53,7 @@ def report_failure(
     if keep is not None and (first or not Path(keep).exists()):
         what = f"a rank failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
         other = RunError(what, expected="ranks that run to their end", fix="see the traceback that it has printed")
-        Path(keep).write_bytes(pickle.dumps(error if expected else other))
+        Path(keep).write_text(json.dumps(described_error(error if expected else other)))
     if first:
         environment.tell_failure(text)
     if first and not (expected and keep is not None):  # the program is told, by an error that it raises

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import pickle
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from threefold.config import loading
 from threefold.config.loading import LoadedConfig
 from threefold.config.schema import Config, DataConfig, value_at
-from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError, Problem, RunError
+from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST, ConfigError, Problem, RunError
 from threefold.mesh import environment, local_ranks
 from threefold.mesh.local_ranks import ignore
 from threefold.mesh.shares import refuse_impossible
@@ -103,8 +103,10 @@ def train(
         if code in (0, EXIT_STOPPED_WITH_CHECKPOINT):
             return Result(code, Path(config.log.dir) if config.log.dir is not None else None)
         if reason.exists():
-            raise pickle.loads(reason.read_bytes())
-    raise RunError(
+            from threefold.mesh.exchange import error_of
+
+            raise error_of(json.loads(reason.read_text()), "training")
+    raise (ConfigError if code == EXIT_WRONG_REQUEST else RunError)(
         f"training ended with exit code {code}, and no rank has said why",
         expected="exit code 0, or 75 after a stop signal",
         fix="see what the ranks have printed, and logs/ of the run's folder",

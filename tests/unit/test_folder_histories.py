@@ -554,7 +554,15 @@ PLANTED: dict[str, tuple[Any, str, Any, str]] = {
 }  # fmt: skip
 
 
-LONG = ("links are folders", "a save replaces what has its name")
+# Found after many histories.
+LONG = (
+    "links are folders",
+    "a save replaces what has its name",
+    "a save is not noted",
+    "what was left behind stands",
+    "what was left behind is gone back to",
+    "all checkpoints are the run's",
+)
 
 
 @pytest.mark.parametrize(

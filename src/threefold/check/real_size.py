@@ -28,6 +28,7 @@ from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 from threefold.model.build import build
 from threefold.model.context_parallel.split import local_positions
+from threefold.model.layer_kinds import common_number
 from threefold.model.load import outline
 from threefold.model.reduced import reduced, shallow
 from threefold.training.forward import token_loss_of
@@ -87,7 +88,7 @@ def real_sizes(
         parameters = sum(parameter.numel() for parameter in module.parameters())
         if parameters > _MOST_PARAMETERS[kind]:
             continue
-        heads = getattr(cut.get_text_config(), "num_attention_heads", None) or 1
+        heads = common_number(cut.get_text_config(), "num_attention_heads") or 1
         tokens = min(whole, _MOST_OPERATIONS[kind] / (2 * parameters), math.sqrt(_MOST_SCORES[kind] / heads))
         seq_len = int(tokens) // unit * unit
         if seq_len > max((each.seq_len for each in found), default=0):

@@ -143,7 +143,8 @@ def described_rows(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _bytes(values: Tensor) -> Any:
-    return values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    # A copy: of one element, any stride counts as contiguous, and cannot be viewed as bytes.
+    return values.detach().cpu().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy()
 
 
 def refuse_unlike(parts: list[dict[str, Any]], ranks_of_copy: int) -> None:

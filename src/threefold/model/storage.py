@@ -64,6 +64,9 @@ def fill(
     # Buffers that are not stored (rotary frequencies) are computed by the model's own initialisation.
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    for name, module in model.named_modules():
+        if is_adapter(f"{name}."):  # peft's, which a model's initialisation may take for layers of its own
+            module._is_hf_initialized = True  # type: ignore[assignment]
     _mark_unwritten(model, written)
     model.initialize_weights()
     # FSDP's class is not transformers' own, and in foreign code it passes over modules without tensors of their own.

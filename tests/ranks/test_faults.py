@@ -14,6 +14,7 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -278,6 +279,15 @@ def test_run_whose_output_nobody_reads_saves_and_ends_without_a_word(folder: Pat
     assert saved is not None and saved.step == last_step(folder / f"head-{ranks}")
 
 
+@pytest.fixture
+def hang_ups_are_heard() -> Iterator[None]:
+    """By what is started here, though nohup started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hang_ups_are_heard")
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("number", STOPS, ids=lambda number: number.name)
 def test_run_saves_and_ends_when_all_its_processes_are_asked_to(folder: Path, number: int, workers: int) -> None:

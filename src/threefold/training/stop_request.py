@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 import uuid
@@ -44,19 +45,42 @@ class StopRequest:
         self.by = "signal"
         self._key = f"{_KEY}/{mesh.share('stop requests', lambda: uuid.uuid4().hex)}"
         self._previous: dict[int, Any] = {}
+        self._told_before = -1
+        self._told: socket.socket | None = None
 
     def __enter__(self) -> StopRequest:
         # Python gives signals to the main thread alone; who calls from another, as Ray Train does, stops by a hook.
-        for number in STOPS if threading.current_thread() is threading.main_thread() else ():
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for number in STOPS:
             # nohup's run outlives its terminal. SIGINT, which a shell's background job ignores, comes from a launcher.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._ask)
+        # A main thread that waits in a collective runs no handler: a second Ctrl-C is heard beside it.
+        heard, self._told = socket.socketpair()
+        self._told.setblocking(False)
+        self._told_before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=(heard,), name="stop signals", daemon=True).start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.saving = True
-        for number, handler in self._previous.items() if not self._last else ():
-            signal.signal(number, handler)
+        if self._told is not None and not self._last:
+            signal.set_wakeup_fd(self._told_before)
+            self._told.close()
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
+
+    def _listen(self, heard: socket.socket) -> None:
+        first_s, all_numbers = None, set[int]()
+        with heard:
+            while told := heard.recv(64):
+                now, numbers = time.monotonic(), set(told) & self._previous.keys()
+                all_numbers |= numbers
+                again = first_s is not None and now - first_s > _ONE_REQUEST_S
+                if numbers and again and signal.SIGINT in all_numbers and not self.saving:
+                    os._exit(128 + signal.SIGINT)
+                first_s = now if first_s is None and numbers else first_s
 
     def _ask(self, number: int, frame: object) -> None:
         times, now = self._asked[number], time.monotonic()

@@ -22,7 +22,7 @@ def _frozen(sizes: dict[str, int]) -> Any:
     from threefold.errors import ConfigError
 
     mesh = threefold.init_mesh(**sizes)
-    model = threefold.load_model(config=TINY_LLAMA, mesh=mesh, admission="off")
+    model = threefold.load_model(config=TINY_LLAMA, mesh=mesh)
     first = next(model.module.parameters())
     late = "" if sizes == {"dp": 2} else "requires_grad of model.embed_tokens.weight was set to False after load_model"
     if not late:

@@ -90,7 +90,7 @@ class Model:
         saved: by the folder of a custom loop, the last step that was saved there, or loaded from there.
         locks: by the same folder, what keeps other processes from saving there; on rank 0.
         sums: how its gradients and losses are added (`train.reduce`); None: in floating point.
-        before_first_step: is given the first micro-batch of a custom loop, to probe a forward of its size.
+        before_first_step: is given this and the first micro-batch of a custom loop, to probe a forward of its size.
     """
 
     forward: nn.Module
@@ -107,7 +107,7 @@ class Model:
     saved: dict[Path, int] = field(default_factory=dict, repr=False)
     locks: dict[Path, Any] = field(default_factory=dict, repr=False)
     sums: GradientSums = None  # type: ignore[assignment]  # set below
-    before_first_step: Callable[[Mapping[str, Tensor]], None] | None = field(default=None, repr=False)
+    before_first_step: Callable[[Model, Mapping[str, Tensor]], None] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.sums is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -89,7 +88,7 @@ def load_model(
     assert built.context is not None
     built.context.refused_documents = refused
     if asked.model.admission != "off":
-        built = dataclasses.replace(built, before_first_step=functools.partial(admit_first, built))
+        built = dataclasses.replace(built, before_first_step=admit_first)
     torch.manual_seed(seed_of("a run", seed, *noise.places(mesh, built.tensor.sequence_group)))
     return built
 

@@ -204,7 +204,7 @@ class TrainStep:
     def _run(self, read: Callable[[], Sequence[Batch]], lr: float | None) -> StepResult:
         batches, target_tokens = self._agreed(read)
         if self._batches.taken == 1 and self.model.before_first_step is not None:
-            self.model.before_first_step(batches[0])
+            self.model.before_first_step(self.model, batches[0])
         if self._batches.taken == 1 and isinstance(self.model.forward, DistributedDataParallel) and not self._averages:
             rows, sequence = batches[0]["input_ids"].shape
             warm_up_buckets(self.model, self._mesh, rows=rows, seq_len=sequence)

@@ -44,12 +44,12 @@ _HOME_OF_NAME = {
     "TrainStep": "threefold.training.step",
     "distribute": "threefold.data.sampling.distribute",
     "freeze": "threefold.model.model",
-    "generate": "threefold.export.mesh_model",  # as methods of Model
+    "generate": "threefold.model.generation",  # as a method of Model
     "init_mesh": "threefold.mesh.mesh",
     "load": "threefold.training.saving",
     "load_model": "threefold.run.load_model",
     "save": "threefold.training.saving",
-    "save_pretrained": "threefold.export.mesh_model",
+    "save_pretrained": "threefold.export.mesh_model",  # as a method of Model
     "train": "threefold.run.start",
 }
 

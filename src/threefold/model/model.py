@@ -293,11 +293,15 @@ class Model:
     def generate(self, input_ids: Tensor, *, seed: int = 0, **options: Any) -> Tensor:
         """transformers' `generate`: [rows, length] of this dp rank's ids -> [rows, length + new ones].
 
-        Every rank calls it, the cp and tp ranks of a dp rank with the same prompts. Rank 0 computes, with the whole
-        model on its CPU. Options are transformers': do_sample, max_new_tokens and others; `seed` is of what is drawn
-        for each dp rank, and the ranks' own random numbers stay.
+        Every rank calls it, the cp and tp ranks of a dp rank with the same prompts, which they answer together: with
+        a cache, each tp rank that of its heads. Options are transformers': do_sample, max_new_tokens and others; `seed`
+        is of what is drawn for each dp rank, and the ranks' own random numbers stay.
+
+        Raises:
+            ConfigError: a custom module, or what transformers refuses; on every rank. DataError: cp or tp ranks give
+                other prompts.
         """
-        return _of_a_floor_above("generate")(self, input_ids, seed=seed, **options)
+        return _public("generate")(self, input_ids, seed=seed, **options)
 
     def save_pretrained(self, folder: str | Path, *, verify: bool | None = None) -> Any:
         """Writes the weights as a Hugging Face folder, streamed, and reloads it to equal logits; every rank calls it.
@@ -307,7 +311,7 @@ class Model:
         Args:
             verify: reload and compare logits; None: only if the model fits into the free memory of rank 0.
         """
-        return _of_a_floor_above("save_pretrained")(self, Path(folder), verify=verify)
+        return _public("save_pretrained")(self, Path(folder), verify=verify)
 
 
 def freeze(model: Model, patterns: Sequence[str]) -> list[str]:
@@ -369,8 +373,8 @@ def _refuse_backward(gradient: Tensor) -> None:
     )
 
 
-def _of_a_floor_above(name: str) -> Any:
-    """A function that `import threefold` finds, when it is called: this floor imports none above it."""
+def _public(name: str) -> Any:
+    """A function that `import threefold` finds when it is called: of a module that imports this one."""
     return getattr(sys.modules["threefold"], name)
 
 

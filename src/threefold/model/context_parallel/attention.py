@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from threefold.errors import ConfigError
 from threefold.model.context_parallel.flex import attend_blocks, block_mask
@@ -112,6 +112,22 @@ class BatchMasks:
     def _of_both(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Values of each token [batch, sequence], for the queries [batch, 1, queries, 1] and the keys."""
         return values.index_select(1, self.queries)[:, None, :, None], values.index_select(1, self.keys)[:, None, None]
+
+
+@dataclass(frozen=True)
+class CachedMasks:
+    """The masks of whole rows behind a cache of their keys and values, which transformers counts from its length.
+
+    Attributes:
+        additive: as of `BatchMasks`.
+    """
+
+    additive: bool
+
+    def mask(self, batch_size: int, **kwargs: Any) -> Mask:
+        """The mask [batch, 1, queries, keys] of one kind of layer, boolean unless `additive`."""
+        kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = False
+        return (eager_mask if self.additive else sdpa_mask)(batch_size=batch_size, **kwargs)
 
 
 def _halved(mask: Tensor, in_row: Tensor) -> HalvedMask:

@@ -24,7 +24,7 @@ from threefold.mesh.topology import Topology
 from threefold.model import noise
 from threefold.model.collectives import gather_sequence, heads_to_sequence, sequence_to_heads
 from threefold.model.context_parallel import backend, kernels, limits
-from threefold.model.context_parallel.attention import BatchMasks, Mask, attend
+from threefold.model.context_parallel.attention import BatchMasks, CachedMasks, Mask, attend
 from threefold.model.context_parallel.recurrence import DocumentRows, keep_documents_apart
 from threefold.model.context_parallel.rotary import follow_lengths, number_tokens, text_lengths
 from threefold.model.layer_kinds import common_number
@@ -113,7 +113,7 @@ class ContextParallel:
         self._causal = causal
         self._additive = False
         self._carries = False
-        self._masks: BatchMasks | None = None
+        self._masks: BatchMasks | CachedMasks | None = None
         self.refused_documents: ThreefoldError | None = None
         self._lengths: Tensor | None = None
         self._documents: DocumentRows | None = None
@@ -189,6 +189,15 @@ class ContextParallel:
         finally:
             self._masks, self._lengths, self._documents, self._positions = outer
 
+    @contextmanager
+    def whole_rows(self) -> Iterator[None]:
+        """Inside, each cp rank computes whole rows by itself, with a cache."""
+        self._masks = CachedMasks(self._additive)
+        try:
+            yield
+        finally:
+            self._masks = None
+
     def _mask(self, batch_size: int, **kwargs: Any) -> Mask:
         if self._masks is None:
             raise RunError(
@@ -204,7 +213,7 @@ class ContextParallel:
         """Attention of local queries [batch, heads, sequence / cp, head] over the keys of the whole row."""
         if self._positions is not None and getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
             query = query * _temperature(module, self._positions)[:, None, :, None].to(query.dtype)
-        if self._group is None:
+        if self._group is None or isinstance(self._masks, CachedMasks):
             return self._attend(module, query, key, value, attention_mask, **kwargs)
         if self._method == "gather":
             if attention_mask is None:

@@ -15,7 +15,8 @@ gradient of a parameter between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -104,8 +105,20 @@ class SharedInput:
         # A tensor, the weight that reads it first, and what makes their product, given the bias.
         self._opened: tuple[Tensor, Tensor, Callable[[Tensor | None], Tensor]] | None = None
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, each rank holds the whole sequence, of any length, between the split parts; without gradients."""
+        before = self.scattered, self.overlapped
+        self.scattered = self.overlapped = False
+        try:
+            yield
+        finally:
+            self.scattered, self.overlapped = before
+
     def open(self, part: Tensor, first: nn.Linear | None) -> Tensor:
         """The gathered parts of a scattered tensor, which `first` reads before any other projection."""
+        if not self.scattered:
+            return part
         whole: Tensor
         if self.overlapped and first is not None and not torch.is_autocast_enabled(part.device.type):
             whole, product = entry_product(part, local_part(first.weight), self.group)
@@ -194,10 +207,8 @@ def _total(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     return (sum_over if watched or not own.is_contiguous() else sum_into)(own, group)
 
 
-def vocabulary_forward(
-    module: nn.Embedding, group: dist.ProcessGroup, *, start: int, scattered: bool
-) -> Callable[[Tensor], Tensor]:
-    """Token ids -> embeddings [.., hidden], or of this rank's part of the sequence if `scattered`.
+def vocabulary_forward(module: nn.Embedding, shared: SharedInput, *, start: int) -> Callable[[Tensor], Tensor]:
+    """Token ids -> embeddings [.., hidden], or of this rank's part of the sequence where tensors are scattered.
 
     Each rank looks up the entries it holds, from `start` on.
     """
@@ -211,7 +222,7 @@ def vocabulary_forward(
         empty = not weight.shape[0]
         found = weight.new_zeros(*ids.shape, weight.shape[1]) if empty else F.embedding(place, weight, padding_idx)
         found = torch.where(own[..., None], found, 0.0)
-        return scatter_sum(found, group) if scattered else _total(found, group)
+        return scatter_sum(found, shared.group) if shared.scattered else _total(found, shared.group)
 
     return forward
 

@@ -267,7 +267,7 @@ def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh, shared: Sha
             ALL_PARALLEL_STYLES[style].shard_param(owner, name.rpartition(".")[2], mesh.parameter_mesh["tp"])
         elif style == "embedding_rowwise":
             start = _vocabulary_start(owner, mesh)
-            owner.forward = layers.vocabulary_forward(owner, group, start=start, scattered=shared.scattered)
+            owner.forward = layers.vocabulary_forward(owner, shared, start=start)
         else:
             projections[name] = style
             forward = layers.column_forward if style == "colwise" else layers.row_forward

@@ -1,0 +1,112 @@
+"""What a model on the mesh writes after prompts: transformers' own generate, on every rank with its part of the model.
+
+The cp and tp ranks of a copy answer the same prompts together: each tp rank computes its heads and keeps their keys and
+values, each cp rank computes whole rows. Sharded weights are gathered for each token, by ranks that go on until the
+last of them has finished. Logits are whole on each rank, and all draw from them with the same seed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from threefold.errors import ConfigError
+from threefold.model.collectives import join
+from threefold.model.data_parallel import reshard
+from threefold.model.model import Model
+
+
+def generate(model: Model, input_ids: Tensor, *, seed: int, **options: Any) -> Tensor:
+    """What transformers' `generate` writes after this dp rank's prompts, [rows, length + new ids]; `Model.generate`."""
+    mesh, module = model.mesh, model.module
+    if model.context is None:
+        raise ConfigError(
+            f"generate: a {type(module).__name__} is a module of your own",
+            expected="a causal language model of transformers",
+            fix="model.module, if it has a generate of its own and is not sharded",
+        )
+    given = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), **options}
+    rows = {name: each for name, each in given.items() if isinstance(each, Tensor)}
+    mesh.agree("generate", 0, lambda: ([rows], 0))
+    given |= {name: each.to(mesh.device) for name, each in rows.items()}
+    given.setdefault("use_cache", True)
+    given["synced_gpus"] = mesh.world_size > 1 and isinstance(module, FSDPModule)
+    start = _Start(model)
+    devices = [mesh.device] if mesh.device.type == "cuda" else []
+    with _deciding_alone(model, start), torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        try:
+            written: Tensor = module.generate(**given)
+        except (ValueError, TypeError) as error:
+            start.refuse(error)
+            raise
+    reshard(model.forward)
+    mesh.agree("what generate wrote", 0, lambda: ([{"ids": written}], 0))
+    return written.to(input_ids.device)
+
+
+class _Start:
+    """Lets the ranks compute together only when transformers accepts what each of them asks for."""
+
+    def __init__(self, model: Model) -> None:
+        self._mesh, self._agreed = model.mesh, False
+
+    def agree(self) -> None:
+        """Every rank comes here before its first forward; raises what another one refuses."""
+        if not self._agreed:
+            self._agreed = True
+            self._mesh.agree("generate's first token", 0, lambda: ([], 0))
+
+    def refuse(self, error: Exception) -> None:
+        """Raises what transformers refuses on every rank; nothing if the ranks compute already."""
+        if self._agreed:
+            return
+
+        def refused() -> Any:
+            raise ConfigError(
+                f"generate is refused by transformers: {' '.join(str(error).split())}",
+                expected="options of its generate",
+                fix="model.generate(input_ids, max_new_tokens=64)",
+            ) from error
+
+        self._mesh.agree("generate's first token", 0, refused)
+
+
+@contextmanager
+def _deciding_alone(model: Model, start: _Start) -> Iterator[None]:
+    """Inside, the module is called as transformers calls it, and gives whole logits of whole rows."""
+    module, tensor = model.module, model.tensor
+    own, replaced = functools.partial(type(module).forward, module), module.forward
+    vocabulary = module.get_output_embeddings().weight.shape[0] if tensor.vocabulary_start is not None else None
+
+    @functools.wraps(own)
+    def forward(*arguments: Any, **named: Any) -> Any:
+        found = own(*arguments, **named)
+        if vocabulary is not None and (group := model.mesh.group("tp")) is not None:
+            found.logits = join(found.logits, group, dim=-1, total=vocabulary)
+        return found
+
+    training = [each for each in module.modules() if each.training]
+    with ExitStack() as stack:
+        if model.context is not None:
+            stack.enter_context(model.context.whole_rows())
+        if tensor.shared_input is not None:
+            stack.enter_context(tensor.shared_input.whole())
+        stack.enter_context(model.casting())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # each length would be compiled
+        # Before the hook in which FSDP2 gathers weights.
+        stack.callback(module.register_forward_pre_hook(lambda *_: start.agree(), prepend=True).remove)
+        module.forward = forward
+        module.eval()
+        try:
+            yield
+        finally:
+            module.forward = replaced
+            for each in training:
+                each.training = True

@@ -1,32 +1,26 @@
 """What the model writes after some prompts at each evaluation (`eval.sample`), in RUN/samples.jsonl and on the screen.
 
-Generation is that of the sample at a run's end: one process, the first rank, with the whole model on its CPU. So the
-ranks write the weights as a checkpoint does, into RUN/sampling, the first one reads them, and the others wait for it
-outside of collectives. Random states stay as they are. A replayed step appends its lines again; the last ones stand.
+All ranks write together, as `Model.generate` does. A replayed step appends its lines again; the last ones stand.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-
-from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config.text import as_yaml
 from threefold.data.chat.formats import Message, RowError
 from threefold.data.chat.labeller import chat_template, encoder_of
 from threefold.data.rows.known_rows import parts_of
 from threefold.data.tokens import for_texts
 from threefold.errors import ConfigError, RunError
-from threefold.export.generation import continued, load_own
+from threefold.export.generation import continued
 from threefold.jsonl import MetricsFile
 from threefold.run.assemble import Built
 from threefold.run.sources import sources_of
 from threefold.training.progress import Progress
 
-FILE, FOLDER = "samples.jsonl", "sampling"
+FILE = "samples.jsonl"
 _SHOWN = 200
 
 
@@ -46,34 +40,28 @@ class EvalSamples:
         self.progress = Progress()
         """where this rank is, in the steps too."""
         self._prompts = [Prompt(*each) for each in run.mesh.share("prompts", lambda: prompts_of(run))]
-        self._folder = CheckpointFolder(run.folder.path / FOLDER)
 
     def __call__(self, step: int) -> None:
         self.progress.enter("sample")
-        self._run.checkpointer.save_weights(step, self._folder)
-        self._run.mesh.share("samples", lambda: self._write(step))
+        run, lines = self._run, []
+        for text, ids, end_id in self._prompts:
+            self.progress.tick()  # it may take long
+            try:
+                found = continued(run.model, ids, num_tokens=run.config.log.sample_tokens, end_id=end_id)
+            except RunError as error:  # what is asked beside training never ends it
+                self._say(f"no sample: {error}")
+                break
+            written = run.tokenizer.decode([id for id in found if id != end_id])
+            lines.append({"step": step, "prompt": text, "text": written})
+            self._say(f"  | {_short(text)} -> {_short(written)}")
+        run.mesh.share("samples", lambda: self._log(lines))
 
-    def _write(self, step: int) -> None:
-        run, devices = self._run, [self._run.mesh.device] if self._run.mesh.device.type == "cuda" else []
-        checkpoint = self._folder.newest()
-        assert checkpoint is not None
-        go_on = run.config.checkpoint.on_error == "continue"
-        file = MetricsFile(run.folder.path / FILE, continue_on_error=go_on)
-        with torch.random.fork_rng(devices=devices):
-            model = load_own(checkpoint)
-            for text, ids, end_id in self._prompts:
-                self.progress.tick()  # it may take long
-                torch.manual_seed(0)
-                try:
-                    found = continued(model, ids, num_tokens=run.config.log.sample_tokens, end_id=end_id)
-                except RunError as error:  # what is asked beside training never ends it
-                    self._say(f"no sample: {error}")
-                    break
-                written = run.tokenizer.decode([id for id in found if id != end_id])
-                file.log({"step": step, "prompt": text, "text": written})
-                self._say(f"  | {_short(text)} -> {_short(written)}")
+    def _log(self, lines: list[dict[str, Any]]) -> None:
+        run = self._run
+        file = MetricsFile(run.folder.path / FILE, continue_on_error=run.config.checkpoint.on_error == "continue")
+        for line in lines:
+            file.log(line)
         file.close()
-        shutil.rmtree(run.folder.path / FOLDER, ignore_errors=True)
 
 
 def prompts_of(run: Built) -> list[Prompt]:

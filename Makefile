@@ -48,6 +48,8 @@ $(VENV)/.extras: $(VENV)/.dev tests/browser/requirements.txt
 	@rm -f $(VENV)/.missing
 	$(INSTALL) $(VENV) --no-deps torchao==0.18.0 trl==1.16.0 \
 	  || { $(call SKIP,torchao or trl cannot be installed; what needs them is skipped); touch $(VENV)/.missing; }
+	$(INSTALL) $(VENV) --no-deps torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring-parser==0.18.0 \
+	  || { $(call SKIP,torchtitan cannot be installed; what needs it is skipped); touch $(VENV)/.missing; }
 	$(INSTALL) $(VENV) -c $(VENV)/constraints.txt mlflow-skinny lightning-fabric \
 	  || { $(call SKIP,mlflow-skinny or lightning-fabric cannot be installed; what needs them is skipped); touch $(VENV)/.missing; }
 	$(INSTALL) $(VENV) -c $(VENV)/constraints.txt lm-eval==0.4.13 \

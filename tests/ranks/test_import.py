@@ -198,7 +198,7 @@ def test_weights_alone_become_a_folder_of_transformers(model: Any, tmp_path: Pat
 
 
 def test_moments_that_are_no_weight_s_are_left_out_as_the_fix_says(model: Any, tmp_path: Path) -> None:
-    """torchtitan fuses queries, keys and values of its optimizer's state, and not of its weights."""
+    """Moments of torchtitan's fused queries, keys and values belong to its names of a Llama 3, not to these."""
     weights = dict(model.state_dict())
     fused = {"layers.0.attention.qkv_linear.wqkv.weight": torch.ones(64, 32)}
     state = {"model": weights, "optimizer": {"state": moments_of(fused)}}

@@ -25,6 +25,8 @@ _WRAPPED = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpo
 _STATE = re.compile(
     r"(^|\.)(optim|optimizer|optimizers|lr_scheduler|scheduler|dataloader|train_state|random|rng)(\.|_|$)"
 )
+# What torchtitan computes at once, and saves as three weights, but as one moment.
+_FUSED = re.compile(r"(.+\.qkv_linear\.)wqkv\.(\w+)$")
 # Tables that a model computes for itself.
 _COMPUTED = re.compile(r"(^|\.)(freqs_cis|rope_cache|rotary_emb\.(original_)?inv_freq)$")
 
@@ -106,11 +108,7 @@ def find_names(foreign: Foreign, wanted: Wanted, *, where: str, weights_alone: b
     _refuse(weights, over, foreign.tensors, wanted, where=where)
     convert = _conversions(wanted) if program == "torchtitan" else {}
     pairs = {ours: (name, convert.get(ours, _same)) for ours, name in weights.items()}
-    found = {} if weights_alone else _moments_of(moments, names, foreign.tensors, wanted, where=where)
-    made = {
-        moment: {ours: (name, _same if moment == "step" else convert.get(ours, _same)) for ours, name in group.items()}
-        for moment, group in found.items()
-    }
+    made = {} if weights_alone else _moments_of(moments, names, convert, foreign.tensors, wanted, where=where)
     left = [name for name in rest if name not in candidates] + [*foreign.others] + [*moments] * weights_alone
     return Found(program, pairs, made, twins, left)
 
@@ -198,24 +196,29 @@ def _refuse(
 def _moments_of(
     moments: Mapping[str, tuple[str, str]],
     names: Callable[[str], str],
+    convert: Mapping[str, Convert],
     tensors: Mapping[str, TensorFormat],
     wanted: Wanted,
     *,
     where: str,
-) -> dict[str, dict[str, str]]:
-    """Each moment's entries by the weights' names; nothing if there are none."""
-    found: dict[str, dict[str, str]] = {moment: {} for moment in MOMENTS}
+) -> dict[str, dict[str, tuple[str, Convert]]]:
+    """Each moment's entries by the weights' names, and what makes them this program's; nothing if there are none."""
+    found: dict[str, dict[str, tuple[str, Convert]]] = {moment: {} for moment in MOMENTS}
     strange = []
     for entry, (moment, plain) in moments.items():
-        ours = next((name for name in (names(plain), plain) if name in wanted.trained), None)
-        shape = () if moment == "step" else wanted.weights.get(ours or "")
-        if ours is None:
+        own = _in_entry(plain, names, wanted)
+        shapes = [wanted.weights[name] for name in own]
+        whole = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes else None
+        allowed = [(), (1,)] if moment == "step" else [whole]
+        if not own:
             if not _tied(names(plain), wanted):
                 strange.append(entry)
-        elif tensors[entry].shape != shape and not (moment == "step" and tensors[entry].shape == (1,)):
+        elif tensors[entry].shape not in allowed:
             strange.append(entry)
         else:
-            found[moment][ours] = entry
+            for name, part in own.items():
+                ways = () if moment == "step" else (part, convert.get(name, _same))
+                found[moment][name] = entry, partial(_through, ways)
     if not moments:
         return {}
     missing = [f"{moment} of {name}" for moment in MOMENTS for name in sorted(wanted.trained - found[moment].keys())]
@@ -227,6 +230,29 @@ def _moments_of(
             fix="--weights   (makes a Hugging Face folder of the weights alone)",
         )
     return found
+
+
+def _in_entry(plain: str, names: Callable[[str], str], wanted: Wanted) -> dict[str, Convert]:
+    """The trained weights whose moment an entry is, with what takes each one's part out of it."""
+    if (fused := _FUSED.match(plain)) is None:
+        return {name: _same for name in (names(plain), plain) if name in wanted.trained}
+    parts: dict[str, Convert] = {
+        names(f"{fused[1]}w{kind}.{fused[2]}"): partial(_part, kind, wanted.heads) for kind in "qkv"
+    }
+    return parts if parts.keys() <= wanted.trained else {}
+
+
+def _part(kind: str, heads: tuple[int, int], values: Tensor) -> Tensor:
+    """Of [kv heads x (queries of each + key + value) x head, ..] the rows of queries, keys or values."""
+    queries = heads[0] // heads[1]
+    taken = {"q": slice(0, queries), "k": slice(queries, queries + 1), "v": slice(queries + 1, None)}[kind]
+    return values.unflatten(0, (heads[1], queries + 2, -1))[:, taken].flatten(0, 2)
+
+
+def _through(ways: Sequence[Convert], values: Tensor) -> Tensor:
+    for way in ways:
+        values = way(values)
+    return values
 
 
 def _some(names: Iterable[str]) -> str:

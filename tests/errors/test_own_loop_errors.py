@@ -177,7 +177,7 @@ def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> Non
         ),
         (
             lambda: threefold.TrainStep(mixed, loss=loss, micro_batch=2),
-            "micro_batch = 2, but 1 normalises over the rows of a micro-batch",
+            "micro_batch = 2, but BatchNorm1d '1' normalises over the rows of a micro-batch",
         ),
         (lambda: torch.no_grad()(threefold.TrainStep(model))(BATCH), "the step is made under torch.no_grad()"),
         (lambda: threefold.freeze(model, ["none"]), "freeze: no parameter has a name that 'none' matches"),

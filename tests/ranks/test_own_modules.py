@@ -203,7 +203,7 @@ def test_what_would_differ_between_data_ranks_is_refused(tmp_path: Path) -> None
     ranks = run_ranks(_refused, 2, {"dp": 2}, str(tmp_path))
     for norm, other, buffer, extra, _ in ranks:
         assert norm.startswith(
-            "ConfigError: 1 normalises over the rows of a rank, of which 2 dp ranks have each their own"
+            "ConfigError: BatchNorm1d '1' normalises over the rows of a rank, of which 2 dp ranks have each their own"
         )
         assert other.startswith("ConfigError: rank 1 gives load_model another Linear than rank 0")
         assert buffer.startswith(

@@ -80,7 +80,9 @@ def _problems(module: nn.Module, mesh: Mesh) -> list[Problem]:
 
 
 def mixes_rows(module: nn.Module, *, but: type[nn.Module] | tuple[()] = ()) -> str | None:
-    """The name of a layer whose output for a row depends on the other rows, if there is one; `but` do not count."""
+    """The class and the name of a layer whose output for a row depends on the other rows; `but` do not count."""
     norms = nn.modules.batchnorm._BatchNorm
-    found = (name for name, each in module.named_modules() if isinstance(each, norms) and each.training)
-    return next((name for name in found if not isinstance(module.get_submodule(name), but)), None)
+    for name, each in module.named_modules():
+        if isinstance(each, norms) and each.training and not isinstance(each, but):
+            return f"{type(each).__name__} {name!r}"
+    return None

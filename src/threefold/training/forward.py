@@ -114,6 +114,8 @@ def _sums(
             *answer, measured = answer
             told.append(measured.to(mesh.device, torch.float64))
         total, count = _checked(answer)
+        if torch.is_grad_enabled() and not total.requires_grad and total.any():
+            raise _without_gradient()  # of rows that add nothing, it may be 0
     except Exception as error:
         if failures is None or mesh.world_size == 1:
             raise
@@ -127,14 +129,18 @@ def _sums(
     for leaf in reached:
         objective = objective + leaf.reshape(-1)[:0].sum().to(objective.dtype)
     if torch.is_grad_enabled() and not objective.requires_grad:
-        raise ConfigError(
-            "the loss has no gradient: neither it nor what the model returned depends on a parameter",
-            expected="a sum that is computed from the outputs, with their gradients",
-            fix="leave out .detach(), .item() and torch.no_grad() in the loss and in forward",
-        )
+        raise _without_gradient()
     totals = torch.stack([torch.as_tensor(each, dtype=torch.float64, device=mesh.device) for each in (total, count)])
     rows: Tensor | None = getattr(loss, "of_rows", None)
     return OwnSums(objective, torch.cat([totals, *told]).detach(), router_logits, rows)
+
+
+def _without_gradient() -> ConfigError:
+    return ConfigError(
+        "the loss has no gradient: it depends on no parameter",
+        expected="a sum that is computed from the outputs, with their gradients",
+        fix="leave out .detach(), .item() and torch.no_grad() in the loss and in forward",
+    )
 
 
 def _leaves(outputs: Any) -> list[Tensor]:

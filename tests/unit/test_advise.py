@@ -348,3 +348,11 @@ def test_adapters_cost_little_memory_and_no_gradients_of_weights() -> None:
 def test_options_that_need_others(arguments: tuple[str, ...], said: str, config: Path) -> None:
     error = CliRunner().invoke(main.app, ["plan", str(config), *arguments]).exception
     assert error is not None and said in str(error)
+
+
+def test_the_yaml_of_a_run_is_planned_with_the_model_that_it_trains(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("train: {global_batch: 64}\n")
+    ranked = CliRunner().invoke(main.app, ["plan", str(job), "--gpus", "8", "--gpu", "h100-80gb", "--json"])
+    assert ranked.exit_code == 0, ranked.output
+    assert json.loads(ranked.stdout)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from threefold.commands.model_config import values_of
+from threefold.commands.model_config import values_of, with_default_model
 from threefold.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _question(devices: Devices, arguments: list[str]) -> Question:
         fix = f"--nodes {max(size for size in range(1, nodes + 1) if count % size == 0)}"
         raise ConfigError(f"--gpus {count} cannot be divided over --nodes {nodes}", expected=expected, fix=fix)
     loaded = load_config(arguments)
-    config, pinned = loaded.config, frozenset(loaded.origins)
+    config, pinned = with_default_model(loaded.config), frozenset(loaded.origins)
     if "model.dtype" not in pinned:
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
     decoder = adapted(decoder_of(values_of(config.model)), config.model.lora)

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 from threefold.errors import ConfigError
 
 if TYPE_CHECKING:
-    from threefold.config.schema import ModelConfig
+    from threefold.config.schema import Config, ModelConfig
 
 
 def model_keys(model: str) -> list[str]:
     """The keys of the config that name a model."""
     path = Path(model)
+    if path.suffix in (".yaml", ".yml"):
+        return [model]  # the config of a run, which names it
     if path.suffix != ".json":
         return ["--model.name_or_path", model]
     values = _read(path)
@@ -22,6 +24,17 @@ def model_keys(model: str) -> list[str]:
         expected = "an object with a model_type, as transformers writes it"
         raise ConfigError(f"{model} has no model_type", expected=expected, fix="check the path")
     return ["--model.config", json.dumps(values)]
+
+
+def with_default_model(config: Config) -> Config:
+    """The same; where it names no model, with the values of the one that a run then trains, on bytes."""
+    from threefold.config.schema import EMBEDDED_DEFAULT
+    from threefold.data.tokens import ByteTokenizer
+
+    if config.model.name_or_path is not None or config.model.config is not None:
+        return config
+    values = {**EMBEDDED_DEFAULT, "vocab_size": ByteTokenizer.vocab_size}
+    return config.model_copy(update={"model": config.model.model_copy(update={"config": values})})
 
 
 def values_of(model: ModelConfig) -> dict[str, Any]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def command(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A Hub id, a folder, or a config.json.")],
+    model: Annotated[str, typer.Argument(help="A Hub id, a folder, a config.json, or the YAML of a run.")],
     gpus: Annotated[
         int | None, typer.Option(min=1, help="Every legal mesh of so many devices, estimated and ranked; needs --gpu.")
     ] = None,
@@ -77,12 +77,13 @@ def _refuse(names: list[str], where: str, fix: str) -> None:
 def _one(keys: list[str], gpu: str | None, *, as_json: bool) -> None:
     """Prints what one set-up needs, traced."""
     from threefold.commands.arguments import load_config
+    from threefold.commands.model_config import with_default_model
     from threefold.mesh.topology import resolve
     from threefold.plan import accelerators
     from threefold.plan.operations import causal_keys, formula
 
     device = accelerators.named(gpu) if gpu is not None else None
-    config = load_config(keys).config
+    config = with_default_model(load_config(keys).config)
     axes = (config.mesh.dp or config.mesh.dp_shard, config.mesh.cp, config.mesh.tp)
     if "auto" in axes:
         expected = "the size of each axis: there are no ranks that could fill one"

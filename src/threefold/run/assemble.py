@@ -7,6 +7,7 @@ import functools
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,8 +30,7 @@ from threefold.data.rows.packing import MixedRows, Packing, open_rows, reopen_ro
 from threefold.data.rows.padded import PaddedRows
 from threefold.data.sampling.loader import Batch, TokenLoader, evaluation_batches
 from threefold.data.tokens import Tokenizer
-from threefold.integrations import trackers
-from threefold.jsonl import MetricsFile, Tracker
+from threefold.jsonl import MetricsFile
 from threefold.mesh.environment import cache_folder
 from threefold.mesh.mesh import Mesh
 from threefold.model import noise
@@ -170,21 +170,11 @@ def average_of(config: Config, model: Model) -> Ema | None:
     return Ema(model.module, decay, exact=exact) if decay is not None else None
 
 
-def trackers_of(run: Built, *, say: Callable[[str], None]) -> list[Tracker]:
-    """The trackers that log.trackers asks for, in addition to the metrics file; `say` prints a line if one fails."""
-    config, mesh = run.config, run.mesh
-    if not config.log.trackers:
-        return []
-    facts = {
-        "mesh": str(mesh.topology),
-        "ranks": mesh.world_size,
-        "device": mesh.device.type,
-        "parameters": run.num_parameters,
-        **versions(),
-    }
-    values = config.model_dump(mode="json")
-    described = trackers.RunDescription(run.folder.path, config.log.project, values, facts, run.done + 1)
-    return trackers.open_trackers(config.log.trackers, described, say)
+def tracked_facts(run: Built) -> dict[str, Any]:
+    """What trackers are given besides the config."""
+    mesh = run.mesh
+    sizes = {"mesh": str(mesh.topology), "ranks": mesh.world_size, "device": mesh.device.type}
+    return {**sizes, "parameters": run.num_parameters, **versions()}
 
 
 def rows_of(

@@ -72,6 +72,11 @@ class RunFolder:
         return self.resume.step if self.resume is not None else 0
 
     @property
+    def resumed_from(self) -> str | None:
+        """The path of the checkpoint that the run resumes from."""
+        return str(self.resume.path) if self.resume is not None else None
+
+    @property
     def resumed_run(self) -> Path | None:
         """The folder of the run that this one resumes, its own or another's."""
         return self.resume.path.parents[1] if self.resume is not None else None

@@ -22,6 +22,7 @@ from threefold.check.admit import admit
 from threefold.check.full_size import admit_full_size
 from threefold.checkpoint import run_template
 from threefold.config.loading import LoadedConfig
+from threefold.data.rows.known_rows import KnownRows
 from threefold.data.sampling.loader import Batch
 from threefold.errors import ThreefoldError
 from threefold.mesh import environment
@@ -159,7 +160,9 @@ def _accept(console: Screen, run: Run, built: Built, head: Head) -> None:
         files.extend(file_lines(config, to=folder))
         return _facts_of_start(built, head, files)
 
-    run.begin(partial(assemble.open_audit, built), facts)
+    rows = built.loader.rows
+    known, skips = KnownRows(rows, seed=built.mesh.rank), built.loader.planned
+    run.begin(partial(assemble.start_of, built), facts, rows=rows, known=known, skips=skips)
     built.checkpointer.folder = run.folder
     for line in files:
         console.print(printed("files", line))

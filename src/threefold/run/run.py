@@ -36,6 +36,7 @@ from threefold.checkpoint.manifest import versions
 from threefold.config import loading
 from threefold.config import text as config_text
 from threefold.config.schema import Config
+from threefold.data.order.order import Order, Place
 from threefold.errors import (
     EXIT_STOPPED_WITH_CHECKPOINT,
     CheckpointError,
@@ -48,6 +49,7 @@ from threefold.errors import (
 from threefold.integrations import trackers
 from threefold.jsonl import MetricsFile, Tracker
 from threefold.mesh import environment
+from threefold.mesh.exchange import digest_of_rows
 from threefold.mesh.mesh import Mesh, active_mesh, init_mesh
 from threefold.optim.build import rates_of
 from threefold.run.folder import RunFolder, log_to_file, new_path, open_run, require_shared
@@ -63,7 +65,6 @@ from threefold.training.stop_request import StopRequest
 
 if TYPE_CHECKING:
     from threefold.checkpoint.saver import Saver
-    from threefold.data.order.order import Order
     from threefold.training.evaluation import EvalNumbers
     from threefold.training.saving import Held, Loaded
 
@@ -180,32 +181,34 @@ class Run:
             raise SystemExit(EXIT_STOPPED_WITH_CHECKPOINT)
 
     def begin(
-        self,
-        open_audit: Callable[[], Audit | None] = lambda: None,
-        facts: Callable[[], Mapping[str, Any]] = lambda: {},
+        self, start: Callable[[], SegmentLine | None], facts: Callable[[], Mapping[str, Any]], **audited: Any
     ) -> None:
         """Accepts the request, because nothing can refuse it any more: from now on the folder is this start's.
 
         Later checkpoints than the one that was loaded are set aside. Every rank calls it, before the first step.
 
         Args:
-            open_audit: called when the folder is the run's, and before it is this start's.
+            start: where the steps to come begin in the order of their rows; called when the folder is the run's. None:
+                they are not audited.
             facts: of this start, for the journal; on rank 0.
+            audited: what else the audit is given.
 
         Raises:
             RunError: the data do not continue where the run's record ended.
         """
-        mesh, done = self.mesh, self.folder.resume
+        mesh = self.mesh
         # Until the end, so that no signal can interrupt what is being saved.
         stop = self._stack.enter_context(StopRequest(mesh, last=self._last))
         mesh.share("identity", lambda: self.folder.claim().id)
-        audit = open_audit()
+        audit = self._audit(line, **audited) if (line := start()) is not None else None
         if audit is None:
-            mesh.share("start", lambda: self.folder.begin().link)
+            mesh.share("start", self._link)
         info = environment.current()
-        known: dict[str, Any] = {"from": str(done.path.resolve()) if done is not None else None, **versions()}
-        known |= {"mesh": mesh.topology.sizes, "restart": info.restart, "host": info.host}
-        accepted = mesh.share("accept", lambda: self.folder.accept(self.config, facts={**known, **facts()}))
+        resumed = self.folder.resumed_from and str(Path(self.folder.resumed_from).resolve())
+        known = {"from": resumed, "mesh": mesh.topology.sizes, "restart": info.restart, "host": info.host}
+        accepted = mesh.share(
+            "accept", lambda: self.folder.accept(self.config, facts={**known, **versions(), **facts()})
+        )
         self.folder = dataclasses.replace(self.folder, author=Author(**accepted["author"]))
         for path in accepted["aside"]:
             self.say(f"  set aside: {path}, later than the step that the run resumes from")
@@ -376,7 +379,7 @@ class Run:
         order, why = _order_of(batches)
         self._began = True
         what = {"program": sys.argv[0], "audit": why or "on"}
-        self.begin(partial(self._audit, batches, order) if order is not None else lambda: None, lambda: what)
+        self.begin(lambda: None if order is None else self._start_of(batches, order), lambda: what)
         if why:
             self.say(f"not audited: {why}")
         self.guards.trackers = self.track({"program": what}, {"mesh": str(self.mesh.topology), **versions()})
@@ -389,28 +392,35 @@ class Run:
     def _savers(self) -> list[Saver]:
         return [*self._held.model.savers.values()] if self._held is not None else []
 
-    def _audit(self, loader: Any, order: Order) -> Audit:
-        """Opens the audit of the steps to come, of rows by their indices in the dataset."""
-        from threefold.data.order.order import Place
+    def _link(self) -> str:
+        return self.folder.begin().link
 
-        mesh, state, path = self.mesh, loader.state_dict(), self.folder.path
-        start = SegmentLine.of(
+    def _audit(self, start: SegmentLine, **audited: Any) -> Audit:
+        """Opens the audit of the steps to come, which appends to the run's record: the start begins with it."""
+        mesh, path = self.mesh, self.folder.path / record.FILE
+        go_on = self.config.checkpoint.on_error == "continue"
+        file = MetricsFile(path, continue_on_error=go_on) if mesh.rank == 0 else None
+        resume = f"threefold resume {shlex.quote(str(self.folder.path))}"
+        older = f"resume from an older checkpoint: {resume}/checkpoints/step-..."
+        if self._program:
+            resume = "the program"
+            older = f"go back to an older checkpoint: --checkpoint.resume {self.folder.path}/checkpoints/step-..."
+        begin = partial(compare.begin, start, path, file, link=self._link, fix=older)
+        start = dataclasses.replace(start, **mesh.share("audit", begin))
+        return Audit(start, gather=mesh.gather, explain=partial(explain, resume=resume), record=file, **audited)
+
+    def _start_of(self, loader: Any, order: Order) -> SegmentLine:
+        """Where a loader continues, whose rows are known by their indices in the dataset."""
+        state = loader.state_dict()
+        return SegmentLine.of(
             order,
             Place(state["epoch"], state["position"]),
             first_step=self.step + 1,
-            topology=mesh.topology,
+            topology=self.mesh.topology,
             every=self.config.audit.every,
             data=str(state["fingerprint"].get("data", "")),
-            checkpoint=str(self.folder.resume.path) if self.folder.resume is not None else None,
+            checkpoint=self.folder.resumed_from,
         )
-        file = MetricsFile(path / record.FILE) if mesh.rank == 0 else None
-        older = f"go back to an older checkpoint: config={{'checkpoint.resume': '{path}/checkpoints/step-...'}}"
-        begin = partial(
-            compare.begin, start, path / record.FILE, file, link=lambda: self.folder.begin().link, fix=older
-        )
-        start = dataclasses.replace(start, **mesh.share("audit", begin))
-        said = partial(explain, resume=f"the program, with {path}")
-        return Audit(start, gather=mesh.gather, explain=said, record=file)
 
     def _complete(self, *, due: bool = False) -> None:
         """What follows a step: is the run to stop, is something to be compared or saved."""
@@ -510,7 +520,6 @@ def _passes(batches: Iterable[Any], run: Run) -> Iterator[Any]:
 
 def _order_of(loader: Any) -> tuple[Order | None, str]:
     """The order in which a loader reads its rows; None, and why, where rows cannot be audited."""
-    from threefold.data.order.order import Order
     from threefold.data.sampling.distribute import DistributedLoader
 
     if not isinstance(loader, DistributedLoader):
@@ -530,6 +539,4 @@ def _order_of(loader: Any) -> tuple[Order | None, str]:
 
 def _contents(batch: Any) -> list[Any]:
     """What identifies the tensors of a batch, for the ranks that must have the same."""
-    from threefold.mesh.exchange import digest_of_rows
-
     return [np.array([digest_of_rows([batch])], np.int64)] if isinstance(batch, Mapping) else []

@@ -23,7 +23,7 @@ def main(folder: str, steps: int, dp: int = 1, cp: int = 1, tp: int = 1) -> None
     loader = threefold.distribute(DataLoader(rows(), batch_size=16 // mesh.dp_size, shuffle=True, drop_last=True))
     with threefold.Run(folder, mesh=mesh, config={"train.nonfinite": "skip"}) as run:
         step = threefold.TrainStep(model, lr=5e-3)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(step.optimizer, steps)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(step.optimizer, 0.98)
         run.load(step, loader, schedule=schedule)  # the state of the newest checkpoint, if there is one
         for batch in run.steps(loader, until=steps, save_every=10):
             numbers = step(batch)

@@ -264,3 +264,24 @@ def test_identity_says_whose_loop_it_is(tmp_path: Path) -> None:
     Identity.new(program=True).write(tmp_path)
     read = Identity.read(tmp_path)
     assert read is not None and read.program
+
+
+_HANGS = """
+import time
+from ranks.own_runs import in_a_run
+
+def act(run, mesh):
+    if run.step == 2 and mesh.rank == 1:
+        time.sleep(600)
+
+in_a_run({"dp": 2}, "run", 5, act, config={"log.stall_s": 2.0, "train.timeout_s": 4.0})
+"""
+
+
+def test_rank_that_does_not_go_on_is_named_and_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(_HANGS)
+    done = runs.torchrun(tmp_path, 2, "hangs.py", timeout_s=120)
+    assert done.returncode != 0
+    said = done.stdout + done.stderr
+    assert re.search(r"rank 1 of host \S+ \(process \d+\) is in the program of step 2", said), said
+    assert "hangs.py" in said and "the run ends here, and its checkpoints are kept" in said

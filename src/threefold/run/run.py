@@ -365,6 +365,7 @@ class Run:
         self._rates = {"lr": step.optimizer.param_groups[0]["lr"], **rates_of(step.optimizer)}
         rows = [self._rows] * len(result.micro_losses)
         self.guards.look_for_nonfinite(self.step, result, lambda: rows, now=True)
+        self.guards.progress.enter("the program")
 
     def _begin(self, batches: Any) -> None:
         """Begins the run of a program, whose audit is that of its first loader."""

@@ -189,11 +189,12 @@ def _two(folder: str) -> list[str]:
         threefold.save(folder, model=step.model, step=2)
     except threefold.errors.ConfigError as error:
         told.append(str(error))
-    for word in ("steps", "again"):
+    for word in ("steps", "loader", "again"):
         try:
             with threefold.Run(folder, mesh=mesh) as run:
+                if word != "steps":
+                    run.load(step, *([loader] if word == "again" else []))
                 if word == "again":
-                    run.load(step, loader)
                     run.save()
                 next(run.steps(loader, until=3))
         except threefold.errors.ConfigError as error:
@@ -204,10 +205,11 @@ def _two(folder: str) -> list[str]:
 
 def test_folder_of_a_run_is_that_of_one_process_and_of_the_run_alone(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    second, saved, unloaded, early = run_ranks(_two, 1, str(folder))[0]
+    second, saved, unloaded, other, early = run_ranks(_two, 1, str(folder))[0]
     assert f"{folder} is in use by another run: process" in second
     assert "this is the folder of a run" in saved and f"with threefold.Run('{folder}')" in saved
     assert "run.steps(...) before run.load(...)" in unloaded
+    assert "run.steps(...) is given a DistributedLoader that run.load(...) was not" in other
     assert "run.save() before the first step" in early
 
 

@@ -285,7 +285,7 @@ class Run:
             save_every: steps between checkpoints; 0: at the end, and where the program calls `save`.
 
         Raises:
-            ConfigError: there is a checkpoint that was not loaded. DataError: there are no batches.
+            ConfigError: `load` was not called, or not with this loader. DataError: there are no batches.
         """
         with self._in_own_words():
             self._begin(batches)
@@ -376,6 +376,12 @@ class Run:
                 "run.steps(...) before run.load(...)",
                 expected="to know what the run saves, and continues from if its folder has a checkpoint",
                 fix="run.load(step, loader), inside of `with threefold.Run(...) as run:`",
+            )
+        if hasattr(batches, "state_dict") and batches is not self._held.loader:
+            raise ConfigError(
+                f"run.steps(...) is given a {type(batches).__name__} that run.load(...) was not",
+                expected="the loader whose place the run saves: a resume would read its first rows again",
+                fix="run.load(step, loader)",
             )
         order, why = _order_of(batches)
         self._began = True

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from threefold.model.model import freeze as freeze
     from threefold.run.hooks import Facts as Facts
     from threefold.run.load_model import load_model as load_model
+    from threefold.run.run import Run as Run
     from threefold.run.start import Result as Result
     from threefold.run.start import train
     from threefold.training.evaluation import EvalNumbers as EvalNumbers
@@ -39,6 +40,7 @@ _HOME_OF_NAME = {
     "Mesh": "threefold.mesh.mesh",
     "Model": "threefold.model.model",
     "Result": "threefold.run.start",
+    "Run": "threefold.run.run",
     "Saving": "threefold.training.saving",
     "StepNumbers": "threefold.training.numbers",
     "TrainStep": "threefold.training.step",
@@ -62,6 +64,7 @@ __all__ = [
     "Mesh",
     "Model",
     "Result",
+    "Run",
     "Saving",
     "StepNumbers",
     "TrainStep",

@@ -76,19 +76,22 @@ def test_a_classifier_prints_the_same_on_copies_and_shards() -> None:
         assert numbers(run_ranks(_main, 2, "classifier", *sizes)[0]) == pytest.approx(alone, abs=2e-4, rel=2e-3)
 
 
-def _two_runs(folder: str, first: tuple[int, ...], second: tuple[int, ...]) -> str:
+def _two_runs(name: str, folder: str, first: tuple[int, ...], second: tuple[int, ...]) -> str:
     """What both runs of the loop print, each on its mesh."""
     size = first[0] * first[1] * first[2]
-    begun = run_ranks(_main, size, "save_and_resume", folder, 3, *first)[0]
-    return begun + run_ranks(_main, second[0] * second[1] * second[2], "save_and_resume", folder, 6, *second)[0]
+    begun = run_ranks(_main, size, name, folder, 3, *first)[0]
+    return begun + run_ranks(_main, second[0] * second[1] * second[2], name, folder, 6, *second)[0]
 
 
 @pytest.mark.parametrize("meshes", SHORT_AND_LONG)
-def test_a_loop_stops_and_goes_on_on_another_mesh(tmp_path: Path, meshes: list[tuple[int, int, int]]) -> None:
-    unbroken = numbers(run_ranks(_main, 1, "save_and_resume", str(tmp_path / "unbroken"), 6)[0])
+@pytest.mark.parametrize("name", ["save_and_resume", "run"])
+def test_a_loop_stops_and_goes_on_on_another_mesh(
+    name: str, tmp_path: Path, meshes: list[tuple[int, int, int]]
+) -> None:
+    unbroken = numbers(run_ranks(_main, 1, name, str(tmp_path / "unbroken"), 6)[0])
     for number, sizes in enumerate(meshes):
         then = MESHES[(MESHES.index(sizes) + 1) % len(MESHES)]
-        assert numbers(_two_runs(str(tmp_path / str(number)), sizes, then)) == pytest.approx(
+        assert numbers(_two_runs(name, str(tmp_path / str(number)), sizes, then)) == pytest.approx(
             unbroken, abs=2e-4, rel=2e-3
         )
 

@@ -243,7 +243,7 @@ _PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "admission": _before("threefold.run.rank", "admit"),
     "preparation": _before("threefold.run.assemble", "rows_of"),
     "loading": _before("threefold.run.assemble", "build"),
-    "data": _before("threefold.training.loop:_Window", "read"),
+    "data": _before("threefold.training.loop:Window", "read"),
     "forward": _before("threefold.training.step:TrainStep", "_backward"),
     "backward": _in_backward,
     "optimizer": _before("threefold.training.step:TrainStep", "_update"),

@@ -14,9 +14,9 @@ STEP = 4
 
 def stall_in_data(rank: int) -> None:
     """The data of one step never comes."""
-    from threefold.training.loop import _Window
+    from threefold.training.loop import Window
 
-    _before(_Window, "read", rank, lambda: time.sleep(1000))
+    _before(Window, "read", rank, lambda: time.sleep(1000))
 
 
 def stall_in_forward(rank: int) -> None:

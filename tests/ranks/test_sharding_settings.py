@@ -46,7 +46,7 @@ def _accumulated(sizes: Sizes, folder: str, micro_batch: int) -> Any:
     copies = run.mesh.group("dp_replicate")
     # torch 2.13 gave it another name.
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-    scatter, reduce, enter = getattr(dist, name), dist.all_reduce, run.step._progress.enter
+    scatter, reduce, enter = getattr(dist, name), dist.all_reduce, run.step.progress.enter
     held: list[int] = []
 
     def scattered(*args: Any, **settings: Any) -> Any:
@@ -64,7 +64,7 @@ def _accumulated(sizes: Sizes, folder: str, micro_batch: int) -> Any:
 
     setattr(dist, name, scattered)
     dist.all_reduce = reduced
-    run.step._progress.enter = entered  # type: ignore[method-assign]
+    run.step.progress.enter = entered  # type: ignore[method-assign]
     curve = [(loss, norm) for loss, norm, _ in run.advance(2)]
     return curve, held[1], counts, sum(each.numel() for each in run.model.module.parameters())
 

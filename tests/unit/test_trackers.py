@@ -15,6 +15,7 @@ from ranks.runs import command, prepare
 from threefold.config import loading
 from threefold.errors import ConfigError
 from threefold.integrations.trackers import Guarded, RunDescription, open_trackers, problems
+from threefold.jsonl import MetricsFile
 
 ALL = "[tensorboard, wandb, trackio]"
 
@@ -85,7 +86,7 @@ def test_tracker_that_cannot_open_is_said_once_and_training_goes_on(
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(folder))
     said = train(folder, 2, "[wandb]")
-    assert said.count("tracker wandb did not open and is left out: ") == 1
+    assert said.count("tracker wandb did not open: ") == 1
     assert "done: 2 steps" in said
     assert "Traceback" in (folder / "run/logs/rank-0000.log").read_text()
 
@@ -109,46 +110,99 @@ def test_mlflow_keeps_a_run_and_its_resume_as_one(folder: Path) -> None:
 
 
 @pytest.mark.examples
-def test_mlflow_without_its_server_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_without_its_server_stops_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow", reason="pip install mlflow-skinny   (make test-examples does)")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     said = train(folder, 2, "[mlflow]")
-    assert said.count("tracker mlflow did not open and is left out: ") == 1
+    assert said.count("tracker mlflow did not open: ") == 1
     assert "done: 2 steps" in said
 
 
 class Failing:
     def __init__(self, at: str) -> None:
-        self.at, self.heard = at, 0
+        self.at, self.works, self.got = at, True, list[int]()
 
     def log(self, metrics: dict[str, Any]) -> None:
-        self.heard += 1
-        if self.at == "log" and self.heard == 2:
+        if not self.works:
             raise OSError("the disk is full\nand more")
+        self.got.append(metrics["step"])
 
     def close(self) -> None:
         if self.at == "close":
             raise SystemExit(1)
 
 
-def test_tracker_that_fails_later_is_left_out_from_then_on() -> None:
+def test_tracker_that_fails_is_tried_again_and_misses_nothing() -> None:
     said: list[str] = []
-    inner = Failing("log")
-    guarded = Guarded("mine", lambda: inner, said.append)
-    for step in range(5):
+    inner, now, tried = Failing("log"), [0.0], list[float]()
+
+    def opened() -> Failing:
+        tried.append(now[0])
+        if len(tried) == 1:
+            raise SystemExit("no network")
+        return inner
+
+    guarded = Guarded("mine", opened, said.append, lambda: now[0])
+    for step in range(40):
+        now[0] += 20.0
+        inner.works = not 7 <= step < 20
         guarded.log({"step": step})
+    assert tried == [0.0, 60.0]  # not at every step: the other ranks wait for a try
+    assert inner.got == [*range(40)]
+    inner.works = False
+    guarded.log({"step": 40})
+    inner.works = True
     guarded.close()
-    assert inner.heard == 2
+    assert inner.got == [*range(41)]
+    again = "(training continues, and it is tried again; see the rank's log)"
     assert said == [
-        "tracker mine failed and is left out: the disk is full (training continues; see the rank's log)",
+        f"tracker mine did not open: no network {again}",
+        "tracker mine works again, and has got what it had missed",
+        f"tracker mine failed: the disk is full {again}",
+        "tracker mine works again, and has got what it had missed",
+        f"tracker mine failed: the disk is full {again}",
+        "tracker mine works again, and has got what it had missed",
     ]
+
+
+def _kept(tracker: str, folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """(step, loss) of each run that a tracker has."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    if tracker == "trackio":
+        with sqlite3.connect(folder / "trackio/p.db") as database:
+            for run, step, metrics in database.execute("select run_name, step, metrics from metrics order by id"):
+                found.setdefault(run, []).append((step, json.loads(metrics)["loss"]))
+        return found
+    for place in (folder / "run/mlflow").glob("*/*/metrics/loss"):
+        if "lifecycle_stage: active" in (place.parents[1] / "meta.yaml").read_text():
+            lines = (line.split() for line in place.read_text().splitlines())
+            found[place.parents[1].name] = [(int(step), float(value)) for _, value, step in lines]
+    return found
+
+
+@pytest.mark.parametrize("tracker", ["trackio", pytest.param("mlflow", marks=pytest.mark.examples)])
+def test_steps_that_were_gone_back_over_are_kept_once(tracker: str, folder: Path) -> None:
+    pytest.importorskip(tracker, reason=f"pip install {tracker}   (make test-examples does)")
+    (folder / "run").mkdir()
+    for first, last, number in ((1, 6, 1.0), (7, 8, 2.0), (5, 9, 3.0), (10, 10, 4.0)):
+        run = RunDescription(folder / "run", "p", {"train": {"steps": 9}}, {}, first_step=first)
+        file = MetricsFile(folder / "run/metrics.jsonl", timed=True)
+        (opened,) = open_trackers((tracker,), run, pytest.fail)
+        for step in range(first, last + 1):
+            for each in (file, opened):
+                each.log({"step": step, "loss": number})
+        file.close()
+        opened.close()
+    name = json.loads((folder / "run/trackers.json").read_text())[tracker]
+    values = [1.0] * 4 + [3.0] * 5 + [4.0]
+    assert _kept(tracker, folder) == {name: [*enumerate(values, start=1)]}
 
 
 def test_tracker_that_leaves_the_process_does_not_take_training_along() -> None:
     said: list[str] = []
     guarded = Guarded("mine", lambda: Failing("close"), said.append)
     guarded.close()
-    assert said == ["tracker mine did not close and is left out: 1 (training continues; see the rank's log)"]
+    assert said == ["tracker mine did not close: 1 (training continues; see the rank's log)"]
 
 
 def test_tracker_is_opened_with_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

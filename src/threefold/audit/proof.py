@@ -115,14 +115,14 @@ def check_saved(lines: Sequence[Line], saved: Iterable[SavedPlace]) -> None:
     first_step = lines[0].first_step if isinstance(lines[0], SegmentLine) else 1
     for path, step, place, link in saved:
         readings = _places_after(lines, step, link)
-        if step < first_step or place in readings:
+        if step < first_step or any(order.begin(place) == order.begin(reading) for order, reading in readings):
             continue
         if not readings:
             what = f"step {step} has no record, but {path} was saved after it"
             raise RunError(what, expected="every saved step in audit.jsonl", fix=_LOST_LINES)
         raise RunError(
             f"{path} was saved at position {place.position} of epoch {place.epoch}, but by audit.jsonl step "
-            f"{step} ended at position {readings[-1].position} of epoch {readings[-1].epoch}",
+            f"{step} ended at position {readings[-1][1].position} of epoch {readings[-1][1].epoch}",
             expected="one place after each step",
             fix="restore the file that was changed",
         )
@@ -143,13 +143,13 @@ def check_logged(segments: Sequence[Segment], logged: int) -> None:
         )
 
 
-def _places_after(lines: Sequence[Line], step: int, link: str | None) -> list[Place]:
-    found: list[Place] = []
+def _places_after(lines: Sequence[Line], step: int, link: str | None) -> list[tuple[Order, Place]]:
+    found: list[tuple[Order, Place]] = []
     for line in lines:
         if isinstance(line, SegmentLine):
             order, by = line.order, line.link
         elif isinstance(line, StepsLine) and by == link and line.first <= step <= line.last:
-            found.append(order.after(line.place, step - line.first + 1))
+            found.append((order, order.after(line.place, step - line.first + 1)))
     return found
 
 

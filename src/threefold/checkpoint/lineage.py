@@ -83,17 +83,22 @@ class Author:
 
 @dataclass(frozen=True)
 class Identity:
-    """A run's id, when it was made (UTC), the checkpoint that it was forked from, if it was, and its starts."""
+    """A run's id, when it was made (UTC), the checkpoint that it was forked from, if it was, and its starts.
+
+    Attributes:
+        program: its loop is a program's own (`threefold.Run`), which alone can continue it.
+    """
 
     id: str
     created: str
     origin: Origin | None = None
     starts: tuple[Start, ...] = ()
+    program: bool = False
 
     @classmethod
-    def new(cls, origin: Origin | None = None) -> Identity:
+    def new(cls, origin: Origin | None = None, *, program: bool = False) -> Identity:
         """The identity of a run that begins now."""
-        return cls(uuid.uuid4().hex, utc_now(), origin)
+        return cls(uuid.uuid4().hex, utc_now(), origin, program=program)
 
     def begin(self, step: int, resumed: str | None) -> Identity:
         """Returns the identity with one more start."""
@@ -138,7 +143,8 @@ class Identity:
     def of(cls, values: Mapping[str, Any]) -> Identity:
         """The identity of plain values; ValueError, KeyError or TypeError if they are none or its chain is broken."""
         origin = Origin(**values["origin"]) if values["origin"] is not None else None
-        known = cls(values["id"], values["created"], origin, tuple(Start(**start) for start in values["starts"]))
+        starts = tuple(Start(**start) for start in values["starts"])
+        known = cls(values["id"], values["created"], origin, starts, bool(values.get("program")))
         texts = [known.id, known.created, *((origin.path, origin.run or "") if origin is not None else ())]
         if not all(isinstance(text, str) for text in texts) or not known.id:
             raise TypeError("a text is missing")

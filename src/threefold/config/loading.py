@@ -20,7 +20,7 @@ from threefold.config.dropped import DROPPED
 from threefold.config.meant_values import meant_value
 from threefold.config.optimizer import GroupConfig
 from threefold.config.optimizer_rules import GROUPS_FIX
-from threefold.config.paths import is_run, literal_paths, run_of
+from threefold.config.paths import RUN_CONFIG, is_of_program, is_run, literal_paths, run_of
 from threefold.config.rules import MIXTURE_FIX, contradictions
 from threefold.config.schema import Config, MixtureSource, every_key, inner_sections, keys_of, value_at
 from threefold.config.text import as_yaml, parse, pasted
@@ -182,6 +182,12 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
+        if Path(path).name == RUN_CONFIG and is_of_program(run := Path(path).parent):
+            what = f"{run} is the run of a program with a loop of its own (threefold.Run), which has no {RUN_CONFIG}"
+            expected = "a run of threefold train: what this one reads and computes, the program alone knows"
+            fix = "run the program again, which resumes it; its weights: "
+            problems.append(Problem(what, expected, f"{fix}threefold export {shlex.quote(str(run))} --to DIR"))
+            return []
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         fix = f"threefold resume {shlex.quote(path)}" if is_run(Path(path)) else "check the path"
         problems.append(Problem(f"{path}: {reason}", "a readable YAML file", fix))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import os
@@ -33,6 +34,13 @@ def is_run(folder: Path) -> bool:
     records = any(os.path.isfile(folder / name) for name in (RUN_FILE, METRICS, JOURNAL, AUDIT))
     checkpoints = folder / "checkpoints"
     return records or (os.path.isdir(checkpoints) and any(checkpoints.glob("step-*")))
+
+
+def is_of_program(run: Path) -> bool:
+    """Whether a run's loop is a program's own (`threefold.Run`), by its run.json."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return bool(json.loads((run / RUN_FILE).read_bytes()).get("program"))
+    return False
 
 
 def run_of(config: Path) -> Path | None:

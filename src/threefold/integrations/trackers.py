@@ -1,8 +1,8 @@
 """Trackers besides the metrics file and the screen: TensorBoard, Weights & Biases, trackio, MLflow.
 
 They get the same metrics as the metrics file, on rank 0, after the config, the mesh and the versions. If a tracker
-fails, this is reported once, and training continues without it. A tracker that is not installed is refused before
-training begins.
+fails, this is reported once, training continues, and it gets later what it has missed. A tracker that is not installed
+is refused before training begins.
 """
 
 from __future__ import annotations
@@ -10,22 +10,29 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import math
 import os
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from threefold.config.paths import METRICS
 from threefold.errors import Problem
-from threefold.jsonl import Metrics, Tracker
+from threefold.jsonl import Lines, Metrics, Tracker
 
 log = logging.getLogger("threefold")
 
 _IDS = "trackers.json"
+# A tracker that has failed is tried again after so long, then after twice as long each time, and at most after so long;
+# so many lines are kept for it.
+_TRY_AGAIN_S, _AT_MOST_S, _MOST_MISSED = 60.0, 600.0, 100_000
 # A login prompt, or an upload without a network, must not block the other ranks.
 _LOGIN_TIMEOUT_S, _FINISH_TIMEOUT_S = 10, 300
 _MLFLOW = {
@@ -63,11 +70,28 @@ class RunDescription:
         """Config and facts together."""
         return {**self.config, "run": dict(self.facts)}
 
-    def id_of(self, tracker: str, make: Callable[[], str]) -> str:
-        """The run's id in a tracker, the same in every resume."""
+    def gone_back(self) -> list[Metrics] | None:
+        """The logged lines that stand, where a run goes back over later steps that it has logged; else None."""
+        lines = [line.values for line in Lines(self.folder / METRICS).read() if type(line.values.get("step")) is int]
+        if all(line["step"] < self.first_step for line in lines):
+            return None
+        standing: list[Metrics] = []
+        for line in lines:
+            if "loss" in line:  # another pass over steps that were trained before stands for them
+                standing = [each for each in standing if each["step"] < line["step"]]
+            standing.append(line)
+        return [line for line in standing if line["step"] < self.first_step]
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """The run's ids, by tracker."""
         path = self.folder / _IDS
-        ids = json.loads(path.read_text()) if path.exists() else {}
-        if tracker not in ids:
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def id_of(self, tracker: str, make: Callable[[], str], *, anew: bool = False) -> str:
+        """The run's id in a tracker, the same in every resume; `anew`: another one from now on."""
+        path, ids = self.folder / _IDS, self.ids
+        if anew or tracker not in ids:
             ids[tracker] = make()
             temporary = path.with_name(f".{_IDS}")
             temporary.write_text(json.dumps(ids))
@@ -94,31 +118,62 @@ def open_trackers(names: Sequence[str], run: RunDescription, say: Callable[[str]
 
 
 class Guarded:
-    """A tracker whose failure is reported once and stops nothing else."""
+    """A tracker whose failure is reported once and stops nothing else; it is tried again, and misses nothing.
 
-    def __init__(self, name: str, open_tracker: Callable[[], Tracker], say: Callable[[str], None]) -> None:
-        self._name, self._say = name, say
+    Args:
+        now_s: the time, by a clock that never goes back.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_tracker: Callable[[], Tracker],
+        say: Callable[[str], None],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name, self._say, self._open, self._now_s = name, say, open_tracker, now_s
         self._tracker: Tracker | None = None
-        self._try("did not open", lambda: setattr(self, "_tracker", open_tracker()))
+        self._missed: deque[Metrics] = deque(maxlen=_MOST_MISSED)
+        self._wait_s, self._again_s = 0.0, -math.inf
+        self._catch_up()
 
     def log(self, metrics: Metrics) -> None:
-        """Passes metrics on while the tracker works."""
-        if (tracker := self._tracker) is not None:
-            self._try("failed", lambda: tracker.log(metrics))
+        """Passes metrics on, or keeps them until the tracker works again."""
+        self._missed.append(metrics)
+        if self._now_s() >= self._again_s:
+            self._catch_up()
 
     def close(self) -> None:
-        if (tracker := self._tracker) is not None:
-            self._try("did not close", tracker.close)
+        if self._tracker is not None:
+            self._catch_up()
+            self._try("did not close", self._tracker.close, again="")
             self._tracker = None
 
-    def _try(self, what: str, act: Callable[[], None]) -> None:
+    def _catch_up(self) -> None:
+        if self._tracker is None and not self._try("did not open", lambda: setattr(self, "_tracker", self._open())):
+            return
+        assert self._tracker is not None
+        while self._missed:
+            if not self._try("failed", partial(self._tracker.log, self._missed[0])):
+                return
+            self._missed.popleft()
+        if self._wait_s:
+            self._say(f"tracker {self._name} works again, and has got what it had missed")
+            self._wait_s = 0.0
+
+    def _try(self, what: str, act: Callable[[], None], *, again: str = ", and it is tried again") -> bool:
         try:
             act()
+            return True
         except (Exception, SystemExit) as error:  # a library's exit must not end training
-            self._tracker = None
             log.warning("tracker %s %s", self._name, what, exc_info=True)
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._say(f"tracker {self._name} {what} and is left out: {reason} (training continues; see the rank's log)")
+            if not self._wait_s:
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                self._say(f"tracker {self._name} {what}: {reason} (training continues{again}; see the rank's log)")
+            # A try may take many seconds, in which the other ranks wait.
+            self._wait_s = min(max(_TRY_AGAIN_S, 2 * self._wait_s), _AT_MOST_S)
+            self._again_s = self._now_s() + self._wait_s
+            return False
 
 
 class TensorBoard:
@@ -175,15 +230,26 @@ class WeightsAndBiases:
 
 
 class Trackio:
-    """A run in trackio's local database (TRACKIO_DIR), which `trackio show` serves; resumed by its own name."""
+    """A run in trackio's local database (TRACKIO_DIR), which `trackio show` serves; resumed by its own name.
+
+    Where steps are gone back over, which it cannot forget, another run with what stands takes the place of that one.
+    """
 
     def __init__(self, run: RunDescription) -> None:
         import trackio
 
-        name = run.id_of("trackio", lambda: f"{run.name}-{uuid.uuid4().hex[:8]}")  # folders may have equal names
+        before, again = run.ids.get("trackio"), run.gone_back()
+        make = partial(_named, run.name)  # folders may have equal names
+        name = run.id_of("trackio", make, anew=again is not None)
         with redirect_stdout(None):  # it prints a long explanation
             off: dict[str, Any] = dict.fromkeys(("embed", "auto_log_gpu", "auto_log_cpu"), False)
             self._run: Any = trackio.init(project=run.project, name=name, config=run.told, resume="allow", **off)
+            for line in again or ():
+                self.log(line)
+            if again is not None and before is not None:
+                for each in trackio.Api().runs(run.project):
+                    if each.name == before:
+                        each.delete()
 
     def log(self, metrics: Metrics) -> None:
         self._run.log(_numbers(metrics), step=metrics["step"])
@@ -196,7 +262,10 @@ class Trackio:
 
 
 class MLflow:
-    """A run of MLflow: at MLFLOW_TRACKING_URI, else in files below `mlflow` in the run's folder; resumed by its id."""
+    """A run of MLflow: at MLFLOW_TRACKING_URI, else in files below `mlflow` in the run's folder; resumed by its id.
+
+    Where steps are gone back over, another run with what stands takes the place of that one, which MLflow can restore.
+    """
 
     def __init__(self, run: RunDescription) -> None:
         # Read by mlflow alone: it calls its files out of fashion, and would try a dead server for many minutes.
@@ -208,7 +277,12 @@ class MLflow:
         known = mlflow.tracking.is_tracking_uri_set()
         self._client: Any = mlflow.MlflowClient(None if known else (run.folder / "mlflow").resolve().as_uri())
         self._metric: Any = Metric
-        self._id = run.id_of("mlflow", lambda: self._created(run))
+        before, again = run.ids.get("mlflow"), run.gone_back()
+        self._id = run.id_of("mlflow", lambda: self._created(run), anew=again is not None)
+        for line in again or ():
+            self.log(line)
+        if again is not None and before is not None:
+            self._client.delete_run(before)
         self._client.update_run(self._id, status="RUNNING")
         # What a resume may have changed; MLflow keeps parameters as they were first.
         self._client.log_batch(self._id, tags=[RunTag(name, str(value)) for name, value in run.facts.items()])
@@ -226,12 +300,17 @@ class MLflow:
         return number
 
     def log(self, metrics: Metrics) -> None:
-        now = int(time.time() * 1000)
+        logged = datetime.fromisoformat(metrics["time"]).timestamp() if "time" in metrics else time.time()
+        now = int(logged * 1000)
         found = [self._metric(name, value, now, metrics["step"]) for name, value in _numbers(metrics).items()]
         self._client.log_batch(self._id, metrics=found)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+def _named(folder: str) -> str:
+    return f"{folder}-{uuid.uuid4().hex[:8]}"
 
 
 def _numbers(metrics: Metrics) -> dict[str, float]:

@@ -58,6 +58,7 @@ class Mesh:
         num_hosts: machines, if that is known.
         groups: process groups of `dp`, `cp` and `loss`, if they have more than one member.
         store: the rendezvous store, or None in a single process.
+        timeout_s: longest wait in a collective.
         losses: the batches of the custom losses that are computed now, for models that a loss calls.
     """
 
@@ -70,6 +71,7 @@ class Mesh:
     host_leader: int = 0
     num_hosts: int = 1
     store: dist.Store | None = None
+    timeout_s: float = 600.0
     losses: list[Any] = field(default_factory=list, repr=False, compare=False)
     _before_close: list[Callable[[], object]] = field(default_factory=list, repr=False, compare=False)
 
@@ -324,7 +326,16 @@ def join_mesh(
     rank = dist.get_rank()
     leader = hosts.index(hosts[rank]) if hosts else rank - rank % info.local_world_size
     _active = Mesh(
-        topology, rank, own_device, device_mesh, present, info.local_world_size, leader, len(set(hosts)) or 1, store
+        topology,
+        rank,
+        own_device,
+        device_mesh,
+        present,
+        info.local_world_size,
+        leader,
+        len(set(hosts)) or 1,
+        store,
+        timeout_s,
     )
     return _active
 

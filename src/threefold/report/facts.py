@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
-from threefold.config.paths import EXPORT_FOLDER, JOURNAL, METRICS, PROFILE_FOLDER, RUN_CONFIG, RUN_FILE
+from threefold.config.paths import (
+    EXPORT_FOLDER,
+    JOURNAL,
+    METRICS,
+    PROFILE_FOLDER,
+    RUN_CONFIG,
+    RUN_FILE,
+    is_of_program,
+)
 from threefold.config.text import parse
 from threefold.errors import ThreefoldError
 from threefold.jsonl import Damage, Lines
@@ -114,16 +122,21 @@ class RunFacts:
         found = []
         if self.state == "ended":
             found.append((f"threefold explain {run}", "what its logs say of its end"))
-        if self.state != "running":
+        of_program = is_of_program(self.path)
+        if self.state != "running" and not of_program:
             more = f" --train.steps {2 * self.num_steps}" if self.state == "done" and self.num_steps else ""
             found.append((f"threefold resume {run}{more}", "go on" + (" for as many steps again" if more else "")))
         if any(each.state == "whole" for each in self.saved):
-            found.append((f"threefold sample {run} --prompt 'Once upon a time'", "what the model writes"))
+            if not of_program:
+                found.append((f"threefold sample {run} --prompt 'Once upon a time'", "what the model writes"))
             found.append((f"threefold export {run} --to {shlex.quote(self.name + '-hf')}", "as a Hugging Face folder"))
-        found.append((f"threefold data audit {run} --contents", "prove every token that it has read"))
+        # The rows of a program's run are known by their numbers, and not where they lie.
+        contents, show = ("", "") if of_program else (" --contents", " --show")
+        what, text = ("row", "") if of_program else ("token", ", and their text")
+        found.append((f"threefold data audit {run}{contents}", f"prove every {what} that it has read"))
         if step := self.metrics.last.get("step"):
             found.append((f"threefold why {run}", "what stands out, and why"))
-            found.append((f"threefold data order {run} --step {step} --show", "the rows of a step, and their text"))
+            found.append((f"threefold data order {run} --step {step}{show}", f"the rows of a step{text}"))
         return found
 
 
@@ -153,10 +166,11 @@ def gather(run: Path, metrics: Metrics | None = None, *, name: str | None = None
     with _noted(facts, RUN_FILE):
         identity = json_of(run / RUN_FILE)
         facts.created, facts.origin = str(identity["created"]), identity.get("origin")
-    with _noted(facts, RUN_CONFIG):
-        facts.config_text = content_of(run / RUN_CONFIG, MOST_OF_CONFIG).decode("utf-8")
-        config = parse(facts.config_text, RUN_CONFIG)
-        facts.config = config if isinstance(config, dict) else {}
+    if not is_of_program(run):
+        with _noted(facts, RUN_CONFIG):
+            facts.config_text = content_of(run / RUN_CONFIG, MOST_OF_CONFIG).decode("utf-8")
+            config = parse(facts.config_text, RUN_CONFIG)
+            facts.config = config if isinstance(config, dict) else {}
     logs = read_logs(run)
     facts.warnings = logs.warnings
     facts.notes += logs.notes

@@ -61,7 +61,7 @@ def proof_lines(run: Path, rows_of: Callable[[Path, Sequence[Segment]], Rows] | 
     num_read = sum(stretch.stop - stretch.start for stretch in stretches if stretch.first_step)
     known = [segment for segment in segments if segment.start.stores]
     if not segments[-1].start.data:
-        what = "samples (of a Trainer's dataset, whose contents have no fingerprint)"
+        what = "samples (of a program's dataset, whose contents have no fingerprint)"
     elif contents:
         what = "samples and tokens"
     elif len(known) == len(segments):

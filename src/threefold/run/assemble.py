@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from threefold.audit import compare, record, row_lengths
-from threefold.audit.compare import Audit
+from threefold.audit import row_lengths
 from threefold.audit.digest import TOKEN_FIELDS
-from threefold.audit.offences import explain
 from threefold.audit.record import SegmentLine
 from threefold.checkpoint.manifest import versions
 from threefold.config.auto_lr import with_rate
@@ -24,13 +22,11 @@ from threefold.data.order.mixture import Mixture
 from threefold.data.order.order import Order, last_step
 from threefold.data.order.permutation import seed_of
 from threefold.data.rows.concat import Rows
-from threefold.data.rows.known_rows import KnownRows, parts_of
+from threefold.data.rows.known_rows import parts_of
 from threefold.data.rows.packing import MixedRows, Packing, open_rows, reopen_rows, store_at
 from threefold.data.rows.padded import PaddedRows
 from threefold.data.sampling.loader import Batch, TokenLoader, evaluation_batches
 from threefold.data.tokens import Tokenizer
-from threefold.integrations import trackers
-from threefold.jsonl import MetricsFile, Tracker
 from threefold.mesh.environment import cache_folder
 from threefold.mesh.mesh import Mesh
 from threefold.model import noise
@@ -170,21 +166,11 @@ def average_of(config: Config, model: Model) -> Ema | None:
     return Ema(model.module, decay, exact=exact) if decay is not None else None
 
 
-def trackers_of(run: Built, *, say: Callable[[str], None]) -> list[Tracker]:
-    """The trackers that log.trackers asks for, in addition to the metrics file; `say` prints a line if one fails."""
-    config, mesh = run.config, run.mesh
-    if not config.log.trackers:
-        return []
-    facts = {
-        "mesh": str(mesh.topology),
-        "ranks": mesh.world_size,
-        "device": mesh.device.type,
-        "parameters": run.num_parameters,
-        **versions(),
-    }
-    values = config.model_dump(mode="json")
-    described = trackers.RunDescription(run.folder.path, config.log.project, values, facts, run.done + 1)
-    return trackers.open_trackers(config.log.trackers, described, say)
+def tracked_facts(run: Built) -> dict[str, Any]:
+    """What trackers are given besides the config."""
+    mesh = run.mesh
+    sizes = {"mesh": str(mesh.topology), "ranks": mesh.world_size, "device": mesh.device.type}
+    return {**sizes, "parameters": run.num_parameters, **versions()}
 
 
 def rows_of(
@@ -268,16 +254,9 @@ def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
     )
 
 
-def open_audit(run: Built) -> Audit:
-    """Opens the audit of the steps to come, which appends to the run's audit.jsonl; every rank calls it.
-
-    The start begins with it: its checksum is in the record, as in its checkpoints.
-
-    Raises:
-        RunError: the loader does not resume where the run's record ended; on every rank.
-    """
+def start_of(run: Built) -> SegmentLine:
+    """Where the steps to come begin, for the run's audit; every rank calls it."""
     config, mesh, loader = run.config, run.mesh, run.loader
-    resume = f"threefold resume {shlex.quote(str(run.folder.path))}"
     order = order_of(config, loader.rows)
     start = SegmentLine.of(
         order,
@@ -286,28 +265,14 @@ def open_audit(run: Built) -> Audit:
         topology=mesh.topology,
         every=config.audit.every,
         data=loader.rows.fingerprint,
-        checkpoint=str(run.folder.resume.path) if run.folder.resume is not None else None,
+        checkpoint=run.folder.resumed_from,
     )
     tensors = TOKEN_FIELDS if config.data.document_mask else TOKEN_FIELDS[:-1]
     start = dataclasses.replace(start, tensors=tensors, stores=record_of(loader.rows))
     if (lengths := order.lengths) is not None:
         grouped = mesh.share("lengths", lambda: row_lengths.keep(run.folder.path, lengths, order.num_rows))
         start = dataclasses.replace(start, grouped=grouped, lengths=lengths)
-    path = run.folder.path / record.FILE
-    go_on = config.checkpoint.on_error == "continue"
-    file = MetricsFile(path, continue_on_error=go_on) if mesh.rank == 0 else None
-    older = f"resume from an older checkpoint: {resume}/checkpoints/step-..."
-    begin = functools.partial(compare.begin, start, path, file, link=lambda: run.folder.begin().link, fix=older)
-    start = dataclasses.replace(start, **mesh.share("audit", begin))
-    return Audit(
-        start,
-        gather=mesh.gather,
-        explain=functools.partial(explain, resume=resume),
-        rows=loader.rows,
-        known=KnownRows(loader.rows, seed=mesh.rank),
-        skips=loader.planned,
-        record=file,
-    )
+    return start
 
 
 def held_out_of(run: Built) -> Callable[[], Iterable[Batch]] | None:

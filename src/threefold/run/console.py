@@ -244,10 +244,6 @@ def conclude(console: Screen, run: Built, outcome: Outcome) -> int:
     """Prints how the run ended, with a sample of the model's text, and returns the exit code."""
     path, saved = run.folder.path, run.checkpointer.saver.saved_step
     by_signal = outcome.stopped and outcome.by == "signal"
-    event = "stop" if outcome.stopped else "done"
-    author = run.checkpointer.folder.author
-    if run.mesh.rank == 0 and author is not None:
-        run.folder.journal.note(event, step=outcome.step, saved=saved, start=author.start)
     if saved != outcome.step:
         newest = run.folder.checkpoints.newest()
         kept = f"the newest checkpoint is of step {newest.step}" if newest is not None else "there is no checkpoint"

@@ -10,7 +10,7 @@ import os
 import shlex
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, damaged
 from threefold.checkpoint.lineage import Author, Identity, Journal, Origin
 from threefold.checkpoint.lock import RunLock
-from threefold.checkpoint.seal import sync, write_sealed
+from threefold.checkpoint.seal import Seal, sync, write_sealed
 from threefold.config import text as config_text
-from threefold.config.paths import LOG_START, METRICS, RUN_CONFIG, RUN_FILE, is_run, with_absolute_paths
+from threefold.config.paths import AUDIT, LOG_START, METRICS, RUN_CONFIG, RUN_FILE, is_run, with_absolute_paths
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
 from threefold.mesh import environment
@@ -50,6 +50,7 @@ class RunFolder:
         origin: of a new run: the checkpoint that it forks.
         accepts_changes: the user has confirmed changes of what is trained.
         author: this start, as its checkpoints name it; known once it is accepted.
+        program: the run's loop is a program's own.
     """
 
     path: Path
@@ -59,6 +60,7 @@ class RunFolder:
     origin: Origin | None = None
     accepts_changes: bool = False
     author: Author | None = None
+    program: bool = False
 
     @property
     def metrics(self) -> Path:
@@ -68,6 +70,11 @@ class RunFolder:
     def done(self) -> int:
         """The last step done before (0: none)."""
         return self.resume.step if self.resume is not None else 0
+
+    @property
+    def resumed_from(self) -> str | None:
+        """The path of the checkpoint that the run resumes from."""
+        return str(self.resume.path) if self.resume is not None else None
 
     @property
     def resumed_run(self) -> Path | None:
@@ -86,13 +93,14 @@ class RunFolder:
         """Returns plain values from which other ranks open the same folder."""
         candidates = [[str(candidate.path), candidate.step] for candidate in self.candidates]
         origin = dataclasses.asdict(self.origin) if self.origin is not None else None
-        return {"path": str(self.path), "candidates": candidates, "asked": self.asked, "origin": origin}
+        kind = {"asked": self.asked, "program": self.program}
+        return {"path": str(self.path), "candidates": candidates, "origin": origin, **kind}
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> RunFolder:
         candidates = tuple(Checkpoint(Path(path), step) for path, step in values["candidates"])
         origin = Origin(**values["origin"]) if values["origin"] is not None else None
-        return cls(Path(values["path"]), None, candidates, values["asked"], origin)
+        return cls(Path(values["path"]), None, candidates, values["asked"], origin, program=values["program"])
 
     def resuming(self, chosen: Checkpoint | None, passed: Sequence[tuple[Checkpoint, str]]) -> RunFolder:
         """Returns the folder with the chosen candidate.
@@ -120,7 +128,7 @@ class RunFolder:
         Call this when nothing can refuse the request any more; until then, the folder is unchanged.
         """
         if (identity := Identity.read(self.path)) is None:
-            identity = Identity.new(self.origin)
+            identity = Identity.new(self.origin, program=self.program)
             identity.write(self.path)
         return identity
 
@@ -134,6 +142,8 @@ class RunFolder:
     def accept(self, config: Config, *, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Makes the folder that of a start that has begun: its config, later checkpoints set aside; one rank calls it.
 
+        The config of a program's run is the program, so none is kept.
+
         Args:
             facts: of this start, for the journal.
 
@@ -145,10 +155,11 @@ class RunFolder:
         aside = self.checkpoints.set_aside_after(step) if self.resume is not None else []
         if self.resume is not None:
             self.checkpoints.forget_best_after(step)
-        # A path to resume from was asked for once: the run that is there now is resumed.
-        resume = {} if config.checkpoint.resume == "never" else {"resume": "auto"}
-        kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=resume)})
-        keep_config(self.path, kept)
+        if not self.program:
+            # A path to resume from was asked for once: the run that is there now is resumed.
+            resume = {} if config.checkpoint.resume == "never" else {"resume": "auto"}
+            kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=resume)})
+            keep_config(self.path, kept)
         for folder in (self.path, self.path.resolve().parent):
             sync(folder)
         asked = config.checkpoint.resume
@@ -160,6 +171,31 @@ class RunFolder:
             self.journal.append("rewind", start=identity.author.start, step=step, aside=names)
         return {"author": author, "aside": [str(path) for path in aside]}
 
+    def commit(
+        self,
+        step: int,
+        manifest: Mapping[str, Any],
+        seals: Mapping[str, Seal],
+        *,
+        keep: int,
+        best: float | None = None,
+    ) -> Checkpoint:
+        """Completes the checkpoint of `step`, which every rank has written, and removes old ones; one rank calls it.
+
+        Args:
+            seals: of the files in its folder `state`.
+            best: its evaluation loss, if it is the best so far.
+        """
+        for record in (self.metrics, self.path / AUDIT):
+            if record.exists():
+                sync(record)  # after a power cut, no checkpoint is there whose steps have no record
+        saved = self.checkpoints.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
+        if best is not None:
+            self.checkpoints.mark_best(step, best)
+        self.checkpoints.prune(keep)
+        self.journal.note("save", step=step, start=manifest["start"])
+        return saved
+
 
 def keep_config(path: Path, config: Config) -> None:
     """Writes a run's config.yaml, with absolute paths."""
@@ -168,8 +204,11 @@ def keep_config(path: Path, config: Config) -> None:
     os.replace(temporary, path / "config.yaml")
 
 
-def open_run(config: Config, lock: RunLock | None = None) -> RunFolder:
+def open_run(config: Config, lock: RunLock | None = None, *, program: bool = False) -> RunFolder:
     """Makes or reopens the run's folder, with `lock`, and finds where the run may resume; one rank calls it.
+
+    Args:
+        program: for a program with a loop of its own.
 
     Raises:
         ConfigError: the folder holds a run and `checkpoint.resume` is `never`, it holds another run than the one that
@@ -184,6 +223,7 @@ def open_run(config: Config, lock: RunLock | None = None) -> RunFolder:
         if not is_run(path):
             _refuse_inside(path)
             _refuse_filled(path)
+        refuse_other_kind(path, program=program)
         choice.of(config, path)
         fresh = _made(path)
         if lock is not None:
@@ -196,7 +236,22 @@ def open_run(config: Config, lock: RunLock | None = None) -> RunFolder:
             expected="a folder that this user can write, with room for checkpoints",
             fix="--log.dir ANOTHER_FOLDER",
         ) from error
-    return RunFolder(path, None, *choice.of(config, path))
+    return RunFolder(path, None, *choice.of(config, path), program=program)
+
+
+def refuse_other_kind(path: Path, *, program: bool) -> None:
+    """Raises ConfigError if a program is to continue what the command began, or the command what a program began."""
+    identity = Identity.read(path)
+    if identity is None or identity.program == program:
+        return
+    whose, fix = "threefold train", f"threefold resume {shlex.quote(str(path))}"
+    if identity.program:
+        whose, fix = "a program with a loop of its own (threefold.Run)", "run that program again, which resumes it"
+    raise ConfigError(
+        f"log.dir = {path} holds a run of {whose}",
+        expected="what began the run, to continue it: its checkpoints fit nothing else",
+        fix=f"{fix}; or, for a new run, --log.dir ANOTHER_FOLDER",
+    )
 
 
 def _refuse_inside(path: Path) -> None:
@@ -248,8 +303,8 @@ class _LogFile(logging.FileHandler):
         pass
 
 
-def log_to_file(path: Path, rank: int) -> None:
-    """Sends this rank's log records to logs/rank-NNNN.log."""
+def log_to_file(path: Path, rank: int) -> Callable[[], None]:
+    """Sends this rank's log records to logs/rank-NNNN.log, until what is returned is called."""
     handler = _LogFile(path / "logs" / f"rank-{rank:04d}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("threefold", "py.warnings"):
@@ -258,6 +313,14 @@ def log_to_file(path: Path, rank: int) -> None:
         logger.setLevel(logging.INFO)
         logger.propagate = False
     logging.getLogger(LOG_START).info("%s", json.dumps({"process": os.getpid()}))
+
+    def end() -> None:
+        for name in ("threefold", "py.warnings"):
+            logging.getLogger(name).removeHandler(handler)
+            logging.getLogger(name).propagate = True
+        handler.close()
+
+    return end
 
 
 def require_shared(folder: Path, mesh: Mesh) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from threefold.audit import record as audit_record
 from threefold.checkpoint import run_template
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.copies import refuse_drift, state_held
@@ -35,7 +34,7 @@ from threefold.checkpoint.manifest import (
     with_axes,
 )
 from threefold.checkpoint.saver import Save, Saver
-from threefold.checkpoint.seal import Seal, sync
+from threefold.checkpoint.seal import Seal
 from threefold.checkpoint.shards import Index
 from threefold.checkpoint.tensors import TensorPart
 from threefold.config.auto_lr import peak_rate
@@ -110,17 +109,10 @@ class Checkpointer:
             return
         copies = state_held(self.model.module, self.optimizer) | (self.ema.state() if self.ema is not None else {})
         refuse_drift(copies, self.mesh, when=f"after step {step}, which is not saved")
-        asked, checkpoints, manifest = self.config.checkpoint, self.folder.checkpoints, self._manifest()
+        keep, checkpoints, manifest = self.config.checkpoint.keep, self.folder.checkpoints, self._manifest()
 
         def commit(seals: Mapping[str, Seal]) -> None:
-            for record in (self.folder.metrics, self.folder.path / audit_record.FILE):
-                if record.exists():
-                    sync(record)  # after a power cut, no checkpoint is there whose steps have no record
-            self.saved = checkpoints.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
-            if best is not None:
-                checkpoints.mark_best(step, best)
-            checkpoints.prune(asked.keep)
-            self.folder.journal.note("save", step=step, start=manifest["start"])
+            self.saved = self.folder.commit(step, manifest, seals, keep=keep, best=best)
 
         state = checkpoints.partial(step) / "state"
         begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from threefold.audit.compare import Audit
 from threefold.audit.digest import TOKEN_FIELDS
@@ -36,29 +36,86 @@ from threefold.training.progress import OwnTime, Progress, Slowest, Stopwatch, p
 from threefold.training.step import TrainStep
 from threefold.training.stop_request import StopRequest
 
+_Read = TypeVar("_Read")
+
+
+@dataclass
+class Guards:
+    """What watches over the steps of a run, whoever writes its loop: `train_loop`, or a program (`threefold.Run`).
+
+    Attributes:
+        stop: hears what asks the run to stop; open.
+        finite: looks for numbers that are not finite, before anything is built on them.
+        audit: compares what the ranks have read, before anything is saved; None: it is not known.
+        trackers: get the metrics; on rank 0 only.
+        progress: told where the loop is, as in the step.
+        notice: called after every step; raises, on all ranks after the same step, if saving failed meanwhile.
+    """
+
+    stop: StopRequest
+    finite: Finite
+    audit: Audit | None = None
+    trackers: Sequence[Tracker] = ()
+    progress: Progress = field(default_factory=Progress)
+    notice: Callable[[int], None] = lambda step: None
+
+    def tell(self, metrics: Metrics) -> None:
+        """Passes a line of metrics on."""
+        for tracker in self.trackers:
+            tracker.log(metrics)
+
+    def after(self, step: int) -> bool:
+        """Whether the run is to stop after `step`, which every rank has just made."""
+        stopping = self.stop.after(step)
+        self.notice(step)
+        return stopping
+
+    def look_for_nonfinite(
+        self, step: int, result: StepResult, rows: Callable[[], list[list[int]]], *, now: bool
+    ) -> None:
+        """Ends the run, or tells of it, if a step was not finite (`Finite.after`)."""
+        try:
+            for skipped in self.finite.after(step, result, rows(), now=now):
+                self.tell(skipped)
+        except RunError:
+            if self.audit is not None:
+                self.audit.check()  # so that the record shows what the step has read
+            raise
+
+    def prove(self, step: int, *, saving: bool) -> None:
+        """Compares what the ranks have read, if it is time, or before something is saved."""
+        if self.audit is not None and (saving or self.audit.due(step)):
+            self.progress.enter("audit")
+            self.audit.check()
+
+    def close(self) -> None:
+        """The run is over, complete or not; called again, it does nothing."""
+        trackers, self.trackers = self.trackers, ()
+        audit, self.audit = self.audit, None
+        for tracker in trackers:
+            tracker.close()
+        if audit is not None:
+            audit.close()
+
 
 @dataclass(frozen=True)
-class Run:
-    """What a run consists of; `run.rank` puts it together.
+class Loop:
+    """What the steps of `threefold train` consist of; `run.rank` puts it together.
 
     Attributes:
         num_steps: the last step's number (steps count from 1).
         micro_batch: rows of this dp rank in one forward.
         keep: given (step, evaluation loss, due), saves the state if it is due or the best so far; called by every
             rank, which need not wait until it is on the disk.
-        notice: called after every step; raises, on all ranks after the same step, if saving failed meanwhile.
+        guards: what watches over the steps.
         eval_batches: makes the held-out batches again, or None without evaluation.
         evaluate: evaluates them; None: their cross entropy.
         sample: writes what the model says after an evaluation; None: nothing is asked.
         tasks: what else is evaluated, whose metrics rank 0 has; None: nothing.
         flops, peak_flops: what a token meets, and of a device: for MFU; None if the device's peak is not known.
         estimated_bytes: what a rank was estimated to hold, beside what it does; None: not estimated, or not comparable.
-        audit: compares what the ranks have read, before anything is saved.
-        finite: looks for numbers that are not finite, before anything is built on them.
         kept_rows: keeps the loss of each row, on one rank of each tp group; None elsewhere, or where it is not known.
         recompiled: counts how often layers are compiled again, if they are compiled.
-        progress: told where the loop is, as in the step.
-        stop: open already if the caller keeps it open for longer than the loop; else the loop opens its own.
         after_step: called when a step is complete, with what followed it; not in the middle of one.
     """
 
@@ -70,21 +127,16 @@ class Run:
     num_steps: int
     micro_batch: int
     keep: Callable[[int, float | None, bool], None]
-    notice: Callable[[int], None]
+    guards: Guards
     eval_batches: Callable[[], Iterable[Batch]] | None = None
     evaluate: EvalStep | None = None
     sample: Callable[[int], None] | None = None
     tasks: Callable[[int], Metrics] | None = None
-    trackers: Sequence[Tracker] = field(default_factory=tuple)
     flops: Flops | None = None
     peak_flops: float | None = None
     estimated_bytes: int | None = None
-    audit: Audit | None = None
-    finite: Finite | None = None
     kept_rows: KeptRows | None = None
     recompiled: Recompiled | None = None
-    progress: Progress = field(default_factory=Progress)
-    stop: StopRequest | None = None
     after_step: Callable[[], None] | None = None
 
 
@@ -98,63 +150,62 @@ class Outcome:
     by: str = "signal"
 
 
-def train_loop(run: Run, *, first_step: int) -> Outcome:
+def train_loop(run: Loop, *, first_step: int) -> Outcome:
     """Steps from `first_step` to the last one or to a stop signal; the state is saved at the end either way."""
-    batches = iter(run.loader)
-    window, slowest = _Window.of(run), Slowest(run.mesh)
+    batches, guards = iter(run.loader), run.guards
+    window, slowest = _window_of(run), Slowest(run.mesh)
     loss: float | None = None
     seed, exact = run.config.train.seed, run.config.train.reduce == "exact"
-    own = nullcontext(run.stop) if run.stop is not None else StopRequest(run.mesh)
-    with own as stop:
-        for step in range(first_step, run.num_steps + 1):
-            epoch = run.loader.epoch
-            run.progress.enter("data", step=step)
-            rows_before = run.loader.rows_read
-            batch = window.read(batches)
-            length = _shared_length(run)
-            computed = batch if length is None else cut(batch, length)
-            pieces = micro_batches(computed, run.micro_batch, spread=exact)
-            lr = learning_rate(step, num_steps=run.num_steps, config=run.config.optimizer)
-            result = run.step.run(with_noise(pieces, run.model, seed=seed, step=step, spread=exact), lr=lr)
-            if run.audit is not None:
-                used = (batch[name].numpy(force=True) for name in ("indices", *TOKEN_FIELDS) if name in batch)
-                run.audit.observe(step, *used)
-            window.steps += 1
-            rows = run.loader.rows_read - rows_before
-            window.tokens += rows * (length or run.config.data.seq_len)
-            if window.keys is not None:
-                window.keys.read(computed["position_ids"].numpy(force=True))
-            stopping = stop.after(step)
-            run.notice(step)
-            due = _due_after(step, run, first=step == first_step, end=stopping or step == run.num_steps)
-            if run.kept_rows is not None:
-                run.kept_rows.after(step, result, pieces, now=any(due))
-            if run.finite is not None:
-                _look_for_nonfinite(run, step, result, pieces, now=any(due))
-            if due.log:
-                run.progress.enter("log")
-                slowest.tell(window.own.total_s())
-                loss = mean_loss(result, run.mesh)
-                _tell(run.trackers, _step_metrics(run, step, epoch, loss, lr, result, window, slowest))
-                window = _Window.of(run)
-            eval_loss = _evaluated(run, step, due)
-            saving = due.save or due.evaluation or due.tasks
-            stop.saving = stopping or step == run.num_steps
-            if run.audit is not None and (saving or run.audit.due(step)):
-                run.progress.enter("audit")
-                run.audit.check()
-            if saving:
-                run.progress.enter("save")
-                run.keep(step, eval_loss, due.save)
-                window = _Window.of(run)  # saving and evaluating is not stepping
-            if run.after_step is not None:
-                run.after_step()
-            if stopping and step < run.num_steps:
-                return Outcome(step, loss, stopped=True, by=stop.by)
+    for step in range(first_step, run.num_steps + 1):
+        epoch = run.loader.epoch
+        guards.progress.enter("data", step=step)
+        rows_before = run.loader.rows_read
+        batch = window.read(batches)
+        length = _shared_length(run)
+        computed = batch if length is None else cut(batch, length)
+        pieces = micro_batches(computed, run.micro_batch, spread=exact)
+        lr = learning_rate(step, num_steps=run.num_steps, config=run.config.optimizer)
+        result = run.step.run(with_noise(pieces, run.model, seed=seed, step=step, spread=exact), lr=lr)
+        if guards.audit is not None:
+            used = (batch[name].numpy(force=True) for name in ("indices", *TOKEN_FIELDS) if name in batch)
+            guards.audit.observe(step, *used)
+        window.steps += 1
+        rows = run.loader.rows_read - rows_before
+        window.tokens += rows * (length or run.config.data.seq_len)
+        if window.keys is not None:
+            window.keys.read(computed["position_ids"].numpy(force=True))
+        stopping = guards.after(step)
+        due = _due_after(step, run, first=step == first_step, end=stopping or step == run.num_steps)
+        if run.kept_rows is not None:
+            run.kept_rows.after(step, result, pieces, now=any(due))
+        guards.look_for_nonfinite(step, result, partial(_rows_of, pieces), now=any(due))
+        if due.log:
+            guards.progress.enter("log")
+            slowest.tell(window.own.total_s())
+            loss = mean_loss(result, run.mesh)
+            guards.tell(_step_metrics(run, step, epoch, loss, lr, result, window, slowest))
+            window = _window_of(run)
+        eval_loss = _evaluated(run, step, due)
+        saving = due.save or due.evaluation or due.tasks
+        guards.stop.saving = stopping or step == run.num_steps
+        guards.prove(step, saving=saving)
+        if saving:
+            guards.progress.enter("save")
+            run.keep(step, eval_loss, due.save)
+            window = _window_of(run)  # saving and evaluating is not stepping
+        if run.after_step is not None:
+            run.after_step()
+        if stopping and step < run.num_steps:
+            return Outcome(step, loss, stopped=True, by=guards.stop.by)
     return Outcome(run.num_steps, loss, stopped=False)
 
 
-def _shared_length(run: Run) -> int | None:
+def _rows_of(batches: Sequence[Batch]) -> list[list[int]]:
+    """The rows of each micro-batch, by their numbers; none where they are not known."""
+    return [batch["indices"].tolist() if "indices" in batch else [] for batch in batches]
+
+
+def _shared_length(run: Loop) -> int | None:
     """Places of the global batch's longest row, as the mesh needs them, the same on every rank; None: all of them."""
     longest = run.loader.longest
     return None if longest is None else min(shared_length(longest, run.mesh.topology), run.config.data.seq_len)
@@ -169,7 +220,7 @@ class _Due(NamedTuple):
     save: bool
 
 
-def _due_after(step: int, run: Run, *, first: bool, end: bool) -> _Due:
+def _due_after(step: int, run: Loop, *, first: bool, end: bool) -> _Due:
     config = run.config
     evaluation = step == run.num_steps or _is_nth(step, config.eval.every)
     return _Due(
@@ -180,19 +231,8 @@ def _due_after(step: int, run: Run, *, first: bool, end: bool) -> _Due:
     )
 
 
-def _look_for_nonfinite(run: Run, step: int, result: StepResult, batches: Sequence[Batch], *, now: bool) -> None:
-    assert run.finite is not None
-    try:
-        for skipped in run.finite.after(step, result, batches, now=now):
-            _tell(run.trackers, skipped)
-    except RunError:
-        if run.audit is not None:
-            run.audit.check()  # so that the record shows what the step has read
-        raise
-
-
 @dataclass
-class _Window:
+class Window:
     """What happened since the last logged step."""
 
     elapsed: Stopwatch = field(default_factory=Stopwatch)
@@ -203,16 +243,25 @@ class _Window:
     keys: KeysSeen | None = None
     """of the rows that this rank read; None: nothing is compared with them."""
 
-    @classmethod
-    def of(cls, run: Run) -> _Window:
-        keys = KeysSeen(run.flops) if run.flops is not None and run.peak_flops is not None else None
-        return cls(keys=keys, own=OwnTime(run.progress))
-
-    def read(self, batches: Iterator[Batch]) -> Batch:
+    def read(self, batches: Iterator[_Read]) -> _Read:
+        """The next batch, which this rank waits for."""
         watch, cpu_s = Stopwatch(), time.thread_time()
         batch = next(batches)
         self.own.read(watch.lap(), time.thread_time() - cpu_s)
         return batch
+
+    def measured(self, mesh: Mesh) -> Metrics:
+        """What a step of the window has taken."""
+        return {
+            "step_time_s": self.elapsed.lap() / max(1, self.steps),
+            "data_wait_s": self.own.data_wait_s / max(1, self.steps),
+            "peak_memory_bytes": peak_memory_bytes(mesh.device.type),
+        }
+
+
+def _window_of(run: Loop) -> Window:
+    keys = KeysSeen(run.flops) if run.flops is not None and run.peak_flops is not None else None
+    return Window(keys=keys, own=OwnTime(run.guards.progress))
 
 
 def _is_nth(step: int, every: int) -> bool:
@@ -220,11 +269,11 @@ def _is_nth(step: int, every: int) -> bool:
 
 
 def _step_metrics(
-    run: Run, step: int, epoch: int, loss: float, lr: float, result: StepResult, window: _Window, slowest: Slowest
+    run: Loop, step: int, epoch: int, loss: float, lr: float, result: StepResult, window: Window, slowest: Slowest
 ) -> Metrics:
     seq_len = run.config.data.seq_len
-    elapsed_s = window.elapsed.lap()
-    step_time_s = elapsed_s / window.steps
+    measured = window.measured(run.mesh)
+    elapsed_s = measured["step_time_s"] * window.steps
     tokens_per_s = window.tokens / elapsed_s
     metrics: Metrics = {
         "step": step,
@@ -234,10 +283,8 @@ def _step_metrics(
         "lr": lr,
         "tokens": run.loader.rows_read * seq_len,
         "samples": run.loader.rows_read,
-        "step_time_s": step_time_s,
-        "data_wait_s": window.own.data_wait_s / window.steps,
+        **measured,
         "tokens_per_s": tokens_per_s,
-        "peak_memory_bytes": peak_memory_bytes(run.mesh.device.type),
     }
     if run.estimated_bytes is not None:
         metrics["estimated_memory_bytes"] = run.estimated_bytes
@@ -249,8 +296,8 @@ def _step_metrics(
         metrics["admission"] = "off"
     if (found := slowest.find(elapsed_s)) is not None:
         metrics["slowest_rank"], metrics["slowest_share"] = found
-    if run.finite is not None and run.config.train.nonfinite == "skip":
-        metrics["skipped_steps"] = run.finite.skipped
+    if run.config.train.nonfinite == "skip":
+        metrics["skipped_steps"] = run.guards.finite.skipped
     if run.recompiled is not None:
         metrics["recompiles"] = run.recompiled.look()
     if window.keys is not None:
@@ -259,20 +306,20 @@ def _step_metrics(
     return metrics
 
 
-def _evaluated(run: Run, step: int, due: _Due) -> float | None:
+def _evaluated(run: Loop, step: int, due: _Due) -> float | None:
     """The loss of held-out rows, if they are due; tasks are evaluated besides."""
     eval_loss = _evaluate(run, step) if due.evaluation else None
     if due.tasks:
         assert run.tasks is not None
-        _tell(run.trackers, {"step": step, **run.tasks(step)})
+        run.guards.tell({"step": step, **run.tasks(step)})
     return eval_loss
 
 
-def _evaluate(run: Run, step: int) -> float:
+def _evaluate(run: Loop, step: int) -> float:
     assert run.eval_batches is not None
-    run.progress.enter("evaluation")
+    run.guards.progress.enter("evaluation")
     metrics = eval_metrics(run.evaluate or EvalStep(run.model), run.eval_batches())
-    _tell(run.trackers, {"step": step, **metrics})
+    run.guards.tell({"step": step, **metrics})
     if run.sample is not None:
         run.sample(step)
     found: float = metrics["eval_loss"]
@@ -287,8 +334,3 @@ def eval_metrics(evaluate: EvalStep, batches: Iterable[Batch]) -> Metrics:
     name = "eval_pairs" if told else "eval_count" if evaluate.own_loss else "eval_tokens"
     counted = round(count) if name != "eval_count" or float(count).is_integer() else count
     return {"eval_loss": total / count, name: counted, **told}
-
-
-def _tell(trackers: Sequence[Tracker], metrics: Metrics) -> None:
-    for tracker in trackers:
-        tracker.log(metrics)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from threefold.errors import RunError, ranks_text, rows_text
 from threefold.mesh.mesh import Mesh
-from threefold.training.forward import Batch
 from threefold.training.numbers import StepResult
 
 log = logging.getLogger("threefold")
@@ -38,10 +37,23 @@ class Policy:
     Attributes:
         skip: continue without its update, until `MOST_IN_A_ROW` of them follow one another; else the run ends.
         run: the folder of the run, for messages.
+        program: its loop is a program's own.
     """
 
     skip: bool
     run: str = "RUN"
+    program: bool = False
+
+    def fix(self, step: int, *, empty: bool) -> str:
+        """What to do about a step that ends the run."""
+        if self.program:
+            skip = "config={'train.nonfinite': 'skip'}"
+            return f"look at the rows: threefold data order {self.run} --step {step}; or threefold.Run(..., {skip})"
+        longer = "rows that reach an answer: a larger --data.seq_len or --train.global_batch; " if empty else ""
+        return (
+            f"{longer}look at the rows: threefold data order {self.run} --step {step} --show; "
+            f"leave them out: --data.skip '[[{step}, {step}]]'; or --train.nonfinite skip"
+        )
 
 
 class _Unread(NamedTuple):
@@ -67,8 +79,11 @@ class Finite:
         self._in_a_row = 0
         self.skipped = 0
 
-    def after(self, step: int, result: StepResult, batches: Sequence[Batch], *, now: bool) -> list[dict[str, Any]]:
+    def after(self, step: int, result: StepResult, rows: list[list[int]], *, now: bool) -> list[dict[str, Any]]:
         """Takes a step and reads the ones before it; `now` reads this one too, before anything is built on it.
+
+        Args:
+            rows: of this rank, by their numbers, in each micro-batch.
 
         Returns:
             for each step that was skipped: `step` and `skipped`, the reason.
@@ -77,7 +92,6 @@ class Finite:
             RunError: a step was not finite and the policy is to end, or too many in a row were not.
         """
         on_cpu = self._mesh.device.type == "cpu"
-        rows = [batch["indices"].tolist() if "indices" in batch else [] for batch in batches]
         norm, copied = (result.grad_norm, None) if on_cpu else copy_to_host(result.grad_norm)
         self._unread.append(_Unread(step, norm, result.target_tokens, copied, result.micro_losses, rows))
         ready = len(self._unread) - (0 if now or on_cpu else 1)
@@ -99,20 +113,20 @@ class Finite:
         self.skipped += 1
         if not self._policy.skip:
             needed = "a token to train on in each step" if empty else "finite numbers"
-            longer = "rows that reach an answer: a larger --data.seq_len or --train.global_batch; " if empty else ""
             raise RunError(
                 what,
                 expected=f"{needed}; the weights are as step {step.number - 1} left them, and nothing is saved",
-                fix=f"{longer}look at the rows: threefold data order {self._policy.run} --step {step.number} --show; "
-                f"leave them out: --data.skip '[[{step.number}, {step.number}]]'; or --train.nonfinite skip",
+                fix=self._policy.fix(step.number, empty=empty),
             )
         log.warning("%s: skipped", what)
         if self._in_a_row >= MOST_IN_A_ROW:
             raise RunError(
                 f"{what}: the {_ordinal(self._in_a_row)} step in a row without an update",
                 expected=f"fewer than {MOST_IN_A_ROW} in a row: skipping does not help",
-                fix="resume from a checkpoint with a smaller rate, --optimizer.lr; "
-                f"or look at the rows: threefold data order {self._policy.run} --step {step.number} --show",
+                fix="resume from a checkpoint with a smaller rate"
+                + ("" if self._policy.program else ", --optimizer.lr")
+                + f"; or look at the rows: threefold data order {self._policy.run} --step {step.number}"
+                + ("" if self._policy.program else " --show"),
             )
         return {"step": step.number, "skipped": what}
 

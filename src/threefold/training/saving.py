@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -47,15 +47,29 @@ class Loaded:
 
 
 @dataclass(frozen=True)
+class Held:
+    """What the checkpoints of a custom loop hold."""
+
+    model: Model
+    optimizer: torch.optim.Optimizer | TrainStep | None = None
+    loader: Any = None
+
+    def described(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """What is kept of it as JSON."""
+        rates = rates_of(self.optimizer, self.model)
+        return {"loader": state_of_loader(self.loader), "extra": dict(extra), "optimizer": rates}
+
+
+@dataclass(frozen=True)
 class Saving:
     """A save that may still be under way."""
 
     path: Path
-    _saver: Saver = field(repr=False)
+    saver: Saver = field(repr=False)
 
     def wait(self) -> Path:
         """Returns the checkpoint's folder when it is complete; RunError on every rank if it could not be written."""
-        self._saver.wait()
+        self.saver.wait()
         return self.path
 
 
@@ -89,35 +103,66 @@ def save(
     """
     _check(model, step, keep)
     mesh, folder = model.mesh, Path(folder)
-    mesh.agree("threefold.save of step", step, lambda: ([], 0))
-    rates = rates_of(optimizer, model)
-    described = {"loader": state_of_loader(loader), "extra": dict(extra or {}), "optimizer": rates}
+    place, checkpoints = folder.resolve(), CheckpointFolder(folder)
 
-    def look() -> dict[str, Any]:
-        _state(model, optimizer_of(optimizer))  # which raises for what no file can hold
-        return digests_of(described, step)
-
-    def conclude(parts: list[dict[str, Any]]) -> str:
-        refuse_other_values(parts)
-        _refuse_folder(folder, step, model)
-        return ""
-
-    _refuse_other_copies(model, optimizer_of(optimizer), step)
-    saver = _saver_of(model, optimizer_of(optimizer), background=not wait)
-    saver.wait()
-    mesh.decide_on("what is saved", look, conclude)
-    model.saved[folder.resolve()] = step
-    checkpoints, manifest = CheckpointFolder(folder), _manifest(model, described)
-
-    def commit(seals: Mapping[str, Seal]) -> None:
+    def commit(manifest: Mapping[str, Any], seals: Mapping[str, Seal]) -> None:
         checkpoints.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
         if keep is not None:
             checkpoints.prune(keep)
 
-    begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
-    if (lock := model.locks.get(folder.resolve())) is not None:
+    def accept() -> None:
+        _refuse_folder(folder, step, model)
+
+    held = Held(model, optimizer, loader)
+    saving = write(held, step, checkpoints, extra=extra or {}, accept=accept, commit=commit, wait=wait)
+    model.saved[place] = step
+    if (lock := model.locks.get(place)) is not None:
         mesh.before_close(lock.close)  # after the saver, which was the first to be waited for
-    saver.save(Save(step, checkpoints.partial(step) / "state", begin, commit, abandon))
+    return saving
+
+
+def write(
+    held: Held,
+    step: int,
+    checkpoints: CheckpointFolder,
+    *,
+    extra: Mapping[str, Any],
+    commit: Callable[[Mapping[str, Any], Mapping[str, Seal]], object],
+    accept: Callable[[], object] = lambda: None,
+    wait: bool = False,
+    on_error: Literal["error", "continue"] = "error",
+) -> Saving:
+    """Writes what a loop holds after `step`; every rank calls it.
+
+    Args:
+        commit: completes the checkpoint, with its manifest and the seals of its files; on rank 0, when all are written.
+        accept: raises for a folder that is not the loop's; on rank 0, before anything is written.
+        on_error: of the first save: end the loop if one fails, or print the error and continue.
+
+    Raises:
+        ConfigError, RunError: as `save`.
+    """
+    model, mesh, optimizer = held.model, held.model.mesh, optimizer_of(held.optimizer)
+    mesh.agree("threefold.save of step", step, lambda: ([], 0))
+    described = held.described(extra)
+
+    def look() -> dict[str, Any]:
+        _state(model, optimizer)  # which raises for what no file can hold
+        return digests_of(described, step)
+
+    def conclude(parts: list[dict[str, Any]]) -> str:
+        refuse_other_values(parts)
+        accept()
+        return ""
+
+    _refuse_other_copies(model, optimizer, step)
+    saver = _saver_of(model, optimizer, background=not wait, continue_on_error=on_error == "continue")
+    saver.wait()
+    mesh.decide_on("what is saved", look, conclude)
+    manifest = _manifest(model, described)
+    begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
+    state = checkpoints.partial(step) / "state"
+    saver.save(Save(step, state, begin, partial(commit, manifest), abandon))
     return Saving(checkpoints.path / f"step-{step:08d}", saver)
 
 
@@ -146,6 +191,14 @@ def load(
     checkpoint = checkpoint_at(Path(path))
     if (reason := run_state.damage_found(checkpoint, mesh)) is not None:
         raise damaged(checkpoint, reason)
+    found = read(checkpoint, Held(model, optimizer, loader))
+    model.saved[checkpoint.path.resolve().parents[1]] = checkpoint.step
+    return found
+
+
+def read(checkpoint: Checkpoint, held: Held) -> Loaded:
+    """Loads an undamaged checkpoint in place; every rank calls it. Errors as `load`."""
+    model, optimizer, loader, mesh = held.model, held.optimizer, held.loader, held.model.mesh
     manifest = read_manifest(checkpoint)
     _refuse_other_model(manifest, model, checkpoint)
     saved = manifest.get("loop", {"loader": manifest["data"], "extra": {}, "optimizer": None})
@@ -169,7 +222,6 @@ def load(
     run_state.restore_or_draw_random(checkpoint, manifest["mesh"], index, mesh, seed)
     # Until every rank has read the checkpoint, no rank may start anything that could remove it.
     mesh.decide("loaded", "", lambda parts: "")
-    model.saved[checkpoint.path.resolve().parents[1]] = checkpoint.step
     return Loaded(checkpoint.step, saved["extra"])
 
 
@@ -194,9 +246,9 @@ def _refuse_folder(folder: Path, step: int, model: Model) -> None:
     other = f"threefold.save({str(folder) + '-2'!r}, ...)"
     if Identity.read(folder) is not None:
         raise ConfigError(
-            f"{asked}: this is the folder of a run of threefold train",
+            f"{asked}: this is the folder of a run",
             expected="a folder of this loop: a resume of the run would take its checkpoints for the run's own",
-            fix=other,
+            fix=f"run.save(), inside of `with threefold.Run({str(folder)!r})`, if it is this loop's run; or {other}",
         )
     if place not in model.locks:
         (lock := RunLock()).take(_made(folder), fresh=False, key="", other=other)
@@ -247,7 +299,9 @@ def _state(model: Model, optimizer: torch.optim.Optimizer | None) -> dict[str, t
     return run_state.state_of(model.module, optimizer)
 
 
-def _saver_of(model: Model, optimizer: torch.optim.Optimizer | None, *, background: bool) -> Saver:
+def _saver_of(
+    model: Model, optimizer: torch.optim.Optimizer | None, *, background: bool, continue_on_error: bool
+) -> Saver:
     """The saver of these tensors, made at the first save; an earlier one of others is waited for."""
     key = id(optimizer) if optimizer is not None else None, background
     known = model.savers.get(key)
@@ -260,7 +314,7 @@ def _saver_of(model: Model, optimizer: torch.optim.Optimizer | None, *, backgrou
             state = _state(model, optimizer)
             return run_state.parts(state, run_state.holdings(state, model.mesh), model.mesh)
 
-        known = model.savers[key] = Saver(model.mesh, parts, background=background, continue_on_error=False)
+        known = model.savers[key] = Saver(model.mesh, parts, background=background, continue_on_error=continue_on_error)
         model.mesh.before_close(known.wait)
     saver: Saver = known
     return saver

@@ -121,7 +121,7 @@ class TrainStep:
         self._gradients = Gradients(model)
         self._observe = observe
         self._parameters_on = next(model.module.parameters()).device
-        self._progress, self._ema = progress or Progress(), ema
+        self.progress, self._ema = progress or Progress(), ema
         # Copies of a whole model, of which each may leave some parameters out of its loss.
         self._averages = loss is not None and not isinstance(model.forward, FSDPModule)
         # A custom module may use other parameters in another micro-batch, which reductions of each would mix up.
@@ -129,6 +129,8 @@ class TrainStep:
         # The count that divides the loss is global.
         self._averaged_over = model.sums.averaged_over
         self._compares = compare_copies
+        self.after: Callable[[StepResult], None] = _refuse_nothing
+        """Is given what each call has computed, on every rank; raises if that must not be built on."""
         self._left = False  # by an error in the middle of a step
         self._steps, self._compare_every = (
             0,
@@ -174,7 +176,7 @@ class TrainStep:
             DataError: nothing of the global batch is trained on; on every rank, and nothing is updated.
         """
         result = self._run(lambda: self._batches.pieces(batch, self._micro_batch), None)
-        refuse_nothing("the global batch", result.target_tokens.item())
+        self.after(result)
         return StepNumbers(mean_loss(result, self._mesh), result.grad_norm.item())
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,7 +210,7 @@ class TrainStep:
         if self._batches.taken == 1 and isinstance(self.model.forward, DistributedDataParallel) and not self._averages:
             rows, sequence = batches[0]["input_ids"].shape
             warm_up_buckets(self.model, self._mesh, rows=rows, seq_len=sequence)
-        self._progress.enter("forward")
+        self.progress.enter("forward")
         self._left = True
         try:
             if self._loss is None:
@@ -216,7 +218,7 @@ class TrainStep:
             else:
                 backward = partial(self._backward_own, batches)
             result, scale = self.model.sums.complete(backward, len(batches))
-            self._progress.enter("reduce")
+            self.progress.enter("reduce")
             if self._averages:
                 self._gradients.average()
             norm = self._gradients.complete(clip=self._grad_clip, scale=scale, observe=self._observe)
@@ -226,7 +228,7 @@ class TrainStep:
             self.model.module.zero_grad(set_to_none=True)
             raise
         self._left = False
-        self._progress.enter("optimizer")
+        self.progress.enter("optimizer")
         self._update(norm, lr)
         self._steps += 1
         if self._compares and (self._steps == 1 or (self._compare_every and self._steps % self._compare_every == 0)):
@@ -260,7 +262,7 @@ class TrainStep:
 
         if not together:
             return begin()[0], None
-        self._progress.enter("exchange")
+        self.progress.enter("exchange")
         batches, count = self._mesh.agree("step", number, begin)
         return batches, None if own_loss else torch.full((), count, device=self._mesh.device)
 
@@ -287,7 +289,7 @@ class TrainStep:
         of_rows: list[Tensor] = []
         for number, batch in enumerate(batches, start=1):
             if number > 1:
-                self._progress.enter("forward")
+                self.progress.enter("forward")
             with (
                 last_backward(self.model.forward, number == len(batches), unsharded=self._unsharded),
                 forward_sums(self.model, batch, self._mesh, self._token_loss, routers=routers) as sums,
@@ -321,7 +323,7 @@ class TrainStep:
         failures: list[Exception] = []
         for number, batch in enumerate(batches, start=1):
             if number > 1:
-                self._progress.enter("forward")
+                self.progress.enter("forward")
             with (
                 last_backward(
                     self.model.forward, number == len(batches) and not self._averages, unsharded=self._unsharded
@@ -359,7 +361,7 @@ class TrainStep:
         return share.detach(), self._router.coefficient * self._averaged_over * share
 
     def _go_backward(self, objective: Tensor) -> None:
-        self._progress.enter("backward")
+        self.progress.enter("backward")
         # One if the loss is finite. A NaN loss can have a finite gradient: other ranks would not notice.
         found = objective.detach()
         objective.backward(1 + (found - found))
@@ -400,6 +402,10 @@ class TrainStep:
                     picks += self._router.picks(sums.router_logits, counted_tokens(batch, self._mesh))
                     count += 0.0 if loss is None else sums.totals[1]
         return over_ranks(picks, self._mesh), over_ranks(count, self._mesh)
+
+
+def _refuse_nothing(result: StepResult) -> None:
+    refuse_nothing("the global batch", result.target_tokens.item())
 
 
 def _num_targets(batches: Sequence[Batch]) -> int:

@@ -103,6 +103,8 @@ class DistributedLoader(DataLoader[Any]):
     ) -> None:
         super().__init__(dataset, sampler=sampler, **kept)
         self._ignore_last_row = ignore_last_row
+        self.indices: list[int] = []
+        """The rows of the batch that the loop received last, by their indices in the dataset; a stand-in has none."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The rest of the epoch after `load_state_dict`, else the epoch from its head; exhausted, the epoch advances.
@@ -142,6 +144,8 @@ class DistributedLoader(DataLoader[Any]):
             sampler.begin_reading(now)
             now.count(rows)
             last = now.had == len(now.positions)
+            asked = [now.asked.popleft() for _ in range(min(rows, len(now.asked)))]
+            self.indices = asked[:-1] if last and this_rank_does else asked
             yield (self._ignore_last_row or ignore_last_labels)(batch) if last and this_rank_does else batch
         sampler.close_pass(now)
 

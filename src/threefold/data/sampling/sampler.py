@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import operator
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, get_args
 
@@ -328,6 +329,8 @@ class Pass:
     def __init__(self, epoch: int, begin: int, positions: range, *, seed: int, by_loop: bool = False) -> None:
         self.epoch, self.begin, self.positions, self.seed = epoch, begin, positions, seed
         self._by_loop = by_loop
+        self.asked: deque[int] = deque()
+        """Indices that a loader asked the dataset for, whose rows the loop has not received yet."""
         self._counted = 0
         self._block: Iterator[int] = iter(())
 
@@ -345,6 +348,7 @@ class Pass:
     def hand_out(self, indices: list[int]) -> Iterator[int]:
         """An iterator over the next block of indices."""
         if self._by_loop:
+            self.asked.extend(indices)
             return iter(indices)
         self._counted += len(indices)
         self._block = iter(indices)

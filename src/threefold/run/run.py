@@ -1,0 +1,549 @@
+"""A run, as `threefold train` makes it and as a program with a loop of its own does: one object with every guarantee.
+
+In: a folder, a mesh, and keys of the config that concern a run. Out: a folder that one process at a time writes, whose
+checkpoints, journal and records belong to one chain of starts. What stays true: nothing of a run is changed before the
+request is accepted (`begin`); what the ranks have read is compared before anything is saved; a signal to any rank, or a
+number that is not finite, ends all of them after the same step; a rank that does not go on is named.
+
+The command builds what it trains from a config and steps in `training.loop`; a program calls `load`, `steps`, `log`,
+`save`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch.distributed as dist
+
+from threefold.audit import compare, record
+from threefold.audit.compare import Audit
+from threefold.audit.offences import explain
+from threefold.audit.record import SegmentLine
+from threefold.checkpoint.lineage import Author
+from threefold.checkpoint.lock import RunLock
+from threefold.checkpoint.manifest import versions
+from threefold.config import loading
+from threefold.config import text as config_text
+from threefold.config.schema import Config
+from threefold.data.order.order import Order, Place
+from threefold.errors import (
+    EXIT_STOPPED_WITH_CHECKPOINT,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Problem,
+    RunError,
+    ThreefoldError,
+)
+from threefold.integrations import trackers
+from threefold.jsonl import MetricsFile, Tracker
+from threefold.mesh import environment
+from threefold.mesh.exchange import digest_of_rows
+from threefold.mesh.mesh import Mesh, active_mesh, init_mesh
+from threefold.optim.build import rates_of
+from threefold.run.folder import RunFolder, log_to_file, new_path, open_run, require_shared
+from threefold.run.resume import undamaged
+from threefold.run.watch.stall import CLOSING
+from threefold.run.watch.watchdog import Watchdog
+from threefold.training.loop import Guards, Window
+from threefold.training.nonfinite import Finite, Policy
+from threefold.training.numbers import StepNumbers, StepResult
+from threefold.training.progress import OwnTime
+from threefold.training.step import TrainStep
+from threefold.training.stop_request import StopRequest
+
+if TYPE_CHECKING:
+    from threefold.checkpoint.saver import Saver
+    from threefold.training.evaluation import EvalNumbers
+    from threefold.training.saving import Held, Loaded
+
+log = logging.getLogger("threefold")
+
+# The watchdog must report before the collectives' own limit, which would end the run with a bare timeout.
+REPORT_BEFORE = 0.9
+# A running save may finish before a failed run ends.
+LINGER_S = 60.0
+# What a program may ask of its run; the rest of a config is its own code.
+_KEYS = (
+    *("log.trackers", "log.project", "log.stall_s", "audit.every", "train.nonfinite", "train.timeout_s"),
+    *("checkpoint.keep", "checkpoint.on_error", "checkpoint.resume"),
+)
+
+
+class Run:
+    """A run's folder while it is open, and all that watches over the steps made in it.
+
+    Attributes:
+        folder: where it lies, and the checkpoint that it resumes from; known inside of `with`.
+        step: the last step done (0: none).
+        extra: plain values, the same on every rank, that each checkpoint has and `load` restores.
+        guards: what watches over the steps, from `begin` on.
+        watch: names the rank that the others wait for.
+        say: prints a line, on rank 0.
+    """
+
+    folder: RunFolder
+    guards: Guards
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        mesh: Mesh | None = None,
+        config: Mapping[str, Any] | Config | None = None,
+        watch: Watchdog | None = None,
+        last: bool = False,
+    ) -> None:
+        """Every rank makes it, and enters it.
+
+        Args:
+            folder: one that all ranks see; None: a new one, runs/TIME.
+            mesh: None: that of the last `init_mesh`.
+            config: values by key, as the command's: log.trackers, log.project, log.stall_s, audit.every,
+                train.nonfinite, train.timeout_s, checkpoint.keep, checkpoint.on_error, and checkpoint.resume: the path
+                of a checkpoint to go back to. A whole Config: the request of `threefold train`.
+            watch: one that is open; None: one of the run's own.
+            last: the process ends after the run.
+
+        Raises:
+            ConfigError: a key that is not known, or has no effect on a program's run.
+        """
+        self._program = not isinstance(config, Config)
+        with self._in_own_words():
+            self.config = config if isinstance(config, Config) else _config_of(config or {}, folder)
+        self.mesh = mesh or active_mesh() or init_mesh()
+        self._own_watch, self._last = watch is None, last
+        timeout_s = self.config.train.timeout_s or REPORT_BEFORE * self.mesh.timeout_s
+        self.watch = watch or Watchdog(self.mesh.rank, stall_s=self.config.log.stall_s, timeout_s=timeout_s)
+        self.say: Callable[[str], None] = print if self.mesh.rank == 0 else lambda line: None
+        self.step, self.extra = 0, dict[str, Any]()
+        self._lock, self._stack = RunLock(), contextlib.ExitStack()
+        self._held: Held | None = None
+        self._stateful: Mapping[str, Any] = {}
+        self._saved, self._began, self._in_step, self._stopping = -1, False, False, False
+        self._rows, self._rates = list[int](), dict[str, float]()
+
+    def __enter__(self) -> Self:
+        """Opens the folder: locked, with the newest undamaged checkpoint; nothing of a run that is there is changed.
+
+        Raises:
+            ConfigError: it is another's, in use, or not writable. CheckpointError: no checkpoint is undamaged.
+        """
+        with contextlib.ExitStack() as stack, self._in_own_words():
+            if self._own_watch:
+                self._watch(stack)
+            stack.enter_context(self._lock)
+            self.watch.progress.enter("opening the run")
+            opened = self.mesh.share("run", self._opened)
+            folder = RunFolder.from_values(opened)
+            require_shared(folder.path, self.mesh)
+            end = log_to_file(folder.path, self.mesh.rank)
+            if self._program:
+                stack.callback(end)
+            self.folder = undamaged(folder, self.mesh)
+            self.watch.folder = folder.path
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends the run: what is being saved is waited for; a program's loop is saved after its last step.
+
+        Raises:
+            SystemExit: 75, after a stop signal, when the state is saved.
+        """
+        stopped = False
+        try:
+            if self._program and error is not None:
+                self._failed(error)
+            elif self._program:
+                with self._in_own_words():
+                    stopped = self._end_of_program()
+                self.watch.leave()
+        except BaseException as raised:
+            self._stack.__exit__(type(raised), raised, raised.__traceback__)
+            raise
+        self._stack.__exit__(kind, error, trace)
+        if stopped:
+            self.mesh.close()
+            raise SystemExit(EXIT_STOPPED_WITH_CHECKPOINT)
+
+    def begin(
+        self, start: Callable[[], SegmentLine | None], facts: Callable[[], Mapping[str, Any]], **audited: Any
+    ) -> None:
+        """Accepts the request, because nothing can refuse it any more: from now on the folder is this start's.
+
+        Later checkpoints than the one that was loaded are set aside. Every rank calls it, before the first step.
+
+        Args:
+            start: where the steps to come begin in the order of their rows; called when the folder is the run's. None:
+                they are not audited.
+            facts: of this start, for the journal; on rank 0.
+            audited: what else the audit is given.
+
+        Raises:
+            RunError: the data do not continue where the run's record ended.
+        """
+        mesh = self.mesh
+        # Until the end, so that no signal can interrupt what is being saved.
+        stop = self._stack.enter_context(StopRequest(mesh, last=self._last))
+        mesh.share("identity", lambda: self.folder.claim().id)
+        audit = self._audit(line, **audited) if (line := start()) is not None else None
+        if audit is None:
+            mesh.share("start", self._link)
+        info = environment.current()
+        resumed = self.folder.resumed_from and str(Path(self.folder.resumed_from).resolve())
+        known = {"from": resumed, "mesh": mesh.topology.sizes, "restart": info.restart, "host": info.host}
+        accepted = mesh.share(
+            "accept", lambda: self.folder.accept(self.config, facts={**known, **versions(), **facts()})
+        )
+        self.folder = dataclasses.replace(self.folder, author=Author(**accepted["author"]))
+        for path in accepted["aside"]:
+            self.say(f"  set aside: {path}, later than the step that the run resumes from")
+        self._lock.keep()
+        policy = Policy(self.config.train.nonfinite == "skip", str(self.folder.path), program=self._program)
+        self.guards = Guards(stop, Finite(mesh, policy), audit, progress=self.watch.progress)
+        self._stack.callback(self.guards.close)
+
+    def track(
+        self, values: Mapping[str, Any], facts: Mapping[str, Any], *, shown: Iterable[Tracker] = ()
+    ) -> list[Tracker]:
+        """All that get the metrics, on rank 0: the run's file, what shows them, and the trackers that are asked for."""
+        if self.mesh.rank != 0:
+            return []
+        go_on = self.config.checkpoint.on_error == "continue"
+        described = trackers.RunDescription(
+            self.folder.path, self.config.log.project, values, facts, self.folder.done + 1
+        )
+        return [
+            MetricsFile(self.folder.metrics, continue_on_error=go_on, timed=True),
+            *shown,
+            *trackers.open_trackers(self.config.log.trackers, described, self.say),
+        ]
+
+    def ended(self, step: int, *, stopped: bool, saved: int) -> None:
+        """Notes the end in the journal, and the last step of which there is a checkpoint."""
+        if self.mesh.rank == 0 and self.folder.author is not None:
+            event = "stop" if stopped else "done"
+            self.folder.journal.note(event, step=step, saved=saved, start=self.folder.author.start)
+
+    def load(self, step: TrainStep, loader: Any = None, **stateful: Any) -> Loaded | None:
+        """Takes what the program trains, and loads the checkpoint that the run resumes from; every rank calls it once.
+
+        Args:
+            step: with its model and optimizer, whose state the run keeps.
+            loader: what has `state_dict()` of plain values, the same on every rank: a loader of `threefold.distribute`.
+            stateful: by name, whatever else has `state_dict()` of plain values and `load_state_dict()`: a scheduler.
+
+        Returns:
+            None where the run begins.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer. DataError: of other data.
+        """
+        from threefold.training import saving
+
+        self._held, self._stateful = saving.Held(step.model, step, loader), stateful
+        step.progress, step.after = self.watch.progress, partial(self._computed, step)
+        if self.folder.resume is None:
+            return None
+        with self._in_own_words():
+            loaded = saving.read(self.folder.resume, self._held)
+            if missing := sorted(stateful.keys() - loaded.extra.keys()):
+                raise CheckpointError(
+                    f"{self.folder.resume.path} has no state of {missing[0]}",
+                    expected="what the run has saved until then",
+                    fix=f"run.load(...) without {missing[0]}=, which begins anew; name it in the next start",
+                )
+        self.extra = {name: value for name, value in loaded.extra.items() if name not in stateful}
+        for name, each in stateful.items():
+            each.load_state_dict(loaded.extra[name])
+        self.step = self._saved = loaded.step
+        return loaded
+
+    def steps(self, batches: Iterable[Any], *, until: int | None = None, save_every: int = 0) -> Iterator[Any]:
+        """The batches of the steps that are left, one a step, each of which every rank makes; `step` is its number.
+
+        The rows of a loader of `threefold.distribute` are audited. After a stop signal to any rank the state is saved
+        and there are no more batches.
+
+        Args:
+            batches: read again from its beginning when it ends, up to the last step.
+            until: the number of the last step; None: `batches` is read once.
+            save_every: steps between checkpoints; 0: at the end, and where the program calls `save`.
+
+        Raises:
+            ConfigError: `load` was not called, or not with this loader. DataError: there are no batches.
+        """
+        with self._in_own_words():
+            self._begin(batches)
+        passes = iter(batches) if until is None else _passes(batches, self)
+        self._window = Window(own=OwnTime(self.guards.progress))
+        while (until is None or self.step < until) and not self._stopping:
+            self.guards.progress.enter("data", step=self.step + 1)
+            try:
+                batch = self._window.read(passes)
+            except StopIteration:
+                return
+            self.step, self._in_step = self.step + 1, True
+            self._window.steps += 1
+            self._rows = list(getattr(batches, "indices", ()))
+            if self.guards.audit is not None:
+                self.guards.audit.observe(self.step, np.array(self._rows, np.int64), *_contents(batch))
+            yield batch
+            with self._in_own_words():
+                self._complete(due=bool(save_every) and self.step % save_every == 0)
+
+    def log(self, numbers: StepNumbers | EvalNumbers | None = None, **values: float) -> None:
+        """Adds a line to the run's metrics and trackers: what a step or an evaluation returned, and further numbers."""
+        self._require_begun("log")
+        metrics: dict[str, Any] = {"step": self.step}
+        if isinstance(numbers, StepNumbers):
+            metrics |= {**numbers._asdict(), **self._rates, **self._window.measured(self.mesh)}
+            self._window = Window(own=OwnTime(self.guards.progress))
+            if self.config.train.nonfinite == "skip":
+                metrics["skipped_steps"] = self.guards.finite.skipped
+        elif numbers is not None:
+            metrics |= {"eval_loss": numbers.loss, "eval_count": numbers.num_counted}
+        self.guards.tell(metrics | values)
+
+    def save(self) -> None:
+        """Saves the state after `step`, once, while the next steps run; every rank calls it.
+
+        Raises:
+            RunError: the ranks did not read what they should have, or an earlier save failed.
+        """
+        from threefold.training import saving
+
+        self._require_begun("save")
+        assert self._held is not None
+        if self._saved == self.step:
+            return
+        with self._in_own_words():
+            self.guards.prove(self.step, saving=True)
+            self.guards.progress.enter("save")
+            states = {name: each.state_dict() for name, each in self._stateful.items()}
+            asked = self.config.checkpoint
+            commit = partial(self._commit, self.step)
+            extra = {**self.extra, **states}
+            saving.write(
+                self._held, self.step, self.folder.checkpoints, extra=extra, commit=commit, on_error=asked.on_error
+            )
+        self._saved = self.step
+
+    def _commit(self, step: int, manifest: Mapping[str, Any], seals: Mapping[str, Any]) -> None:
+        assert self.folder.author is not None
+        whole = {**dataclasses.asdict(self.folder.author), **manifest}
+        self.folder.commit(step, whole, seals, keep=self.config.checkpoint.keep)
+
+    def _opened(self) -> dict[str, Any]:
+        return open_run(self.config, self._lock, program=self._program).to_values()
+
+    def _watch(self, stack: contextlib.ExitStack) -> None:
+        stack.enter_context(self.watch)
+        self.watch.mesh = self.mesh
+        if (store := self.mesh.store) is not None:
+            # Several runs may follow one another on a mesh.
+            hosts = self.mesh.decide("hosts", environment.current().host, list)
+            number = self.mesh.share("watch", lambda: store.add("threefold/watches", 1))
+            self.watch.begin(dist.PrefixStore(f"run-{number}", store), hosts)
+
+    def _computed(self, step: TrainStep, result: StepResult) -> None:
+        """What the step has computed, which nothing is built on yet, and the rates that it had."""
+        self._rates = {"lr": step.optimizer.param_groups[0]["lr"], **rates_of(step.optimizer)}
+        rows = [self._rows] * len(result.micro_losses)
+        self.guards.look_for_nonfinite(self.step, result, lambda: rows, now=True)
+        self.guards.progress.enter("the program")
+
+    def _begin(self, batches: Any) -> None:
+        """Begins the run of a program, whose audit is that of its first loader."""
+        if self._began:
+            return
+        if self._held is None:
+            raise ConfigError(
+                "run.steps(...) before run.load(...)",
+                expected="to know what the run saves, and continues from if its folder has a checkpoint",
+                fix="run.load(step, loader), inside of `with threefold.Run(...) as run:`",
+            )
+        if hasattr(batches, "state_dict") and batches is not self._held.loader:
+            raise ConfigError(
+                f"run.steps(...) is given a {type(batches).__name__} that run.load(...) was not",
+                expected="the loader whose place the run saves: a resume would read its first rows again",
+                fix="run.load(step, loader)",
+            )
+        order, why = _order_of(batches)
+        self._began = True
+        what = {"program": sys.argv[0], "audit": why or "on"}
+        self.begin(lambda: None if order is None else self._start_of(batches, order), lambda: what)
+        if why:
+            self.say(f"not audited: {why}")
+        self.guards.trackers = self.track({"program": what}, {"mesh": str(self.mesh.topology), **versions()})
+        self.guards.notice = self._notice
+
+    def _notice(self, step: int) -> None:
+        for saver in self._savers():
+            saver.check(step)
+
+    def _savers(self) -> list[Saver]:
+        return [*self._held.model.savers.values()] if self._held is not None else []
+
+    def _link(self) -> str:
+        return self.folder.begin().link
+
+    def _audit(self, start: SegmentLine, **audited: Any) -> Audit:
+        """Opens the audit of the steps to come, which appends to the run's record: the start begins with it."""
+        mesh, path = self.mesh, self.folder.path / record.FILE
+        go_on = self.config.checkpoint.on_error == "continue"
+        file = MetricsFile(path, continue_on_error=go_on) if mesh.rank == 0 else None
+        resume = f"threefold resume {shlex.quote(str(self.folder.path))}"
+        older = f"resume from an older checkpoint: {resume}/checkpoints/step-..."
+        if self._program:
+            resume = "the program"
+            older = f"go back to an older checkpoint: --checkpoint.resume {self.folder.path}/checkpoints/step-..."
+        begin = partial(compare.begin, start, path, file, link=self._link, fix=older)
+        start = dataclasses.replace(start, **mesh.share("audit", begin))
+        return Audit(start, gather=mesh.gather, explain=partial(explain, resume=resume), record=file, **audited)
+
+    def _start_of(self, loader: Any, order: Order) -> SegmentLine:
+        """Where a loader continues, whose rows are known by their indices in the dataset."""
+        state = loader.state_dict()
+        return SegmentLine.of(
+            order,
+            Place(state["epoch"], state["position"]),
+            first_step=self.step + 1,
+            topology=self.mesh.topology,
+            every=self.config.audit.every,
+            data=str(state["fingerprint"].get("data", "")),
+            checkpoint=self.folder.resumed_from,
+        )
+
+    def _complete(self, *, due: bool = False) -> None:
+        """What follows a step: is the run to stop, is something to be compared or saved."""
+        if not self._in_step:
+            return
+        self._in_step = False
+        self._stopping = self.guards.after(self.step)
+        self.guards.stop.saving = self._stopping
+        self.guards.prove(self.step, saving=False)
+        if due or self._stopping:
+            self.save()
+
+    def _end_of_program(self) -> bool:
+        """Saves after the last step, and waits for it; returns whether a signal has stopped the run."""
+        if not self._began:
+            return False
+        self._complete()
+        self.guards.stop.saving = True
+        self.save()
+        self.guards.progress.enter(CLOSING)
+        for saver in self._savers():
+            saver.wait()
+        saved = max(self.folder.done, *(saver.saved_step for saver in self._savers()))
+        self.ended(self.step, stopped=self._stopping, saved=saved)
+        if saved != self.step:
+            raise RunError(
+                f"the state after step {self.step} is not saved; the newest checkpoint is of step {saved}",
+                expected="enough space, and a folder that every rank can write",
+                fix="free space, and run the program again: it trains the steps since again",
+            )
+        return self._stopping
+
+    def _failed(self, error: BaseException) -> None:
+        self.watch.progress.enter("failure")
+        log.error("%s: %s", type(error).__name__, error)
+        for saver in self._savers():
+            saver.join(LINGER_S)
+
+    def _require_begun(self, what: str) -> None:
+        if not self._began:
+            raise ConfigError(
+                f"run.{what}() before the first step",
+                expected="a run that has begun: its folder is not changed before",
+                fix="call it inside of `for batch in run.steps(loader, until=...)`, or after it",
+            )
+
+    @contextlib.contextmanager
+    def _in_own_words(self) -> Iterator[None]:
+        """Errors name what a program writes, in place of options of the command."""
+        try:
+            yield
+        except ThreefoldError as error:
+            if self._program:
+                error.problems = tuple(map(_in_program_words, error.problems))
+            raise
+
+
+def _config_of(values: Mapping[str, Any], folder: str | Path | None) -> Config:
+    nested: dict[str, dict[str, Any]] = {"log": {"dir": str(folder if folder is not None else new_path())}}
+    for key, value in values.items():
+        if key not in _KEYS:
+            raise ConfigError(
+                f"config has {key!r}",
+                expected=f"keys that concern a program's run: {', '.join(_KEYS)}",
+                fix=f"leave {key} out: the program decides it",
+            )
+        section, _, name = key.partition(".")
+        nested.setdefault(section, {})[name] = value
+    config = loading.validate(nested)
+    if missing := trackers.problems(config.log.trackers):
+        raise ConfigError.of(missing)
+    return config
+
+
+def _as_entry(option: re.Match[str]) -> str:
+    return f"config={{{option[1]!r}: {config_text.parse(shlex.split(option[2])[0], option[1])!r}}}"
+
+
+def _in_program_words(problem: Problem) -> Problem:
+    fix = re.sub(r"--log\.dir (\S+?)(?=[,;)]|\s|$)", r"threefold.Run('\1', ...)", problem.fix)
+    fix = re.sub(r"--([a-z]+\.[a-z_]+) ('[^']*'|[^\s,;)]+)", _as_entry, fix)
+    return Problem(problem.what.replace("log.dir = ", "the run's folder "), problem.expected, fix)
+
+
+def _passes(batches: Iterable[Any], run: Run) -> Iterator[Any]:
+    """The batches again and again; DataError where there are none."""
+    while True:
+        before = run.step
+        yield from batches
+        if run.step == before:
+            raise DataError(
+                f"there are no batches for step {run.step + 1}",
+                expected="batches up to the last step: an iterator that is over gives none when it is read again",
+                fix="give run.steps a loader or a list; or until=None, to read it once",
+            )
+
+
+def _order_of(loader: Any) -> tuple[Order | None, str]:
+    """The order in which a loader reads its rows; None, and why, where rows cannot be audited."""
+    from threefold.data.sampling.distribute import DistributedLoader
+
+    if not isinstance(loader, DistributedLoader):
+        return None, f"a {type(loader).__name__} does not tell its rows; loader = threefold.distribute(DataLoader(...))"
+    sampler, rows = loader.sampler, loader.sampler.epoch_size
+    if sampler.weighted or sampler.order != "threefold":
+        drawn = "drawn with weights" if sampler.weighted else "in torch's order"
+        return None, f"rows {drawn} are not each read once by an order that is known"
+    uneven = rows % sampler.num_replicas
+    if sampler.tail == "pad" and uneven:
+        return None, f"{rows:,} rows are padded for {sampler.num_replicas} dp ranks; distribute(loader, tail='exact')"
+    if sampler.tail == "drop" and uneven and not loader.drop_last:
+        return None, f"tail='drop' leaves out {uneven} rows; distribute(loader, tail='exact'), or drop_last=True"
+    size = (loader.batch_size or 1) * sampler.num_replicas
+    return Order(rows, size, sampler.seed, sampler.shuffle, "drop" if loader.drop_last else "exact"), ""
+
+
+def _contents(batch: Any) -> list[Any]:
+    """What identifies the tensors of a batch, for the ranks that must have the same."""
+    return [np.array([digest_of_rows([batch])], np.int64)] if isinstance(batch, Mapping) else []

@@ -1,0 +1,289 @@
+"""A loop of one's own in a run: the same numbers as without, and every guarantee of a run of the command."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks import own_runs, runs
+from ranks.own_runs import by_hand, in_a_run, signal_in
+from ranks.spawn import run_ranks
+from threefold.audit import record
+from threefold.checkpoint.layout import CheckpointFolder
+from threefold.checkpoint.lineage import Identity, Journal
+from threefold.errors import ThreefoldError
+from threefold.report.facts import gather
+from threefold.report.verdict import proof_lines
+from threefold.run.run import Run
+
+pytestmark = pytest.mark.ranks
+
+MESHES: list[dict[str, int]] = [{}, {"dp": 2}, {"tp": 2}]
+UNTIL = 14
+
+
+def events(run: Path) -> list[tuple[str, int]]:
+    return [(line["event"], line["step"]) for line in Journal(run).lines()]
+
+
+def _ranks(sizes: dict[str, int], *args: Any, **options: Any) -> list[Any]:
+    return run_ranks(partial(in_a_run, **options), math.prod(sizes.values()), sizes, *args)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_loop_in_a_run_is_the_loop_and_goes_on_after_a_signal_to_any_rank(
+    sizes: dict[str, int], tmp_path: Path
+) -> None:
+    whole = run_ranks(by_hand, math.prod(sizes.values()), sizes, UNTIL)[0]
+    begun = _ranks(sizes, str(tmp_path / "run"), UNTIL, signal_in(6))
+    assert {ended for _, ended in begun} == {75} and len({len(numbers) for numbers, _ in begun}) == 1
+    done = len(begun[0][0])
+    assert 6 <= done <= 8  # a rank that is not signalled hears of it within two steps
+    rest = _ranks(sizes, str(tmp_path / "run"), UNTIL)
+    assert {ended for _, ended in rest} == {0}
+    assert all([*first, *then] == whole for (first, _), (then, _) in zip(begun, rest, strict=True))
+
+    run = tmp_path / "run"
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["loss"], line["grad_norm"]) for line in logged] == whole
+    assert [line["lr"] for line in logged] == pytest.approx([1e-2 * 0.9**step for step in range(UNTIL)])
+    saved = [("save", step) for step in dict.fromkeys((4, done))]
+    assert events(run)[: 2 + len(saved)] == [("start", 0), *saved, ("stop", done)]
+    assert events(run)[-1] == ("done", UNTIL)
+    proved = list(proof_lines(run))
+    assert proved[-1].startswith(f"proved: {8 * UNTIL} reads, each by exactly one dp rank"), proved
+    assert any("chain: 2 starts, each after the one before; checkpoints of them: 2" in line for line in proved)
+
+
+def test_run_that_is_killed_goes_on_as_the_unbroken_one(tmp_path: Path) -> None:
+    script = Path(own_runs.__file__)
+    shutil.copy(script, tmp_path / "own_runs.py")
+    killed = runs.script(tmp_path, "own_runs.py", "run", "7")
+    assert killed.returncode == -signal.SIGKILL
+    done = runs.script(tmp_path, "own_runs.py", "run", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Steps 5 to 7 are made again: the newest checkpoint is of step 4.
+    found = eval(done.stdout.splitlines()[-1])
+    assert found == run_ranks(by_hand, 1, {}, UNTIL)[0][4:]
+    logged = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert logged == [*range(1, 8), *range(5, UNTIL + 1)]
+    assert list(proof_lines(tmp_path / "run"))[-1].startswith(f"proved: {8 * UNTIL} reads")
+    told = runs.command(tmp_path, "explain", "run")
+    assert told.returncode == 0 and "the job finished" in told.stdout
+    assert "run: steps 1 to 14" in runs.command(tmp_path, "why", "run").stdout
+    assert runs.command(tmp_path, "report", "run", "--to", "run.html").returncode == 0
+    facts = gather(tmp_path / "run")
+    assert facts.state == "done" and not facts.notes and not facts.damaged
+    asked = [command.split()[1] for command, _ in facts.commands()]
+    assert asked == ["export", "data", "why", "data"] and "--" not in facts.commands()[1][0]
+    # It is no run of the command.
+    for words in (("resume", "run"), ("sample", "run", "--prompt", "x"), ("data", "audit", "run", "--contents")):
+        refused = runs.command(tmp_path, *words)
+        assert refused.returncode == 2 and "a program with a loop of its own" in refused.stderr, words
+        assert "threefold export run --to DIR" in refused.stderr
+    runs.prepare(tmp_path)
+    refused = runs.command(tmp_path, "train", "config.yaml", "--mesh.dp", "1", "--log.dir", "run")
+    assert refused.returncode == 2 and "log.dir = run holds a run of a program" in refused.stderr
+
+
+def test_run_goes_back_and_sets_aside_what_was_later(tmp_path: Path) -> None:
+    folder, back = tmp_path / "run", {"checkpoint.resume": str(tmp_path / "run/checkpoints/step-00000004")}
+    whole, _ = _ranks({}, str(folder), 9, config={"checkpoint.keep": 5})[0]
+    again, ended = _ranks({}, str(folder), 6, config=back)[0]
+    assert ended == 0 and again == whole[4:6]
+    names = sorted(path.name for path in folder.glob("checkpoints/*"))
+    assert names == ["aside-1-step-00000008", "aside-1-step-00000009", "step-00000004", "step-00000006"]
+    assert ("rewind", 4) in events(folder)
+    assert list(proof_lines(folder))[-1].startswith("proved: 48 reads")
+
+
+def _nan(logits: Any, batch: Any) -> tuple[Any, Any]:
+    """Not a number in the step of row 0, which step 3 reads."""
+    import torch
+    import torch.nn.functional as F
+
+    losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    marked = (batch["input_ids"] == own_runs.Windows()[_marked()]["input_ids"]).all(-1).any()
+    return losses * torch.where(marked, float("nan"), 1.0), batch["labels"].numel()
+
+
+def _marked() -> int:
+    """A row of step 3, on the second of two dp ranks."""
+    from threefold.data.order.order import Order, Place
+
+    return int(Order(own_runs.ROWS, 8, 0, True).rows(Place(0, 16), 1)[0, 1])
+
+
+@pytest.mark.parametrize("policy", ["error", "skip"])
+def test_number_that_is_not_finite_ends_the_run_or_is_left_out(policy: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    found = _ranks({"dp": 2}, str(folder), 5, loss=_nan, config={"train.nonfinite": policy})
+    first, row = found[0], _marked()
+    assert found[0][1] == found[1][1]
+    if policy == "error":
+        assert len(first[0]) == 2 and f"step 3: the loss is not finite on rank 1: rows {row}, " in str(first[1])
+        assert f"threefold data order {folder} --step 3; or threefold.Run(..., config=" in str(first[1])
+        assert [line.last for line in record.read_lines(folder / "audit.jsonl")[1:]] == [3]
+        assert CheckpointFolder(folder).all() == []
+    else:
+        assert first[1] == 0 and [math.isfinite(loss) for loss, _ in first[0]] == [True, True, False, True, True]
+        logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        (skipped,) = (line for line in logged if "skipped" in line)
+        assert skipped["step"] == 3 and "not finite on rank 1" in skipped["skipped"]
+        assert logged[-1]["skipped_steps"] == 1
+
+
+def _wrong_rows(sizes: dict[str, int], folder: str) -> Any:
+    """A loop whose last dp rank reads other rows in its second step."""
+    import threefold
+
+    mesh, step, loader, _ = own_runs.parts(sizes)
+    blocks = loader.sampler._indices_at
+
+    def other(epoch: int, seed: int) -> Any:
+        at = blocks(epoch, seed)
+        return lambda wanted: at(wanted + 2 * (wanted == 9)) if mesh.dp_rank else at(wanted)
+
+    loader.sampler._indices_at = other
+    try:
+        with threefold.Run(folder, mesh=mesh, config={"audit.every": 2}) as run:
+            run.load(step, loader)
+            for batch in run.steps(loader, until=4):
+                step(batch)
+    except threefold.errors.RunError as error:
+        return str(error)
+    return None
+
+
+def test_rank_that_reads_other_rows_is_named(tmp_path: Path) -> None:
+    found = run_ranks(_wrong_rows, 2, {"dp": 2}, str(tmp_path / "run"))
+    assert found[0] == found[1] and found[0] is not None and "rank 1" in found[0]
+
+
+def _two(folder: str) -> list[str]:
+    """What a second run in the folder is told, by another process, and what a save of nobody's is."""
+    import subprocess
+    import sys
+
+    import threefold
+
+    mesh, step, loader, _ = own_runs.parts({})
+    told = []
+    with threefold.Run(folder, mesh=mesh) as run:
+        run.load(step, loader)
+        for batch in run.steps(loader, until=1):
+            step(batch)
+            take = f"from threefold.checkpoint.lock import RunLock as R; R().take(Path({folder!r}), fresh=False)"
+            code = f"from pathlib import Path; {take}"
+            told.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr)
+    try:
+        threefold.save(folder, model=step.model, step=2)
+    except threefold.errors.ConfigError as error:
+        told.append(str(error))
+    for word in ("steps", "loader", "again"):
+        try:
+            with threefold.Run(folder, mesh=mesh) as run:
+                if word != "steps":
+                    run.load(step, *([loader] if word == "again" else []))
+                if word == "again":
+                    run.save()
+                next(run.steps(loader, until=3))
+        except threefold.errors.ConfigError as error:
+            told.append(str(error))
+    mesh.close()
+    return told
+
+
+def test_folder_of_a_run_is_that_of_one_process_and_of_the_run_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    second, saved, unloaded, other, early = run_ranks(_two, 1, str(folder))[0]
+    assert f"{folder} is in use by another run: process" in second
+    assert "this is the folder of a run" in saved and f"with threefold.Run('{folder}')" in saved
+    assert "run.steps(...) before run.load(...)" in unloaded
+    assert "run.steps(...) is given a DistributedLoader that run.load(...) was not" in other
+    assert "run.save() before the first step" in early
+
+
+@pytest.mark.parametrize(
+    "settings", [{"drop_last": False}, {"drop_last": False, "batch_size": 5}], ids=["usual batch", "another batch"]
+)
+def test_rows_of_an_uneven_last_batch_are_proved(settings: dict[str, Any], tmp_path: Path) -> None:
+    _, ended = _ranks({}, str(tmp_path / "run"), UNTIL, **settings)[0]
+    assert ended == 0
+    proved = list(proof_lines(tmp_path / "run"))
+    assert any("epoch 0: 42 of 42 rows, each exactly once" in line for line in proved), proved
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Any]:
+    import torch
+
+    from threefold.mesh.mesh import Mesh
+    from threefold.mesh.topology import Topology
+
+    yield partial(Run, tmp_path / "run", mesh=Mesh(Topology(), 0, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("config", "what", "fix"),
+    [
+        ({"data.source": "x"}, "config has 'data.source'", "leave data.source out: the program decides it"),
+        (
+            {"train.nonfinite": "maybe"},
+            "train.nonfinite = maybe is not accepted",
+            r"config=\{'train.nonfinite': 'error'\}",
+        ),
+        ({"log.trackers": ["nix"]}, "nix in log.trackers", r"config=\{'log.trackers': \['tensorboard'\]\}"),
+        ({"checkpoint.resume": "/nix"}, "checkpoint.resume = /nix does not exist", "check the path"),
+    ],
+    ids=["key", "value", "tracker", "checkpoint"],
+)
+def test_what_a_run_cannot_be_asked_is_refused_in_the_words_of_a_program(
+    config: dict[str, Any], what: str, fix: str, alone: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ThreefoldError, match=re.escape(what)) as refused, alone(config=config):
+        pass
+    assert re.search(f"fix: {fix}", str(refused.value)) and " --" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_in_which_no_step_is_made_leaves_nothing(alone: Any, tmp_path: Path) -> None:
+    with alone() as run:
+        assert (tmp_path / "run/run.lock").exists() and run.folder.resume is None
+    assert not (tmp_path / "run").exists()
+
+
+def test_identity_says_whose_loop_it_is(tmp_path: Path) -> None:
+    Identity.new(program=True).write(tmp_path)
+    read = Identity.read(tmp_path)
+    assert read is not None and read.program
+
+
+_HANGS = """
+import time
+from ranks.own_runs import in_a_run
+
+def act(run, mesh):
+    if run.step == 2 and mesh.rank == 1:
+        time.sleep(600)
+
+in_a_run({"dp": 2}, "run", 5, act, config={"log.stall_s": 2.0, "train.timeout_s": 4.0})
+"""
+
+
+def test_rank_that_does_not_go_on_is_named_and_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(_HANGS)
+    done = runs.torchrun(tmp_path, 2, "hangs.py", timeout_s=120)
+    assert done.returncode != 0
+    said = done.stdout + done.stderr
+    assert re.search(r"rank 1 of host \S+ \(process \d+\) is in the program of step 2", said), said
+    assert "hangs.py" in said and "the run ends here, and its checkpoints are kept" in said

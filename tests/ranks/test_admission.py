@@ -148,6 +148,22 @@ def count_padding() -> None:
     RouterLoss.picks = more  # type: ignore[method-assign]
 
 
+def scale_gradients_of_longer_rows() -> None:
+    """Over tp, and beyond 40 tokens: the forward is right."""
+    from torch.distributed.tensor import DTensor
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    plain = LlamaMLP.forward
+
+    def forward(module: Any, x: Any) -> Any:
+        output = plain(module, x)
+        if isinstance(module.down_proj.weight, DTensor) and x.shape[1] > 40 and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * 1.1)
+        return output
+
+    LlamaMLP.forward = forward  # type: ignore[method-assign]
+
+
 def _admit(mesh: Any, model: dict[str, Any], data: dict[str, Any], admission: str) -> str:
     from threefold.check.admit import admit
     from threefold.config.loading import validate
@@ -189,6 +205,7 @@ def _admit_twice(folder: str, sizes: dict[str, int], data: dict[str, Any]) -> li
         (shift_positions, {"cp": 2}, LLAMA, {}, "loss", "--mesh.cp 1"),
         (sum_twice, {"tp": 2}, QWEN3, {}, "gradients", "--mesh.tp 1"),
         (sum_never, {"tp": 2}, QWEN3, {}, "replicas", "--mesh.tp 1"),
+        (scale_gradients_of_longer_rows, {"tp": 2}, LLAMA, {}, "gradients", "--mesh.tp 1"),
         (reduce_never, {"dp": 2}, LLAMA, {}, "gradients", "--mesh.dp 1"),
         (untie_the_head, {"dp": 2}, TIED, {}, "gradients", "--model.admission off"),
         (leak_rows, {"dp": 2}, LLAMA, {}, "composition", "--model.admission off"),
@@ -203,6 +220,7 @@ def test_a_planted_fault_is_refused_by_name(
     assert found[0] == found[1]
     assert f"{model['model_type']!r} fails the probe of {probe} " in found[0]
     assert f"fix: {fix}" in found[0]
+    assert ("rows of 60 tokens" in found[0]) == (fault is scale_gradients_of_longer_rows)
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "dp_shard": 2}, {"cp": 2}, {"tp": 2}])

@@ -32,7 +32,7 @@ from threefold.check.compare import (
     complete_gradients,
 )
 from threefold.check.probe_rows import Batch, Mode
-from threefold.check.real_size import RealSize, compare_real_size
+from threefold.check.real_size import RealSize, compare_real_sizes
 from threefold.check.reference import (
     forward_backward,
     gradients_of,
@@ -137,7 +137,8 @@ class Subject:
         mode: what the run's rows have.
         seed: of the weights and the rows.
         narrow: the run computes in bfloat16, which is tried too.
-        real: at which sizes the forward is compared too.
+        longer: tokens of the longer rows on which the step is compared too; 0: of none.
+        real: at which sizes the forward can be compared too.
     """
 
     config: Config
@@ -145,14 +146,15 @@ class Subject:
     mode: Mode
     seed: int = 0
     narrow: bool = False
+    longer: int = 0
     real: tuple[RealSize, ...] = ()
 
 
 def probe(subject: Subject, mesh: Mesh) -> list[Difference]:
     """The results of all probes, complete and the same on every rank; every rank calls it."""
-    seq_len = subject.config.data.seq_len
     vocabulary = subject.architecture.get_text_config().vocab_size
-    rows = probe_rows.probe_rows(subject.mode, seq_len=seq_len, vocabulary=vocabulary, seed=subject.seed)
+    rows_of = partial(probe_rows.probe_rows, subject.mode, vocabulary=vocabulary, seed=subject.seed)
+    rows = rows_of(seq_len=subject.config.data.seq_len)
     with torch.random.fork_rng(devices=[mesh.device] if mesh.device.type == "cuda" else []):
         alone = perturbed_model(
             subject.architecture, seed=subject.seed, trust_remote_code=subject.config.model.trust_remote_code
@@ -162,10 +164,11 @@ def probe(subject: Subject, mesh: Mesh) -> list[Difference]:
         expected = _expected(alone, rows, mesh)
         results = list(_unmoved(model, mesh, subject, vocabulary))
         results += _compared(model, mesh, rows, expected)
+        if subject.longer:
+            results += _compared_longer(model, mesh, rows_of(seq_len=subject.longer), alone)
         if subject.narrow:
             results += _narrowed(mesh, subject, rows, weights, expected)
-        for size in subject.real:
-            results.append(compare_real_size(subject.config, size, subject.mode, mesh, seed=subject.seed))
+        results += compare_real_sizes(subject.config, subject.real, subject.mode, mesh, seed=subject.seed)
     shared = mesh.share("probes", lambda: [vars(result) for result in results])
     return [Difference(**values) for values in shared]
 
@@ -284,6 +287,18 @@ def _compared(model: Model, mesh: Mesh, rows: Batch, expected: Expected | None) 
         numbers = [math.nan if value is None else value for value in (aux_loss, expected.aux_loss)]
         results.append(compare_number(ROUTERS_LOSS, *numbers))
     return results + replicas
+
+
+def _compared_longer(model: Model, mesh: Mesh, rows: Batch, alone: Any) -> list[Difference]:
+    """As `_compared`; nothing if transformers' own forward cannot be computed on rows of this length too."""
+    alone.zero_grad()
+    try:
+        expected = _expected(alone, rows, mesh)
+    except OwnForwardError:
+        return []
+    where = f"rows of {rows['labels'].shape[1]} tokens"
+    results = _compared(model, mesh, rows, expected)
+    return [replace(each, place=f"{each.place}, {where}".removeprefix(", ")) for each in results]
 
 
 def _halves(rows: Batch) -> list[Batch]:

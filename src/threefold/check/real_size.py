@@ -8,6 +8,7 @@ transformers' own model in one process, each document alone. Forward only.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -36,7 +37,8 @@ from threefold.training.forward import token_loss_of
 Array: TypeAlias = npt.NDArray[Any]
 
 NOT_COMPARED = "not compared"
-# What one process may take for it: parameters, operations of its forward, and numbers in one layer's attention.
+# What one process may take for it: parameters, operations of its forward, and numbers in one layer's attention. No more
+# than 10 s where two ranks share a core: on 2 cores up to 4.7 s on 2 ranks, 5.6 s on 8 (2x2x2).
 _MOST_PARAMETERS = {"cpu": 5e7, "cuda": 5e8}
 _MOST_OPERATIONS = {"cpu": 5e10, "cuda": 2e13}
 _MOST_SCORES = {"cpu": 3e8, "cuda": 1e9}
@@ -61,12 +63,13 @@ class RealSize:
 
 
 def real_sizes(
-    config: Config, architecture: PretrainedConfig, topology: Topology, *, ranks: int, leading: int
+    config: Config, architecture: PretrainedConfig, topology: Topology, *, ranks: int, leading: int, share: float = 1.0
 ) -> tuple[RealSize, ...]:
-    """What is compared for a run: its real width, and where its rows are too long for that, a reduced width too.
+    """What can be compared for a run: its real width, and a reduced width; each as far as time and memory allow.
 
     Args:
         ranks, leading: as for `reduced`.
+        share: of what a rank computes at other times, where many ranks share a core.
     """
     whole, device = config.data.seq_len, config.mesh.device
     unit = row_length(topology)
@@ -89,16 +92,25 @@ def real_sizes(
         if parameters > _MOST_PARAMETERS[kind]:
             continue
         heads = common_number(cut.get_text_config(), "num_attention_heads") or 1
-        tokens = min(whole, _MOST_OPERATIONS[kind] / (2 * parameters), math.sqrt(_MOST_SCORES[kind] / heads))
-        seq_len = int(tokens) // unit * unit
-        if seq_len > max((each.seq_len for each in found), default=0):
+        tokens = min(whole, share * _MOST_OPERATIONS[kind] / (2 * parameters), math.sqrt(_MOST_SCORES[kind] / heads))
+        if seq_len := int(tokens) // unit * unit:
             found.append(RealSize(cut, seq_len, width))
-        if seq_len + unit > whole:
-            break
     return tuple(found)
 
 
-def compare_real_size(config: Config, asked: RealSize, mode: Mode, mesh: Mesh, *, seed: int) -> Difference:
+def compare_real_sizes(
+    config: Config, sizes: Iterable[RealSize], mode: Mode, mesh: Mesh, *, seed: int
+) -> list[Difference]:
+    """The comparison at the real width, and at a reduced one if that reaches further; every rank calls it."""
+    results, reached = list[Difference](), 0
+    for asked in sizes:
+        if asked.seq_len > reached:
+            results.append(_compare(config, asked, mode, mesh, seed=seed))
+            reached = asked.seq_len if results[-1].quantity == REAL_SIZE.quantity else 0
+    return results
+
+
+def _compare(config: Config, asked: RealSize, mode: Mode, mesh: Mesh, *, seed: int) -> Difference:
     """How far the loss of a token on the mesh is from that of one process; every rank calls it.
 
     Of the quantity `NOT_COMPARED` if transformers' own forward cannot be computed at this size.

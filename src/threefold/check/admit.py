@@ -11,6 +11,7 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from transformers import PretrainedConfig
@@ -21,12 +22,12 @@ from threefold.check.compare import PROBE_GRADIENT, REAL_SIZE, Comparison, Diffe
 from threefold.check.probe_rows import Mode, longer_row, row_length
 from threefold.check.probes import PROMISES, OwnForwardError, Subject, probe
 from threefold.check.real_size import NOT_COMPARED, real_sizes
-from threefold.config.schema import Config
+from threefold.config.schema import Config, LoraConfig
 from threefold.errors import ConfigError, ThreefoldError
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
-from threefold.model import load
+from threefold.model import load, lora
 from threefold.model.context_parallel.split import heads_of
 from threefold.model.layer_kinds import leading_layers
 from threefold.model.reduced import reduced, shallow
@@ -140,9 +141,7 @@ def _subject(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Subj
     small = reduced(architecture, ranks=ranks, seq_len=seq_len, real_seq_len=run_length, leading=leading)
     as_probed = config.model_copy(
         update={
-            "model": config.model.model_copy(
-                update={"dtype": "float32", "lora": config.model.lora.model_copy(update={"r": 0})}
-            ),
+            "model": config.model.model_copy(update={"dtype": "float32", "lora": _adapters(config, small)}),
             "data": config.data.model_copy(update={"seq_len": seq_len}),
             # Chunks of the head that do not divide the tokens.
             "train": config.train.model_copy(update={"compile": False, "float8": "none", "loss_chunk_tokens": 7}),
@@ -158,6 +157,14 @@ def _subject(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Subj
     real = real_sizes(config, architecture, topology, ranks=ranks, leading=leading, share=share)
     narrow = config.model.dtype == "bfloat16"
     return Subject(as_probed, small, Mode.of(config.data), narrow=narrow, longer=longer_row(topology), real=real)
+
+
+def _adapters(config: Config, small: PretrainedConfig) -> LoraConfig:
+    """The run's adapters without dropout; none where their names do not fit the reduced model (`layers.20.`)."""
+    asked = config.model.lora
+    build = partial(load.outline, small, trust_remote_code=config.model.trust_remote_code)
+    unfit = asked.r and lora.problems(asked, build, name=small.model_type)
+    return asked.model_copy(update={"r": 0} if unfit else {"dropout": 0.0})
 
 
 def _leading(config: Config, architecture: PretrainedConfig) -> int:

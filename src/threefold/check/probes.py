@@ -45,10 +45,11 @@ from threefold.config.optimizer import OptimizerConfig
 from threefold.config.schema import Config
 from threefold.data.rows.concat import IGNORED
 from threefold.mesh.mesh import Mesh
+from threefold.model import lora
 from threefold.model.build import build
 from threefold.model.collectives import local_part
 from threefold.model.model import Model
-from threefold.model.weight_check import Weights
+from threefold.model.weight_check import Weights, is_adapter
 from threefold.optim.build import build_optimizer
 from threefold.training.forward import forward_sums, token_loss_of
 from threefold.training.loss import TokenLoss
@@ -132,7 +133,7 @@ class Subject:
     """What is probed: an architecture at reduced size, and how the run's mesh computes it.
 
     Attributes:
-        config: of the run, with the probe's row length and float32.
+        config: of the run, with the probe's row length, float32 and no noise.
         architecture: reduced.
         mode: what the run's rows have.
         seed: of the weights and the rows.
@@ -160,6 +161,8 @@ def probe(subject: Subject, mesh: Mesh) -> list[Difference]:
             subject.architecture, seed=subject.seed, trust_remote_code=subject.config.model.trust_remote_code
         )
         weights = {name: partial(_value, tensor) for name, tensor in alone.state_dict().items()}
+        if subject.config.model.lora.r:
+            weights.update(_adapted(alone, subject))
         model = build(subject.config, subject.architecture, mesh, weights=weights)
         expected = _expected(alone, rows, mesh)
         results = list(_unmoved(model, mesh, subject, vocabulary))
@@ -175,6 +178,17 @@ def probe(subject: Subject, mesh: Mesh) -> list[Difference]:
 
 def _value(tensor: Tensor) -> Tensor:
     return tensor.detach()
+
+
+def _adapted(alone: Any, subject: Subject) -> dict[str, partial[Tensor]]:
+    """The adapters that are added to the model, of which B is not zero: else A would have no gradient."""
+    lora.insert_whole(alone, subject.config.model.lora, seed=subject.seed)
+    own = {name: parameter for name, parameter in alone.named_parameters() if is_adapter(name)}
+    with torch.no_grad():
+        for name, parameter in own.items():
+            if ".lora_B." in name:
+                parameter.normal_(std=0.1)
+    return {name: partial(_value, parameter) for name, parameter in own.items()}
 
 
 def _expected(alone: Any, rows: Batch, mesh: Mesh) -> Expected | None:

@@ -45,7 +45,7 @@ from threefold.config.optimizer import OptimizerConfig
 from threefold.config.schema import Config
 from threefold.data.rows.concat import IGNORED
 from threefold.mesh.mesh import Mesh
-from threefold.model import lora
+from threefold.model import lora, noise
 from threefold.model.build import build
 from threefold.model.collectives import local_part
 from threefold.model.model import Model
@@ -156,7 +156,7 @@ def probe(subject: Subject, mesh: Mesh) -> list[Difference]:
     vocabulary = subject.architecture.get_text_config().vocab_size
     rows_of = partial(probe_rows.probe_rows, subject.mode, vocabulary=vocabulary, seed=subject.seed)
     rows = rows_of(seq_len=subject.config.data.seq_len)
-    with torch.random.fork_rng(devices=[mesh.device] if mesh.device.type == "cuda" else []):
+    with noise.kept(mesh.device):
         alone = perturbed_model(
             subject.architecture, seed=subject.seed, trust_remote_code=subject.config.model.trust_remote_code
         )

@@ -44,7 +44,7 @@ def test_it_has_the_real_width_and_row_length_where_they_fit() -> None:
 
 def test_a_row_that_is_too_long_is_cut_and_a_layer_too_wide_is_reduced() -> None:
     wide, long = _asked("llama", 8192, Topology(cp=2))
-    assert (wide.architecture.hidden_size, wide.seq_len) == (256, 6112)
+    assert (wide.architecture.hidden_size, wide.seq_len) == (256, 5376)
     assert (long.architecture.hidden_size < 256, long.seq_len, long.width) == (True, 8192, "at a reduced width")
     assert _asked("llama", 8192, Topology(cp=2), share=0.1)[0].seq_len < 4096  # where many ranks share a core
     (reduced,) = _asked("llama", 512, hidden_size=8192, intermediate_size=28_672, num_attention_heads=64)

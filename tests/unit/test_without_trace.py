@@ -40,7 +40,9 @@ class Counting(nn.Module):
         self.beside += 1
         self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
         self.register_buffer("replaced", torch.ones(5), persistent=False)
-        self.made: Any = torch.ones(1)
+        if not hasattr(self, "made"):
+            self.made: Any = torch.ones(1)
+            self.linear.register_forward_hook(lambda *_: self.seen.append(-1))
         return self.linear(x) * random.random() * np.random.rand() * torch.rand(())
 
 
@@ -56,13 +58,13 @@ def test_a_module_is_left_as_it_was() -> None:
     np.random.seed(0)
     with noise.without_trace(module, CPU):
         module(torch.ones(32, 4))
-        assert (module.calls, module.longest, module.seen) == (1, 32, [32])
+        assert (module.calls, module.longest, module.seen) == (1, 32, [32, -1])
     assert (torch.rand(()).item(), random.random(), np.random.rand()) == expected
     assert (module.calls, module.longest, module.seen, module.sizes) == (0, 16, [], {"rows": 1})
     assert module.lengths is module.seen
     assert (module.beside is beside, module.mean is mean, module.replaced is replaced) == (True, True, True)
     assert not (beside.any() or mean.any() or replaced.any())
-    assert not hasattr(module, "made")
+    assert not hasattr(module, "made") and not module.linear._forward_hooks
 
 
 def test_a_rotary_embedding_that_grows_with_its_rows_grows_again() -> None:

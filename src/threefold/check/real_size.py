@@ -30,18 +30,20 @@ from threefold.mesh.topology import Topology
 from threefold.model.build import build
 from threefold.model.context_parallel.split import local_positions
 from threefold.model.layer_kinds import common_number
-from threefold.model.load import outline
+from threefold.model.load import layers_of, outline
 from threefold.model.reduced import reduced, shallow
 from threefold.training.forward import token_loss_of
 
 Array: TypeAlias = npt.NDArray[Any]
 
 NOT_COMPARED = "not compared"
-# What one process may take for it: parameters, operations of its forward, and numbers in one layer's attention. No more
-# than 10 s where two ranks share a core: on 2 cores up to 4.7 s on 2 ranks, 5.6 s on 8 (2x2x2).
+# What one process may take for it: parameters, operations of its forward, and numbers in one layer's attention. So both
+# comparisons take at most 10 s: of 2.3e11 operations, 2.6 s in one process of 2 cores, 4.7 s on 2 ranks.
 _MOST_PARAMETERS = {"cpu": 5e7, "cuda": 5e8}
-_MOST_OPERATIONS = {"cpu": 5e10, "cuda": 2e13}
+_MOST_OPERATIONS = {"cpu": 2.6e11, "cuda": 2e13}
 _MOST_SCORES = {"cpu": 3e8, "cuda": 1e9}
+# A number in the attention of one head passes through memory about ten times, in the time of so many operations.
+_OF_A_SCORE = 400
 # The row is compared in parts. A router's near tie, which another rounding decides otherwise, moves the loss of a few
 # tokens; what is computed otherwise from some place on moves all of a part.
 _PARTS = 32
@@ -91,8 +93,12 @@ def real_sizes(
         parameters = sum(parameter.numel() for parameter in module.parameters())
         if parameters > _MOST_PARAMETERS[kind]:
             continue
-        heads = common_number(cut.get_text_config(), "num_attention_heads") or 1
-        tokens = min(whole, share * _MOST_OPERATIONS[kind] / (2 * parameters), math.sqrt(_MOST_SCORES[kind] / heads))
+        text = cut.get_text_config()
+        heads, hidden = (common_number(text, name) or 1 for name in ("num_attention_heads", "hidden_size"))
+        # Operations of T tokens: 2 x parameters x T + pairs x T^2.
+        pairs = max(1, len(layers_of(module))) * (4 * hidden + _OF_A_SCORE * heads)
+        most = math.sqrt(parameters**2 + pairs * share * _MOST_OPERATIONS[kind]) - parameters
+        tokens = min(whole, most / pairs, math.sqrt(_MOST_SCORES[kind] / heads))
         if seq_len := int(tokens) // unit * unit:
             found.append(RealSize(cut, seq_len, width))
     return tuple(found)

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from threefold.mesh.mesh import Mesh
 
 _Piece = TypeVar("_Piece")
-_OF_TORCH = vars(nn.Module()).keys()
+# Not its hooks, which transformers puts on modules in their first forward. FSDP2 puts others there, which must stay.
+_OF_TORCH = {name for name in vars(nn.Module()) if not name.startswith("_forward_")}
 
 
 def places(mesh: Mesh, sequence_group: dist.ProcessGroup | None) -> tuple[int, ...]:

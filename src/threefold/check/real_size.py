@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 from threefold.check.compare import REAL_SIZE, Difference
 from threefold.check.probe_rows import Batch, Mode, probe_rows, row_length
 from threefold.check.reference import documents_of, perturbed_model
-from threefold.config.schema import Config
+from threefold.config.schema import Config, LoraConfig
 from threefold.data.rows.concat import IGNORED
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
@@ -134,7 +134,8 @@ def _compare(config: Config, asked: RealSize, mode: Mode, mesh: Mesh, *, seed: i
     weights = {name: partial(Tensor.detach, tensor) for name, tensor in alone.state_dict().items()}
     data = config.data.model_copy(update={"seq_len": asked.seq_len})
     train = config.train.model_copy(update={"loss_chunk_tokens": "auto"})
-    real = config.model_copy(update={"data": data, "train": train})
+    whole = config.model.model_copy(update={"lora": LoraConfig()})  # adapters change nothing as they begin
+    real = config.model_copy(update={"data": data, "train": train, "model": whole})
     model = build(real, asked.architecture, mesh, weights=weights)
     with torch.no_grad(), model.computing(batch) as local:
         own = model.outputs(local, "log_probabilities", token_loss=token_loss_of(model, mesh)).values

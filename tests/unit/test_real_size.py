@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from transformers import AutoConfig
 
+from architectures import config_of
 from threefold.check import admit, real_size
 from threefold.check.compare import REAL_SIZE, Difference
 from threefold.check.probe_rows import Mode, longer_row, row_length
 from threefold.config.loading import validate
 from threefold.mesh.topology import Topology
+from threefold.model import load
 from threefold.model.reduced import reduced, shallow
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
@@ -118,3 +120,12 @@ def test_layers_that_only_code_tells_apart_are_kept(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(LlamaDecoderLayer, "__init__", init)
     assert admit._leading(config, architecture) == 4
     assert reduced(architecture, leading=4).num_hidden_layers == shallow(architecture, leading=4).num_hidden_layers == 4
+
+
+@pytest.mark.parametrize("model_type", ["bert", "xlm-roberta", "mbart", "mamba", "zamba2", "llama"])
+def test_layers_are_no_parts_of_one_another_and_have_no_tied_weight(model_type: str) -> None:
+    """FSDP2 shards each by itself, where they are large: a weight of two of them would belong to both."""
+    model: Any = load.outline(reduced(config_of(model_type)))
+    layers = load.layers_of(model)
+    parts = [id(part) for layer in layers for part in layer.modules()]
+    assert layers and len({*parts}) == len(parts) and id(model.get_input_embeddings()) not in parts

@@ -302,9 +302,18 @@ def fingerprint(asked: ModelConfig) -> str:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The model's repeated blocks, in order; of a module that names none, what its longest list of one class holds."""
+    """The model's repeated blocks, in order; of a module that names none, what its longest list of one class holds.
+
+    Not parts of one, nor what has the embedding (bert's), whose weight may be the head's too.
+    """
     if blocks := set(getattr(model, "_no_split_modules", None) or ()):
-        return [module for module in model.modules() if type(module).__name__ in blocks]
+        found, inside = list[nn.Module](), set[nn.Module]()
+        for module in model.modules():
+            if type(module).__name__ in blocks and module not in inside:
+                inside.update(module.modules())
+                if not any(isinstance(part, nn.Embedding) for part in module.children()):
+                    found.append(module)
+        return found
     lists = [[*each.children()] for each in model.modules() if isinstance(each, nn.ModuleList)]
     alike = [each for each in lists if len({type(module) for module in each}) == 1]
     return max(alike, key=len, default=[])

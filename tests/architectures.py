@@ -23,7 +23,11 @@ _INDEXER = {
 # Values that real configs have, and without which the default config makes no model.
 _COMPLETED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": _THREE_AXES},
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8.0}},
+    # With its default, one expert a token whose weight is always 1, no gradient reaches its routers.
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8.0},
+        "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4},
+    },
     "deepseek_v2": {"num_experts_per_tok": 6, "topk_group": 1, "n_group": 1, "moe_intermediate_size": 1408},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "hunyuan_v1_dense": {"head_dim": 128},

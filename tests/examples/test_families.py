@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from ranks.spawn import run_ranks
+from threefold.check.compare import Training, compare_trainings
 
 TABLE = Path(__file__).parents[2] / "benchmarks" / "families.py"
 COLUMNS = ("one process", "tp 2", "cp 2 gather", "cp 2 ulysses", "dp_shard 2", "2x2x2", "the command")
@@ -57,6 +61,64 @@ def test_one_of_each_kind_on_every_mesh(tmp_path: Path) -> None:
         assert holds(cells["the command/"]), name
     for column in COLUMNS[:-1]:
         assert holds(found["llama"][f"{column}/documents"])
+
+
+class _OneRank:
+    """A mesh of one rank."""
+
+    def share(self, name: str, make: Any) -> Any:
+        return make()
+
+    def decide(self, name: str, part: Any, conclude: Any) -> Any:
+        return conclude([part])
+
+
+@pytest.mark.parametrize(
+    ("curves", "cell", "tried"),
+    [
+        ([(1.0, 1.0)], "0.000", 1),
+        ([(1.1, 1.0), (1.0, 1.0)], "wrong: 1e+03 (loss)", 1),
+        ([(1.0, 1.1), (1.0, 1.0)], "0.000", 2),
+        ([(1.0, 1.1), (1.0, 1.1), (1.0, 1.0)], "0.000", 3),
+        ([(1.0, 1.1), (1.0, 1.1), (1.0, 1.1)], "wrong: 1e+03 (loss)", 3),
+    ],
+    ids=["holds", "in step 1", "once in step 2", "twice in step 2", "always in step 2"],
+)
+def test_what_begins_after_the_first_step_is_confirmed_with_other_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, curves: list[tuple[float, float]], cell: str, tried: int
+) -> None:
+    script: dict[str, Any] = runpy.run_path(str(TABLE))
+    folders: list[Path] = []
+
+    def compared(name: str, kind: str, folder: Path, mesh: Any, column: str) -> Any:
+        folders.append(folder)
+        sides = [Training([*losses], [1.0, 1.0], {"w": torch.ones(2)}) for losses in (curves[len(folders) - 1], (1, 1))]
+        return compare_trainings(*sides)
+
+    act = script["_compare"]
+    monkeypatch.setitem(act.__globals__, "_compared", compared)
+    monkeypatch.setitem(act.__globals__, "_prepare", lambda *_, seed: "ready")
+    assert act("llama", "causal", tmp_path, _OneRank(), "cp 2 gather") == cell
+    assert len({*folders}) == len(folders) == tried
+
+
+def _with_a_faster_optimizer(folder: str) -> str:
+    sys.path.insert(0, str(TABLE.parent))
+    import families
+    import threefold
+    from threefold.training.step import TrainStep
+
+    mesh = threefold.init_mesh(cp=2, device="cpu")
+    mesh.share("model", lambda: families._prepare("llama", "", Path(folder), mesh, "one process"))
+    plain = TrainStep._update
+    TrainStep._update = lambda step, norm, lr: plain(step, norm, 1.1 * (lr or 0.0))  # type: ignore[method-assign]
+    return families._compare("llama", "causal", Path(folder), mesh, "cp 2 gather")
+
+
+@pytest.mark.ranks
+def test_a_fault_of_the_update_is_wrong_with_all_weights(tmp_path: Path) -> None:
+    assert all(cell.startswith("wrong: ") for cell in run_ranks(_with_a_faster_optimizer, 2, str(tmp_path)))
+    assert (tmp_path / "seed 2" / "llama").exists()
 
 
 @pytest.mark.parametrize("cell", ["wrong: 1.2 (loss)", "traceback: KeyError: 'x'"])

@@ -26,6 +26,7 @@ TIED = {**LLAMA, "tie_word_embeddings": True}
 # Norms of single heads, of whose gradient a tp rank knows a part.
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+ADAPTED = {**LLAMA, "lora": {"r": 4, "dropout": 0.1, "target_modules": "all-linear"}}
 ROUTED = {**MIXTRAL, "output_router_logits": True}
 
 
@@ -148,13 +149,46 @@ def count_padding() -> None:
     RouterLoss.picks = more  # type: ignore[method-assign]
 
 
+def scale_gradients_of_adapters() -> None:
+    """Over tp, where both of an adapter's ranks are wrong alike: their copies stay equal."""
+    from threefold.model import lora
+
+    plain = lora._product
+
+    def product(module: Any, x: Any) -> Any:
+        output = plain(module, x)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * 1.1)
+        return output
+
+    lora._product = product  # type: ignore[assignment]
+
+
+def scale_gradients_of_longer_rows() -> None:
+    """Over tp, and beyond 40 tokens: the forward is right."""
+    from torch.distributed.tensor import DTensor
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    plain = LlamaMLP.forward
+
+    def forward(module: Any, x: Any) -> Any:
+        output = plain(module, x)
+        if isinstance(module.down_proj.weight, DTensor) and x.shape[1] > 40 and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * 1.1)
+        return output
+
+    LlamaMLP.forward = forward  # type: ignore[method-assign]
+
+
 def _admit(mesh: Any, model: dict[str, Any], data: dict[str, Any], admission: str) -> str:
     from threefold.check.admit import admit
     from threefold.config.loading import validate
     from threefold.errors import ConfigError
     from threefold.model import load
 
-    config = validate({"model": {"config": model, "admission": admission}, "data": {"seq_len": 32, **data}})
+    asked = {name: value for name, value in model.items() if name != "lora"}
+    values = {"config": asked, "admission": admission, "lora": model.get("lora", {})}
+    config = validate({"model": values, "data": {"seq_len": 32, **data}})
     try:
         return ": ".join(admit(config, load.read_config(config.model), mesh).said)
     except ConfigError as error:
@@ -174,7 +208,7 @@ def _admit_twice(folder: str, sizes: dict[str, int], data: dict[str, Any]) -> li
 
     os.environ["XDG_CACHE_HOME"] = folder
     mesh = threefold.init_mesh(**sizes, device="cpu")
-    models = (LLAMA, TIED, MIXTRAL, ROUTED)
+    models = (LLAMA, TIED, MIXTRAL, ROUTED, ADAPTED)
     said = [(_admit(mesh, model, data, "auto"), _admit(mesh, model, data, "auto")) for model in models]
     mesh.close()
     return said
@@ -189,6 +223,9 @@ def _admit_twice(folder: str, sizes: dict[str, int], data: dict[str, Any]) -> li
         (shift_positions, {"cp": 2}, LLAMA, {}, "loss", "--mesh.cp 1"),
         (sum_twice, {"tp": 2}, QWEN3, {}, "gradients", "--mesh.tp 1"),
         (sum_never, {"tp": 2}, QWEN3, {}, "replicas", "--mesh.tp 1"),
+        (scale_gradients_of_longer_rows, {"tp": 2}, LLAMA, {}, "gradients", "--mesh.tp 1"),
+        (scale_gradients_of_adapters, {"tp": 2}, ADAPTED, {}, "gradients", "--mesh.tp 1"),
+        (sum_never, {"tp": 2}, ADAPTED, {}, "replicas", "--mesh.tp 1"),
         (reduce_never, {"dp": 2}, LLAMA, {}, "gradients", "--mesh.dp 1"),
         (untie_the_head, {"dp": 2}, TIED, {}, "gradients", "--model.admission off"),
         (leak_rows, {"dp": 2}, LLAMA, {}, "composition", "--model.admission off"),
@@ -203,6 +240,7 @@ def test_a_planted_fault_is_refused_by_name(
     assert found[0] == found[1]
     assert f"{model['model_type']!r} fails the probe of {probe} " in found[0]
     assert f"fix: {fix}" in found[0]
+    assert ("rows of 60 tokens" in found[0]) == (fault is scale_gradients_of_longer_rows)
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "dp_shard": 2}, {"cp": 2}, {"tp": 2}])

@@ -68,9 +68,16 @@ def more_than_four_rows(module: Any, output: Any) -> Any:
 def near_the_end_of_long_rows(module: Any, output: Any) -> Any:
     """One token, far from every place that is divided by a half, sees the last one."""
     changed = output.clone()
-    if output.shape[1] > 1000:
-        changed[:, 1000] += 0.1 * output[:, -1]
+    if output.shape[1] > 8000:
+        changed[:, 8000] += 0.1 * output[:, -1]
     return changed
+
+
+def from_token_8000_on(module: Any, output: Any) -> Any:
+    """Each token from there on sees a little of the next one."""
+    import torch
+
+    return torch.cat([output[:, :8000], _leak(output[:, 8000:])], dim=1)
 
 
 def only_in_bfloat16(module: Any, output: Any) -> Any:
@@ -128,7 +135,8 @@ CASES: list[tuple[Change, dict[str, int], dict[str, Any], dict[str, Any], int, i
     (blocks_of_64, ONE, {}, {}, 2, 256, "lets a token see later ones"),
     (widths_from_192, ONE, {"hidden_size": 192}, {}, 2, 32, "lets a token see later ones"),
     (more_than_four_rows, ONE, {}, {}, 6, 32, "lets a row see the other rows"),
-    (near_the_end_of_long_rows, ONE, {}, {}, 1, 1024, "lets a token see later ones"),
+    (near_the_end_of_long_rows, ONE, {}, {}, 1, 8192, "lets a token see later ones"),
+    (from_token_8000_on, ONE, {}, {}, 1, 8192, "lets a token see later ones"),
     (only_in_bfloat16, ONE, {}, {"model": {"dtype": "bfloat16"}}, 2, 32, "lets a token see later ones"),
     (overflows_in_deep_layers, ONE, {"num_hidden_layers": 8}, {}, 2, 32, "gives a number that is not finite"),
     (sees_earlier_documents, ONE, {}, {"data": {"document_mask": True}}, 2, 256, "lets a token see another document"),

@@ -146,3 +146,35 @@ def test_model_whose_loss_is_no_sum_over_places_is_refused(tmp_path: Path) -> No
         "  expected: a causal language model, whose loss is a sum over places\n"
         "  fix: threefold.init_mesh(cp=1)"
     )
+
+
+def _leaking_rows(folder: str) -> str:
+    """Rows see one another where more than four are in a micro-batch: more than the reduced model's are probed with."""
+    from transformers.models.mistral.modeling_mistral import MistralMLP
+
+    import threefold
+    from threefold.integrations.huggingface import Trainer
+
+    plain = MistralMLP.forward
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        output = plain(module, x)
+        return output + 0.1 * output.roll(1, dims=0) if len(output) > 4 else output
+
+    MistralMLP.forward = forward  # type: ignore[method-assign]
+    threefold.init_mesh(cp=2, device="cpu")
+    settings = {"per_device_train_batch_size": 6, "learning_rate": RATE, "max_steps": 2}
+    trainer = Trainer(model_with_window(), arguments(folder, **settings), train_dataset=Padded(), eval_dataset=Padded())
+    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    trainer.evaluate()
+    try:
+        trainer.train()
+    except ConfigError as error:
+        assert all(map(torch.equal, before, trainer.model.parameters()))
+        return str(error)
+    return "trained"
+
+
+def test_its_own_forward_is_probed_before_the_first_step(tmp_path: Path) -> None:
+    for said in run_ranks(_leaking_rows, 2, str(tmp_path)):
+        assert said.startswith("'mistral' lets a row see the other rows of its micro-batch, at its full size on"), said

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 from transformers import AutoConfig
 
+from architectures import config_of
 from threefold.check import admit, real_size
+from threefold.check.compare import REAL_SIZE, Difference
+from threefold.check.probe_rows import Mode, longer_row, row_length
 from threefold.config.loading import validate
 from threefold.mesh.topology import Topology
+from threefold.model import load
 from threefold.model.reduced import reduced, shallow
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
@@ -20,8 +24,9 @@ SIZES |= {"num_hidden_layers": 12}
 
 def _asked(model_type: str, seq_len: int, topology: Topology | None = None, **sizes: Any) -> Any:
     config = validate({"data": {"seq_len": seq_len}, "mesh": {"device": "cpu"}, "model": {"config": {}}})
+    share = sizes.pop("share", 1.0)
     architecture = AutoConfig.for_model(model_type, **{**SIZES, **sizes})
-    return real_size.real_sizes(config, architecture, topology or Topology(), ranks=1, leading=0)
+    return real_size.real_sizes(config, architecture, topology or Topology(), ranks=1, leading=0, share=share)
 
 
 def test_a_shallow_model_keeps_every_size_but_depth_vocabulary_and_experts() -> None:
@@ -34,16 +39,41 @@ def test_a_shallow_model_keeps_every_size_but_depth_vocabulary_and_experts() -> 
 
 
 def test_it_has_the_real_width_and_row_length_where_they_fit() -> None:
-    (asked,) = _asked("llama", 512)
+    asked, other = _asked("llama", 512)
     assert (asked.architecture.hidden_size, asked.seq_len, asked.width) == (256, 512, "at its real width")
+    assert (other.seq_len, other.width) == (512, "at a reduced width")
 
 
 def test_a_row_that_is_too_long_is_cut_and_a_layer_too_wide_is_reduced() -> None:
     wide, long = _asked("llama", 8192, Topology(cp=2))
-    assert (wide.architecture.hidden_size, wide.seq_len) == (256, 6112)
+    assert (wide.architecture.hidden_size, wide.seq_len) == (256, 5376)
     assert (long.architecture.hidden_size < 256, long.seq_len, long.width) == (True, 8192, "at a reduced width")
+    assert _asked("llama", 8192, Topology(cp=2), share=0.1)[0].seq_len < 4096  # where many ranks share a core
     (reduced,) = _asked("llama", 512, hidden_size=8192, intermediate_size=28_672, num_attention_heads=64)
     assert (reduced.architecture.hidden_size < 8192, reduced.seq_len) == (True, 512)
+
+
+def test_a_reduced_width_is_compared_where_the_real_one_falls_short_or_cannot_be_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def compared(fails: set[int], *lengths: int) -> list[int]:
+        """The lengths that were compared, the failing ones too."""
+        found: list[int] = []
+
+        def compare(config: Any, asked: Any, *_: Any, seed: int) -> Difference:
+            found.append(asked.seq_len)
+            quantity = real_size.NOT_COMPARED if len(found) - 1 in fails else REAL_SIZE.quantity
+            return Difference(quantity, 0.0, 0.0)
+
+        monkeypatch.setattr(real_size, "_compare", compare)
+        sizes = [real_size.RealSize(AutoConfig.for_model("llama"), length, "") for length in lengths]
+        real_size.compare_real_sizes(validate({}), sizes, Mode(False, False), None, seed=0)  # type: ignore[arg-type]
+        return found
+
+    assert compared(set(), 512, 512) == [512]
+    assert compared(set(), 128, 512) == [128, 512]
+    assert compared({0}, 512, 512) == [512, 512]
+    assert compared({0}, 512, 256) == [512, 256]
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, 0.5])
@@ -60,6 +90,14 @@ def test_a_part_of_the_row_is_found_and_a_single_token_is_not(number: float) -> 
     assert figure(slice(248, 256)) == (0.5 if number == 0.5 else math.inf)
     assert figure(slice(100, 101)) == 0.0
     assert figure(slice(0, 0)) == 0.0
+
+
+def test_the_longer_rows_of_a_probe_can_be_split_as_the_shorter_ones() -> None:
+    assert (row_length(Topology()), longer_row(Topology())) == (32, 60)
+    for cp, tp in ((2, 2), (4, 2), (8, 1), (16, 1), (8, 8), (3, 1)):
+        topology = Topology(cp=cp, tp=tp)
+        short, long = row_length(topology), longer_row(topology)
+        assert short < long <= 2 * short and long % (2 * cp) == long % (cp * tp) == 0
 
 
 def test_nothing_to_compare_is_no_proof() -> None:
@@ -82,3 +120,12 @@ def test_layers_that_only_code_tells_apart_are_kept(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(LlamaDecoderLayer, "__init__", init)
     assert admit._leading(config, architecture) == 4
     assert reduced(architecture, leading=4).num_hidden_layers == shallow(architecture, leading=4).num_hidden_layers == 4
+
+
+@pytest.mark.parametrize("model_type", ["bert", "xlm-roberta", "mbart", "mamba", "zamba2", "llama"])
+def test_layers_are_no_parts_of_one_another_and_have_no_tied_weight(model_type: str) -> None:
+    """FSDP2 shards each by itself, where they are large: a weight of two of them would belong to both."""
+    model: Any = load.outline(reduced(config_of(model_type)))
+    layers = load.layers_of(model)
+    parts = [id(part) for layer in layers for part in layer.modules()]
+    assert layers and len({*parts}) == len(parts) and id(model.get_input_embeddings()) not in parts

@@ -49,6 +49,7 @@ def key_of(subject: Subject, mesh: Mesh, code: str) -> str:
         *(mesh.device.type, device, mesh.topology.sizes, vars(subject.mode), subject.narrow),
         *(getattr(config, name).model_dump(mode="json", exclude=left) for name, left in _IRRELEVANT.items()),
         subject.architecture.to_json_string(use_diff=False),
+        (config.data.seq_len, subject.longer),
         *((real.architecture.to_json_string(use_diff=False), real.seq_len) for real in subject.real),
     ]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())

@@ -11,6 +11,7 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from transformers import PretrainedConfig
@@ -18,15 +19,15 @@ from transformers import PretrainedConfig
 from threefold.check import admission_cache, probes
 from threefold.check.code_digest import CodeDigest, code_digest
 from threefold.check.compare import PROBE_GRADIENT, REAL_SIZE, Comparison, Difference
-from threefold.check.probe_rows import Mode, row_length
+from threefold.check.probe_rows import Mode, longer_row, row_length
 from threefold.check.probes import PROMISES, OwnForwardError, Subject, probe
 from threefold.check.real_size import NOT_COMPARED, real_sizes
-from threefold.config.schema import Config
+from threefold.config.schema import Config, LoraConfig
 from threefold.errors import ConfigError, ThreefoldError
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
-from threefold.model import load
+from threefold.model import load, lora
 from threefold.model.context_parallel.split import heads_of
 from threefold.model.layer_kinds import leading_layers
 from threefold.model.reduced import reduced, shallow
@@ -67,12 +68,12 @@ def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Admissi
     if config.model.admission == "off":
         return Admission(("admission: off", "model.admission is off: this model was not checked on this mesh"))
     begun = time.perf_counter()
-    subject = _subject_or_refusal(config, architecture, mesh.topology)
+    subject = _subject_or_refusal(config, architecture, mesh)
     key = mesh.decide_on("code", lambda: tuple(_code_of(subject)), lambda codes: _key(subject, mesh, codes))
     if key is not None and config.model.admission == "auto":
         kept = mesh.share("admission", lambda: [vars(result) for result in admission_cache.read(key) or ()])
         if kept:
-            return Admission(_said([Difference(**values) for values in kept], "found before"))
+            return Admission(_said(subject, [Difference(**values) for values in kept], "found before"))
     tried = _tried(subject, mesh)
     if tried.error is not None:
         raise _refusal(config, architecture, mesh, tried)
@@ -83,7 +84,7 @@ def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Admissi
         tried = next(each for each in again if each.holds)
     if mesh.rank == 0 and key is not None:
         admission_cache.keep(key, tried.results)
-    return Admission(_said(tried.results, f"{time.perf_counter() - begun:.1f} s"))
+    return Admission(_said(subject, tried.results, f"{time.perf_counter() - begun:.1f} s"))
 
 
 def _code_of(subject: Subject) -> CodeDigest:
@@ -104,14 +105,20 @@ def _key(subject: Subject, mesh: Mesh, codes: list[tuple[str | None, str | None]
     return admission_cache.key_of(subject, mesh, code) if len(whole) == 1 and (code := whole.pop()) else None
 
 
-def _said(results: list[Difference], when: str) -> tuple[str, str]:
-    num_probes = sum(result.quantity not in ("positions", NOT_COMPARED) for result in results)
-    return f"admission: {num_probes} probes hold", f"{_worst(results)}; {when}"
+def _said(subject: Subject, results: list[Difference], when: str) -> tuple[str, str]:
+    """What was compared, with the figure of the gradients, which is the widest of them."""
+    num_probes = len({result.quantity for result in results} - {"positions", NOT_COMPARED})
+    figures = [result.figure for result in results if result.quantity == PROBE_GRADIENT.quantity]
+    lengths = " and ".join(map(str, (subject.config.data.seq_len, subject.longer)[: len(figures)]))
+    details = [each.detail for each in results if each.quantity in (REAL_SIZE.quantity, NOT_COMPARED)]
+    real = f"losses {', '.join(details)}" if details else "its real size is too large to be compared"
+    gradients = f"gradients within {max(figures):.0e} of the model's own in one process, in rows of {lengths} tokens"
+    return f"admission: {num_probes} probes hold", f"causal, and {gradients}; {real}; {when}"
 
 
-def _subject_or_refusal(config: Config, architecture: PretrainedConfig, topology: Topology) -> Subject:
+def _subject_or_refusal(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Subject:
     try:
-        return _subject(config, architecture, topology)
+        return _subject(config, architecture, mesh)
     except Exception as error:  # a config of any class
         name = config.model.name_or_path or architecture.model_type
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -119,16 +126,11 @@ def _subject_or_refusal(config: Config, architecture: PretrainedConfig, topology
         raise ConfigError(f"{name!r} cannot be reduced: {reason}", expected=expected, fix=_OFF) from error
 
 
-def _worst(results: list[Difference]) -> str:
-    """The gradients' figure, which is the widest of them."""
-    figure = Comparison(results).worst(PROBE_GRADIENT.quantity).figure
-    details = [each.detail for each in results if each.quantity in (REAL_SIZE.quantity, NOT_COMPARED)]
-    real = f"losses {', '.join(details)}" if details else "its real size is too large to be compared"
-    return f"causal, and gradients within {figure:.0e} of the model's own in one process; {real}"
-
-
-def _subject(config: Config, architecture: PretrainedConfig, topology: Topology) -> Subject:
-    """What is probed for this run."""
+def _subject(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Subject:
+    """What is probed for this run; every rank calls it."""
+    # Up to two ranks a core are as fast as one.
+    share = mesh.share("a rank's share", lambda: min(1.0, 2 * environment.num_cores() / mesh.local_world_size))
+    topology = mesh.topology
     seq_len = row_length(topology)
     # Of the run, whose rows are longer than those of a probe: it is probed as it will be computed.
     asked, run_length, heads = config.mesh, config.data.seq_len, heads_of(architecture)
@@ -139,9 +141,7 @@ def _subject(config: Config, architecture: PretrainedConfig, topology: Topology)
     small = reduced(architecture, ranks=ranks, seq_len=seq_len, real_seq_len=run_length, leading=leading)
     as_probed = config.model_copy(
         update={
-            "model": config.model.model_copy(
-                update={"dtype": "float32", "lora": config.model.lora.model_copy(update={"r": 0})}
-            ),
+            "model": config.model.model_copy(update={"dtype": "float32", "lora": _adapters(config, small)}),
             "data": config.data.model_copy(update={"seq_len": seq_len}),
             # Chunks of the head that do not divide the tokens.
             "train": config.train.model_copy(update={"compile": False, "float8": "none", "loss_chunk_tokens": 7}),
@@ -154,8 +154,17 @@ def _subject(config: Config, architecture: PretrainedConfig, topology: Topology)
             ),
         }
     )
-    real = real_sizes(config, architecture, topology, ranks=ranks, leading=leading)
-    return Subject(as_probed, small, Mode.of(config.data), narrow=config.model.dtype == "bfloat16", real=real)
+    real = real_sizes(config, architecture, topology, ranks=ranks, leading=leading, share=share)
+    narrow = config.model.dtype == "bfloat16"
+    return Subject(as_probed, small, Mode.of(config.data), narrow=narrow, longer=longer_row(topology), real=real)
+
+
+def _adapters(config: Config, small: PretrainedConfig) -> LoraConfig:
+    """The run's adapters without dropout; none where their names do not fit the reduced model (`layers.20.`)."""
+    asked = config.model.lora
+    build = partial(load.outline, small, trust_remote_code=config.model.trust_remote_code)
+    unfit = asked.r and lora.problems(asked, build, name=small.model_type)
+    return asked.model_copy(update={"r": 0} if unfit else {"dropout": 0.0})
 
 
 def _leading(config: Config, architecture: PretrainedConfig) -> int:
@@ -266,7 +275,7 @@ def _holds(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> bool:
     ep = config.mesh.ep if config.mesh.ep == mesh.topology.tp else 1
     asked = config.model_copy(update={"mesh": config.mesh.model_copy(update={"ep": ep})})
     try:
-        return _tried(_subject(asked, architecture, mesh.topology), mesh).holds
+        return _tried(_subject(asked, architecture, mesh), mesh).holds
     except ThreefoldError:
         return False
 

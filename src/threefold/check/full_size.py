@@ -222,17 +222,11 @@ class _Probe:
 
 @contextmanager
 def _untouched(model: Model) -> Iterator[None]:
-    """Inside, adapters add something; afterwards weights, buffers and random numbers are as they were."""
-    module, device = model.module, model.mesh.device
-    buffers = [
-        (owner, name, tensor, tensor.clone())
-        for owner in module.modules()
-        for name, tensor in owner._buffers.items()
-        if tensor is not None
-    ]
+    """Inside, adapters add something; afterwards all is as it was."""
+    module = model.module
     ends = [local_part(weight) for name, weight in module.named_parameters() if ".lora_B." in name]
     weights = [end.detach().clone() for end in ends]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+    with noise.without_trace(module, model.mesh.device), torch.no_grad():
         for number, end in enumerate(ends):
             torch.manual_seed(number)
             end.add_(torch.randn_like(end), alpha=0.05)
@@ -241,7 +235,4 @@ def _untouched(model: Model) -> Iterator[None]:
         finally:
             for end, weight in zip(ends, weights, strict=True):
                 end.copy_(weight)
-            for owner, name, tensor, value in buffers:
-                tensor.copy_(value)
-                owner._buffers[name] = tensor
             reshard(model.forward)

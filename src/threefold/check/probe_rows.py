@@ -42,8 +42,18 @@ class Mode:
 
 def row_length(topology: Topology) -> int:
     """Tokens in a probe's row: the shortest from 32 that the mesh can split, a multiple of 4."""
-    unit = math.lcm(4, 2 * topology.cp, topology.cp * topology.tp)
+    unit = _unit(topology)
     return -(-_SHORTEST // unit) * unit
+
+
+def longer_row(topology: Topology) -> int:
+    """Tokens in the other rows whose gradients are compared: nearly twice as many, of which chunks leave a rest."""
+    unit, length = _unit(topology), row_length(topology)
+    return 2 * length - unit % length
+
+
+def _unit(topology: Topology) -> int:
+    return math.lcm(4, 2 * topology.cp, topology.cp * topology.tp)
 
 
 def probe_rows(mode: Mode, *, seq_len: int, vocabulary: int, seed: int) -> Batch:

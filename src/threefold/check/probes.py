@@ -32,7 +32,7 @@ from threefold.check.compare import (
     complete_gradients,
 )
 from threefold.check.probe_rows import Batch, Mode
-from threefold.check.real_size import RealSize, compare_real_size
+from threefold.check.real_size import RealSize, compare_real_sizes
 from threefold.check.reference import (
     forward_backward,
     gradients_of,
@@ -45,10 +45,11 @@ from threefold.config.optimizer import OptimizerConfig
 from threefold.config.schema import Config
 from threefold.data.rows.concat import IGNORED
 from threefold.mesh.mesh import Mesh
+from threefold.model import lora, noise
 from threefold.model.build import build
 from threefold.model.collectives import local_part
 from threefold.model.model import Model
-from threefold.model.weight_check import Weights
+from threefold.model.weight_check import Weights, is_adapter
 from threefold.optim.build import build_optimizer
 from threefold.training.forward import forward_sums, token_loss_of
 from threefold.training.loss import TokenLoss
@@ -132,12 +133,13 @@ class Subject:
     """What is probed: an architecture at reduced size, and how the run's mesh computes it.
 
     Attributes:
-        config: of the run, with the probe's row length and float32.
+        config: of the run, with the probe's row length, float32 and no noise.
         architecture: reduced.
         mode: what the run's rows have.
         seed: of the weights and the rows.
         narrow: the run computes in bfloat16, which is tried too.
-        real: at which sizes the forward is compared too.
+        longer: tokens of the longer rows on which the step is compared too; 0: of none.
+        real: at which sizes the forward can be compared too.
     """
 
     config: Config
@@ -145,33 +147,48 @@ class Subject:
     mode: Mode
     seed: int = 0
     narrow: bool = False
+    longer: int = 0
     real: tuple[RealSize, ...] = ()
 
 
 def probe(subject: Subject, mesh: Mesh) -> list[Difference]:
     """The results of all probes, complete and the same on every rank; every rank calls it."""
-    seq_len = subject.config.data.seq_len
     vocabulary = subject.architecture.get_text_config().vocab_size
-    rows = probe_rows.probe_rows(subject.mode, seq_len=seq_len, vocabulary=vocabulary, seed=subject.seed)
-    with torch.random.fork_rng(devices=[mesh.device] if mesh.device.type == "cuda" else []):
+    rows_of = partial(probe_rows.probe_rows, subject.mode, vocabulary=vocabulary, seed=subject.seed)
+    rows = rows_of(seq_len=subject.config.data.seq_len)
+    with noise.kept(mesh.device):
         alone = perturbed_model(
             subject.architecture, seed=subject.seed, trust_remote_code=subject.config.model.trust_remote_code
         )
         weights = {name: partial(_value, tensor) for name, tensor in alone.state_dict().items()}
+        if subject.config.model.lora.r:
+            weights.update(_adapted(alone, subject))
         model = build(subject.config, subject.architecture, mesh, weights=weights)
         expected = _expected(alone, rows, mesh)
         results = list(_unmoved(model, mesh, subject, vocabulary))
         results += _compared(model, mesh, rows, expected)
+        if subject.longer:
+            results += _compared_longer(model, mesh, rows_of(seq_len=subject.longer), alone)
         if subject.narrow:
             results += _narrowed(mesh, subject, rows, weights, expected)
-        for size in subject.real:
-            results.append(compare_real_size(subject.config, size, subject.mode, mesh, seed=subject.seed))
+        results += compare_real_sizes(subject.config, subject.real, subject.mode, mesh, seed=subject.seed)
     shared = mesh.share("probes", lambda: [vars(result) for result in results])
     return [Difference(**values) for values in shared]
 
 
 def _value(tensor: Tensor) -> Tensor:
     return tensor.detach()
+
+
+def _adapted(alone: Any, subject: Subject) -> dict[str, partial[Tensor]]:
+    """The adapters that are added to the model, of which B is not zero: else A would have no gradient."""
+    lora.insert_whole(alone, subject.config.model.lora, seed=subject.seed)
+    own = {name: parameter for name, parameter in alone.named_parameters() if is_adapter(name)}
+    with torch.no_grad():
+        for name, parameter in own.items():
+            if ".lora_B." in name:
+                parameter.normal_(std=0.1)
+    return {name: partial(_value, parameter) for name, parameter in own.items()}
 
 
 def _expected(alone: Any, rows: Batch, mesh: Mesh) -> Expected | None:
@@ -284,6 +301,18 @@ def _compared(model: Model, mesh: Mesh, rows: Batch, expected: Expected | None) 
         numbers = [math.nan if value is None else value for value in (aux_loss, expected.aux_loss)]
         results.append(compare_number(ROUTERS_LOSS, *numbers))
     return results + replicas
+
+
+def _compared_longer(model: Model, mesh: Mesh, rows: Batch, alone: Any) -> list[Difference]:
+    """As `_compared`; nothing if transformers' own forward cannot be computed on rows of this length too."""
+    alone.zero_grad()
+    try:
+        expected = _expected(alone, rows, mesh)
+    except OwnForwardError:
+        return []
+    where = f"rows of {rows['labels'].shape[1]} tokens"
+    results = _compared(model, mesh, rows, expected)
+    return [replace(each, place=f"{each.place}, {where}".removeprefix(", ")) for each in results]
 
 
 def _halves(rows: Batch) -> list[Batch]:

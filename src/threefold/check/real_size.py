@@ -8,6 +8,7 @@ transformers' own model in one process, each document alone. Forward only.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -22,24 +23,27 @@ from transformers import PretrainedConfig
 from threefold.check.compare import REAL_SIZE, Difference
 from threefold.check.probe_rows import Batch, Mode, probe_rows, row_length
 from threefold.check.reference import documents_of, perturbed_model
-from threefold.config.schema import Config
+from threefold.config.schema import Config, LoraConfig
 from threefold.data.rows.concat import IGNORED
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 from threefold.model.build import build
 from threefold.model.context_parallel.split import local_positions
 from threefold.model.layer_kinds import common_number
-from threefold.model.load import outline
+from threefold.model.load import layers_of, outline
 from threefold.model.reduced import reduced, shallow
 from threefold.training.forward import token_loss_of
 
 Array: TypeAlias = npt.NDArray[Any]
 
 NOT_COMPARED = "not compared"
-# What one process may take for it: parameters, operations of its forward, and numbers in one layer's attention.
+# What one process may take for it: parameters, operations of its forward, and numbers in one layer's attention. So both
+# comparisons take at most 10 s: of 2.3e11 operations, 2.6 s in one process of 2 cores, 4.7 s on 2 ranks.
 _MOST_PARAMETERS = {"cpu": 5e7, "cuda": 5e8}
-_MOST_OPERATIONS = {"cpu": 5e10, "cuda": 2e13}
+_MOST_OPERATIONS = {"cpu": 2.6e11, "cuda": 2e13}
 _MOST_SCORES = {"cpu": 3e8, "cuda": 1e9}
+# A number in the attention of one head passes through memory about ten times, in the time of so many operations.
+_OF_A_SCORE = 400
 # The row is compared in parts. A router's near tie, which another rounding decides otherwise, moves the loss of a few
 # tokens; what is computed otherwise from some place on moves all of a part.
 _PARTS = 32
@@ -61,12 +65,13 @@ class RealSize:
 
 
 def real_sizes(
-    config: Config, architecture: PretrainedConfig, topology: Topology, *, ranks: int, leading: int
+    config: Config, architecture: PretrainedConfig, topology: Topology, *, ranks: int, leading: int, share: float = 1.0
 ) -> tuple[RealSize, ...]:
-    """What is compared for a run: its real width, and where its rows are too long for that, a reduced width too.
+    """What can be compared for a run: its real width, and a reduced width; each as far as time and memory allow.
 
     Args:
         ranks, leading: as for `reduced`.
+        share: of what a rank computes at other times, where many ranks share a core.
     """
     whole, device = config.data.seq_len, config.mesh.device
     unit = row_length(topology)
@@ -88,17 +93,30 @@ def real_sizes(
         parameters = sum(parameter.numel() for parameter in module.parameters())
         if parameters > _MOST_PARAMETERS[kind]:
             continue
-        heads = common_number(cut.get_text_config(), "num_attention_heads") or 1
-        tokens = min(whole, _MOST_OPERATIONS[kind] / (2 * parameters), math.sqrt(_MOST_SCORES[kind] / heads))
-        seq_len = int(tokens) // unit * unit
-        if seq_len > max((each.seq_len for each in found), default=0):
+        text = cut.get_text_config()
+        heads, hidden = (common_number(text, name) or 1 for name in ("num_attention_heads", "hidden_size"))
+        # Operations of T tokens: 2 x parameters x T + pairs x T^2.
+        pairs = max(1, len(layers_of(module))) * (4 * hidden + _OF_A_SCORE * heads)
+        most = math.sqrt(parameters**2 + pairs * share * _MOST_OPERATIONS[kind]) - parameters
+        tokens = min(whole, most / pairs, math.sqrt(_MOST_SCORES[kind] / heads))
+        if seq_len := int(tokens) // unit * unit:
             found.append(RealSize(cut, seq_len, width))
-        if seq_len + unit > whole:
-            break
     return tuple(found)
 
 
-def compare_real_size(config: Config, asked: RealSize, mode: Mode, mesh: Mesh, *, seed: int) -> Difference:
+def compare_real_sizes(
+    config: Config, sizes: Iterable[RealSize], mode: Mode, mesh: Mesh, *, seed: int
+) -> list[Difference]:
+    """The comparison at the real width, and at a reduced one if that reaches further; every rank calls it."""
+    results, reached = list[Difference](), 0
+    for asked in sizes:
+        if asked.seq_len > reached:
+            results.append(_compare(config, asked, mode, mesh, seed=seed))
+            reached = asked.seq_len if results[-1].quantity == REAL_SIZE.quantity else 0
+    return results
+
+
+def _compare(config: Config, asked: RealSize, mode: Mode, mesh: Mesh, *, seed: int) -> Difference:
     """How far the loss of a token on the mesh is from that of one process; every rank calls it.
 
     Of the quantity `NOT_COMPARED` if transformers' own forward cannot be computed at this size.
@@ -116,7 +134,8 @@ def compare_real_size(config: Config, asked: RealSize, mode: Mode, mesh: Mesh, *
     weights = {name: partial(Tensor.detach, tensor) for name, tensor in alone.state_dict().items()}
     data = config.data.model_copy(update={"seq_len": asked.seq_len})
     train = config.train.model_copy(update={"loss_chunk_tokens": "auto"})
-    real = config.model_copy(update={"data": data, "train": train})
+    whole = config.model.model_copy(update={"lora": LoraConfig()})  # adapters change nothing as they begin
+    real = config.model_copy(update={"data": data, "train": train, "model": whole})
     model = build(real, asked.architecture, mesh, weights=weights)
     with torch.no_grad(), model.computing(batch) as local:
         own = model.outputs(local, "log_probabilities", token_loss=token_loss_of(model, mesh)).values

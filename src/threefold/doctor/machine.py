@@ -16,6 +16,7 @@ from pathlib import Path
 
 from threefold.doctor.findings import Finding, Level, judged, note, warning
 from threefold.errors import size_text
+from threefold.mesh.environment import num_cores
 
 _SHM = Path("/dev/shm")
 _LEAST_SHM = 1 << 30
@@ -50,7 +51,7 @@ def look(environ: Mapping[str, str], *, folders: Mapping[str, Path]) -> Machine:
         host=socket.gethostname(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=num_cores(),
         memory=_memory(),
         shared_memory=shutil.disk_usage(_SHM).free if _SHM.is_dir() else None,
         open_files=_open_files(),

@@ -83,9 +83,13 @@ def settle_rank(info: LaunchInfo) -> None:
     torchrun gives each rank one thread. Other launchers set nothing, and every rank would use all cores of its host.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    cores = os.cpu_count() or 1
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    cores, own = os.cpu_count() or 1, num_cores()
     os.environ.setdefault("OMP_NUM_THREADS", str(own if own < cores else max(1, cores // info.local_world_size)))
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def stay_on_loopback(*, asked: bool = False) -> None:

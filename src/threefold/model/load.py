@@ -66,8 +66,19 @@ def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> Pretrai
         )
     except (OSError, ValueError, HFValidationError) as error:
         raise unreachable(asked.name_or_path, error) from error
+    except Exception as error:  # transformers validates with exceptions of several families
+        name = f"the config of {asked.name_or_path!r}"
+        raise _refused(name, error, "the keys and values of its model_type") from error
     weight_check.refuse_quantised(config, name=asked.name_or_path)
     return config
+
+
+def _refused(what: str, error: Exception, expected: str) -> ConfigError:
+    reason = " ".join(str(error).split())
+    fix = "see the architecture's config page in the transformers documentation"
+    if re.search(r"expected (int|float), got str", reason):
+        fix = "write the number without quotes"
+    return ConfigError(f"{what} is refused by transformers: {reason}", expected=expected, fix=fix)
 
 
 def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
@@ -80,12 +91,8 @@ def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
     try:
         config = AutoConfig.for_model(model_type, **values)
         unknown = unknown_keys(model_type, values)
-    except Exception as error:  # transformers validates with exceptions of several families
-        raise ConfigError(
-            f"model.config is refused by transformers: {' '.join(str(error).split())}",
-            expected=f"the keys and values of the {model_type!r} architecture",
-            fix="see the architecture's config page in the transformers documentation",
-        ) from error
+    except Exception as error:
+        raise _refused("model.config", error, f"the keys and values of the {model_type!r} architecture") from error
     if unknown:
         owner, dot, leaf = unknown[0].rpartition(".")
         known = [*(() if dot else dir(AutoConfig.for_model(model_type))), *RopeParameters.__annotations__]
@@ -295,9 +302,18 @@ def fingerprint(asked: ModelConfig) -> str:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The model's repeated blocks, in order; of a module that names none, what its longest list of one class holds."""
+    """The model's repeated blocks, in order; of a module that names none, what its longest list of one class holds.
+
+    Not parts of one, nor what has the embedding (bert's), whose weight may be the head's too.
+    """
     if blocks := set(getattr(model, "_no_split_modules", None) or ()):
-        return [module for module in model.modules() if type(module).__name__ in blocks]
+        found, inside = list[nn.Module](), set[nn.Module]()
+        for module in model.modules():
+            if type(module).__name__ in blocks and module not in inside:
+                inside.update(module.modules())
+                if not any(isinstance(part, nn.Embedding) for part in module.children()):
+                    found.append(module)
+        return found
     lists = [[*each.children()] for each in model.modules() if isinstance(each, nn.ModuleList)]
     alike = [each for each in lists if len({type(module) for module in each}) == 1]
     return max(alike, key=len, default=[])

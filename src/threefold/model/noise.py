@@ -2,21 +2,27 @@
 
 Ranks that hold the same activations must drop the same of them. Ranks that hold other tokens (they share the sequence)
 or other heads must not, or the noise of one would repeat on the next. In a run a micro-batch has noise of its own,
-wherever it is computed, and however often.
+wherever it is computed, and however often. A forward that is no part of a run leaves no trace in it.
 """
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from threefold.mesh.mesh import Mesh
 
 _Piece = TypeVar("_Piece")
+# Not its hooks, which transformers puts on modules in their first forward. FSDP2 puts others there, which must stay.
+_OF_TORCH = {name for name in vars(nn.Module()) if not name.startswith("_forward_")}
 
 
 def places(mesh: Mesh, sequence_group: dist.ProcessGroup | None) -> tuple[int, ...]:
@@ -63,3 +69,56 @@ def of_heads(tp_rank: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed + tp_rank)
         yield
+
+
+@contextmanager
+def kept(device: torch.device) -> Iterator[None]:
+    """Afterwards torch, numpy and Python draw what they would have drawn."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@contextmanager
+def without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Afterwards buffers, attributes (a counter of calls, a length seen) and random numbers are as they were.
+
+    Not the weights, which a forward does not write.
+    """
+    held = [(own, _held(own)) for module in model.modules() for own in (module._buffers, vars(module))]
+    try:
+        with kept(device):
+            yield
+    finally:
+        with torch.no_grad():
+            for own, before in held:
+                _restore(own, before)
+
+
+def _held(own: dict[str, Any]) -> dict[str, tuple[Any, Any, Any]]:
+    """By name: a value, what it holds, and the version of a tensor."""
+    held: dict[str, tuple[Any, Any, Any]] = {}
+    for name in own.keys() - _OF_TORCH:
+        value = own[name]
+        if isinstance(value, Tensor):
+            held[name] = value, value.detach().clone(), value._version
+        else:
+            held[name] = value, value.copy() if isinstance(value, dict | list | set | deque) else None, None
+    return held
+
+
+def _restore(own: dict[str, Any], before: dict[str, tuple[Any, Any, Any]]) -> None:
+    for name in own.keys() - _OF_TORCH - before.keys():
+        del own[name]
+    for name, (value, holds, version) in before.items():
+        if isinstance(value, Tensor):
+            if value._version != version:
+                value.copy_(holds)
+        elif holds is not None:
+            value.clear()
+            (value.extend if isinstance(value, list | deque) else value.update)(holds)
+        own[name] = value

@@ -38,7 +38,7 @@ def fill(
     memory beyond the shards is one tensor.
 
     Args:
-        first_value: (name, shape) -> first values of an adapter's whole weight, which no file has.
+        first_value: (name, shape) -> first values of an adapter's whole weight that `weights` do not have.
     """
     reserve(model, mesh, offloaded=offloaded)
     tied = dict(model.all_tied_weights_keys)
@@ -50,7 +50,7 @@ def fill(
             stored = original(name)
             if stored not in weights and not is_adapter(name):
                 stored = tied[stored]  # of two names of one tensor, the file has the other
-            whole = first_value(name, target.shape) if is_adapter(name) else weights[stored]()
+            whole = weights[stored]() if stored in weights else first_value(name, target.shape)
             part = _cut(whole, tp_placements.get(name), mesh=mesh)
             if fsdp_size > 1 and is_sharded(target):
                 pieces = part.chunk(fsdp_size, dim=0)

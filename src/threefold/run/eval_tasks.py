@@ -8,14 +8,10 @@ from __future__ import annotations
 import importlib.util
 import io
 import logging
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from threefold.config.paths import is_task_file
 from threefold.config.schema import Config
@@ -23,6 +19,7 @@ from threefold.config.text import parse
 from threefold.errors import ConfigError, Problem
 from threefold.export.tokenizer_files import tokenizer_of
 from threefold.jsonl import Metrics
+from threefold.model import noise
 from threefold.model.model import Model
 from threefold.run.task_scores import Scores, harness_of
 from threefold.training.progress import Progress
@@ -52,7 +49,7 @@ class EvalTasks:
         """Raises: ConfigError: there is no such task, or one that is not scored by the probability of texts."""
         assert model.architecture is not None
         self.progress = Progress()
-        self._rank, self._tasks = model.mesh.rank, _load(config.eval.tasks)
+        self._mesh, self._tasks = model.mesh, _load(config.eval.tasks)
         longest = getattr(model.architecture.get_text_config(), "max_position_embeddings", None)
         self._scores = Scores(model, longest if isinstance(longest, int) else config.data.seq_len)
         self._harness = harness_of(self._scores, tokenizer_of(config))
@@ -65,9 +62,9 @@ class EvalTasks:
         self._scores.tick = self.progress.tick
         for task in self._tasks["tasks"].values():
             task.set_fewshot_seed(seed=_SHOTS_SEED)
-        with _random_states_kept(), redirect_stderr(io.StringIO()):  # its bars, of every rank
+        with noise.kept(self._mesh.device), redirect_stderr(io.StringIO()):  # its bars, of every rank
             found = evaluate(self._harness, self._tasks, bootstrap_iters=0, log_samples=False, verbosity="ERROR")
-        return _metrics_of(found["results"]) if self._rank == 0 and found is not None else {}
+        return _metrics_of(found["results"]) if self._mesh.rank == 0 and found is not None else {}
 
 
 def _load(names: Sequence[str]) -> Any:
@@ -131,15 +128,3 @@ def _metrics_of(results: Mapping[str, Mapping[str, Any]]) -> Metrics:
                 suffix = "" if kept in ("", "none") else f"_{kept}"
                 found[f"task_{task}_{metric}{suffix}"] = value
     return found
-
-
-@contextmanager
-def _random_states_kept() -> Iterator[None]:
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])

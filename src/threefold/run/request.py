@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass, field
 from functools import partial
 
+from torch import nn
 from transformers import PretrainedConfig
 
 from threefold.checkpoint.manifest import architecture_problems
@@ -135,12 +136,16 @@ def setup_problems(config: Config, architecture: PretrainedConfig, topology: Top
     text = architecture.get_text_config()
     if getattr(text, "output_router_logits", False):
         problems += router_problems(outline)
-    longest, seq_len = getattr(text, "max_position_embeddings", None), config.data.seq_len
-    longest = longest or getattr(text, "max_target_positions", None)
-    if isinstance(longest, int):
-        longest -= first_position(outline)
-    if isinstance(longest, int) and 0 < longest < seq_len:
-        what = f"data.seq_len = {seq_len}, but the model supports at most {longest} positions"
+    longest = longest_row(architecture, outline)
+    if 0 < longest < config.data.seq_len:
+        what = f"data.seq_len = {config.data.seq_len}, but the model supports at most {longest} positions"
         expected = "rows that are no longer than the model's max_position_embeddings"
         problems.append(Problem(what, expected, f"--data.seq_len {longest}"))
     return problems
+
+
+def longest_row(architecture: PretrainedConfig, outline: nn.Module) -> int:
+    """Tokens of the longest row that the model has positions for; 0: its config names none."""
+    text = architecture.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
+    return longest - first_position(outline) if isinstance(longest, int) else 0

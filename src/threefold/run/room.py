@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from threefold.errors import ConfigError, size_text
+from threefold.mesh.environment import num_cores
 
 # The default mesh runs on any machine.
 ALWAYS = 8
@@ -38,9 +38,8 @@ class Room:
 
 def room_here() -> Room:
     """This machine's room, or its container's if that has less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found = [_available(), *(_left(*files) for files in _LIMITS)]
-    return Room(cores, min((each for each in found if each is not None), default=None))
+    return Room(num_cores(), min((each for each in found if each is not None), default=None))
 
 
 def refuse_too_many(num_ranks: int, room: Room) -> None:

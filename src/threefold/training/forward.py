@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from threefold.errors import ConfigError, RunError
 from threefold.mesh.mesh import Mesh
+from threefold.model import noise
 from threefold.model.context_parallel.split import local_positions
 from threefold.model.head import Sums
 from threefold.model.model import Model, OutputsOf, arguments_of
@@ -221,7 +222,7 @@ def warm_up_buckets(model: Model, mesh: Mesh, *, rows: int, seq_len: int) -> Non
     tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(seq_len).expand(rows, -1)}
     with (
-        torch.random.fork_rng(devices=[mesh.device] if mesh.device.type == "cuda" else []),
+        noise.without_trace(model.module, mesh.device),
         forward_sums(model, batch, mesh, token_loss_of(model, mesh)) as sums,
     ):
         sums.objective.backward()

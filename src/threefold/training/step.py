@@ -22,6 +22,7 @@ from threefold.config.observation import AuditConfig
 from threefold.config.optimizer import OptimizerConfig
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, RunError, ThreefoldError
+from threefold.model import noise
 from threefold.model.data_parallel import last_backward
 from threefold.model.model import Model, OutputsOf, refuse_late_freezing
 from threefold.optim.bfloat16_moments import NarrowAdamW
@@ -391,7 +392,7 @@ class TrainStep:
         device, loss = self._mesh.device, self._loss
         picks = torch.zeros(self._router.num_experts + 1, dtype=torch.float64, device=device)
         count = torch.zeros((), dtype=torch.float64, device=device)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with noise.without_trace(self.model.module, device):
             for batch in batches:
                 if loss is None:
                     assert self._token_loss is not None

@@ -29,6 +29,7 @@ from threefold.data.store.writer import StoreWriter
 from threefold.data.text.source import ReadLog, TextSource, log_error
 from threefold.data.tokens import Tokenizer
 from threefold.errors import DataError, RunError
+from threefold.mesh.environment import num_cores
 
 STORE_NAME = "tokens"
 
@@ -212,8 +213,7 @@ def _num_workers(asked: int | None, num_parts: int, size_bytes: int) -> int:
     if multiprocessing.current_process().daemon:
         return 1  # a daemonic process cannot have children
     if asked is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        asked = 1 if size_bytes < _SMALL_BYTES else cores
+        asked = 1 if size_bytes < _SMALL_BYTES else num_cores()
     return min(max(asked, 1), num_parts)
 
 

@@ -9,7 +9,7 @@ as tensor ranks do, and the average over all ranks is the gradient of complete r
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,13 +20,17 @@ from transformers import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
 from threefold.check.admit import admit
+from threefold.check.full_size import admit_first
 from threefold.config.loading import validate
+from threefold.config.schema import Config
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh, active_mesh
+from threefold.model import head
 from threefold.model.context_parallel import limits
 from threefold.model.context_parallel.split import ContextParallel, gathered_positions, heads_of, split_problems
 from threefold.model.head import first_position
+from threefold.model.model import Model
 from threefold.plan import choices
 
 # What the Trainer passes to every model, and what changes nothing here.
@@ -65,31 +69,46 @@ def problems(trainer: Any) -> Iterator[Problem]:
         yield Problem(what, "a router's loss over entire rows, which transformers' loop does not have then", fix)
 
 
-def _admit(model: Any, mesh: Mesh) -> None:
-    """Probes the architecture on the mesh with rows that hold documents and padding.
-
-    Raises:
-        ConfigError: a probe does not hold.
-    """
+def _asked(model: Any, dtype: str = "float32") -> Config:
+    """What `threefold train` would be asked for, with rows that hold documents and padding."""
     remote = not type(model).__module__.startswith("transformers.")
-    asked = {"name_or_path": model.name_or_path or None, "trust_remote_code": remote}
-    admit(validate({"model": asked, "data": {"packing": "none", "document_mask": True}}), model.config, mesh)
+    asked = {"name_or_path": model.name_or_path or None, "trust_remote_code": remote, "dtype": dtype}
+    return validate({"model": asked, "data": {"packing": "none", "document_mask": True}})
+
+
+def _probe_of(model: Any, mesh: Mesh, context: ContextParallel) -> Callable[[Mapping[str, Tensor]], None]:
+    """What probes the model's own forward, at the size of a first micro-batch; every rank calls it."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # without peft's wrapper
+    own_forward = inner.forward
+    head.install(inner, chunk="auto")
+    probed_forward, inner.forward = inner.forward, own_forward
+
+    def probe(rows: Mapping[str, Tensor]) -> None:
+        narrow = torch.is_autocast_enabled(mesh.device.type) or inner.dtype != torch.float32
+        asked = _asked(model, "bfloat16" if narrow else "float32")
+        usual, inner.forward = inner.forward, probed_forward
+        try:
+            admit_first(Model(inner, inner, mesh, context=context, asked=asked, architecture=inner.config), rows)
+        finally:
+            inner.forward = usual
+
+    return probe
 
 
 def cut_rows(model: Any, mesh: Mesh) -> None:
     """Replaces the model's forward, before anything wraps the model.
 
     Raises:
-        ConfigError: the architecture fails a probe on this mesh.
+        ConfigError: the architecture fails a probe on this mesh; in the first step, its own forward fails one.
     """
-    _admit(model, mesh)
+    admit(_asked(model), model.config, mesh)
     config: PretrainedConfig = model.config
     longest = getattr(config.get_text_config(), "max_position_embeddings", 0) or 0
     method = choices.cp_method("auto", mesh.topology, heads=heads_of(config), seq_len=longest).value
     context = ContextParallel(mesh, method=method)
     model.set_attn_implementation(context.name)
     context.adapt(model)
-    first = first_position(model)
+    first, probes = first_position(model), [_probe_of(model, mesh, context)]
     own_forward = model.forward
     group = mesh.group("cp")
     assert group is not None
@@ -109,6 +128,8 @@ def cut_rows(model: Any, mesh: Mesh) -> None:
             raise ConfigError(what, expected=expected, fix=fix)
         length, numbered = input_ids.shape[1], position_ids is None
         whole = _filled_up(input_ids, attention_mask, position_ids, labels, unit=2 * context.size)
+        if probes and model.training and torch.is_grad_enabled():
+            probes.pop()(whole)
         # The layers are given their masks, so what is recomputed in backward needs no batch.
         with context.batch(whole) as part:
             logits = own_forward(

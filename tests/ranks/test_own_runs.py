@@ -262,6 +262,13 @@ def test_run_in_which_no_step_is_made_leaves_nothing(alone: Any, tmp_path: Path)
     assert not (tmp_path / "run").exists()
 
 
+def test_run_that_is_done_ends_at_once_when_it_is_started_again(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    numbers, ended = run_ranks(own_runs.in_a_run, 1, {}, folder, 5)[0]
+    assert (len(numbers), ended) == (5, 0)
+    assert run_ranks(own_runs.in_a_run, 1, {}, folder, 5)[0] == ([], 0)
+
+
 def test_identity_says_whose_loop_it_is(tmp_path: Path) -> None:
     Identity.new(program=True).write(tmp_path)
     read = Identity.read(tmp_path)

@@ -450,7 +450,7 @@ class Run:
         self.guards.progress.enter(CLOSING)
         for saver in self._savers():
             saver.wait()
-        saved = max(self.folder.done, *(saver.saved_step for saver in self._savers()))
+        saved = max([self.folder.done, *(saver.saved_step for saver in self._savers())])
         self.ended(self.step, stopped=self._stopping, saved=saved)
         if saved != self.step:
             raise RunError(

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from threefold.audit import record as audit_record
-from threefold.audit.digest import Int64, Message, Window, agree, fold_samples, predicted_samples
+from threefold.audit.digest import AuditWindow, Int64, Message, agree, fold_samples, predicted_samples
 from threefold.audit.lookup import coverage, coverage_lines, find_sample, find_step, place_after, turns
 from threefold.audit.offences import Evidence, explain
 from threefold.audit.proof import prove, stretches_of
@@ -73,12 +73,12 @@ class World:
 
     def windows(
         self, read: Callable[[int, int], Int64] | None = None, change: Callable[[int, int, Int64], None] | None = None
-    ) -> list[Window]:
+    ) -> list[AuditWindow]:
         """What every rank has read; `read` gives a rank's rows in a step, `change` works on its tokens in place."""
         found = []
         for rank in range(self.topology.world_size):
             rows = CountingRows(self.order.num_rows)
-            window = Window(rows, first_step=self.first_step)
+            window = AuditWindow(rows, first_step=self.first_step)
             for step in range(self.first_step, self.first_step + self.num_steps):
                 indices = read(rank, step) if read else self.share(step, self.topology.dp_rank(rank))
                 batch = rows.rows(indices)
@@ -88,7 +88,7 @@ class World:
             found.append(window)
         return found
 
-    def agrees(self, windows: list[Window]) -> bool:
+    def agrees(self, windows: list[AuditWindow]) -> bool:
         """What every rank concludes from all messages, sent as integers."""
         messages = [Message.unpack(window.message().pack()) for window in windows]
         rows = self.order.rows(self.begin, self.num_steps)
@@ -96,7 +96,7 @@ class World:
             messages, predicted_samples(rows, first_step=self.first_step, dp_size=self.topology.dp), self.topology
         )
 
-    def explain(self, windows: list[Window], *, resumed: bool = False) -> list[str]:
+    def explain(self, windows: list[AuditWindow], *, resumed: bool = False) -> list[str]:
         """The problems as printed."""
         assert not self.agrees(windows)
         rows_per_step = self.order.global_batch // self.topology.dp
@@ -286,7 +286,7 @@ def test_damaged_copy_of_the_source_behind_a_rank() -> None:
 
 
 def test_row_that_the_source_does_not_have() -> None:
-    window = Window(CountingRows(10), first_step=1)
+    window = AuditWindow(CountingRows(10), first_step=1)
     batch = CountingRows(99).rows(np.array([3, 50]))
     window.add(np.array([3, 50]), *batch.values())
     assert window.difference is not None and window.difference[:2] == (1, 50)
@@ -294,7 +294,7 @@ def test_row_that_the_source_does_not_have() -> None:
 
 def test_rows_without_a_sample_are_left_out() -> None:
     rows = CountingRows(10)
-    with_ignored, without = Window(rows, first_step=1), Window(rows, first_step=1)
+    with_ignored, without = AuditWindow(rows, first_step=1), AuditWindow(rows, first_step=1)
     batch = rows.rows(np.array([3, 4, 3]))
     batch["labels"][2] = -100
     with_ignored.add(np.array([3, 4, -1]), *batch.values())
@@ -357,7 +357,7 @@ def record(
             rows = order.rows(place, last - step + 1)
             contents = []
             for dp_rank in range(topology.dp):
-                window = Window(CountingRows(num_rows), first_step=step)
+                window = AuditWindow(CountingRows(num_rows), first_step=step)
                 for indices in rows[:, dp_rank :: topology.dp]:
                     window.add(indices, *CountingRows(num_rows).rows(indices).values())  # of -1 too: left out
                 contents.append(window.contents)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from threefold.audit.digest import Int64, Message, Window, agree, predicted_samples
+from threefold.audit.digest import AuditWindow, Int64, Message, agree, predicted_samples
 from threefold.audit.lookup import place_after
 from threefold.audit.offences import Evidence
 from threefold.audit.record import SegmentLine, SkipLine, StepsLine, read
@@ -53,11 +53,11 @@ class Audit:
         self._begin = self.start.place
         self._window = self._window_from(self.start.first_step)
 
-    def _window_from(self, first_step: int) -> Window:
-        return Window(self.rows, first_step=first_step, known=self.known)
+    def _window_from(self, first_step: int) -> AuditWindow:
+        return AuditWindow(self.rows, first_step=first_step, known=self.known)
 
     def observe(self, step: int, indices: Int64, *contents: Int64) -> None:
-        """Takes what `step` used: row indices [rows] and its tensors (`Window.add`)."""
+        """Takes what `step` used: row indices [rows] and its tensors (`AuditWindow.add`)."""
         if not self.start.every:
             return
         if (step_range := self.skips.get(step)) is not None:

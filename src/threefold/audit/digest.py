@@ -89,7 +89,7 @@ class Message(NamedTuple):
         return cls(*np.ascontiguousarray(values, np.int64).view(np.uint64).tolist())
 
 
-class Window:
+class AuditWindow:
     """What one rank read since the last audit: digests, indices, and the first token that is not the source's.
 
     Every row is read again from the source and compared, place by place; without `rows` there is no source. At the end

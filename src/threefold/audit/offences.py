@@ -33,7 +33,7 @@ class Evidence:
 
     Attributes:
         messages: by global rank.
-        values: `Window.evidence` of each rank, [world, ...].
+        values: `AuditWindow.evidence` of each rank, [world, ...].
         first_step, begin: the window's first step and its place in the order.
         resumed: the run resumed from a checkpoint in step `first_step`.
         known: names the block of a store, and the rows that read it.

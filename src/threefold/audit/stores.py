@@ -11,11 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+
 from threefold.audit.record import Segment, SegmentLine
-from threefold.data.rows.known_rows import PackedRows, block_text, changed
-from threefold.data.rows.packing import Packing
+from threefold.data.rows.known_rows import PackedRows, block_text, changed, parts_of
+from threefold.data.rows.packing import MixedRows, Packing
 from threefold.data.store.blocks import IDENTITY, OF_TOKENS, SUFFIX, Blocks, Change, with_suffix
 from threefold.data.store.hash_cache import Known, known
+from threefold.data.store.held_out import held_out_documents
 from threefold.data.store.store import TokenStore
 from threefold.errors import RunError, ThreefoldError
 
@@ -67,6 +70,8 @@ def byte_lines(
         counts = [found.blocks.files[suffix].num_blocks for suffix in IDENTITY]
         read = f"{sum(min(count, sampled) for count in counts):,} of {sum(counts):,}"
         yield f"  {name}: {path}.bin and .idx are the bytes that the run has read: {read} blocks read again"
+    if packing.eval_share:
+        yield from _held_out_lines(start, packing)
     yield f"  rows whose blocks were compared while it ran: {num_checked:,}, over all ranks"
 
 
@@ -91,6 +96,36 @@ def _compare(run: Path, store: TokenStore, found: Known, digest: str, packing: P
 
 def _rows(packing: Packing, store: TokenStore, change: Change) -> PackedRows | None:
     return cast("PackedRows", packing.pack(store)) if change.suffix in OF_TOKENS else None
+
+
+def _held_out_lines(start: SegmentLine, packing: Packing) -> Iterator[str]:
+    """What was held out of each store; RunError if the run has other rows, or one of them reads what is held out."""
+    parts = {name: packing.pack(TokenStore(prefix)) for name, _, prefix in start.stores}
+    rows = MixedRows(parts) if start.mixture is not None else next(iter(parts.values()))
+    share = f"data.eval_share = {packing.eval_share:g}"
+    if rows.fingerprint != start.data:
+        raise RunError(
+            f"the run has read other rows than those that {share} leaves (data.seed = {packing.seed})",
+            expected="the config.yaml of the run: without it nobody knows what was held out",
+            fix="restore config.yaml",
+        )
+    for part in parts_of(rows):
+        whole = TokenStore(part.rows.store.prefix)
+        held_out = held_out_documents(whole, share=packing.eval_share, seed=packing.seed)
+        # Tokens of documents that are held out, before each place of the whole where a document ends.
+        ends = np.concatenate(([0], whole.document_ends))
+        tokens = np.concatenate(([0], np.cumsum(np.diff(ends) * held_out)))
+        for row in range(part.rows.num_rows):
+            stretches = np.array([each for run in part.rows.stretches(row) for each in part.rows.store.places(*run)])
+            begins, stops = np.interp(stretches, ends, tokens).T
+            if (stops > begins).any():
+                raise RunError(
+                    f"row {part.first_row + row:,} has a token of a document of {part.name} that is held out ({share})",
+                    expected="no such row: the evaluation would measure what is trained on",
+                    fix="report it, with config.yaml and audit.jsonl of the run",
+                )
+        counts = f"{int(held_out.sum()):,} of {len(held_out):,} documents"
+        yield f"  {part.name}: {counts} are held out, and in no row ({share})"
 
 
 def _first_row(start: SegmentLine, number: int) -> int:

@@ -95,6 +95,26 @@ def order(
         typer.echo(line)
 
 
+@app.command("overlap", context_settings=CONTEXT, **ending("data overlap"))
+def overlap(context: typer.Context) -> None:
+    """Find the documents of the evaluation, and spans of 64 tokens of them, that are trained on; all are named."""
+    from threefold.commands.documents import sides_of
+    from threefold.progress_bars import Bars
+    from threefold.run.overlap import overlaps
+
+    config = load_config(context.args).config
+    if not config.evaluates:
+        what, fix = "nothing is held out to evaluate on", "--eval.source FILE_OR_FOLDER, or --data.eval_share 0.01"
+        raise ConfigError(what, expected="an evaluation to look for in the training", fix=fix)
+    clean = True
+    with Bars().show("reading the training") as bar:
+        for found in overlaps(*sides_of(config), progress=lambda done, total: bar.at(done, total=total)):
+            for line in found.lines():
+                typer.echo(line)
+            clean = clean and not found.num_exact + found.num_alike
+    raise typer.Exit(not clean)
+
+
 @app.command("audit", **ending("data audit"))
 def audit(
     run: _Run,

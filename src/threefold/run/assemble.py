@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shlex
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -28,6 +28,7 @@ from threefold.data.rows.known_rows import KnownRows, parts_of
 from threefold.data.rows.packing import MixedRows, Packing, open_rows, reopen_rows, store_at
 from threefold.data.rows.padded import PaddedRows
 from threefold.data.sampling.loader import Batch, TokenLoader, evaluation_batches
+from threefold.data.store.overlap import Overlap
 from threefold.data.tokens import Tokenizer
 from threefold.integrations import trackers
 from threefold.jsonl import MetricsFile, Tracker
@@ -42,6 +43,7 @@ from threefold.optim.build import build_optimizer, own_optimizer
 from threefold.optim.ema import Ema
 from threefold.plan import choices
 from threefold.run.folder import RunFolder
+from threefold.run.overlap import overlaps_at_start
 from threefold.run.pairs import Pairs, pairs_of
 from threefold.run.request import Asked
 from threefold.run.resume import Checkpointer, rate_of
@@ -58,6 +60,7 @@ class Built(Asked):
 
     Attributes:
         held_out: rows of the evaluation, or None.
+        overlaps: what of each source of the evaluation is trained on, as far as it was looked for.
         num_steps: the last step's number.
         rate_why: the reason for the config's learning rate.
         given: objects of the program that trains.
@@ -69,6 +72,7 @@ class Built(Asked):
     folder: RunFolder
     rows: Rows
     held_out: Rows | None
+    overlaps: Sequence[Overlap]
     loader: TokenLoader
     model: Model
     optimizer: torch.optim.Optimizer
@@ -119,8 +123,9 @@ def build_run(
     config = with_rate(asked.config, rate)
     vocab_size = getattr(architecture.get_text_config(), "vocab_size", None)
     rows = rows_of(config, tokenizer, mesh, vocab_size=vocab_size)
-    held_out = rows_of(config, tokenizer, mesh, vocab_size=vocab_size, held_out=True) if config.eval.source else None
+    held_out = rows_of(config, tokenizer, mesh, vocab_size=vocab_size, held_out=True) if config.evaluates else None
     refuse_other_bytes(rows, folder, mesh)
+    overlaps = overlaps_of(rows, held_out, mesh) if held_out is not None else []
     loader = loader_of(config, rows, mesh)
     enter("loading")
     model = build(config, asked.architecture, mesh)
@@ -145,6 +150,7 @@ def build_run(
         folder=folder,
         rows=rows,
         held_out=held_out,
+        overlaps=overlaps,
         loader=loader,
         model=model,
         optimizer=optimizer,
@@ -156,6 +162,14 @@ def build_run(
         pairs=pairs,
         recompiled=Recompiled(say) if choices.compiled(config, device_of(mesh)).value else None,
     )
+
+
+def overlaps_of(rows: Rows, held_out: Rows, mesh: Mesh) -> list[Overlap]:
+    """What rank 0 finds of the evaluation in the training, on every rank."""
+    found = mesh.share(
+        "overlap", lambda: [asdict(each) for each in overlaps_at_start(rows, held_out, cache=cache_folder())]
+    )
+    return [Overlap(**values) for values in found]
 
 
 def optimizer_of(config: Config, model: Model, mesh: Mesh) -> torch.optim.Optimizer:
@@ -190,7 +204,7 @@ def trackers_of(run: Built, *, say: Callable[[str], None]) -> list[Tracker]:
 def rows_of(
     config: Config, tokenizer: Tokenizer, mesh: Mesh, *, vocab_size: int | None = None, held_out: bool = False
 ) -> Rows:
-    """Returns the rows of data.source, data.mixture or eval.source.
+    """Returns the rows of data.source or data.mixture, or the held-out ones: of eval.source, or of these.
 
     One rank per machine prepares text, looks at files and compares their bytes; the others open what it found. Then
     all ranks compare the digests of their bytes: a DataError names the ranks, the block and the rows that differ.
@@ -199,7 +213,11 @@ def rows_of(
         vocab_size: of the model that reads them; None: the ids are not checked.
     """
     data, packing, cache = config.data, Packing.of(config.data), cache_folder()
-    sources = sources_of(config, held_out=held_out)
+    elsewhere = held_out and config.eval.source is not None
+    sources = sources_of(config, held_out=elsewhere)
+    packing = (
+        dataclasses.replace(packing, eval_share=0.0) if elsewhere else dataclasses.replace(packing, held_out=held_out)
+    )
     open_packed = functools.partial(open_rows, packing=packing, tokenizer=tokenizer, cache=cache, vocab_size=vocab_size)
 
     def open_here() -> list[tuple[str, str | None]]:
@@ -208,7 +226,7 @@ def rows_of(
     def open_on_every_host() -> Rows:
         found = mesh.once_per_host("evaluation data" if held_out else "data", open_here)
         parts = [reopen_rows(prefix, blocks_at, packing, cache=cache) for prefix, blocks_at in found]
-        if held_out or data.mixture is None:
+        if elsewhere or data.mixture is None:
             return parts[0]
         return MixedRows(dict(zip(data.mixture, parts, strict=True)))
 

@@ -11,14 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
-import numpy as np
-
 from threefold.audit.record import Segment, SegmentLine
 from threefold.data.rows.known_rows import PackedRows, block_text, changed, parts_of
 from threefold.data.rows.packing import MixedRows, Packing
 from threefold.data.store.blocks import IDENTITY, OF_TOKENS, SUFFIX, Blocks, Change, with_suffix
 from threefold.data.store.hash_cache import Known, known
-from threefold.data.store.held_out import held_out_documents
+from threefold.data.store.held_out import StoreSide
 from threefold.data.store.store import TokenStore
 from threefold.errors import RunError, ThreefoldError
 
@@ -99,33 +97,21 @@ def _rows(packing: Packing, store: TokenStore, change: Change) -> PackedRows | N
 
 
 def _held_out_lines(start: SegmentLine, packing: Packing) -> Iterator[str]:
-    """What was held out of each store; RunError if the run has other rows, or one of them reads what is held out."""
+    """What was held out of each store; RunError if the run has read other rows than those that it leaves."""
     parts = {name: packing.pack(TokenStore(prefix)) for name, _, prefix in start.stores}
-    rows = MixedRows(parts) if start.mixture is not None else next(iter(parts.values()))
+    rows = MixedRows(parts) if start.mixture is not None else parts["source"]
     share = f"data.eval_share = {packing.eval_share:g}"
-    if rows.fingerprint != start.data:
+    # What rows can read is what the side of the store has; of the same fingerprint, it is what they have read.
+    sides = [(part.name, cast("StoreSide", part.rows.store)) for part in parts_of(rows)]
+    if rows.fingerprint != start.data or any(side.has_held_out() for _, side in sides):
         raise RunError(
             f"the run has read other rows than those that {share} leaves (data.seed = {packing.seed})",
-            expected="the config.yaml of the run: without it nobody knows what was held out",
+            expected="the config.yaml of the run, and rows without a token of what is held out",
             fix="restore config.yaml",
         )
-    for part in parts_of(rows):
-        whole = TokenStore(part.rows.store.prefix)
-        held_out = held_out_documents(whole, share=packing.eval_share, seed=packing.seed)
-        # Tokens of documents that are held out, before each place of the whole where a document ends.
-        ends = np.concatenate(([0], whole.document_ends))
-        tokens = np.concatenate(([0], np.cumsum(np.diff(ends) * held_out)))
-        for row in range(part.rows.num_rows):
-            stretches = np.array([each for run in part.rows.stretches(row) for each in part.rows.store.places(*run)])
-            begins, stops = np.interp(stretches, ends, tokens).T
-            if (stops > begins).any():
-                raise RunError(
-                    f"row {part.first_row + row:,} has a token of a document of {part.name} that is held out ({share})",
-                    expected="no such row: the evaluation would measure what is trained on",
-                    fix="report it, with config.yaml and audit.jsonl of the run",
-                )
-        counts = f"{int(held_out.sum()):,} of {len(held_out):,} documents"
-        yield f"  {part.name}: {counts} are held out, and in no row ({share})"
+    for name, side in sides:
+        counts = f"{int(side.held_out.sum()):,} of {len(side.held_out):,} documents"
+        yield f"  {name}: {counts} are held out, and no row has a token of them ({share})"
 
 
 def _first_row(start: SegmentLine, number: int) -> int:

@@ -243,7 +243,10 @@ def ledger_lines(run: Path) -> Iterator[str]:
         ends = part.rows.store.document_ends
         starts = np.concatenate(([0], ends[:-1]))
         trained_on, kept = part.rows.store.count_trained_on(starts, ends), part.rows.targets_of_documents()
-        for number, counts in enumerate(zip((ends - starts).tolist(), trained_on.tolist(), kept.tolist(), strict=True)):
+        numbers = part.rows.store.document_numbers.tolist()
+        for number, *counts in zip(
+            numbers, *(each.tolist() for each in (ends - starts, trained_on, kept)), strict=True
+        ):
             yield f"{part.name} {_ledger(f'document {number}', *counts)}"
         # As the run reads them: the labels themselves, counted.
         read = (part.rows.rows(np.array([row])) for row in range(part.rows.num_rows))

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import shlex
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -28,7 +28,7 @@ from threefold.data.rows.known_rows import KnownRows, parts_of
 from threefold.data.rows.packing import MixedRows, Packing, open_rows, reopen_rows, store_at
 from threefold.data.rows.padded import PaddedRows
 from threefold.data.sampling.loader import Batch, TokenLoader, evaluation_batches
-from threefold.data.store.overlap import Overlap
+from threefold.data.store.overlap import Overlap, overlap
 from threefold.data.tokens import Tokenizer
 from threefold.integrations import trackers
 from threefold.jsonl import MetricsFile, Tracker
@@ -43,7 +43,6 @@ from threefold.optim.build import build_optimizer, own_optimizer
 from threefold.optim.ema import Ema
 from threefold.plan import choices
 from threefold.run.folder import RunFolder
-from threefold.run.overlap import overlaps_at_start
 from threefold.run.pairs import Pairs, pairs_of
 from threefold.run.request import Asked
 from threefold.run.resume import Checkpointer, rate_of
@@ -52,6 +51,8 @@ from threefold.run.sources import opened, sources_of
 from threefold.run.user_objects import Given
 
 DEFAULT_STEPS = 120
+# Tokens of the training in which a start looks for the evaluation: some seconds.
+_MOST_COMPARED = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Built(Asked):
 
     Attributes:
         held_out: rows of the evaluation, or None.
-        overlaps: what of each source of the evaluation is trained on, as far as it was looked for.
+        overlaps: on rank 0, what of each source of the evaluation is trained on, as far as it was looked for.
         num_steps: the last step's number.
         rate_why: the reason for the config's learning rate.
         given: objects of the program that trains.
@@ -125,7 +126,9 @@ def build_run(
     rows = rows_of(config, tokenizer, mesh, vocab_size=vocab_size)
     held_out = rows_of(config, tokenizer, mesh, vocab_size=vocab_size, held_out=True) if config.evaluates else None
     refuse_other_bytes(rows, folder, mesh)
-    overlaps = overlaps_of(rows, held_out, mesh) if held_out is not None else []
+    overlaps: list[Overlap] = []
+    if held_out is not None:
+        mesh.share("overlap", lambda: overlaps.extend(overlaps_of(rows, held_out, most=_MOST_COMPARED)))
     loader = loader_of(config, rows, mesh)
     enter("loading")
     model = build(config, asked.architecture, mesh)
@@ -164,12 +167,12 @@ def build_run(
     )
 
 
-def overlaps_of(rows: Rows, held_out: Rows, mesh: Mesh) -> list[Overlap]:
-    """What rank 0 finds of the evaluation in the training, on every rank."""
-    found = mesh.share(
-        "overlap", lambda: [asdict(each) for each in overlaps_at_start(rows, held_out, cache=cache_folder())]
-    )
-    return [Overlap(**values) for values in found]
+def overlaps_of(
+    rows: Rows, held_out: Rows, *, most: int | None = None, progress: Callable[[int, int], None] = lambda *_: None
+) -> list[Overlap]:
+    """What of each source of the evaluation is trained on; arguments as for `overlap`."""
+    training = {part.name: part.rows.store for part in parts_of(rows)}
+    return [overlap(training, part.rows.store, most=most, progress=progress) for part in parts_of(held_out)]
 
 
 def optimizer_of(config: Config, model: Model, mesh: Mesh) -> torch.optim.Optimizer:

@@ -34,6 +34,7 @@ log = logging.getLogger("threefold")
 
 _FIRST_ROW = np.zeros(1, dtype=np.int64)
 _LARGEST_SAMPLED = 500_000_000
+_NAMED = 3
 
 
 def head_of(run: Built, why: str, found: Sequence[tuple[str, str]]) -> Head:
@@ -144,8 +145,8 @@ def _no_end(run: Built) -> Iterator[Entry]:
 def _evaluated(run: Built) -> Iterator[Entry]:
     """What of the evaluation is trained on: then it measures what was learnt by heart."""
     for found in run.overlaps:
-        for line in found.lines():
-            yield ("", f"warning: {line}") if found.num_exact + found.num_alike else ("eval", line)
+        for line in found.lines(_NAMED):
+            yield ("", f"warning: {line}") if found.exact or found.alike else ("eval", line)
 
 
 def _shares(run: Built) -> Iterator[Entry]:

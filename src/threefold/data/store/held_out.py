@@ -72,6 +72,14 @@ class StoreSide(TokenStore):
             if end > begin
         ]
 
+    def has_held_out(self) -> bool:
+        """Whether a token of this side lies in a document that is held out."""
+        ends = self._whole.document_ends
+        return any(
+            self.held_out[np.searchsorted(ends, start, side="right") : np.searchsorted(ends, stop)].any()
+            for start, stop in self.places(0, self.num_tokens)
+        )
+
     def inside(self, start: int, stop: int) -> tuple[int, int]:
         """As `TokenStore`."""
         run = np.searchsorted(self._begins, (start, stop), side="right") - 1
@@ -87,16 +95,14 @@ class StoreSide(TokenStore):
         return self._joined(self._whole.trained_on, start, stop)
 
     def count_trained_on(self, starts: Int64, stops: Int64) -> Int64:
-        # Each stretch in the whole, from its first token to its last, without what lies between runs.
-        counts, some = np.zeros(len(starts), np.int64), stops > starts
-        first, last = starts[some], stops[some] - 1
-        runs = self._begins, self._begins + np.diff(self._offsets)
-        between = self._whole.count_trained_on(runs[1][:-1], runs[0][1:])
-        skipped = np.concatenate(([0], np.cumsum(between)))
-        run_of = (np.searchsorted(self._offsets, each, side="right") - 1 for each in (last, first))
-        counts[some] = self._whole.count_trained_on(self._of_whole(first), self._of_whole(last) + 1)
-        counts[some] -= np.subtract(*(skipped[run] for run in run_of))
-        return counts
+        count, ends = self._whole.count_trained_on, self._begins + np.diff(self._offsets)
+        before = np.concatenate(([0], np.cumsum(count(self._begins, ends))))
+
+        def up_to(places: Int64) -> Int64:
+            run = np.searchsorted(self._offsets[:-1], places, side="right") - 1
+            return before[run] + count(self._begins[run], self._begins[run] + places - self._offsets[run])
+
+        return up_to(stops) - up_to(starts)
 
     def _of_whole(self, places: Int64) -> Int64:
         """Where tokens of this side lie in the whole."""

@@ -256,8 +256,8 @@ class TextSource(Protocol):
 
     @property
     def pieces(self) -> Sequence[Piece]: ...
-    def unchanged(self, piece: Piece) -> str:
-        """What is known of a piece's file without reading it; a DataError if that is not as before the fingerprint."""
+    def refuse_changed(self, pieces: Sequence[Piece]) -> None:
+        """DataError if a file of some pieces has changed since the fingerprint was made."""
 
     def read(self, piece: Piece, log: ReadLog) -> Iterator[Document]:
         """The documents of one piece; problems with them go to `log`."""
@@ -334,9 +334,9 @@ class ConcatSource:
             for piece in source.pieces
         ]
 
-    def unchanged(self, piece: Piece) -> str:
-        source, own = self._own(piece)
-        return source.unchanged(own)
+    def refuse_changed(self, pieces: Sequence[Piece]) -> None:
+        for source in self.sources:
+            source.refuse_changed([own for each, own in map(self._own, pieces) if each is source])
 
     def read(self, piece: Piece, log: ReadLog) -> Iterator[Document]:
         source, own = self._own(piece)

@@ -373,3 +373,14 @@ def test_a_folder_of_save_to_disk_is_known_by_its_bytes(tmp_path: Path) -> None:
     assert documents(second) == ["bbbb", "other"] and first.fingerprint != second.fingerprint
     folder.rename(tmp_path / "moved")
     assert open_text(Source(str(tmp_path / "moved"))).fingerprint == second.fingerprint
+
+
+def test_three_problems_of_a_kind_are_named() -> None:
+    log = ReadLog()
+    for number in range(5):
+        log.bad(f"a {number}", expected="one", fix="f")
+    other = ReadLog()
+    other.bad("a 5", expected="one", fix="f")
+    other.bad("b 6", expected="other", fix="f")
+    log.merge(other)
+    assert [each.what for each in log.problems] == ["a 0", "a 1", "a 2", "b 6"] and log.num_bad == 7

@@ -185,7 +185,7 @@ def test_reading_stops_soon_where_every_line_is_bad(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "x.jsonl", [{"body": "b"}] * 5000)
     source, log = open_text(Source(str(tmp_path / "x.jsonl"))), ReadLog()
     assert list(source.read(source.pieces[0], log)) == []
-    assert (log.num_bad, len(log.problems)) == (1000, 10)
+    assert (log.num_bad, len(log.problems)) == (1000, 3)
 
 
 def test_parquet_rows_in_order_by_row_groups(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ TESTS ?= tests
 KILLS ?= 100
 VERSIONS ?=
 
-.PHONY: install install-oldest train test test-ranks test-faults test-launchers test-examples test-browser test-long test-families test-oldest test-versions check docs fix vendor wheel clean help
+.PHONY: install install-oldest train test test-ranks test-faults test-launchers test-examples test-browser test-templates test-long test-families test-oldest test-versions check docs fix vendor wheel clean help
 
 help:
-	@sed -n 's/^#   //p' Makefile; echo "make test | test-ranks | test-faults | test-launchers | test-examples | test-browser | test-long | test-families | test-oldest | test-versions | check | docs | fix | vendor | wheel | clean"
+	@sed -n 's/^#   //p' Makefile; echo "make test | test-ranks | test-faults | test-launchers | test-examples | test-browser | test-templates | test-long | test-families | test-oldest | test-versions | check | docs | fix | vendor | wheel | clean"
 
 # uv, or pip where it cannot be had.
 INSTALL := $(PYTHON) tools/install.py
@@ -107,6 +107,11 @@ test-examples: install
 test-browser: install
 	@command -v chromium > /dev/null || $(call APT,chromium)
 	$(BIN)/python -m pytest -q --durations=10 -m "browser and not long" tests/browser
+
+# Published chat templates, by tests/published_templates.txt: those in the Hub's cache, or in a folder:
+# make test-templates THREEFOLD_TEMPLATES=FOLDER
+test-templates: $(VENV)/.dev
+	THREEFOLD_TEMPLATES=$(THREEFOLD_TEMPLATES) $(BIN)/python -m pytest -q -n 2 -rs tests/unit/test_published_templates.py
 
 # `train.reduce: exact` for 50 steps on every split of up to 8 data ranks, also on 2 cp or tp ranks each; the estimate of
 # memory for published models, every family and every mesh; every architecture, example, optimizer and compiled layer in

@@ -157,7 +157,7 @@ def test_unknown_section() -> None:
 @pytest.mark.parametrize(
     ("config", "lacking", "fix"),
     [
-        ({}, "eval.source", "--eval.source FILE_OR_FOLDER"),
+        ({}, "eval.source or data.eval_share", "--data.eval_share 0.01, or --eval.source FILE_OR_FOLDER"),
         (
             {"eval": {"source": "a"}, "log": {"sample_tokens": 0}},
             "log.sample_tokens, which is 0",
@@ -330,9 +330,9 @@ def test_contradictions() -> None:
                 "--data.num_workers 4",
             ),
             problem(
-                "eval.every = 5 has no effect without eval.source",
+                "eval.every = 5 has no effect without eval.source or data.eval_share",
                 "held-out data to evaluate on",
-                "--eval.source FILE_OR_FOLDER, or leave eval.every out",
+                "--data.eval_share 0.01, or --eval.source FILE_OR_FOLDER, or leave eval.every out",
             ),
             problem("optimizer.betas[1] = 1.0 is not a decay", "0 <= beta < 1", "--optimizer.betas '[0.9, 0.95]'"),
             problem(

@@ -333,7 +333,7 @@ def test_everything_wrong_is_said_at_once(folder: Path) -> None:
             "model.name_or_path and model.config are both set",
         ),
         ({"train": {"steps": 1, "epochs": 2}}, "train.steps = 1 and train.epochs = 2 are both set"),
-        ({"eval": {"every": 5}}, "eval.every = 5 has no effect without eval.source"),
+        ({"eval": {"every": 5}}, "eval.every = 5 has no effect without eval.source or data.eval_share"),
         ({"optimizer": {"betas": [1.0, 0.9]}}, "optimizer.betas[0] = 1.0 is not a decay"),
         ({"optimizer": {"betas": [0.9, -0.1]}}, "optimizer.betas[1] = -0.1 is not a decay"),
         (

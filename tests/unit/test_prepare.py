@@ -170,7 +170,7 @@ def test_file_that_changes_while_it_is_read_is_named_and_no_store_is_kept(
 
 
 def test_parts_of_a_killed_preparation_are_used_for_equal_bytes_alone(corpus: Path, tmp_path: Path) -> None:
-    """Bytes that were there for a while and are gone, with a size and times that a person may set back."""
+    """What was there for a while, and is gone, is in no part: parts have the bytes that the fingerprint is of."""
     make(corpus, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         make(corpus, tmp_path / "to", CountingBytes(stop_at="document 20"))
@@ -180,7 +180,7 @@ def test_parts_of_a_killed_preparation_are_used_for_equal_bytes_alone(corpus: Pa
     os.utime(corpus / "03.txt", ns=(stat.st_atime_ns, stat.st_mtime_ns))
     again = CountingBytes()
     make(corpus, tmp_path / "to", again)
-    assert again.seen[:3] == ["document 02", "document 03", "document 20"]
+    assert again.seen[0] == "document 20"
     assert contents(tmp_path / "to") == contents(tmp_path / "whole")
 
 

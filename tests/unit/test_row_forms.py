@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from threefold.data.chat.formats import RowError, columns_of, example_of
 from threefold.data.chat.labeller import labeller_for
+from threefold.data.chat.template import ChatTemplate
+from threefold.data.store import in_memory
 from threefold.data.store.resolve import open_text
 from threefold.data.text.source import Labelled, Labels, ReadLog, Source
 from threefold.data.tokens import ByteTokenizer
@@ -127,7 +130,7 @@ def saved(path: Path, dataset: Any) -> str:
     return str(path)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(drawn=st.lists(rows(), min_size=1, max_size=4))
 def test_tokens_and_masks_are_equal_from_every_kind_of_file(folder: Path, drawn: list[dict[str, Any]]) -> None:
     import datasets
@@ -140,7 +143,47 @@ def test_tokens_and_masks_are_equal_from_every_kind_of_file(folder: Path, drawn:
     assert "null" not in "".join(bytes(id for id in ids if id < 256).decode() for ids, _ in expected)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(written), folder / "rows.parquet")
     assert documents(str(folder / "rows.parquet"), folder) == expected
-    assert documents(saved(folder / "saved", datasets.Dataset.from_list(written)), folder) == expected
+    dataset = datasets.Dataset.from_list(written)
+    assert documents(saved(folder / "saved", dataset), folder) == expected
+    # As `threefold.train(dataset=...)` takes them.
+    for given_rows in (written, dataset):
+        place = in_memory.written(given_rows, name="dataset", cache=folder / "cache", tokenizer=ByteTokenizer)
+        assert documents(str(place), folder) == expected
+    shutil.rmtree(folder / "hub", ignore_errors=True)
+    (folder / "hub").mkdir()
+    shutil.copy(folder / "rows.parquet", folder / "hub" / "train.parquet")
+    assert documents(f"hf:{folder}/hub", folder) == expected
+
+
+@pytest.mark.parametrize("name", ["a.ndjson", "a.jl", "a.ndjson.gz", "a.JSONL"])
+def test_lines_under_other_names_are_lines(folder: Path, tmp_path: Path, name: str) -> None:
+    expected = documents(write(folder / "rows.jsonl", [COMPLETE]), folder)
+    content = (folder / "rows.jsonl").read_bytes()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert documents(str(tmp_path), folder) == documents(str(tmp_path / name), folder) == expected
+
+
+def test_arguments_as_text_are_those_as_an_object(folder: Path) -> None:
+    """OpenAI has them as JSON in a text, which a template would write as a text in quotes."""
+    expected = documents(write(folder / "object.jsonl", [COMPLETE]), folder)
+    texts = json.loads(json.dumps(COMPLETE))
+    (call,) = texts["messages"][1]["tool_calls"]
+    call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    assert documents(write(folder / "text.jsonl", [texts]), folder) == expected
+    call["function"]["arguments"] = '{"city": '
+    with pytest.raises(DataError, match=r"text.jsonl, line 1: messages\[1\]: the arguments of a call are no JSON"):
+        documents(write(folder / "text.jsonl", [texts]), folder)
+
+
+def test_template_that_takes_arguments_as_text_gets_text(folder: Path) -> None:
+    source = (
+        "{%- for message in messages -%}<{{ message.role }}>{{ message.content or '' }}"
+        "{%- for call in message.tool_calls or [] -%}{{ '[' + call.function.arguments + ']' }}{%- endfor -%}"
+        "<end>{%- endfor -%}{%- if add_generation_prompt -%}<assistant>{%- endif -%}"
+    )
+    example = example_of(COMPLETE, columns_of(["messages"]))
+    shown = ChatTemplate(source, {}, {}).render(example.messages)
+    assert '<assistant>[{"city": "Oslo", "ticker": 1, "unit": true}]<end>' in shown
 
 
 def test_columns_that_datasets_keeps_as_json_are_read(folder: Path) -> None:

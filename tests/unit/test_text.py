@@ -10,6 +10,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -17,9 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from threefold.data.store.resolve import open_text
-from threefold.data.text import files, hub
+from threefold.data.text import hub, known_bytes
 from threefold.data.text import rows as text_rows
 from threefold.data.text.fields import TextField
+from threefold.data.text.files import Files
+from threefold.data.text.known_bytes import SourceFile
 from threefold.data.text.source import Labels, Piece, ReadLog, Source, TextSource, log_error
 from threefold.errors import DataError
 
@@ -58,7 +61,7 @@ def source_of(name: str | Path, *, text_field: str = "text", **options: Any) -> 
 
 def test_stdlib_is_the_library_without_packages_and_tests() -> None:
     source = open_text(Source("stdlib"))
-    assert isinstance(source, files.Files)
+    assert isinstance(source, Files)
     assert 400 < len(source.paths) < 1500
     assert "json/decoder.py" in source.paths and "unittest/case.py" in source.paths
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -120,7 +123,7 @@ def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"text")
     before = open_text(Source(str(tmp_path)))
     recipe = hashlib.blake2b(b"files 1 None False", digest_size=16)
-    content = hashlib.blake2b(b"text", digest_size=16).hexdigest()
+    content = hashlib.blake2b(hashlib.blake2b(b"text", digest_size=16).digest(), digest_size=16).hexdigest()
     recipe.update(f"\na.txt\0004\0{content}\nb.txt\0004\0{content}".encode())
     assert before.fingerprint == recipe.hexdigest()
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbftext")
@@ -142,7 +145,11 @@ def test_jsonl_gives_each_line_once_for_any_pieces(
     path.write_bytes((body + ("\n" if last else "")).encode())
     size, log = path.stat().st_size, ReadLog()
     stretches = [Piece(0, at, min(at + piece_bytes, size), piece_bytes) for at in range(0, size, piece_bytes)]
-    texts = [text for piece in stretches for text in text_rows.read_jsonl(path, piece, take=TextField("text"), log=log)]
+    texts = [
+        text
+        for piece in stretches
+        for text in text_rows.read_jsonl(SourceFile(path), piece, take=TextField("text"), log=log)
+    ]
     assert texts == lines
     assert (log.num_rows, log.num_with_field, log.num_bad) == (len(lines), len(lines), 0)
 
@@ -178,7 +185,7 @@ def test_reading_stops_soon_where_every_line_is_bad(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "x.jsonl", [{"body": "b"}] * 5000)
     source, log = open_text(Source(str(tmp_path / "x.jsonl"))), ReadLog()
     assert list(source.read(source.pieces[0], log)) == []
-    assert (log.num_bad, len(log.problems)) == (1000, 10)
+    assert (log.num_bad, len(log.problems)) == (1000, 3)
 
 
 def test_parquet_rows_in_order_by_row_groups(tmp_path: Path) -> None:
@@ -255,11 +262,11 @@ def test_fingerprint_follows_content_names_and_field_but_not_the_place(tmp_path:
 
 def test_digests_are_remembered_while_files_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, memory, read = tmp_path / "a", tmp_path / "cache", list[str]()
-    whole = hashlib.file_digest
+    whole = known_bytes._digest
 
-    def counted(file: Any, digest: Any) -> Any:
-        read.append(Path(file.name).name)
-        return whole(file, digest)
+    def counted(data: bytes) -> bytes:
+        read.extend(name for name, text in (("1.txt", b"one"), ("2.txt", b"two"), ("2.txt", b"twO")) if text == data)
+        return whole(data)
 
     def fingerprint(cache: Path | None = memory) -> str:
         read.clear()
@@ -267,9 +274,9 @@ def test_digests_are_remembered_while_files_stay_as_they_are(tmp_path: Path, mon
 
     def settle() -> None:
         """As if the files had been written long ago; a time of change cannot be set."""
-        monkeypatch.setattr(files, "_SETTLED_NS", -(10**12))
+        monkeypatch.setattr(known_bytes, "_SETTLED_NS", -(10**12))
 
-    monkeypatch.setattr("hashlib.file_digest", counted)
+    monkeypatch.setattr(known_bytes, "_digest", counted)
     folder.mkdir()
     for name, text in (("1.txt", "one"), ("2.txt", "two")):
         (folder / name).write_text(text)
@@ -314,3 +321,66 @@ def test_folder_of_the_hub_is_known_by_its_content(tmp_path: Path) -> None:
     assert texts == ["bbbb"] and first.fingerprint != second.fingerprint
     folder.rename(tmp_path / "two")
     assert open_text(Source(f"hf:{tmp_path}/two")).fingerprint == second.fingerprint
+
+
+def test_rows_of_the_hub_are_of_the_bytes_of_a_folder_and_of_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Arrow files that datasets makes are of the folder as it was, or they are not used; nor if they change."""
+    folder = tmp_path / "one"
+    folder.mkdir()
+    file = folder / "train.jsonl"
+    file.write_text('{"text": "aaaa"}\n')
+    loaded = hub._loaded
+
+    def load(*args: Any, **settings: Any) -> Any:
+        file.write_text('{"text": "bbbb"}\n')
+        dataset = loaded(*args, **settings)
+        file.write_text('{"text": "aaaa"}\n')
+        return dataset
+
+    monkeypatch.setattr(hub, "_loaded", load)
+    with pytest.raises(DataError) as raised:
+        open_text(Source(f"hf:{folder}"))
+    assert raised.value.problems[0].what == f"{file} has changed, or is gone, since its fingerprint was made"
+    monkeypatch.setattr(hub, "_loaded", loaded)
+    source = open_text(Source(f"hf:{folder}"))
+    assert documents(source) == ["aaaa"]
+    source.refuse_changed(source.pieces)
+    (arrow,) = source.files  # type: ignore[attr-defined]
+    content = arrow.read_bytes()
+    arrow.write_bytes(content.replace(b"aaaa", b"cccc"))
+    for what in (lambda: source.refuse_changed(source.pieces), lambda: open_text(Source(f"hf:{folder}"))):
+        with pytest.raises(DataError) as raised:
+            what()
+        assert raised.value.problems[0].what == f"{arrow} has changed, or is gone, since its fingerprint was made"
+    arrow.write_bytes(content)
+    assert open_text(Source(f"hf:{folder}")).fingerprint == source.fingerprint
+
+
+def test_a_folder_of_save_to_disk_is_known_by_its_bytes(tmp_path: Path) -> None:
+    """state.json has a name for the content, which stays when the bytes change."""
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_dict({"text": ["aaaa", "other"]}).save_to_disk(str(folder))
+    (arrow,) = folder.glob("*.arrow")
+    stat = arrow.stat()
+    first = open_text(Source(str(folder)), memory=tmp_path / "memory")
+    arrow.write_bytes(arrow.read_bytes().replace(b"aaaa", b"bbbb"))
+    os.utime(arrow, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(DataError, match="has changed, or is gone"):
+        first.refuse_changed(first.pieces)
+    second = open_text(Source(str(folder)), memory=tmp_path / "memory")
+    assert documents(second) == ["bbbb", "other"] and first.fingerprint != second.fingerprint
+    folder.rename(tmp_path / "moved")
+    assert open_text(Source(str(tmp_path / "moved"))).fingerprint == second.fingerprint
+
+
+def test_three_problems_of_a_kind_are_named() -> None:
+    log = ReadLog()
+    for number in range(5):
+        log.bad(f"a {number}", expected="one", fix="f")
+    other = ReadLog()
+    other.bad("a 5", expected="one", fix="f")
+    other.bad("b 6", expected="other", fix="f")
+    log.merge(other)
+    assert [each.what for each in log.problems] == ["a 0", "a 1", "a 2", "b 6"] and log.num_bad == 7

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import cast
 
 from threefold.audit.record import Segment, SegmentLine
-from threefold.data.rows.known_rows import PackedRows, block_text, changed
-from threefold.data.rows.packing import Packing
+from threefold.data.rows.known_rows import PackedRows, block_text, changed, parts_of
+from threefold.data.rows.packing import MixedRows, Packing
 from threefold.data.store.blocks import IDENTITY, OF_TOKENS, SUFFIX, Blocks, Change, with_suffix
 from threefold.data.store.hash_cache import Known, known
+from threefold.data.store.held_out import StoreSide
 from threefold.data.store.store import TokenStore
 from threefold.errors import RunError, ThreefoldError
 
@@ -67,6 +68,8 @@ def byte_lines(
         counts = [found.blocks.files[suffix].num_blocks for suffix in IDENTITY]
         read = f"{sum(min(count, sampled) for count in counts):,} of {sum(counts):,}"
         yield f"  {name}: {path}.bin and .idx are the bytes that the run has read: {read} blocks read again"
+    if packing.eval_share:
+        yield from _held_out_lines(start, packing)
     yield f"  rows whose blocks were compared while it ran: {num_checked:,}, over all ranks"
 
 
@@ -91,6 +94,24 @@ def _compare(run: Path, store: TokenStore, found: Known, digest: str, packing: P
 
 def _rows(packing: Packing, store: TokenStore, change: Change) -> PackedRows | None:
     return cast("PackedRows", packing.pack(store)) if change.suffix in OF_TOKENS else None
+
+
+def _held_out_lines(start: SegmentLine, packing: Packing) -> Iterator[str]:
+    """What was held out of each store; RunError if the run has read other rows than those that it leaves."""
+    parts = {name: packing.pack(TokenStore(prefix)) for name, _, prefix in start.stores}
+    rows = MixedRows(parts) if start.mixture is not None else parts["source"]
+    share = f"data.eval_share = {packing.eval_share:g}"
+    # What rows can read is what the side of the store has; of the same fingerprint, it is what they have read.
+    sides = [(part.name, cast("StoreSide", part.rows.store)) for part in parts_of(rows)]
+    if rows.fingerprint != start.data or any(side.has_held_out() for _, side in sides):
+        raise RunError(
+            f"the run has read other rows than those that {share} leaves (data.seed = {packing.seed})",
+            expected="the config.yaml of the run, and rows without a token of what is held out",
+            fix="restore config.yaml",
+        )
+    for name, side in sides:
+        counts = f"{int(side.held_out.sum()):,} of {len(side.held_out):,} documents"
+        yield f"  {name}: {counts} are held out, and no row has a token of them ({share})"
 
 
 def _first_row(start: SegmentLine, number: int) -> int:

@@ -6,8 +6,7 @@ source in the run's config.yaml, opened as the run opens it.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,7 +20,6 @@ from threefold.errors import ConfigError, ranks_text
 if TYPE_CHECKING:
     from threefold.audit.record import Segment
     from threefold.data.rows.concat import Rows
-    from threefold.data.store.prepare import PrepareProgress
     from threefold.data.text.source import Source
     from threefold.data.tokens import Tokenizer
 
@@ -49,6 +47,7 @@ def prepare(
     from threefold.data.store.resolve import files_of, open_text
     from threefold.data.text.listing import summary, write_list
     from threefold.data.tokens import for_texts
+    from threefold.progress_bars import Bars
 
     _refuse_flags(context.args, "prepare")
     source, tokenizer = _source_of(context.args, "prepare")
@@ -56,8 +55,15 @@ def prepare(
     text, lists = open_text(source, labeller_for(source, tokenizer)), files_of(source)
     if lists:
         typer.echo(summary(lists), err=True)
-    with _bar(text.name) as shown:
-        made = stores.prepare(text, encoder, to=to, skip_bad=source.skip_bad_lines, num_workers=workers, progress=shown)
+    with Bars().show(f"preparing {text.name}") as bar:
+        made = stores.prepare(
+            text,
+            encoder,
+            to=to,
+            skip_bad=source.skip_bad_lines,
+            num_workers=workers,
+            progress=lambda done: bar.at(done.done_bytes, total=done.total_bytes),
+        )
     info = made.info
     how = "is there already" if made.reused else "is made"
     typer.echo(f"{made.prefix}.bin {how}: {info.num_tokens:,} tokens in {info.counted} ({info.tokenizer})")
@@ -93,6 +99,24 @@ def order(
         raise ConfigError(what, expected="exactly one of them: a row or a step", fix=fix)
     for line in lines:
         typer.echo(line)
+
+
+@app.command("overlap", context_settings=CONTEXT, **ending("data overlap"))
+def overlap(context: typer.Context) -> None:
+    """Find the documents of the evaluation, and spans of 64 tokens of them, that are trained on; all are named."""
+    from threefold.commands.documents import sides_of
+    from threefold.progress_bars import Bars
+    from threefold.run.assemble import overlaps_of
+
+    config = load_config(context.args).config
+    if not config.evaluates:
+        what, fix = "nothing is held out to evaluate on", "--eval.source FILE_OR_FOLDER, or --data.eval_share 0.01"
+        raise ConfigError(what, expected="an evaluation to look for in the training", fix=fix)
+    with Bars().show("reading the training") as bar:
+        found = overlaps_of(*sides_of(config), progress=lambda done, total: bar.at(done, total=total))
+    for line in (line for each in found for line in each.lines()):
+        typer.echo(line)
+    raise typer.Exit(any(each.exact or each.alike for each in found))
 
 
 @app.command("audit", **ending("data audit"))
@@ -192,31 +216,6 @@ def _source_of(arguments: Sequence[str], command: str) -> tuple[Source, Tokenize
     source = sources_of(config)["data.source"]
     refuse_without_effect([source])
     return source, tokenizer_of(config)
-
-
-@contextlib.contextmanager
-def _bar(name: str) -> Iterator[Callable[[PrepareProgress], None]]:
-    """Progress over the bytes of a source: a live bar on a terminal, else a line at each tenth."""
-    from rich import progress
-    from rich.console import Console
-
-    console = Console(stderr=True, soft_wrap=True)
-    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TaskProgressColumn())
-    times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
-    bar = progress.Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal)
-    task, shown = bar.add_task(f"preparing {name}", total=None), 0
-
-    def show(made: PrepareProgress) -> None:
-        nonlocal shown
-        bar.update(task, total=made.total_bytes, completed=made.done_bytes)
-        tenth = 10 * made.done_bytes // max(1, made.total_bytes)
-        if not console.is_terminal and tenth > shown:
-            shown = tenth
-            line = f"{tenth * 10} %: {made.num_documents:,} documents, {made.num_tokens:,} tokens"
-            console.print(line, highlight=False, markup=False)
-
-    with bar:
-        yield show
 
 
 def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:

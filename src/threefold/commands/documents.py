@@ -21,10 +21,12 @@ from threefold.why.contents import visible
 
 if TYPE_CHECKING:
     from threefold.audit.record import Segment
+    from threefold.config.schema import Config
     from threefold.data.rows.concat import Rows
     from threefold.data.store.store import TokenStore
     from threefold.data.text.source import Source, TextSource
     from threefold.data.tokens import Tokenizer
+    from threefold.mesh.mesh import Mesh
 
 COUNTED = 1000
 _BAR = 40
@@ -241,7 +243,10 @@ def ledger_lines(run: Path) -> Iterator[str]:
         ends = part.rows.store.document_ends
         starts = np.concatenate(([0], ends[:-1]))
         trained_on, kept = part.rows.store.count_trained_on(starts, ends), part.rows.targets_of_documents()
-        for number, counts in enumerate(zip((ends - starts).tolist(), trained_on.tolist(), kept.tolist(), strict=True)):
+        numbers = part.rows.store.document_numbers.tolist()
+        for number, *counts in zip(
+            numbers, *(each.tolist() for each in (ends - starts, trained_on, kept)), strict=True
+        ):
             yield f"{part.name} {_ledger(f'document {number}', *counts)}"
         # As the run reads them: the labels themselves, counted.
         read = (part.rows.rows(np.array([row])) for row in range(part.rows.num_rows))
@@ -272,20 +277,36 @@ def texts_of_rows(run: Path, segments: Sequence[Segment], indices: Sequence[int]
         yield from (f"  | {line}" for line in visible(tokenizer.decode(tokens.tolist())).splitlines())
 
 
-def rows_of_run(run: Path, segments: Sequence[Segment]) -> tuple[Rows, Tokenizer]:
-    """The rows that a run reads and their tokenizer; RunError if the source has changed since the run."""
+def sides_of(config: Config) -> tuple[Rows, Rows]:
+    """The rows that a config trains on, and those that it evaluates on."""
+    from threefold.run import assemble
+    from threefold.run.sources import tokenizer_of, with_packing
+
+    mesh, tokenizer = _one_process(), tokenizer_of(config)
+    config = with_packing(config, mesh)
+    training, held_out = (assemble.rows_of(config, tokenizer, mesh, held_out=held_out) for held_out in (False, True))
+    return training, held_out
+
+
+def _one_process() -> Mesh:
     # Opening a run's data imports torch.
     import torch
 
-    from threefold.config import loading
     from threefold.mesh.mesh import Mesh
     from threefold.mesh.topology import Topology
+
+    return Mesh(Topology(), 0, torch.device("cpu"))
+
+
+def rows_of_run(run: Path, segments: Sequence[Segment]) -> tuple[Rows, Tokenizer]:
+    """The rows that a run reads and their tokenizer; RunError if the source has changed since the run."""
+    from threefold.config import loading
     from threefold.run import assemble
     from threefold.run.sources import tokenizer_of
 
     config = loading.load(str(run / "config.yaml"), environ={}).config
     tokenizer = tokenizer_of(config)
-    rows = assemble.rows_of(config, tokenizer, Mesh(Topology(), 0, torch.device("cpu")))
+    rows = assemble.rows_of(config, tokenizer, _one_process())
     recorded = segments[-1].start.data
     if rows.fingerprint != recorded:
         raise RunError(

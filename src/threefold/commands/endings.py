@@ -116,6 +116,14 @@ _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         _DONE,
         ("threefold data order runs/a --step 40 --show", "threefold data order runs/a --sample 123"),
     ),
+    "data overlap": (
+        _KEYS,
+        "0 nothing of the evaluation is trained on; 1 something is; 2 the request was wrong",
+        (
+            "threefold data overlap job.yaml",
+            "threefold data overlap --data.source a.jsonl --eval.source b.jsonl --data.tokenizer ./my-model",
+        ),
+    ),
     "data audit": (
         _OPTIONS,
         "0 proved; 1 not, with the first wrong step; 2 there is no such record",

@@ -35,8 +35,11 @@ def command(
 
     folder, _ = run_and_checkpoint(run)
     loaded = load_config([str(folder / "config.yaml"), *context.args])
-    if loaded.config.eval.source is None and not loaded.config.eval.tasks:
-        what, fix = f"the run in {folder} has no eval.source", "--eval.source FILE_OR_FOLDER, or --eval.tasks '[NAME]'"
+    if not (loaded.config.evaluates or loaded.config.eval.tasks):
+        what, fix = (
+            f"the run in {folder} has held nothing out",
+            "--eval.source FILE_OR_FOLDER, or --eval.tasks '[NAME]'",
+        )
         raise ConfigError(what, expected="held-out data or tasks to evaluate on", fix=fix)
     checkpoint, info = find(run), environment.current()
     if info.launcher is not None:

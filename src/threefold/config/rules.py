@@ -47,12 +47,13 @@ def contradictions(config: Config) -> Iterator[Problem]:
         what = f"data.num_workers = {config.data.num_workers} is more than {_MOST_WORKERS}"
         expected = "processes for each rank, which share its host's cores and memory with it: a few keep a rank busy"
         yield Problem(what, expected, "--data.num_workers 4")
-    if config.eval.source is None and config.eval.every and not config.eval.tasks:
-        what = f"eval.every = {config.eval.every} has no effect without eval.source"
-        yield Problem(what, "held-out data to evaluate on", "--eval.source FILE_OR_FOLDER, or leave eval.every out")
-    if config.eval.sample and (config.eval.source is None or not config.log.sample_tokens):
-        lacking = "eval.source" if config.eval.source is None else "log.sample_tokens, which is 0"
-        fix = "--eval.source FILE_OR_FOLDER" if config.eval.source is None else "--log.sample_tokens 64"
+    held_out = "--data.eval_share 0.01, or --eval.source FILE_OR_FOLDER"
+    if not config.evaluates and config.eval.every and not config.eval.tasks:
+        what = f"eval.every = {config.eval.every} has no effect without eval.source or data.eval_share"
+        yield Problem(what, "held-out data to evaluate on", f"{held_out}, or leave eval.every out")
+    if config.eval.sample and (not config.evaluates or not config.log.sample_tokens):
+        lacking = "log.sample_tokens, which is 0" if config.evaluates else "eval.source or data.eval_share"
+        fix = "--log.sample_tokens 64" if config.evaluates else held_out
         what = f"eval.sample = {as_yaml(list(config.eval.sample))} has no effect without {lacking}"
         yield Problem(what, "an evaluation, after which tokens are generated", f"{fix}, or leave eval.sample out")
     lora = [name for name, value in config.model.lora if value != LoraConfig.model_fields[name].default]

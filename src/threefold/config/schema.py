@@ -135,6 +135,13 @@ class DataConfig(Section):
         False,
         description="count what cannot be read, and rows with nothing to train on, instead of refusing them",
     )
+    eval_share: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of the documents that is never trained on, chosen by data.seed: the evaluation, unless "
+        "eval.source is given; 0: none",
+    )
     shuffle: bool = Field(True, description="keyed shuffle of the rows, new in every epoch")
     tail: Literal["carry", "drop"] = Field(
         "carry",
@@ -239,7 +246,9 @@ class CheckpointConfig(Section):
 class EvalConfig(Section):
     """Loss and perplexity on held-out rows, each counted once."""
 
-    source: Sources | None = Field(None, description="as data.source; null: no evaluation")
+    source: Sources | None = Field(
+        None, description="as data.source; null: what data.eval_share holds out, if anything"
+    )
     split: str = Field("validation", description="split of a Hub dataset")
     every: Count = Field(0, description="steps between evaluations; 0: at the end only")
     sample: Annotated[tuple[str, ...], Field(strict=False)] = Field(
@@ -263,6 +272,11 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
     audit: AuditConfig = AuditConfig()
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are rows to evaluate on: of eval.source, or those that are held out of the training."""
+        return self.eval.source is not None or self.data.eval_share > 0
 
 
 def every_key() -> list[str]:

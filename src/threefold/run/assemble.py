@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from threefold.data.rows.known_rows import parts_of
 from threefold.data.rows.packing import MixedRows, Packing, open_rows, reopen_rows, store_at
 from threefold.data.rows.padded import PaddedRows
 from threefold.data.sampling.loader import Batch, TokenLoader, evaluation_batches
+from threefold.data.store.overlap import Overlap, overlap
 from threefold.data.tokens import Tokenizer
 from threefold.mesh.environment import cache_folder
 from threefold.mesh.mesh import Mesh
@@ -46,6 +47,8 @@ from threefold.run.sources import opened, sources_of
 from threefold.run.user_objects import Given
 
 DEFAULT_STEPS = 120
+# Tokens of the training in which a start looks for the evaluation: some seconds.
+_MOST_COMPARED = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Built(Asked):
 
     Attributes:
         held_out: rows of the evaluation, or None.
+        overlaps: on rank 0, what of each source of the evaluation is trained on, as far as it was looked for.
         num_steps: the last step's number.
         rate_why: the reason for the config's learning rate.
         given: objects of the program that trains.
@@ -65,6 +69,7 @@ class Built(Asked):
     folder: RunFolder
     rows: Rows
     held_out: Rows | None
+    overlaps: Sequence[Overlap]
     loader: TokenLoader
     model: Model
     optimizer: torch.optim.Optimizer
@@ -115,8 +120,11 @@ def build_run(
     config = with_rate(asked.config, rate)
     vocab_size = getattr(architecture.get_text_config(), "vocab_size", None)
     rows = rows_of(config, tokenizer, mesh, vocab_size=vocab_size)
-    held_out = rows_of(config, tokenizer, mesh, vocab_size=vocab_size, held_out=True) if config.eval.source else None
+    held_out = rows_of(config, tokenizer, mesh, vocab_size=vocab_size, held_out=True) if config.evaluates else None
     refuse_other_bytes(rows, folder, mesh)
+    overlaps: list[Overlap] = []
+    if held_out is not None:
+        mesh.share("overlap", lambda: overlaps.extend(overlaps_of(rows, held_out, most=_MOST_COMPARED)))
     loader = loader_of(config, rows, mesh)
     enter("loading")
     model = build(config, asked.architecture, mesh)
@@ -141,6 +149,7 @@ def build_run(
         folder=folder,
         rows=rows,
         held_out=held_out,
+        overlaps=overlaps,
         loader=loader,
         model=model,
         optimizer=optimizer,
@@ -152,6 +161,14 @@ def build_run(
         pairs=pairs,
         recompiled=Recompiled(say) if choices.compiled(config, device_of(mesh)).value else None,
     )
+
+
+def overlaps_of(
+    rows: Rows, held_out: Rows, *, most: int | None = None, progress: Callable[[int, int], None] = lambda *_: None
+) -> list[Overlap]:
+    """What of each source of the evaluation is trained on; arguments as for `overlap`."""
+    training = {part.name: part.rows.store for part in parts_of(rows)}
+    return [overlap(training, part.rows.store, most=most, progress=progress) for part in parts_of(held_out)]
 
 
 def optimizer_of(config: Config, model: Model, mesh: Mesh) -> torch.optim.Optimizer:
@@ -176,7 +193,7 @@ def tracked_facts(run: Built) -> dict[str, Any]:
 def rows_of(
     config: Config, tokenizer: Tokenizer, mesh: Mesh, *, vocab_size: int | None = None, held_out: bool = False
 ) -> Rows:
-    """Returns the rows of data.source, data.mixture or eval.source.
+    """Returns the rows of data.source or data.mixture, or the held-out ones: of eval.source, or of these.
 
     One rank per machine prepares text, looks at files and compares their bytes; the others open what it found. Then
     all ranks compare the digests of their bytes: a DataError names the ranks, the block and the rows that differ.
@@ -185,7 +202,11 @@ def rows_of(
         vocab_size: of the model that reads them; None: the ids are not checked.
     """
     data, packing, cache = config.data, Packing.of(config.data), cache_folder()
-    sources = sources_of(config, held_out=held_out)
+    elsewhere = held_out and config.eval.source is not None
+    sources = sources_of(config, held_out=elsewhere)
+    packing = (
+        dataclasses.replace(packing, eval_share=0.0) if elsewhere else dataclasses.replace(packing, held_out=held_out)
+    )
     open_packed = functools.partial(open_rows, packing=packing, tokenizer=tokenizer, cache=cache, vocab_size=vocab_size)
 
     def open_here() -> list[tuple[str, str | None]]:
@@ -194,7 +215,7 @@ def rows_of(
     def open_on_every_host() -> Rows:
         found = mesh.once_per_host("evaluation data" if held_out else "data", open_here)
         parts = [reopen_rows(prefix, blocks_at, packing, cache=cache) for prefix, blocks_at in found]
-        if held_out or data.mixture is None:
+        if elsewhere or data.mixture is None:
             return parts[0]
         return MixedRows(dict(zip(data.mixture, parts, strict=True)))
 

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import shlex
 from collections.abc import Iterator, Sequence
-from os.path import isfile
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ log = logging.getLogger("threefold")
 
 _FIRST_ROW = np.zeros(1, dtype=np.int64)
 _LARGEST_SAMPLED = 500_000_000
+_NAMED = 3
 
 
 def head_of(run: Built, why: str, found: Sequence[tuple[str, str]]) -> Head:
@@ -143,10 +143,10 @@ def _no_end(run: Built) -> Iterator[Entry]:
 
 
 def _evaluated(run: Built) -> Iterator[Entry]:
-    data, held_out = run.config.data, run.config.eval
-    same = data.mixture is None and held_out.source == data.source
-    if same and (data.split == held_out.split or isfile(str(data.source))):
-        yield "", "warning: eval.source is trained on, so the evaluation measures what was learnt by heart"
+    """What of the evaluation is trained on: then it measures what was learnt by heart."""
+    for found in run.overlaps:
+        for line in found.lines(_NAMED):
+            yield ("", f"warning: {line}") if found.exact or found.alike else ("eval", line)
 
 
 def _shares(run: Built) -> Iterator[Entry]:

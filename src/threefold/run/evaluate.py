@@ -71,7 +71,7 @@ def _evaluated(asked: Asked, mesh: Mesh, checkpoint: Checkpoint, *, ema: bool) -
     refuse_other(read_manifest(checkpoint), config, asked.architecture, checkpoint)
     admit(config, asked.architecture, mesh)
     rows = None
-    if config.eval.source is not None:
+    if config.evaluates:
         vocabulary = asked.architecture.get_text_config().vocab_size
         rows = assemble.rows_of(config, asked.tokenizer, mesh, held_out=True, vocab_size=vocabulary)
     model, evaluate = _evaluation(asked, mesh, checkpoint, rows, ema=ema)

@@ -22,7 +22,21 @@ _SIZES = {
 }
 
 # Their texts begin below one another; the others have a colon after the name, or none.
-_ALIGNED = ("model", "mesh", "data", "format", "bos", "shares", "dpo", "steps", "epochs", "lr", "hosts", "files")
+_ALIGNED = (
+    "model",
+    "mesh",
+    "data",
+    "format",
+    "bos",
+    "eval",
+    "shares",
+    "dpo",
+    "steps",
+    "epochs",
+    "lr",
+    "hosts",
+    "files",
+)
 _WITHOUT_COLON = ("", "resumed from", "restart")
 
 Entry = tuple[str, str]

@@ -88,7 +88,7 @@ class Checkpointer:
         """Prepares to save; call this when the state is the one that training begins with."""
         asked = self.config.checkpoint
         # Only the last state is saved: no steps would run in parallel, so a copy would waste memory.
-        once = not asked.every and not (self.config.eval.source and self.config.eval.every)
+        once = not asked.every and not (self.config.evaluates and self.config.eval.every)
         self.saver = Saver(
             self.mesh,
             self._parts,

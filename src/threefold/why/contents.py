@@ -77,6 +77,9 @@ class Contents:
         if (place := self._place(row)) is None:
             return []
         rows, number = place
+        return [int(rows.store.document_numbers[each]) for each in self._documents(rows, number)]
+
+    def _documents(self, rows: PackedRows, number: int) -> list[int]:
         ends, found = rows.store.document_ends, []
         for start, stop in rows.stretches(number):
             # The last token may be a label alone, the first of what follows.
@@ -90,13 +93,13 @@ class Contents:
             return None
         store, told = place[0].store, []
         lengths = np.diff(store.document_ends, prepend=0)
-        for document in self.documents(row)[:_COMPARED]:
+        for document in self._documents(*place)[:_COMPARED]:
             alike = np.flatnonzero(lengths == lengths[document])[:_MOST_ALIKE].tolist()
             ends = store.document_ends
             own = store.read(int(ends[document] - lengths[document]), int(ends[document]))
             others = (store.read(int(ends[each] - lengths[each]), int(ends[each])) for each in alike)
             if (copies := sum(np.array_equal(own, other) for other in others)) > 1:
-                told.append(f"document {document} stands {copies:,} times in its source")
+                told.append(f"document {store.document_numbers[document]} stands {copies:,} times in its source")
         return "; ".join(told) or None
 
     def text(self, row: int) -> str | None:

@@ -267,11 +267,29 @@ def _message(value: Any, where: str, columns: Columns) -> Message:
     content = value.get(content_key)
     if said == "function_call":
         others["tool_calls"], content = [{"type": "function", "function": _call(content, where)}], None
-    if content is None and not others.get("tool_calls"):
+    if isinstance(calls := others.get("tool_calls"), list):
+        others["tool_calls"] = [_with_arguments(each, where) for each in calls]
+    elif calls is not None:
+        raise RowError(f"{where}: tool_calls is {kind_of(calls)}", "a list of calls")
+    if content is None and not calls:
         raise RowError(f"{where} has no {content_key!r}", "a text in every message, or tool_calls")
     if content is not None:
         others["content"] = _text(content, where)
     return {"role": role, **others}
+
+
+def _with_arguments(call: Any, where: str) -> Any:
+    """A call whose arguments are an object, also if they came as its JSON, as OpenAI has them."""
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(call["function"], where)}
+    if not isinstance(call.get("arguments"), str):
+        return call
+    try:
+        return {**call, "arguments": _without_nulls(json.loads(call["arguments"] or "{}"))}
+    except ValueError as error:
+        raise RowError(f"{where}: the arguments of a call are no JSON: {error}", "an object, or its JSON") from None
 
 
 def _call(content: Any, where: str) -> Any:

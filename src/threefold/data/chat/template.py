@@ -7,6 +7,7 @@ in other ways, or refused.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -105,9 +106,8 @@ class ChatTemplate:
                 **{**self.special, **self.variables, **variables},
             )
         except TemplateError as error:
-            raise RowError(
-                f"the chat template refuses it: {error}", "a conversation as the template takes it"
-            ) from None
+            expected = "a conversation as the template takes it   (its variables: data.template_variables)"
+            raise RowError(f"the chat template refuses it: {error}", expected) from None
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise RowError(f"the chat template fails: {error!r}", "messages as the template takes them") from None
         return str(texts[0])
@@ -212,6 +212,8 @@ class ChatTemplate:
     def _as_taken(self, message: Message) -> Message:
         """A message in the form that the template takes."""
         said = {**self._without_content, **message} if message.get("tool_calls") else dict(message)
+        if self._takes_text and isinstance(calls := said.get("tool_calls"), list):
+            said["tool_calls"] = [_as_text(call) for call in calls]
         content = said.get("content")
         return (
             {**said, "content": [{"type": "text", "text": content}]}
@@ -227,12 +229,25 @@ class ChatTemplate:
         )
 
     @cached_property
+    def _takes_text(self) -> bool:
+        """Whether the template writes arguments of calls that are text, and no object."""
+        asked = {"role": "user", "content": "-"}
+        call = {"id": "call00001", "type": "function", "function": {"name": "-", "arguments": {"-": _WORD}}}
+        said, told = (
+            {"role": "assistant", **self._without_content, "tool_calls": [each]} for each in (call, _as_text(call))
+        )
+        return not self._writes([asked, said]) and self._writes([asked, told])
+
+    @cached_property
     def _without_content(self) -> Mapping[str, Any]:
         """What a message of calls alone has: no content, a null or an empty one, so that its calls are written."""
-        call = {"id": "call00001", "type": "function", "function": {"name": _WORD, "arguments": {}}}
+        calls = [{"id": "call00001", "type": "function", "function": {"name": _WORD, "arguments": {}}}]
         asked = {"role": "user", "content": "-"}
         for content in ({}, {"content": None}, {"content": ""}):
-            if self._writes([asked, {"role": "assistant", **content, "tool_calls": [call]}]):
+            if any(
+                self._writes([asked, {"role": "assistant", **content, "tool_calls": each}])
+                for each in (calls, [_as_text(calls[0])])
+            ):
                 return content
         return {}
 
@@ -262,3 +277,13 @@ class ChatTemplate:
         unknown = "raise_exception('strftime_now is asked for a form that is not written out: ' ~ form)"
         told = f"{{{{- {{{known}}}[form] if form in {{{known}}} else {unknown} -}}}}"
         return f"{{%- macro strftime_now(form) -%}}{told}{{%- endmacro +%}}{self.source}"
+
+
+def _as_text(call: Any) -> Any:
+    """A call whose arguments are the JSON of what they are."""
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _as_text(call["function"])}
+    written = not isinstance(call.get("arguments", ""), str)
+    return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)} if written else call

@@ -96,7 +96,8 @@ def block_text(blocks: Blocks, change: Change, rows: PackedRows | None, *, first
     size = rows.store.dtype.itemsize
     # A bit of .loss_mask says of a token whether it is trained on, in each row that reads it.
     first, stop = (8 * start, 8 * last) if change.suffix == LOSS_MASK else (start // size, -(-last // size))
-    return f"{which}, read by {rows_text(first_row + rows.readers(first, min(stop, rows.store.num_tokens)))}"
+    first, stop = rows.store.inside(first, stop)
+    return f"{which}, read by {rows_text(first_row + rows.readers(first, stop)) if stop > first else 'no row'}"
 
 
 def digests_of(rows: Rows) -> dict[str, str]:
@@ -122,7 +123,8 @@ class KnownRows:
             part, size = self._parts[number], self._parts[number].rows.store.dtype.itemsize
             new = {
                 (number, block)
-                for start, stop in part.rows.stretches(row - part.first_row)
+                for stretch in part.rows.stretches(row - part.first_row)
+                for start, stop in part.rows.store.places(*stretch)
                 for block in range(start * size // part.blocks.block_bytes, -(-stop * size // part.blocks.block_bytes))
             } - seen
             seen |= new

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -23,11 +23,12 @@ from threefold.data.rows.known_rows import PackedRows, parts_of, problem_of
 from threefold.data.rows.padded import PLACEMENTS, PaddedRows
 from threefold.data.store.blocks import OF_TOKENS, Blocks, with_suffix
 from threefold.data.store.hash_cache import known
+from threefold.data.store.held_out import StoreSide
 from threefold.data.store.resolve import open_store
 from threefold.data.store.store import TokenStore
 from threefold.data.text.source import Source
 from threefold.data.tokens import Tokenizer
-from threefold.errors import ConfigError, DataError, Problem
+from threefold.errors import ConfigError, DataError, Problem, ThreefoldError
 
 PACKINGS = ("concat", *PLACEMENTS)
 
@@ -41,6 +42,8 @@ class Packing:
         packing: `concat`, `best_fit` or `none`; None: `best_fit` for a store with a loss mask, else `concat`.
         document_mask: number the documents inside a row and restart positions with each.
         truncate: `best_fit` and `none`: keep the first row of a longer document, drop the rest.
+        eval_share, seed: of the documents, how many are held out, and the seed that chooses them.
+        held_out: those are packed, and not the others.
 
     Raises:
         ConfigError: a setting that has no effect with this packing.
@@ -50,6 +53,9 @@ class Packing:
     packing: str | None = "concat"
     document_mask: bool = False
     truncate: bool = False
+    eval_share: float = 0.0
+    seed: int = 0
+    held_out: bool = False
 
     def __post_init__(self) -> None:
         if self.packing not in (*PACKINGS, None):
@@ -68,15 +74,27 @@ class Packing:
     @classmethod
     def of(cls, data: DataConfig) -> Packing:
         """The packing that a config asks for."""
-        return cls(data.seq_len, data.packing, bool(data.document_mask), data.truncate)
+        mask, share = bool(data.document_mask), data.eval_share
+        return cls(data.seq_len, data.packing, mask, data.truncate, share, data.seed if share else 0)
 
     def pack(self, store: TokenStore) -> Rows:
-        """The rows of a store.
+        """The rows of a store, or of one side of it.
 
         Raises:
             DataError: it gives not one.
             ConfigError: it has pairs, which cannot be packed so, or nothing is trained on in any of its rows.
         """
+        if not self.eval_share:
+            return self._packed(store)
+        side = StoreSide(store, self.eval_share, self.seed, self.held_out)
+        try:
+            return self._packed(side)
+        except ThreefoldError as error:
+            where = "holds out" if self.held_out else "leaves to train on"
+            what = f"data.eval_share = {self.eval_share:g} {where} {side.num_documents:,} documents"
+            raise type(error).of(replace(each, what=f"{what}: {each.what}") for each in error.problems) from error
+
+    def _packed(self, store: TokenStore) -> Rows:
         packing = self.packing or ("best_fit" if store.has_loss_mask else "concat")
         if store.has_pairs:
             self._refuse_for_pairs(packing)

@@ -2,14 +2,13 @@
 
 A part is a run of a source's pieces with about 8 MiB of text, or more if that would give over 4,096 parts. Its files
 are NUMBER.bin (tokens), NUMBER.len (tokens of each document, int32) and NUMBER.json, written last and renamed into
-place: a part with a .json is finished, and used again as long as the source's files are as they were. A source with a
+place: a part with a .json is finished, and used again: it is of the bytes that its folder is named by. A source with a
 loss mask also has NUMBER.loss_mask (a byte each token). A row's documents are in one part, so no pair is torn. Each
 process gets one part at a time; its exceptions are raised here.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -75,7 +74,6 @@ class PartMaker:
         all_lengths: list[npt.NDArray[np.int32]] = []
         masks: list[bytes] = []
         num_tokens = 0
-        facts = self._facts(part)
         try:
             with temporary.open("wb") as file:
                 for documents in self._batches(part, log):
@@ -86,10 +84,10 @@ class PartMaker:
                     num_tokens += len(tokens)
                 sync(file)
             lengths = np.concatenate([np.empty(0, np.int32), *all_lengths])
-            self._facts(part)  # what was read is what the fingerprint is of
+            self.source.refuse_changed(part.pieces)
             if not log.num_bad:
                 os.replace(temporary, self._path(part, "bin"))
-                record = {"num_tokens": num_tokens, "num_documents": len(lengths), "log": asdict(log), "facts": facts}
+                record = {"num_tokens": num_tokens, "num_documents": len(lengths), "log": asdict(log)}
                 kinds = {"len": lengths.tobytes(), "loss_mask": b"".join(masks), "json": json.dumps(record).encode()}
                 for kind, data in kinds.items():
                     with temporary.open("wb") as file:
@@ -106,14 +104,13 @@ class PartMaker:
             record = json.loads(self._path(part, "json").read_bytes())
             done = PartDone(part, record["num_tokens"], record["num_documents"], ReadLog(**record["log"]))
             kinds = ("bin", "len", *(("loss_mask",) if self.source.loss_mask is not None else ()))
-            same = record["facts"] == self._facts(part)
             sizes = tuple(self._path(part, kind).stat().st_size for kind in kinds)
         except (OSError, ValueError, KeyError, TypeError):
             return None
         expected = (done.num_tokens * self._dtype.itemsize, done.num_documents * 4, done.num_tokens)
         mask = self.source.loss_mask
         torn = mask is not None and mask.has_pairs and done.num_documents % 2
-        return done if same and sizes == expected[: len(sizes)] and not torn else None
+        return done if sizes == expected[: len(sizes)] and not torn else None
 
     def read(self, done: PartDone) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.bool_] | None]:
         """Tokens (memory-mapped), document lengths and, of a source with a loss mask, that of a finished part."""
@@ -123,11 +120,6 @@ class PartMaker:
         if not done.num_tokens:
             return np.empty(0, self._dtype), lengths, mask
         return np.memmap(self._path(done.part, "bin"), self._dtype, mode="r"), lengths, mask
-
-    def _facts(self, part: EncodedPart) -> str:
-        """What is known of the files of a part; a DataError if one has changed since the fingerprint was made."""
-        facts = sorted({self.source.unchanged(piece) for piece in part.pieces})
-        return hashlib.blake2b("\n".join(facts).encode(), digest_size=16).hexdigest()
 
     @property
     def _dtype(self) -> np.dtype[Any]:

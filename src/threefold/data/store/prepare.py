@@ -206,6 +206,7 @@ def _make_parts(
             report()
     ordered = [done[number] for number in sorted(done)]
     _refuse_bad(maker.source, ordered)
+    maker.source.refuse_changed(maker.source.pieces)
     return ordered
 
 

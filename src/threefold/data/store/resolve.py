@@ -168,7 +168,7 @@ def _open_one(
     if name == "stdlib":
         return open_stdlib()
     if is_saved(folder):
-        return open_saved(source, folder, labeller_for)
+        return open_saved(source, folder, labeller_for, memory=memory)
     return open_files(
         name, text_field=source.text_field, skip_bad=source.skip_bad_lines, known=known, labeller_for=labeller_for
     )

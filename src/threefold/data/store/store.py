@@ -167,6 +167,19 @@ class TokenStore:
             )
         return np.frombuffer(data, self.dtype)
 
+    def places(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Where the tokens [start, stop) lie in the files, as [start, stop) of theirs."""
+        return [(start, stop)]
+
+    def inside(self, start: int, stop: int) -> tuple[int, int]:
+        """The tokens of this stream, as [start, stop), among those that lie in [start, stop) of the files."""
+        return min(start, self.num_tokens), min(stop, self.num_tokens)
+
+    @cached_property
+    def document_numbers(self) -> npt.NDArray[np.int64]:
+        """The number of each document in the source, [num_documents]."""
+        return np.arange(self.num_documents)
+
     @cached_property
     def _mask(self) -> int:
         number = os.open(with_suffix(self.prefix, LOSS_MASK), os.O_RDONLY | os.O_CLOEXEC)

@@ -7,14 +7,10 @@ folder that was moved or copied is the same source. Text is UTF-8 and keeps its 
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import hashlib
-import json
-import os
 import shlex
 import sysconfig
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from threefold.data.text import listing
 from threefold.data.text import rows as text_rows
 from threefold.data.text.fields import AGAIN, SKIP, TextField
+from threefold.data.text.known_bytes import Digests, Hashed, SourceFile
 from threefold.data.text.listing import KINDS, TEXTS, FileList, Kind, Known, kind_of
 from threefold.data.text.source import MAX_PROBLEMS, Document, Labelled, Labeller, LabellerFor, LossMask, Piece, ReadLog
 from threefold.errors import DataError, Problem
@@ -82,12 +78,17 @@ class Files:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of every file's relative path, size and content, and of the field that is read."""
-        _ = self._facts  # before anything is read: what changes from here on is seen
         digest = hashlib.blake2b(self._recipe.encode(), digest_size=16)
-        digests = Digests(self.root, self.memory)
+        for path, hashed in zip(self.paths, self._hashed, strict=True):
+            digest.update(f"\n{path}\0{hashed.content}".encode(errors="surrogateescape"))
+        return digest.hexdigest()
+
+    @cached_property
+    def _hashed(self) -> list[Hashed]:
+        digests, found = Digests(self.root, self.memory), []
         for path in self.paths:
             try:
-                size, content = digests.of(path)
+                found.append(digests.of(path))
             except OSError as error:
                 full = self.root / path
                 raise DataError(
@@ -95,24 +96,18 @@ class Files:
                     expected="files that this user may read",
                     fix=f"chmod u+r {full}   (or leave the file out of the source)",
                 ) from error
-            digest.update(f"\n{path}\0{size}\0{content}".encode(errors="surrogateescape"))
         digests.keep()
-        return digest.hexdigest()
+        return found
 
-    def unchanged(self, piece: Piece) -> str:
+    def refuse_changed(self, pieces: Sequence[Piece]) -> None:
         """As `TextSource`."""
-        full, known = self.root / self.paths[piece.file], self._facts[piece.file]
-        if _facts_of(full) != known:
-            raise DataError(
-                f"{full} has changed, or is gone, since its fingerprint was made",
-                expected="files that stay as they are while they are read: a store is named by the bytes that it is of",
-                fix="run the same command again when nothing writes to the file any more",
-            )
-        return str(known)
+        for number in {piece.file: None for piece in pieces}:
+            self._hashed[number].refuse_other(self.root / self.paths[number])
 
-    @cached_property
-    def _facts(self) -> list[tuple[int, ...]]:
-        return [_facts_of(self.root / path) for path in self.paths]
+    def _file(self, number: int) -> SourceFile:
+        """A file, of which only what was hashed is read once there is a fingerprint."""
+        hashed = self._hashed[number] if "_hashed" in vars(self) else None
+        return SourceFile(self.root / self.paths[number], hashed)
 
     @property
     def _recipe(self) -> str:
@@ -124,24 +119,24 @@ class Files:
     def pieces(self) -> Sequence[Piece]:
         pieces: list[Piece] = []
         problems: list[Problem] = []
-        for i, (path, kind) in enumerate(zip(self.paths, self.kinds, strict=True)):
-            full = self.root / path
+        for i, kind in enumerate(self.kinds):
+            file = self._file(i)
             if kind.suffix == ".parquet":
                 try:
-                    pieces += text_rows.parquet_pieces(full, file=i, take=self._take, skip_bad=self.skip_bad)
+                    pieces += text_rows.parquet_pieces(file, number=i, take=self._take, skip_bad=self.skip_bad)
                 except DataError as error:
                     problems += error.problems
             elif kind == (".jsonl", None):
-                pieces += text_rows.jsonl_pieces(full, file=i)
+                pieces += text_rows.jsonl_pieces(file.size_bytes, number=i)
             else:
-                size = full.stat().st_size
+                size = file.size_bytes
                 pieces.append(Piece(i, 0, size, size))
         if problems:
             raise DataError.of(problems[:MAX_PROBLEMS])
         return pieces
 
     def read(self, piece: Piece, log: ReadLog) -> Iterator[Document]:
-        full, (suffix, compression) = self.root / self.paths[piece.file], self.kinds[piece.file]
+        full, (suffix, compression) = self._file(piece.file), self.kinds[piece.file]
         if compression is not None and (damage := text_rows.damage(full, compression)) is not None:
             log.bad(damage, expected="a complete file", fix=AGAIN)
         elif suffix in TEXTS:
@@ -152,7 +147,7 @@ class Files:
             read = {".jsonl": text_rows.read_jsonl, ".json": text_rows.read_json, ".csv": text_rows.read_csv}[suffix]
             yield from read(full, piece, take=self._take, log=log, compression=compression)
 
-    def _read_text(self, full: Path, compression: str | None, log: ReadLog) -> Iterator[str]:
+    def _read_text(self, full: SourceFile, compression: str | None, log: ReadLog) -> Iterator[str]:
         with text_rows.opened(full, compression) as file:
             content = file.read()
         try:
@@ -168,15 +163,6 @@ class Files:
                 )
             return
         yield text.removeprefix("\ufeff")
-
-
-def _facts_of(path: Path) -> tuple[int, ...]:
-    """Size, times and number of a file, which a write changes; () of one that is not there."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return ()
-    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def open_stdlib() -> Files:
@@ -231,7 +217,7 @@ def _labelled(files: Files, labeller_for: LabellerFor) -> Files:
     place = next(number for number, kind in enumerate(files.kinds) if kind.suffix not in TEXTS)
     full = files.root / files.paths[place]
     if files.kinds[place].suffix == ".parquet":
-        labeller = labeller_for(text_rows.parquet_columns(full))
+        labeller = labeller_for(text_rows.parquet_columns(SourceFile(full)))
     else:
         first = _FirstRow()
         size = full.stat().st_size
@@ -304,61 +290,3 @@ def _not_there(source: str, path: Path) -> DataError:
         expected=f"stdlib, hf:ID, a prepared folder, or a file, folder or glob, relative to {Path.cwd()}",
         fix=fix,
     )
-
-
-_DIGESTS_FORMAT = "threefold-files-1"
-
-# A file that changes again within a tick of its file system's clock keeps its time; so new ones are not remembered.
-_SETTLED_NS = 2_000_000_000
-
-
-class Digests:
-    """The BLAKE2b digests of files below one root, kept below the folder `memory`; None: nowhere.
-
-    A file is read again only if its size or times have changed. What is kept is a cache and no record: whatever is
-    wrong with it, the files are read, and it is written anew.
-    """
-
-    def __init__(self, root: Path, memory: Path | None) -> None:
-        self._root = root
-        name = hashlib.blake2b(os.fsencode(root.resolve()), digest_size=16).hexdigest()
-        self._place = memory / f"{name}.json" if memory is not None else None
-        self._known: dict[str, list[int | str]] = self._read()
-        self._changed = False
-
-    def of(self, path: str) -> tuple[int, str]:
-        """(size, digest of the content) of the file at a path below the root; OSError if it cannot be read."""
-        with (self._root / path).open("rb") as file:
-            stat = os.fstat(file.fileno())
-            facts = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-            known = self._known.get(path)
-            if known is not None and known[:3] == facts:
-                return stat.st_size, str(known[3])
-            content = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-            size = file.tell()
-        if size == stat.st_size and max(facts[1:]) < time.time_ns() - _SETTLED_NS:
-            self._known[path], self._changed = [*facts, content], True
-        return size, content
-
-    def keep(self) -> None:
-        """Writes what was learned, if the cache can be written."""
-        if self._place is None or not self._changed:
-            return
-        text = json.dumps(self._known)
-        temporary = self._place.with_name(f".{self._place.name}.{os.getpid()}.tmp")
-        with contextlib.suppress(OSError):
-            self._place.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(f"{_DIGESTS_FORMAT} {xxhash.xxh3_128_hexdigest(text.encode())}\n{text}\n")
-            os.replace(temporary, self._place)
-
-    def _read(self) -> dict[str, list[int | str]]:
-        if self._place is None:
-            return {}
-        try:
-            head, text, _ = self._place.read_text().split("\n")
-            if head != f"{_DIGESTS_FORMAT} {xxhash.xxh3_128_hexdigest(text.encode())}":
-                return {}
-            known: dict[str, list[int | str]] = json.loads(text)
-        except (OSError, ValueError):
-            return {}
-        return known

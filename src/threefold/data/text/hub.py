@@ -1,9 +1,10 @@
 """Documents from a dataset of the Hugging Face Hub, or from a folder that `datasets` reads or wrote, one per row.
 
 The dataset is loaded as memory-mapped Arrow files in the cache of `datasets`, or in the folder of `save_to_disk`; only
-the text column is read. Its own fingerprint identifies the content; a folder of files is identified by their content,
-because `datasets` tells them apart by paths, sizes and times alone, and has a cache of its own for each. It pickles as
-the paths of the Arrow files, so other processes map them too. No code from the dataset's repository runs.
+the text column is read. Their bytes identify the content, and are looked after while they are read. The Arrow files of
+a folder that `datasets` reads have a cache of their own, by the bytes of the folder: they are used only if none of its
+files had changed when they were complete. It pickles as the paths of the Arrow files, so other processes map them too.
+No code from the dataset's repository runs.
 """
 
 from __future__ import annotations
@@ -11,14 +12,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from filelock import FileLock
+
 from threefold.data.text.fields import AGAIN, TextField, require_text, rows_of_table
-from threefold.data.text.files import Digests
+from threefold.data.text.known_bytes import Digests, Hashed, changed
 from threefold.data.text.source import Document, Labeller, LabellerFor, LossMask, Piece, ReadLog, Source
 from threefold.errors import DataError, Problem, ThreefoldError
 
@@ -31,21 +37,23 @@ _BATCH_ROWS = 1024
 
 @dataclass(frozen=True)
 class HubRows:
-    """The text column of one split; `fingerprint` is of the rows and of the column's name."""
+    """The text column of one split; `fingerprint` is of the rows' `files` and of the column's name."""
 
     name: str
     dataset: Dataset
     text_field: str
     fingerprint: str
+    files: Mapping[Path, Hashed]
     labeller: Labeller | None = None
 
     @property
     def loss_mask(self) -> LossMask | None:
         return self.labeller.loss_mask if self.labeller is not None else None
 
-    def unchanged(self, piece: Piece) -> str:
-        """Nothing: its files are those of a cache, in which none is written twice."""
-        return ""
+    def refuse_changed(self, pieces: Sequence[Piece]) -> None:
+        """As `TextSource`; of all pieces alike."""
+        for path, hashed in self.files.items():
+            hashed.refuse_other(path)
 
     @cached_property
     def pieces(self) -> Sequence[Piece]:
@@ -81,36 +89,66 @@ def open_hub(source: Source, labeller_for: LabellerFor | None = None, *, memory:
     dataset_id = source.name.removeprefix("hf:")
     folder = Path(dataset_id).expanduser()
     if is_saved(folder):
-        return open_saved(source, folder, labeller_for)
+        return open_saved(source, folder, labeller_for, memory=memory)
     if dataset_id.startswith((".", "/", "~")) and not folder.is_dir():
         raise DataError(
             f"data.source = 'hf:{dataset_id}' is not a folder",
             expected=f"hf:OWNER/NAME as on the Hub, or hf:FOLDER, relative to {Path.cwd()}",
             fix="--data.source hf:FOLDER   (a folder with .jsonl, .parquet, .csv or .txt files)",
         )
-    content = _content_of(folder, memory) if folder.is_dir() else None
+    if not folder.is_dir():
+        return _rows_of(_loaded(source, dataset_id), source, labeller_for, memory)
+    before = _hashed_below(folder, sorted(path for path in folder.rglob("*") if path.is_file()), memory)
+    place = Path(datasets.config.HF_DATASETS_CACHE) / f"threefold-{_content(before, folder, str(folder.resolve()))}"
+    checked, place = place / "checked.json", place / "rows"
+    checked.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(checked.with_suffix(".lock")):
+        known = json.loads(checked.read_text()) if checked.exists() else None
+        if known is None:  # what is there was not complete, or is of other bytes
+            shutil.rmtree(place, ignore_errors=True)
+        dataset = _loaded(source, str(folder), cache_dir=str(place))
+        identity = _content(before, folder, source.config_name, source.split)
+        rows = _rows_of(dataset, source, labeller_for, memory, identity=identity)
+        for path, hashed in before.items() if known is None else ():
+            hashed.refuse_other(path)
+        known = known or {}
+        for path, hashed in rows.files.items():
+            if known.setdefault(str(path), hashed.content) != hashed.content:
+                raise changed(path, fix=f"rm -r {checked.parent}   (it is made again from {folder})")
+        checked.write_text(json.dumps(known))
+    return rows
+
+
+def _loaded(source: Source, name: str, *, cache_dir: str | None = None) -> Dataset:
+    import datasets
+
     try:
-        dataset = datasets.load_dataset(
-            str(folder) if folder.is_dir() else dataset_id,
-            cache_dir=f"{datasets.config.HF_DATASETS_CACHE}/threefold-{content}" if content is not None else None,
+        return datasets.load_dataset(
+            name,
+            cache_dir=cache_dir,
             name=source.config_name,
             split=source.split,
             revision=source.revision,
+            keep_in_memory=False,
         )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise _not_loaded(source, error) from error
-    identity = f"{content} {source.config_name} {source.split}" if content is not None else None
-    return _rows_of(dataset, source.name, source.text_field, labeller_for, identity)
 
 
-def _content_of(folder: Path, memory: Path | None) -> str:
-    """Digest of all files of a folder: their paths in it, sizes and contents."""
-    digests, whole = Digests(folder, memory), hashlib.blake2b(digest_size=16)
-    for path in sorted(each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file()):
+def _hashed_below(root: Path, paths: Iterable[Path], memory: Path | None) -> dict[Path, Hashed]:
+    digests, found = Digests(root, memory), {}
+    for path in paths:
         with contextlib.suppress(OSError):  # who reads it names it
-            size, content = digests.of(path)
-            whole.update(f"\n{path}\0{size}\0{content}".encode(errors="surrogateescape"))
+            found[path] = digests.of(path.relative_to(root).as_posix())
     digests.keep()
+    return found
+
+
+def _content(files: Mapping[Path, Hashed], root: Path, *others: object) -> str:
+    """Digest of files, by their paths below a root, sizes and contents, and of what else tells their rows."""
+    whole = hashlib.blake2b(repr(others).encode(), digest_size=16)
+    for path, hashed in files.items():
+        whole.update(f"\n{path.relative_to(root).as_posix()}\0{hashed.content}".encode(errors="surrogateescape"))
     return whole.hexdigest()
 
 
@@ -121,12 +159,14 @@ def is_saved(folder: Path) -> bool:
     )
 
 
-def open_saved(source: Source, folder: Path, labeller_for: LabellerFor | None = None) -> HubRows:
-    """The rows of a folder of `save_to_disk`; of several splits the source's. A DataError if it cannot be read."""
+def open_saved(
+    source: Source, folder: Path, labeller_for: LabellerFor | None = None, *, memory: Path | None = None
+) -> HubRows:
+    """The rows of a folder of `save_to_disk`; of several splits the source's. As `open_hub`."""
     import datasets
 
     try:
-        dataset = datasets.load_from_disk(str(folder))
+        dataset = datasets.load_from_disk(str(folder), keep_in_memory=False)
     except Exception as error:  # of many classes: files that are missing, cut, or of another version
         raise DataError(
             f"data.source = {source.name!r} is a folder written by save_to_disk that cannot be read: "
@@ -142,26 +182,34 @@ def open_saved(source: Source, folder: Path, labeller_for: LabellerFor | None = 
                 fix=f"--data.split {next(iter(dataset), 'NAME')}",
             )
         dataset = dataset[source.split]
-    return _rows_of(dataset, str(source.name), source.text_field, labeller_for)
+    return _rows_of(dataset, source, labeller_for, memory)
 
 
 def _rows_of(
-    dataset: Dataset, name: str, text_field: str, labeller_for: LabellerFor | None, identity: str | None = None
+    dataset: Dataset,
+    source: Source,
+    labeller_for: LabellerFor | None,
+    memory: Path | None,
+    *,
+    identity: str | None = None,
 ) -> HubRows:
-    identity = identity or dataset._fingerprint
+    """The rows of a dataset; `identity` of its content, if that is not the bytes of its files."""
+    name, text_field = str(source.name), source.text_field
+    paths = [Path(each["filename"]) for each in dataset.cache_files]
+    root = Path(os.path.commonpath([path.parent for path in paths] or [Path("/")]))
+    files = _hashed_below(root, paths, memory)
+    # The files of a split are all of it, unless it is asked for as `train[:10%]`.
+    identity = identity or _content(files, root, len(dataset), source.split if "[" in source.split else "")
     labeller = labeller_for(dataset.column_names) if labeller_for is not None else None
-    if labeller is not None:
-        recipe = f"hub 1 {identity} {labeller.recipe}"
-        fingerprint = hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
-        rows = dataset.select_columns([name for name in labeller.columns if name in dataset.column_names]).with_format(
-            "arrow"
-        )
-        return HubRows(name, rows, text_field, fingerprint, labeller)
-    require_text(name, dataset.features.arrow_schema, text_field)
-    recipe = f"hub 1 {identity} {text_field!r}"
+    columns = [text_field if text_field in dataset.column_names else text_field.partition(".")[0]]
+    if labeller is None:
+        require_text(name, dataset.features.arrow_schema, text_field)
+    else:
+        columns = [name for name in labeller.columns if name in dataset.column_names]
+    recipe = f"hub 2 {identity} {repr(text_field) if labeller is None else labeller.recipe}"
     fingerprint = hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
-    column = text_field if text_field in dataset.column_names else text_field.partition(".")[0]
-    return HubRows(name, dataset.select_columns([column]).with_format("arrow"), text_field, fingerprint)
+    rows = dataset.select_columns(columns).with_format("arrow")
+    return HubRows(name, rows, text_field, fingerprint, files, labeller)
 
 
 def _not_loaded(source: Source, error: Exception) -> ThreefoldError:

@@ -26,7 +26,7 @@ from threefold.errors import size_text
 TEXTS = (".txt", ".md", ".py")
 ROWS = (".jsonl", ".json", ".csv", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-KINDS = ".txt, .md, .py, .jsonl, .json, .csv (each also with .gz or .zst) or .parquet"
+KINDS = ".txt, .md, .py, .jsonl (.ndjson, .jl), .json, .csv (each also with .gz or .zst) or .parquet"
 FILE = "data.files.jsonl"
 READ_ALREADY = "read already"
 
@@ -81,8 +81,10 @@ def kind_of(name: str) -> Kind | None:
     """The kind of a file by its name; None if it is none that is read."""
     stem, suffix = os.path.splitext(name.lower())
     compression = COMPRESSIONS.get(suffix)
-    inner = suffix if compression is None else next((k for k in TEXTS + ROWS[:-1] if stem.endswith(k)), "")
-    return Kind(inner, compression) if inner in TEXTS + ROWS else None
+    inner = suffix if compression is None else os.path.splitext(stem)[1]
+    inner = ".jsonl" if inner in (".ndjson", ".jl") else inner
+    known = inner in TEXTS + ROWS and not (compression and inner == ".parquet")
+    return Kind(inner, compression) if known else None
 
 
 def list_folder(root: Path, known: Known, *, excluded: Collection[str] = ()) -> FileList:

@@ -12,16 +12,18 @@ from __future__ import annotations
 import contextlib
 import csv
 import functools
+import gzip
 import io
 import itertools
 import json
 import math
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from threefold.data.text.fields import AGAIN, SKIP, TextField, require_text, rows_of_table
+from threefold.data.text.known_bytes import SourceFile
 from threefold.data.text.source import Document, Labeller, Piece, ReadLog, chat_or
 from threefold.errors import DataError
 
@@ -32,11 +34,15 @@ _CORRECT = f"correct the line, or {SKIP}"
 
 
 @contextlib.contextmanager
-def opened(path: Path, compression: str | None) -> Iterator[BinaryIO]:
+def opened(path: SourceFile, compression: str | None) -> Iterator[BinaryIO]:
     """A file's bytes, decompressed."""
-    with path.open("rb") as file:
+    with path.open() as file:
         if compression is None:
             yield file
+            return
+        if compression == "gzip":  # Arrow takes zeros behind the end, of tapes and block devices, for damage
+            with gzip.GzipFile(fileobj=file) as unpacked:
+                yield cast("BinaryIO", io.BufferedReader(unpacked, 1 << 20))
             return
         import pyarrow
 
@@ -44,28 +50,27 @@ def opened(path: Path, compression: str | None) -> Iterator[BinaryIO]:
             yield cast("BinaryIO", io.BufferedReader(stream, 1 << 20))
 
 
-def damage(path: Path, compression: str) -> str | None:
+def damage(path: SourceFile, compression: str) -> str | None:
     """What is wrong with a compressed file, found by reading it to its end; None if nothing is."""
     try:
         with opened(path, compression) as file:
             while file.read(1 << 20):
                 pass
-    except OSError as error:
+    except (OSError, EOFError, zlib.error) as error:
         return f"{path} cannot be decompressed: {_first_line(error)}"
     return None
 
 
-def jsonl_pieces(path: Path, *, file: int) -> list[Piece]:
-    """Stretches of about 4 MiB of a .jsonl file."""
-    size = path.stat().st_size
+def jsonl_pieces(size: int, *, number: int) -> list[Piece]:
+    """Stretches of about 4 MiB of a .jsonl file of so many bytes."""
     return [
-        Piece(file, start, min(start + _PIECE_BYTES, size), min(_PIECE_BYTES, size - start))
+        Piece(number, start, min(start + _PIECE_BYTES, size), min(_PIECE_BYTES, size - start))
         for start in range(0, size, _PIECE_BYTES)
     ]
 
 
 def read_jsonl(
-    path: Path, piece: Piece, *, take: Labeller, log: ReadLog, compression: str | None = None
+    path: SourceFile, piece: Piece, *, take: Labeller, log: ReadLog, compression: str | None = None
 ) -> Iterator[Document]:
     """The texts of the lines that begin inside `piece`, of all lines of a compressed file; empty lines do not count."""
     with opened(path, compression) as file:
@@ -91,7 +96,9 @@ def read_jsonl(
         yield from _texts(lines(at), lambda number: f"line {before() + number}", path, take=take, log=log)
 
 
-def read_json(path: Path, piece: Piece, *, take: Labeller, log: ReadLog, compression: str | None) -> Iterator[Document]:
+def read_json(
+    path: SourceFile, piece: Piece, *, take: Labeller, log: ReadLog, compression: str | None
+) -> Iterator[Document]:
     """The texts of a list of objects, of a single object, or of lines with an object each."""
     with opened(path, compression) as file:
         # The first two lines that are not blank tell lines from a value over several lines.
@@ -110,7 +117,9 @@ def read_json(path: Path, piece: Piece, *, take: Labeller, log: ReadLog, compres
     yield from _texts(rows, lambda number: f"row {number}", path, take=take, log=log)
 
 
-def read_csv(path: Path, _: Piece, *, take: Labeller, log: ReadLog, compression: str | None) -> Iterator[Document]:
+def read_csv(
+    path: SourceFile, _: Piece, *, take: Labeller, log: ReadLog, compression: str | None
+) -> Iterator[Document]:
     """The texts of a column. Fields are separated by commas; quoted ones may hold commas and line ends."""
     csv.field_size_limit(sys.maxsize)  # else no document above 128 KiB
     with (
@@ -137,18 +146,19 @@ def read_csv(path: Path, _: Piece, *, take: Labeller, log: ReadLog, compression:
             log.bad(what, expected='fields in quotes, each quote inside them doubled: "say ""hi"""', fix=_CORRECT)
 
 
-def parquet_columns(path: Path) -> list[str]:
+def parquet_columns(path: SourceFile) -> list[str]:
     """The names of the columns; none of a file that cannot be read, which `parquet_pieces` names."""
     import pyarrow
     import pyarrow.parquet
 
     try:
-        return [str(name) for name in pyarrow.parquet.read_schema(path).names]
+        with path.open() as file:
+            return [str(name) for name in pyarrow.parquet.read_schema(file).names]
     except (pyarrow.ArrowException, OSError, ValueError):
         return []
 
 
-def parquet_pieces(path: Path, *, file: int, take: Labeller, skip_bad: bool = False) -> list[Piece]:
+def parquet_pieces(path: SourceFile, *, number: int, take: Labeller, skip_bad: bool = False) -> list[Piece]:
     """A piece for each row group; a DataError if it is not a .parquet with such a field of text.
 
     Args:
@@ -158,27 +168,27 @@ def parquet_pieces(path: Path, *, file: int, take: Labeller, skip_bad: bool = Fa
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as parquet:
+        with path.open() as file, pyarrow.parquet.ParquetFile(file) as parquet:
             schema, metadata = parquet.schema_arrow, parquet.metadata
             sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         if skip_bad:
-            return [Piece(file, 0, 0, 0)]
+            return [Piece(number, 0, 0, 0)]
         what = f"{path} is not readable as .parquet: {_first_line(error)}"
         raise DataError(what, expected="a complete .parquet file", fix=AGAIN) from error
     if isinstance(take, TextField):
         require_text(str(path), schema, take.name)
-    return [Piece(file, i, i + 1, size) for i, size in enumerate(sizes)]
+    return [Piece(number, i, i + 1, size) for i, size in enumerate(sizes)]
 
 
-def read_parquet(path: Path, piece: Piece, *, take: Labeller, log: ReadLog) -> Iterator[Document]:
+def read_parquet(path: SourceFile, piece: Piece, *, take: Labeller, log: ReadLog) -> Iterator[Document]:
     """The texts of a row group. Of a damaged one, the rows before the damage are used."""
     import pyarrow
     import pyarrow.parquet
 
     row = end = 0
     try:
-        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as parquet:
+        with path.open() as file, pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as parquet:
             ends = list(itertools.accumulate(parquet.metadata.row_group(i).num_rows for i in range(piece.stop)))
             row, end = [0, 0, *ends][-2:]
             for batch in parquet.iter_batches(batch_size=1024, row_groups=[piece.start], columns=list(take.columns)):
@@ -206,7 +216,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _texts(
-    rows: Iterable[tuple[int, Any]], place: Callable[[int], str], path: Path, *, take: Labeller, log: ReadLog
+    rows: Iterable[tuple[int, Any]], place: Callable[[int], str], path: SourceFile, *, take: Labeller, log: ReadLog
 ) -> Iterator[Document]:
     """The documents of numbered rows; in place of a row there may be (what is wrong, what was expected)."""
     for number, row in rows:
@@ -222,6 +232,6 @@ def _texts(
             return
 
 
-def _newlines_before(path: Path, offset: int) -> int:
-    with path.open("rb") as file:
+def _newlines_before(path: SourceFile, offset: int) -> int:
+    with path.open() as file:
         return sum(file.read(min(1 << 20, offset - at)).count(b"\n") for at in range(0, offset, 1 << 20))

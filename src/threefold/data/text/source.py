@@ -27,6 +27,7 @@ TRAIN_ON = ("assistant", "last", "completion", "all")
 _ENDS = {"trained": "", "missing": ", which has no end token"}
 
 MAX_PROBLEMS = 10
+_OF_A_KIND = 3
 MAX_FIELDS = 40
 
 _CHATS = {"messages", "conversations", "prompt", "completion", "instruction", "response"}
@@ -149,8 +150,13 @@ class ReadLog:
             self.num_skipped += count
             return
         self.num_bad += 1
-        if len(self.problems) < MAX_PROBLEMS:
-            self.problems.append(Problem(what, expected, fix))
+        self._keep(Problem(what, expected, fix))
+
+    def _keep(self, problem: Problem) -> None:
+        """Keeps a problem, of each kind only the first."""
+        of_its_kind = sum(each.expected == problem.expected for each in self.problems)
+        if of_its_kind < _OF_A_KIND and len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(problem)
 
     def saw_row(self, row: Mapping[str, Any]) -> None:
         """Remembers a row's fields, the longest text first, for the error if no row has the wanted one."""
@@ -172,7 +178,8 @@ class ReadLog:
         for count in ("num_rows", "num_with_field", "num_skipped", "num_bad"):
             setattr(self, count, getattr(self, count) + getattr(other, count))
         self.saw_lost(other.lost)
-        self.problems = (self.problems + other.problems)[:MAX_PROBLEMS]
+        for problem in other.problems:
+            self._keep(problem)
         self._remember(other.fields, other.text_fields)
 
 
@@ -256,8 +263,8 @@ class TextSource(Protocol):
 
     @property
     def pieces(self) -> Sequence[Piece]: ...
-    def unchanged(self, piece: Piece) -> str:
-        """What is known of a piece's file without reading it; a DataError if that is not as before the fingerprint."""
+    def refuse_changed(self, pieces: Sequence[Piece]) -> None:
+        """DataError if a file of some pieces has changed since the fingerprint was made."""
 
     def read(self, piece: Piece, log: ReadLog) -> Iterator[Document]:
         """The documents of one piece; problems with them go to `log`."""
@@ -334,9 +341,9 @@ class ConcatSource:
             for piece in source.pieces
         ]
 
-    def unchanged(self, piece: Piece) -> str:
-        source, own = self._own(piece)
-        return source.unchanged(own)
+    def refuse_changed(self, pieces: Sequence[Piece]) -> None:
+        for source in self.sources:
+            source.refuse_changed([own for each, own in map(self._own, pieces) if each is source])
 
     def read(self, piece: Piece, log: ReadLog) -> Iterator[Document]:
         source, own = self._own(piece)

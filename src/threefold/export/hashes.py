@@ -24,7 +24,7 @@ from threefold.model.load import build_without_storage
 
 
 @dataclass(frozen=True)
-class Hashed:
+class WeightsHash:
     """Of how many tensors and numbers the hash is."""
 
     sha256: str
@@ -32,7 +32,7 @@ class Hashed:
     num_parameters: int
 
 
-def hash_of(tensors: Iterable[tuple[str, Tensor]]) -> Hashed:
+def hash_of(tensors: Iterable[tuple[str, Tensor]]) -> WeightsHash:
     """The hash of named tensors, one at a time in memory, in any order.
 
     Raises:
@@ -46,10 +46,10 @@ def hash_of(tensors: Iterable[tuple[str, Tensor]]) -> Hashed:
     if not lines:
         # Two models without weights would be equal.
         raise CheckpointError("no tensor to hash", expected="a model's weights", fix="export or download it again")
-    return Hashed(hashlib.sha256("".join(sorted(lines)).encode()).hexdigest(), len(lines), numbers)
+    return WeightsHash(hashlib.sha256("".join(sorted(lines)).encode()).hexdigest(), len(lines), numbers)
 
 
-def hash_of_checkpoint(checkpoint: Checkpoint, *, ema: bool = False, trust_remote_code: bool = False) -> Hashed:
+def hash_of_checkpoint(checkpoint: Checkpoint, *, ema: bool = False, trust_remote_code: bool = False) -> WeightsHash:
     """The hash of a checkpoint's weights; of adapters alone if it has no more.
 
     Raises:
@@ -68,7 +68,7 @@ def hash_of_checkpoint(checkpoint: Checkpoint, *, ema: bool = False, trust_remot
     return hash_of(converted(checkpoint.state, index, names, lambda layer: revert_weight_conversion(model, layer)))
 
 
-def hash_of_folder(folder: Path) -> Hashed:
+def hash_of_folder(folder: Path) -> WeightsHash:
     """The hash of the weights in a folder's files (model*.safetensors, or an adapter's).
 
     Raises:

@@ -39,7 +39,7 @@ _KEY = key_words("overlap", count=1)[0]
 Int64 = npt.NDArray[np.int64]
 
 
-class Match(NamedTuple):
+class TrainedOn(NamedTuple):
     """A document of the evaluation, by number, and where it is trained on: a document of one of the sources.
 
     `num_tokens`: how many of its tokens are in spans that were found; 0: the documents are equal.
@@ -63,8 +63,8 @@ class Overlap:
     """
 
     num_documents: int
-    exact: Sequence[Match]
-    alike: Sequence[Match]
+    exact: Sequence[TrainedOn]
+    alike: Sequence[TrainedOn]
     share_read: float
     step: int
 
@@ -141,7 +141,7 @@ class _Wanted:
         self._documents: dict[bytes, list[int]] = {}
         for number, (start, stop) in enumerate(pairwise(self._ends.tolist())):
             self._documents.setdefault(_digest(self._tokens[start:stop]), []).append(number)
-        self._exact: dict[int, Match] = {}
+        self._exact: dict[int, TrainedOn] = {}
         hashes, places = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
         for start, tokens in _batches(evaluation):
             begins = np.arange(-start % self._step, len(tokens) - SPAN + 1, self._step)
@@ -172,7 +172,7 @@ class _Wanted:
         first, last = np.searchsorted(ends[:-1], (start, start + _BATCH)).tolist()
         for number, (begin, end) in enumerate(pairwise(ends[first : last + 1].tolist()), first):
             for mine in self._documents.pop(_digest(store.read(begin, end)), ()):
-                self._exact[mine] = Match(self._number(mine), name, int(store.document_numbers[number]))
+                self._exact[mine] = TrainedOn(self._number(mine), name, int(store.document_numbers[number]))
         if len(tokens) < SPAN or not len(self._spans):
             return
         hashes = _spans(tokens, begins := np.arange(len(tokens) - SPAN + 1))
@@ -197,7 +197,7 @@ class _Wanted:
         # Spans overlap: each has as many tokens of its own as there are up to the next one.
         tokens = np.bincount(document, np.diff(begins, append=1 << 62).clip(max=SPAN))
         alike = [
-            Match(self._number(mine), self._names[source], trained_document, int(tokens[mine]))
+            TrainedOn(self._number(mine), self._names[source], trained_document, int(tokens[mine]))
             for mine, at in zip(*(each.tolist() for each in np.unique(document, return_index=True)), strict=True)
             for source, trained_document in [found[at].tolist()]
             if mine not in self._exact

@@ -22,7 +22,7 @@ import numpy as np
 from threefold.data.text import listing
 from threefold.data.text import rows as text_rows
 from threefold.data.text.fields import AGAIN, SKIP, TextField
-from threefold.data.text.known_bytes import Digests, Hashed, SourceFile
+from threefold.data.text.known_bytes import Digests, HashedFile, SourceFile
 from threefold.data.text.listing import KINDS, TEXTS, FileList, Kind, Known, kind_of
 from threefold.data.text.source import MAX_PROBLEMS, Document, Labelled, Labeller, LabellerFor, LossMask, Piece, ReadLog
 from threefold.errors import DataError, Problem
@@ -84,7 +84,7 @@ class Files:
         return digest.hexdigest()
 
     @cached_property
-    def _hashed(self) -> list[Hashed]:
+    def _hashed(self) -> list[HashedFile]:
         digests, found = Digests(self.root, self.memory), []
         for path in self.paths:
             try:

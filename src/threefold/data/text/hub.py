@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from filelock import FileLock
 
 from threefold.data.text.fields import AGAIN, TextField, require_text, rows_of_table
-from threefold.data.text.known_bytes import Digests, Hashed, changed
+from threefold.data.text.known_bytes import Digests, HashedFile, changed
 from threefold.data.text.source import Document, Labeller, LabellerFor, LossMask, Piece, ReadLog, Source
 from threefold.errors import DataError, Problem, ThreefoldError
 
@@ -43,7 +43,7 @@ class HubRows:
     dataset: Dataset
     text_field: str
     fingerprint: str
-    files: Mapping[Path, Hashed]
+    files: Mapping[Path, HashedFile]
     labeller: Labeller | None = None
 
     @property
@@ -135,7 +135,7 @@ def _loaded(source: Source, name: str, *, cache_dir: str | None = None) -> Datas
         raise _not_loaded(source, error) from error
 
 
-def _hashed_below(root: Path, paths: Iterable[Path], memory: Path | None) -> dict[Path, Hashed]:
+def _hashed_below(root: Path, paths: Iterable[Path], memory: Path | None) -> dict[Path, HashedFile]:
     digests, found = Digests(root, memory), {}
     for path in paths:
         with contextlib.suppress(OSError):  # who reads it names it
@@ -144,7 +144,7 @@ def _hashed_below(root: Path, paths: Iterable[Path], memory: Path | None) -> dic
     return found
 
 
-def _content(files: Mapping[Path, Hashed], root: Path, *others: object) -> str:
+def _content(files: Mapping[Path, HashedFile], root: Path, *others: object) -> str:
     """Digest of files, by their paths below a root, sizes and contents, and of what else tells their rows."""
     whole = hashlib.blake2b(repr(others).encode(), digest_size=16)
     for path, hashed in files.items():

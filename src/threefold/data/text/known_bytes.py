@@ -29,7 +29,7 @@ _FORMAT = "threefold-files-2"
 _SETTLED_NS = 2_000_000_000
 
 
-class Hashed(NamedTuple):
+class HashedFile(NamedTuple):
     """A file as it was hashed: its size, times and number, and `_DIGEST_BYTES` for each block."""
 
     facts: tuple[int, ...]
@@ -59,7 +59,7 @@ class SourceFile:
     """A file that is read; only what was hashed, if it was. As text: its path."""
 
     path: Path
-    hashed: Hashed | None = None
+    hashed: HashedFile | None = None
 
     def __str__(self) -> str:
         return str(self.path)
@@ -78,7 +78,7 @@ class SourceFile:
 class _Compared(io.RawIOBase):
     """A file of which each block is compared as it is read."""
 
-    def __init__(self, path: Path, hashed: Hashed) -> None:
+    def __init__(self, path: Path, hashed: HashedFile) -> None:
         self._path, self._hashed, self._at = path, hashed, 0
         self._file = path.open("rb", buffering=0)
         self._number, self._block = -1, b""
@@ -133,18 +133,18 @@ class Digests:
         self._known: dict[str, list[Any]] = self._read()
         self._changed = False
 
-    def of(self, path: str) -> Hashed:
+    def of(self, path: str) -> HashedFile:
         """The file at a path below the root; OSError if it cannot be read."""
         with (self._root / path).open("rb") as file:
             facts = facts_of(os.fstat(file.fileno()))
             known = self._known.get(path)
             if known is not None and tuple(known[:-1]) == facts:
-                return Hashed(facts, bytes.fromhex(known[-1]))
+                return HashedFile(facts, bytes.fromhex(known[-1]))
             blocks = b"".join(iter(lambda: _digest(file.read(BLOCK_BYTES)), _digest(b"")))
             size = file.tell()
         if size == facts[0] and max(facts[1:3]) < time.time_ns() - _SETTLED_NS:
             self._known[path], self._changed = [*facts, blocks.hex()], True
-        return Hashed((size, *facts[1:]), blocks)
+        return HashedFile((size, *facts[1:]), blocks)
 
     def keep(self) -> None:
         """Writes what was learned, if the cache can be written."""

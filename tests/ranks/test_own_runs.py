@@ -55,6 +55,7 @@ def test_loop_in_a_run_is_the_loop_and_goes_on_after_a_signal_to_any_rank(
     run = tmp_path / "run"
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(line["loss"], line["grad_norm"]) for line in logged] == whole
+    assert all(("slowest_rank" in line) == bool(sizes) for line in logged)
     assert [line["lr"] for line in logged] == pytest.approx([1e-2 * 0.9**step for step in range(UNTIL)])
     saved = [("save", step) for step in dict.fromkeys((4, done))]
     assert events(run)[: 2 + len(saved)] == [("start", 0), *saved, ("stop", done)]
@@ -210,7 +211,7 @@ def test_folder_of_a_run_is_that_of_one_process_and_of_the_run_alone(tmp_path: P
     assert "this is the folder of a run" in saved and f"with threefold.Run('{folder}')" in saved
     assert "run.steps(...) before run.load(...)" in unloaded
     assert "run.steps(...) is given a DistributedLoader that run.load(...) was not" in other
-    assert "run.save() before the first step" in early
+    assert "run.save() before run.steps(...)" in early
 
 
 @pytest.mark.parametrize(
@@ -268,6 +269,60 @@ def test_identity_says_whose_loop_it_is(tmp_path: Path) -> None:
     assert read is not None and read.program
 
 
+def _over_a_list(folder: str) -> list[Any]:
+    """Losses of an unbroken run over a list of batches; of one that is continued; what is refused on the way."""
+    import itertools
+
+    import threefold
+
+    def trained(name: str, until: int, *, again: bool = False) -> list[Any]:
+        mesh, step, loader, _ = own_runs.parts({})
+        batches, found = list(loader)[:4], list[Any]()
+        try:
+            with threefold.Run(name, mesh=mesh) as run:
+                run.load(step)
+                left = batches if again or not run.step else itertools.islice(itertools.cycle(batches), run.step, None)
+                for batch in run.steps(left, until=until):
+                    found.append(step(batch).loss)
+                    if run.step == until:
+                        break
+        except threefold.errors.ConfigError as error:
+            found.append(str(error))
+        mesh.close()
+        return found
+
+    def before() -> list[Any]:
+        mesh, step, loader, _ = own_runs.parts({})
+        try:
+            with threefold.Run(f"{folder}-early", mesh=mesh) as run:
+                run.load(step)
+                step(next(iter(loader)))
+        except threefold.errors.ConfigError as error:
+            return [str(error)]
+        return []
+
+    return [
+        trained(f"{folder}-whole", 5),
+        trained(folder, 3),
+        trained(folder, 5, again=True),
+        trained(folder, 5),
+        before(),
+    ]
+
+
+def test_run_over_a_list_continues_where_it_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    whole, begun, again, rest, before = run_ranks(_over_a_list, 1, str(folder))[0]
+    assert again[0].startswith("the run resumes after step 3, and run.steps(...) is given list, which begins again")
+    assert "fix: run.steps(itertools.islice(itertools.cycle(batches), run.step, None), until=...)" in again[0]
+    assert [*begun, *rest] == whole and len(whole) == 5
+    assert before[0].startswith("step(batch) before run.steps(...)")
+    # Nothing of a list is known by number: the folder says so, and what helps.
+    told = runs.command(tmp_path, "data", "audit", "run")
+    assert told.returncode == 2 and "run was not audited: islice does not tell its rows" in told.stderr
+    assert "fix: for the next run: loader = threefold.distribute(DataLoader(...))" in told.stderr
+
+
 _HANGS = """
 import time
 from ranks.own_runs import in_a_run
@@ -286,4 +341,5 @@ def test_rank_that_does_not_go_on_is_named_and_ends_the_run(tmp_path: Path) -> N
     assert done.returncode != 0
     said = done.stdout + done.stderr
     assert re.search(r"rank 1 of host \S+ \(process \d+\) is in the program of step 2", said), said
+    assert "if steps may take longer: config={'train.timeout_s': 8}, with a larger init_mesh(timeout_s=...)" in said
     assert "hangs.py" in said and "the run ends here, and its checkpoints are kept" in said

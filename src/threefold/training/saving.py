@@ -143,7 +143,7 @@ def write(
         ConfigError, RunError: as `save`.
     """
     model, mesh, optimizer = held.model, held.model.mesh, optimizer_of(held.optimizer)
-    mesh.agree("threefold.save of step", step, lambda: ([], 0))
+    mesh.agree("threefold.save of step", step)
     described = held.described(extra)
 
     def look() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from threefold.audit.digest import Int64
 from threefold.errors import RunError, rows_text
-from threefold.integrations.huggingface.data import Taken, TrainLoader
+from threefold.integrations.huggingface.data import TrainLoader
 
 log = logging.get_logger(__name__)
 
@@ -65,8 +65,7 @@ class RowCounter:
             self._given.popleft()
             self._skip -= 1
         if self._given:
-            batch = self._given.popleft()
-            self._used += batch.numbers if isinstance(batch, Taken) else batch
+            self._used += self._given.popleft()
 
     def step_done(self) -> None:
         """The batches used since the last step are one step."""

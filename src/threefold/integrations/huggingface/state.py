@@ -193,14 +193,14 @@ def may_save_shards(model: Any, args: Any) -> Iterator[None]:
             args.save_only_model = False
 
 
-def all_ranks() -> Mesh:
-    """All ranks of the process group as a mesh for the checkpoint engine; every rank calls it equally often."""
+def all_ranks(topology: Topology | None = None) -> Mesh:
+    """All ranks of the process group as a mesh, of data ranks if not told; every rank calls it equally often."""
     if not dist.is_initialized():
         return Mesh(Topology(), 0, torch.device("cpu"))
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     # Ranks save and load in the same order, so a counter gives each of these calls its own keys.
     number = store.add(f"threefold/states/{rank}", 1)
-    topology = Topology(dp_replicate=dist.get_world_size())
+    topology = topology or Topology(dp_replicate=dist.get_world_size())
     return Mesh(topology, rank, torch.device("cpu"), store=dist.PrefixStore(f"state-{number}", store))
 
 

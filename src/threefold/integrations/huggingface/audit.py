@@ -22,12 +22,11 @@ from transformers.utils import logging
 
 from threefold.audit import record
 from threefold.audit.compare import Audit, begin
-from threefold.audit.digest import Int64
 from threefold.audit.offences import Evidence, explain
 from threefold.audit.record import SegmentLine
 from threefold.data.order.order import Order, Place
 from threefold.errors import Problem
-from threefold.integrations.huggingface.counter import RowCounter, from_all_ranks, queue_of
+from threefold.integrations.huggingface.counter import RowCounter, queue_of
 from threefold.integrations.huggingface.data import TrainLoader
 from threefold.integrations.huggingface.lengths import GroupedSampler
 from threefold.integrations.huggingface.state import all_ranks, in_trainer_words, refuse_other_copies
@@ -130,8 +129,9 @@ class OrderAudit:
         path = folder / record.FILE
         file = _open_record(path, again=again, first_step=start.first_step) if loader.axis.rank == 0 else None
         older = "resume from an older checkpoint, or begin in another output_dir"
-        begun = all_ranks().share("audit", partial(begin, start, path, file, fix=older))
-        self._audit = Audit(replace(start, **begun), gather=_gather, explain=_explain, record=file)
+        mesh = all_ranks()
+        begun = mesh.share("audit", partial(begin, start, path, file, fix=older))
+        self._audit = Audit(replace(start, **begun), gather=mesh.gather, explain=_explain, record=file)
 
     def micro_batch(self) -> None:
         if self._taken:
@@ -163,10 +163,6 @@ def _not_each_row_once(batches: Any, rows: Any) -> str | None:
     if sampler is None or (not getattr(sampler, "replacement", False) and len(sampler) == len(rows)):
         return None
     return type(sampler).__name__
-
-
-def _gather(values: Int64) -> Int64:
-    return np.stack(from_all_ranks(values))
 
 
 def _explain(evidence: Evidence) -> list[Problem]:

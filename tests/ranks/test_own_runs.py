@@ -10,9 +10,11 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from ranks import own_runs, runs
 from ranks.own_runs import by_hand, in_a_run, signal_in
@@ -20,10 +22,11 @@ from ranks.spawn import run_ranks
 from threefold.audit import record
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.checkpoint.lineage import Identity, Journal
+from threefold.data.sampling.distribute import distribute
 from threefold.errors import ThreefoldError
 from threefold.report.facts import gather
 from threefold.report.verdict import proof_lines
-from threefold.run.run import Run
+from threefold.run.run import Run, _order_of
 
 pytestmark = pytest.mark.ranks
 
@@ -321,6 +324,78 @@ def test_run_over_a_list_continues_where_it_is_told(tmp_path: Path) -> None:
     told = runs.command(tmp_path, "data", "audit", "run")
     assert told.returncode == 2 and "run was not audited: islice does not tell its rows" in told.stderr
     assert "fix: for the next run: loader = threefold.distribute(DataLoader(...))" in told.stderr
+
+
+def _guarded(folder: str) -> dict[str, Any]:
+    """What single guards of a run say, each in a folder of its own."""
+    import errno
+
+    import threefold
+    from threefold.run.folder import RunFolder
+
+    mesh, step, loader, scheduler = own_runs.parts({})
+
+    def said(name: str, act: Any, **config: Any) -> Any:
+        try:
+            with threefold.Run(f"{folder}/{name}", mesh=mesh, config=config) as run:
+                return act(run)
+        except threefold.errors.ThreefoldError as error:
+            return str(error)
+
+    def trained(run: Any, until: int, batches: Any = loader, **stateful: Any) -> Any:
+        run.load(step, loader if batches is loader else None, **stateful)
+        before = dict(run.extra)
+        for batch in run.steps(batches, until=until, save_every=1):
+            step(batch)
+            run.extra["seen"] = run.step
+        return before
+
+    def full(*args: Any, **settings: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    found = {
+        "begun": said("run", lambda run: trained(run, 2)),
+        "extra": said("run", lambda run: trained(run, 3)),
+        "state": said("run", lambda run: trained(run, 4, schedule=scheduler)),
+        "none": said("none", lambda run: trained(run, 2, batches=[])),
+        "over": said("over", lambda run: trained(run, 6, batches=iter(list(loader)[:2]))),
+    }
+    newest = max(Path(folder).glob("run/checkpoints/step-*/**/*.safetensors"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    found["damaged"] = said("run", lambda run: (trained(run, 4), run.folder.resume.step))
+    mesh, step, other, _ = own_runs.parts({})
+    RunFolder.commit = full  # type: ignore[method-assign, assignment]
+    found["full"] = said("full", lambda run: trained(run, 2, list(other)), **{"checkpoint.on_error": "continue"})
+    mesh.close()
+    return found
+
+
+def test_every_guard_of_a_run_says_what_it_found(tmp_path: Path) -> None:
+    found = run_ranks(_guarded, 1, str(tmp_path))[0]
+    assert found["begun"] == {} and found["extra"] == {"seen": 2}
+    assert "step-00000003 has no state of schedule" in found["state"]
+    assert "fix: run.load(...) without schedule=" in found["state"]
+    assert found["none"].startswith("there are no batches for step 1")
+    assert found["over"].startswith("there are no batches for step 3")
+    assert found["damaged"] == ({"seen": 2}, 2)
+    assert found["full"].startswith("the state after step 2 is not saved; the newest checkpoint is of step 0")
+
+
+@pytest.mark.parametrize(
+    ("settings", "tail", "why"),
+    [
+        ({"batch_size": 2}, "pad", "43 rows are padded for 2 dp ranks"),
+        ({"batch_size": 2}, "drop", "tail='drop' leaves out 1 rows"),
+        ({"batch_size": 2, "sampler": WeightedRandomSampler([1.0] * 43, 43)}, "pad", "rows drawn with weights"),
+        ({"batch_size": 2}, "exact", ""),
+        ({"batch_size": 2, "drop_last": True}, "drop", ""),
+    ],
+    ids=["padded", "dropped", "weights", "exact", "drop_last"],
+)
+def test_rows_that_are_not_each_read_once_are_not_audited(settings: dict[str, Any], tail: Any, why: str) -> None:
+    place = SimpleNamespace(dp_rank=0, dp_size=2)
+    order, found, fix = _order_of(distribute(DataLoader(range(43), **settings), place, tail=tail))  # type: ignore[arg-type]
+    assert found.startswith(why) and bool(found) == bool(why) == bool(fix) == (order is None)
 
 
 _HANGS = """

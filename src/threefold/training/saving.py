@@ -303,7 +303,7 @@ def _saver_of(
     model: Model, optimizer: torch.optim.Optimizer | None, *, background: bool, continue_on_error: bool
 ) -> Saver:
     """The saver of these tensors, made at the first save; an earlier one of others is waited for."""
-    key = id(optimizer) if optimizer is not None else None, background
+    key = id(optimizer) if optimizer is not None else None, background, continue_on_error
     known = model.savers.get(key)
     for other in model.savers.values():
         if other is not known:

@@ -12,7 +12,7 @@ LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 ROWS = [{"text": f"{n} times {m} is {n * m}. " * 8} for n in range(2, 12) for m in range(2, 12)]
 
 
-class Watch:
+class Watch(threefold.Callback):
     """Called on rank 0 with plain facts; returning True asks all ranks to stop."""
 
     def on_step(self, facts):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from threefold.mesh.mesh import init_mesh
     from threefold.model.model import Model as Model
     from threefold.model.model import freeze as freeze
+    from threefold.run.hooks import Callback as Callback
     from threefold.run.hooks import Facts as Facts
     from threefold.run.load_model import load_model as load_model
     from threefold.run.run import Run as Run
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from threefold.training.step import TrainStep as TrainStep
 
 _HOME_OF_NAME = {
+    "Callback": "threefold.run.hooks",
     "DistributedSampler": "threefold.data.sampling.sampler",
     "EvalNumbers": "threefold.training.evaluation",
     "EvalStep": "threefold.training.evaluation",
@@ -56,6 +58,7 @@ _HOME_OF_NAME = {
 }
 
 __all__ = [
+    "Callback",
     "DistributedSampler",
     "EvalNumbers",
     "EvalStep",

@@ -16,6 +16,7 @@ import threefold
 from ranks.reference import TINY_LLAMA
 from ranks.spawn import run_ranks
 from threefold.errors import CheckpointError, ConfigError, DataError, RunError, ThreefoldError
+from threefold.run.hooks import Hooks
 
 IDS = torch.randint(67, (4, 9), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS[:, :-1], "labels": IDS[:, 1:]}
@@ -41,6 +42,31 @@ def what(error: pytest.ExceptionInfo[ThreefoldError]) -> str:
     (problem,) = error.value.problems
     assert problem.expected and problem.fix
     return problem.what
+
+
+def test_a_model_is_one_line_and_refuses_what_a_mesh_cannot_do(model: Any, mesh: Any) -> None:
+    size = sum(values.numel() for values in model.parameters())
+    assert repr(model) == f"Model(LlamaForCausalLM, {size:,} parameters, {mesh.topology})"
+    assert model.device == mesh.device
+    with pytest.raises(ConfigError) as refused:
+        model.requires_grad_(False)
+    assert what(refused) == "model.requires_grad_(False)"
+    with pytest.raises(ConfigError) as refused:
+        model.load_state_dict(model.state_dict())
+    assert what(refused) == "model.load_state_dict(...)"
+
+
+def test_a_callback_needs_no_hook_but_those_that_it_writes(tmp_path: Path) -> None:
+    class Watch(threefold.Callback):
+        def on_step(self, facts: threefold.Facts) -> bool:
+            return facts.step == 2
+
+    stopped: list[int] = []
+    hooks = Hooks([Watch()], tmp_path, lambda: stopped.append(1))
+    for step in (1, 2):
+        hooks.log({"step": step, "loss": 1.0})
+    hooks.ended(2, "hook")
+    assert stopped == [1]
 
 
 MASK = torch.ones(4, 8, dtype=torch.int64)

@@ -10,7 +10,7 @@ import pytest
 from ranks.huggingface_cases import Sentences, arguments, causal_model
 from ranks.spawn import run_ranks
 from ranks.test_huggingface_training import stopper
-from threefold.errors import RunError
+from threefold.errors import RunError, ThreefoldError
 
 
 def run_with_fault(folder: str, fault: str) -> tuple[str, int] | None:
@@ -87,7 +87,7 @@ def masks_at_random(folder: str) -> str:
     trainer = Trainer(model, args, train_dataset=Sentences(40), data_collator=collate)
     try:
         trainer.train()
-    except RunError as error:
+    except ThreefoldError as error:
         return str(error)
     return ""
 
@@ -95,10 +95,8 @@ def masks_at_random(folder: str) -> str:
 def test_ranks_of_one_model_that_see_other_tokens_are_found(tmp_path: Path) -> None:
     causal_model().save_pretrained(tmp_path)
     for text in run_ranks(masks_at_random, 2, str(tmp_path)):
-        assert text.splitlines()[0] == (
-            "rank 1 trained on other tensors than the first rank of the same dp rank, in steps 1 to 10, though the "
-            "samples are the same"
-        )
+        first = "ranks 0 and 1 belong to dp rank 0 and give different rows to training step 1"
+        assert text.splitlines()[0] == f"{first}: row 0 of input_ids"
 
 
 def run_transformers(folder: str, batch_size: int, size: int, more: dict[str, Any]) -> tuple[str, int, list[str]]:

@@ -6,6 +6,7 @@ import builtins
 import json
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,58 @@ def test_weights_alone_become_a_folder_of_transformers(model: Any, tmp_path: Pat
     assert done.returncode == 0 and "reloaded: equal logits" in done.stdout, done.stderr
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert_equal(dict(found), dict(model.state_dict()))
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        tokens = torch.arange(8) + number
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def by_accelerate(model: Any, folder: Path) -> Path:
+    """A step, and its plain `save_state`."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    accelerator = Accelerator(cpu=True)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    accelerator.backward(prepared(**{name: rows[None] for name, rows in Rows()[0].items()}).loss)
+    optimizer.step()
+    accelerator.save_state(str(folder))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return folder
+
+
+def by_a_trainer(model: Any, folder: Path) -> Path:
+    """The checkpoint of transformers' Trainer after two steps."""
+    from transformers import Trainer, TrainingArguments
+
+    quiet: dict[str, Any] = {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    args = TrainingArguments(str(folder), max_steps=2, save_steps=2, dataloader_pin_memory=False, **quiet)
+    Trainer(model, args, train_dataset=Rows()).train()
+    return folder / "checkpoint-2"
+
+
+@pytest.mark.parametrize(
+    ("make", "file"),
+    [(by_accelerate, "optimizer.bin"), (by_a_trainer, "optimizer.pt")],
+    ids=["accelerate", "Trainer"],
+)
+def test_pickled_moments_are_refused_with_a_fix_that_keeps_the_weights(
+    make: Any, file: str, model: Any, tmp_path: Path
+) -> None:
+    before = model.state_dict()["model.norm.weight"].clone()
+    source = make(model, tmp_path / "theirs")
+    assert (source / file).exists() and not torch.equal(before, model.state_dict()["model.norm.weight"])
+    refused = imported(source, tmp_path / "run", tmp_path)
+    assert refused.returncode == 2 and f"that is read: {file} is pickled, by accelerate or a Trainer" in refused.stderr
+    (option,) = re.findall(r"fix: (--\S+)", refused.stderr)
+    done = imported(source, tmp_path / "out", tmp_path, option)
+    assert done.returncode == 0 and "reloaded: equal logits" in done.stdout, done.stderr
+    assert_equal(dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()), dict(model.state_dict()))
 
 
 def test_moments_that_are_no_weight_s_are_left_out_as_the_fix_says(model: Any, tmp_path: Path) -> None:

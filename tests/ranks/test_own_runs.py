@@ -10,9 +10,11 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from ranks import own_runs, runs
 from ranks.own_runs import by_hand, in_a_run, signal_in
@@ -20,10 +22,11 @@ from ranks.spawn import run_ranks
 from threefold.audit import record
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.checkpoint.lineage import Identity, Journal
+from threefold.data.sampling.distribute import distribute
 from threefold.errors import ThreefoldError
 from threefold.report.facts import gather
 from threefold.report.verdict import proof_lines
-from threefold.run.run import Run
+from threefold.run.run import Run, _order_of
 
 pytestmark = pytest.mark.ranks
 
@@ -55,6 +58,7 @@ def test_loop_in_a_run_is_the_loop_and_goes_on_after_a_signal_to_any_rank(
     run = tmp_path / "run"
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(line["loss"], line["grad_norm"]) for line in logged] == whole
+    assert all(("slowest_rank" in line) == bool(sizes) for line in logged)
     assert [line["lr"] for line in logged] == pytest.approx([1e-2 * 0.9**step for step in range(UNTIL)])
     saved = [("save", step) for step in dict.fromkeys((4, done))]
     assert events(run)[: 2 + len(saved)] == [("start", 0), *saved, ("stop", done)]
@@ -210,7 +214,7 @@ def test_folder_of_a_run_is_that_of_one_process_and_of_the_run_alone(tmp_path: P
     assert "this is the folder of a run" in saved and f"with threefold.Run('{folder}')" in saved
     assert "run.steps(...) before run.load(...)" in unloaded
     assert "run.steps(...) is given a DistributedLoader that run.load(...) was not" in other
-    assert "run.save() before the first step" in early
+    assert "run.save() before run.steps(...)" in early
 
 
 @pytest.mark.parametrize(
@@ -275,6 +279,132 @@ def test_identity_says_whose_loop_it_is(tmp_path: Path) -> None:
     assert read is not None and read.program
 
 
+def _over_a_list(folder: str) -> list[Any]:
+    """Losses of an unbroken run over a list of batches; of one that is continued; what is refused on the way."""
+    import itertools
+
+    import threefold
+
+    def trained(name: str, until: int, *, again: bool = False) -> list[Any]:
+        mesh, step, loader, _ = own_runs.parts({})
+        batches, found = list(loader)[:4], list[Any]()
+        try:
+            with threefold.Run(name, mesh=mesh) as run:
+                run.load(step)
+                left = batches if again or not run.step else itertools.islice(itertools.cycle(batches), run.step, None)
+                for batch in run.steps(left, until=until):
+                    found.append(step(batch).loss)
+                    if run.step == until:
+                        break
+        except threefold.errors.ConfigError as error:
+            found.append(str(error))
+        mesh.close()
+        return found
+
+    def before() -> list[Any]:
+        mesh, step, loader, _ = own_runs.parts({})
+        try:
+            with threefold.Run(f"{folder}-early", mesh=mesh) as run:
+                run.load(step)
+                step(next(iter(loader)))
+        except threefold.errors.ConfigError as error:
+            return [str(error)]
+        return []
+
+    return [
+        trained(f"{folder}-whole", 5),
+        trained(folder, 3),
+        trained(folder, 5, again=True),
+        trained(folder, 5),
+        before(),
+    ]
+
+
+def test_run_over_a_list_continues_where_it_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    whole, begun, again, rest, before = run_ranks(_over_a_list, 1, str(folder))[0]
+    assert again[0].startswith("the run resumes after step 3, and run.steps(...) is given list, which begins again")
+    assert "fix: run.steps(itertools.islice(itertools.cycle(batches), run.step, None), until=...)" in again[0]
+    assert [*begun, *rest] == whole and len(whole) == 5
+    assert before[0].startswith("step(batch) before run.steps(...)")
+    # Nothing of a list is known by number: the folder says so, and what helps.
+    told = runs.command(tmp_path, "data", "audit", "run")
+    assert told.returncode == 2 and "run was not audited: islice does not tell its rows" in told.stderr
+    assert "fix: for the next run: loader = threefold.distribute(DataLoader(...))" in told.stderr
+
+
+def _guarded(folder: str) -> dict[str, Any]:
+    """What single guards of a run say, each in a folder of its own."""
+    import errno
+
+    import threefold
+    from threefold.run.folder import RunFolder
+
+    mesh, step, loader, scheduler = own_runs.parts({})
+
+    def said(name: str, act: Any, **config: Any) -> Any:
+        try:
+            with threefold.Run(f"{folder}/{name}", mesh=mesh, config=config) as run:
+                return act(run)
+        except threefold.errors.ThreefoldError as error:
+            return str(error)
+
+    def trained(run: Any, until: int, batches: Any = loader, **stateful: Any) -> Any:
+        run.load(step, loader if batches is loader else None, **stateful)
+        before = dict(run.extra)
+        for batch in run.steps(batches, until=until, save_every=1):
+            step(batch)
+            run.extra["seen"] = run.step
+        return before
+
+    def full(*args: Any, **settings: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    found = {
+        "begun": said("run", lambda run: trained(run, 2)),
+        "extra": said("run", lambda run: trained(run, 3)),
+        "state": said("run", lambda run: trained(run, 4, schedule=scheduler)),
+        "none": said("none", lambda run: trained(run, 2, batches=[])),
+        "over": said("over", lambda run: trained(run, 6, batches=iter(list(loader)[:2]))),
+    }
+    newest = max(Path(folder).glob("run/checkpoints/step-*/**/*.safetensors"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    found["damaged"] = said("run", lambda run: (trained(run, 4), run.folder.resume.step))
+    mesh, step, other, _ = own_runs.parts({})
+    RunFolder.commit = full  # type: ignore[method-assign, assignment]
+    found["full"] = said("full", lambda run: trained(run, 2, list(other)), **{"checkpoint.on_error": "continue"})
+    mesh.close()
+    return found
+
+
+def test_every_guard_of_a_run_says_what_it_found(tmp_path: Path) -> None:
+    found = run_ranks(_guarded, 1, str(tmp_path))[0]
+    assert found["begun"] == {} and found["extra"] == {"seen": 2}
+    assert "step-00000003 has no state of schedule" in found["state"]
+    assert "fix: run.load(...) without schedule=" in found["state"]
+    assert found["none"].startswith("there are no batches for step 1")
+    assert found["over"].startswith("there are no batches for step 3")
+    assert found["damaged"] == ({"seen": 2}, 2)
+    assert found["full"].startswith("the state after step 2 is not saved; the newest checkpoint is of step 0")
+
+
+@pytest.mark.parametrize(
+    ("settings", "tail", "why"),
+    [
+        ({"batch_size": 2}, "pad", "43 rows are padded for 2 dp ranks"),
+        ({"batch_size": 2}, "drop", "tail='drop' leaves out 1 rows"),
+        ({"batch_size": 2, "sampler": WeightedRandomSampler([1.0] * 43, 43)}, "pad", "rows drawn with weights"),
+        ({"batch_size": 2}, "exact", ""),
+        ({"batch_size": 2, "drop_last": True}, "drop", ""),
+    ],
+    ids=["padded", "dropped", "weights", "exact", "drop_last"],
+)
+def test_rows_that_are_not_each_read_once_are_not_audited(settings: dict[str, Any], tail: Any, why: str) -> None:
+    place = SimpleNamespace(dp_rank=0, dp_size=2)
+    order, found, fix = _order_of(distribute(DataLoader(range(43), **settings), place, tail=tail))  # type: ignore[arg-type]
+    assert found.startswith(why) and bool(found) == bool(why) == bool(fix) == (order is None)
+
+
 _HANGS = """
 import time
 from ranks.own_runs import in_a_run
@@ -293,4 +423,5 @@ def test_rank_that_does_not_go_on_is_named_and_ends_the_run(tmp_path: Path) -> N
     assert done.returncode != 0
     said = done.stdout + done.stderr
     assert re.search(r"rank 1 of host \S+ \(process \d+\) is in the program of step 2", said), said
+    assert "if steps may take longer: config={'train.timeout_s': 8}, with a larger init_mesh(timeout_s=...)" in said
     assert "hangs.py" in said and "the run ends here, and its checkpoints are kept" in said

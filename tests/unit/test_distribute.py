@@ -393,6 +393,17 @@ def test_labels_that_are_no_row_a_sample_are_refused() -> None:
         next(iter(distribute(loader, place(0, 2), tail="exact")))
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_batch_sampler_of_torch_is_the_loader_it_stands_for(shuffle: bool) -> None:
+    sampler: Any = RandomSampler(range(11)) if shuffle else SequentialSampler(range(11))
+    plain: Any = DataLoader(range(11), batch_size=2, shuffle=shuffle, drop_last=True)  # type: ignore[arg-type]
+    batches: Any = DataLoader(range(11), batch_sampler=BatchSampler(sampler, 2, True))  # type: ignore[arg-type]
+    for rank in range(2):
+        wanted, found = (distribute(each, place(rank, 2)) for each in (plain, batches))
+        assert [batch.tolist() for batch in found] == [batch.tolist() for batch in wanted]
+        assert found.state_dict() == wanted.state_dict()
+
+
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 
@@ -425,8 +436,8 @@ DATA = Labelled(6)
             "pass the DataLoader that",
         ),
         (
-            DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 2, False)),
-            "the loader has a batch_sampler (BatchSampler)",
+            DataLoader(DATA, batch_sampler=[[0, 1], [2, 3]]),
+            "the loader has a batch_sampler (list)",
             "without batch_sampler",
         ),
         (

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.utils.data
 from datasets import Dataset, IterableDataset
 from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
@@ -30,7 +31,7 @@ def numbers(samples: list[dict[str, int]]) -> list[int]:
     return [sample["i"] for sample in samples]
 
 
-def loader(dataset: IterableDataset, rank: int = 0, size: int = 1, **keys: Any) -> StreamingLoader:
+def loader(dataset: Any, rank: int = 0, size: int = 1, **keys: Any) -> StreamingLoader:
     mesh = SimpleNamespace(dp_rank=rank, dp_size=size)
     return StreamingLoader(dataset, mesh, **{"batch_size": 3, "collate_fn": numbers, **keys})
 
@@ -166,10 +167,63 @@ def test_data_with_indices_is_refused() -> None:
         loader(Dataset.from_dict({"i": [1]}))  # type: ignore[arg-type]
     assert problem_of(caught) == (
         "StreamingLoader got a Dataset",
-        "a datasets.IterableDataset, which can be split among ranks",
+        "an IterableDataset of datasets or of torch",
         "threefold.distribute(DataLoader(dataset, ...)) for data with indices, or "
         "datasets.load_dataset(..., streaming=True)",
     )
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Rows {"i": 0}, {"i": 1}, ... of torch's kind."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Any:
+        return iter([{"i": number} for number in range(self.size)])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_stream_of_torch_is_shared_by_rows_and_replayed(workers: int) -> None:
+    ranks = [loader(Stream(23), rank, 2, num_workers=workers) for rank in range(2)]
+    read = [list(rank) for rank in ranks]
+    assert read[0][0] == [0, 2, 4] and read[1][0] == [1, 3, 5]
+    # Row 22 has no companion for the other rank, so that both make as many steps.
+    assert sorted(chain.from_iterable(map(flat, read))) == list(range(22)) and len(read[0]) == len(read[1])
+    begun = iter(ranks[0])
+    next(begun), next(begun)
+    state = json.loads(json.dumps(ranks[0].state_dict()))
+    later = loader(Stream(23), 1, 2, num_workers=workers)  # one state for all ranks
+    later.load_state_dict(state)
+    assert list(later) == read[1][2:]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        (
+            {"num_workers": 2},
+            (
+                "num_workers = 2, and a Stream is a stream of torch",
+                "one worker at most: each would give the whole stream again",
+                "num_workers=1",
+            ),
+        ),
+        (
+            {"resume": "seek"},
+            (
+                "resume = 'seek', and a Stream is a stream of torch",
+                "a stream of the datasets library, which can begin anywhere",
+                "resume='replay'",
+            ),
+        ),
+    ],
+    ids=["workers", "seek"],
+)
+def test_stream_of_torch_refuses_what_it_cannot_have(settings: dict[str, Any], wanted: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loader(Stream(3), **settings)
+    assert problem_of(caught) == wanted
 
 
 def test_stream_that_is_split_already_is_refused() -> None:

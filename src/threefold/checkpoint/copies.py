@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -30,8 +29,6 @@ _FIX = (
     "resume from the last checkpoint; if copies differ again, --mesh.tp 1, or look for code or hardware that changes a "
     "tensor on one rank"
 )
-
-Gather = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 
 
 def state_held(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, buffers: bool = True) -> dict[str, Tensor]:
@@ -53,15 +50,12 @@ def state_held(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, buf
     return state
 
 
-def refuse_drift(
-    state: Mapping[str, Tensor], mesh: Mesh, *, when: str, gather: Gather | None = None, fix: str = _FIX
-) -> None:
+def refuse_drift(state: Mapping[str, Tensor], mesh: Mesh, *, when: str, fix: str = _FIX) -> None:
     """Compares the copies of every tensor bit by bit; every rank calls it, after the same step.
 
     Args:
         state: live tensors, the same names on every rank. A plain tensor is complete on every rank.
         when: what it was compared after or before, for the error: `after step 10`.
-        gather: as `Mesh.gather`, for ranks that are no mesh of threefold.
 
     Raises:
         RunError: a tensor differs between ranks that hold the same part of it; the same text on every rank.
@@ -70,7 +64,7 @@ def refuse_drift(
     if not groups:
         return
     own = [digest([state[name] for name in names]) for names in groups.values()]
-    of_ranks = (gather or mesh.gather)(np.array(own, np.int64))
+    of_ranks = mesh.gather(np.array(own, np.int64))
     if not any(_differing(of_ranks[:, number].tolist(), axes) for number, axes in enumerate(groups)):
         return
     each = {name: digest([state[name]]) for names in groups.values() for name in names}

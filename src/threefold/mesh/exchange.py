@@ -178,7 +178,8 @@ def refuse_unlike(parts: list[dict[str, Any]], ranks_of_copy: int) -> None:
             raise DataError(
                 f"ranks {first} and {rank} belong to dp rank {dp} and give different rows to {calls[0]}: {difference}",
                 expected="the same rows on all cp and tp ranks of a dp rank",
-                fix="loader = threefold.distribute(loader), which reads by mesh.dp_rank",
+                fix="loader = threefold.distribute(loader), which reads by mesh.dp_rank; what a collate_fn draws at "
+                "random (masks) must come from the sample",
             )
 
 

@@ -111,7 +111,7 @@ class Mesh:
     @property
     def meets_others(self) -> bool:
         """Whether there are other ranks to meet; none where a step is traced with a group that sends nothing."""
-        return self.parameter_mesh is not None and dist.get_backend() != _ALONE
+        return self.store is not None and dist.get_backend() != _ALONE
 
     def device_mesh(self, name: str) -> DeviceMesh | None:
         """torch's DeviceMesh of this rank and the others along `dp`, `cp`, `tp` or `loss` (dp x cp), for collectives.
@@ -132,15 +132,22 @@ class Mesh:
         return DeviceMesh.from_group(group, self.device.type, mesh_dim_names=(name,))
 
     def gather(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The values of every rank, [n] int64 -> [world, n] int64, on the CPU: no rank waits for its device."""
-        if (group := self.group("world")) is None:
+        """The values of every rank, [n] int64 -> [world, n] int64, on the CPU: no rank waits for its device.
+
+        Where a launcher has made a process group that cannot send from the CPU, by the device.
+        """
+        if self.store is None:
             return values[None]
-        gathered = torch.empty((self.world_size, len(values)), dtype=torch.int64)
-        dist.all_gather(list(gathered), torch.from_numpy(values), group=group)
-        return gathered.numpy()
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        gathered = torch.empty((self.world_size, len(values)), dtype=torch.int64, device=device)
+        dist.all_gather(list(gathered), torch.from_numpy(values).to(device))
+        return gathered.numpy(force=True)
 
     def agree(
-        self, call: str, number: int, make: Callable[[], tuple[Sequence[dict[str, Any]], int]]
+        self,
+        call: str,
+        number: int = 0,
+        make: Callable[[], tuple[Sequence[dict[str, Any]], int]] = lambda: ((), 0),
     ) -> tuple[Sequence[dict[str, Any]], int]:
         """The micro-batches that `make` returns, and its count summed over the dp ranks; every rank calls it.
 

@@ -61,7 +61,7 @@ class _Start:
         """Every rank comes here before its first forward; raises what another one refuses."""
         if not self._agreed:
             self._agreed = True
-            self._mesh.agree("generate's first token", 0, lambda: ([], 0))
+            self._mesh.agree("generate's first token")
 
     def refuse(self, error: Exception) -> None:
         """Raises what transformers refuses on every rank; nothing if the ranks compute already."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ class LossBatch(dict[str, Tensor]):
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Model:
     """A model on the mesh.
 
@@ -103,15 +103,40 @@ class Model:
     automatic_rate: float = RANDOM
     asked: Config | None = None
     architecture: PretrainedConfig | None = None
-    savers: dict[Any, Any] = field(default_factory=dict, repr=False)
-    saved: dict[Path, int] = field(default_factory=dict, repr=False)
-    locks: dict[Path, Any] = field(default_factory=dict, repr=False)
+    savers: dict[Any, Any] = field(default_factory=dict)
+    saved: dict[Path, int] = field(default_factory=dict)
+    locks: dict[Path, Any] = field(default_factory=dict)
     sums: GradientSums = None  # type: ignore[assignment]  # set below
-    before_first_step: Callable[[Model, Mapping[str, Tensor]], None] | None = field(default=None, repr=False)
+    before_first_step: Callable[[Model, Mapping[str, Tensor]], None] | None = None
 
     def __post_init__(self) -> None:
         if self.sums is None:
             object.__setattr__(self, "sums", FloatSums(self.mesh))
+
+    def __repr__(self) -> str:
+        size = sum(parameter.numel() for parameter in self.module.parameters())
+        return f"Model({type(self.module).__name__}, {size:,} parameters, {self.mesh.topology})"
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.mesh.device
+
+    def requires_grad_(self, requires_grad: bool = True) -> NoReturn:
+        """Refused: what is trained is known before the optimizer is made."""
+        raise ConfigError(
+            f"model.requires_grad_({requires_grad})",
+            expected="parameters frozen by name; a model that nothing trains is called under torch.no_grad()",
+            fix="threefold.freeze(model, ['embed_tokens'])",
+        )
+
+    def load_state_dict(self, *state: Any, **settings: Any) -> NoReturn:
+        """Refused: ranks hold parts of the tensors."""
+        raise ConfigError(
+            "model.load_state_dict(...)",
+            expected="weights in files, of which each rank reads its part",
+            fix="threefold.load_model(FOLDER, mesh=mesh); or threefold.load(FOLDER, model=model), of a checkpoint",
+        )
 
     def __call__(self, *arguments: Any, **inputs: Any) -> Any:
         """The logits of whole rows, float32 [rows, sequence, vocabulary], the same on all cp and tp ranks.

@@ -17,14 +17,14 @@ from threefold.audit.proof import SavedPlace, check_chain, check_logged, check_s
 from threefold.audit.record import Line, Segment, SegmentLine
 from threefold.audit.stores import ALL, SAMPLED, are_here, byte_lines
 from threefold.checkpoint.layout import CheckpointFolder
-from threefold.checkpoint.lineage import Identity
+from threefold.checkpoint.lineage import Identity, Journal
 from threefold.config import loading
 from threefold.config.text import parse
 from threefold.data.order.mixture import Mixture
 from threefold.data.order.order import Place
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.packing import Packing
-from threefold.errors import RunError, ThreefoldError
+from threefold.errors import ConfigError, RunError, ThreefoldError
 from threefold.mesh.environment import cache_folder
 from threefold.records.run import RunRecord
 from threefold.run import choice
@@ -37,6 +37,13 @@ def proof_lines(run: Path, rows_of: Callable[[Path, Sequence[Segment]], Rows] | 
         rows_of: opens the run's source: then every token is read again and compared, and all blocks of its stores.
     """
     contents = rows_of is not None
+    why = next((start for start in reversed(Journal(run).starts()) if start.get("audit_fix")), None)
+    if why is not None and not (run / record.FILE).exists():
+        raise ConfigError(
+            f"{run} was not audited: {why['audit']}",
+            expected="rows whose order is known: nothing can be proved of others",
+            fix=f"for the next run: {why['audit_fix']}",
+        )
     lines = record.read_lines(run / record.FILE)
     segments = record.standing(lines)
     stretches = prove(segments, rows_of(run, segments) if rows_of is not None else None)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from threefold.checkpoint.layout import Checkpoint
 from threefold.errors import RunError
@@ -32,6 +32,22 @@ class Facts:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: Path | None = None
     reason: str = ""
+
+
+class Callback(Protocol):
+    """What `threefold.train(callbacks=)` calls; a class that inherits it writes the hooks that it needs."""
+
+    def on_step(self, facts: Facts) -> bool | None:
+        """After a logged step; True stops the run."""
+
+    def on_eval(self, facts: Facts) -> bool | None:
+        """After an evaluation; True stops the run."""
+
+    def on_save(self, facts: Facts) -> None:
+        """A checkpoint is complete."""
+
+    def on_stop(self, facts: Facts) -> None:
+        """The run has ended."""
 
 
 class Hooks:

@@ -59,7 +59,7 @@ from threefold.run.watch.watchdog import Watchdog
 from threefold.training.loop import Guards, Window
 from threefold.training.nonfinite import Finite, Policy
 from threefold.training.numbers import StepNumbers, StepResult
-from threefold.training.progress import OwnTime
+from threefold.training.progress import OwnTime, Slowest
 from threefold.training.step import TrainStep
 from threefold.training.stop_request import StopRequest
 
@@ -125,7 +125,9 @@ class Run:
         self.mesh = mesh or active_mesh() or init_mesh()
         self._own_watch, self._last = watch is None, last
         timeout_s = self.config.train.timeout_s or REPORT_BEFORE * self.mesh.timeout_s
-        self.watch = watch or Watchdog(self.mesh.rank, stall_s=self.config.log.stall_s, timeout_s=timeout_s)
+        stall_s = self.config.log.stall_s
+        self.watch = watch or Watchdog(self.mesh.rank, stall_s=stall_s, timeout_s=timeout_s, program=True)
+        self._slowest = Slowest(self.mesh)
         self.say: Callable[[str], None] = print if self.mesh.rank == 0 else lambda line: None
         self.step, self.extra = 0, dict[str, Any]()
         self._lock, self._stack = RunLock(), contextlib.ExitStack()
@@ -308,10 +310,10 @@ class Run:
 
     def log(self, numbers: StepNumbers | EvalNumbers | None = None, **values: float) -> None:
         """Adds a line to the run's metrics and trackers: what a step or an evaluation returned, and further numbers."""
-        self._require_begun("log")
+        self._require_begun("run.log()")
         metrics: dict[str, Any] = {"step": self.step}
         if isinstance(numbers, StepNumbers):
-            metrics |= {**numbers._asdict(), **self._rates, **self._window.measured(self.mesh)}
+            metrics |= {**numbers._asdict(), **self._rates, **self._window.measured(self.mesh, self._slowest)}
             self._window = Window(own=OwnTime(self.guards.progress))
             if self.config.train.nonfinite == "skip":
                 metrics["skipped_steps"] = self.guards.finite.skipped
@@ -327,7 +329,7 @@ class Run:
         """
         from threefold.training import saving
 
-        self._require_begun("save")
+        self._require_begun("run.save()")
         assert self._held is not None
         if self._saved == self.step:
             return
@@ -362,6 +364,8 @@ class Run:
 
     def _computed(self, step: TrainStep, result: StepResult) -> None:
         """What the step has computed, which nothing is built on yet, and the rates that it had."""
+        self._require_begun("step(batch)")
+        self._slowest.tell(self._window.own.total_s())
         self._rates = {"lr": step.optimizer.param_groups[0]["lr"], **rates_of(step.optimizer)}
         rows = [self._rows] * len(result.micro_losses)
         self.guards.look_for_nonfinite(self.step, result, lambda: rows, now=True)
@@ -383,12 +387,20 @@ class Run:
                 expected="the loader whose place the run saves: a resume would read its first rows again",
                 fix="run.load(step, loader)",
             )
-        order, why = _order_of(batches)
+        if self.step and not hasattr(batches, "state_dict") and not hasattr(batches, "__next__"):
+            kind = type(batches).__name__
+            raise ConfigError(
+                f"the run resumes after step {self.step}, and run.steps(...) is given {kind}, which begins again",
+                expected="batches that continue: the first ones would be read again, and the last ones never",
+                fix="run.steps(itertools.islice(itertools.cycle(batches), run.step, None), until=...); or a loader of "
+                "threefold.distribute, with run.load(step, loader)",
+            )
+        order, why, fix = _order_of(batches)
         self._began = True
-        what = {"program": sys.argv[0], "audit": why or "on"}
+        what = {"program": sys.argv[0], "audit": why or "on", "audit_fix": fix}
         self.begin(lambda: None if order is None else self._start_of(batches, order), lambda: what)
         if why:
-            self.say(f"not audited: {why}")
+            self.say(f"not audited: {why}; {fix}")
         self.guards.trackers = self.track({"program": what}, {"mesh": str(self.mesh.topology), **versions()})
         self.guards.notice = self._notice
 
@@ -469,7 +481,7 @@ class Run:
     def _require_begun(self, what: str) -> None:
         if not self._began:
             raise ConfigError(
-                f"run.{what}() before the first step",
+                f"{what} before run.steps(...)",
                 expected="a run that has begun: its folder is not changed before",
                 fix="call it inside of `for batch in run.steps(loader, until=...)`, or after it",
             )
@@ -525,23 +537,24 @@ def _passes(batches: Iterable[Any], run: Run) -> Iterator[Any]:
             )
 
 
-def _order_of(loader: Any) -> tuple[Order | None, str]:
-    """The order in which a loader reads its rows; None, and why, where rows cannot be audited."""
+def _order_of(loader: Any) -> tuple[Order | None, str, str]:
+    """The order in which a loader reads its rows; None, why, and what helps, where rows cannot be audited."""
     from threefold.data.sampling.distribute import DistributedLoader
 
     if not isinstance(loader, DistributedLoader):
-        return None, f"a {type(loader).__name__} does not tell its rows; loader = threefold.distribute(DataLoader(...))"
+        return None, f"{type(loader).__name__} does not tell its rows", "loader = threefold.distribute(DataLoader(...))"
     sampler, rows = loader.sampler, loader.sampler.epoch_size
     if sampler.weighted or sampler.order != "threefold":
         drawn = "drawn with weights" if sampler.weighted else "in torch's order"
-        return None, f"rows {drawn} are not each read once by an order that is known"
+        return None, f"rows {drawn} are not each read once by an order that is known", "distribute(DataLoader(...))"
     uneven = rows % sampler.num_replicas
     if sampler.tail == "pad" and uneven:
-        return None, f"{rows:,} rows are padded for {sampler.num_replicas} dp ranks; distribute(loader, tail='exact')"
+        return None, f"{rows:,} rows are padded for {sampler.num_replicas} dp ranks", "distribute(loader, tail='exact')"
     if sampler.tail == "drop" and uneven and not loader.drop_last:
-        return None, f"tail='drop' leaves out {uneven} rows; distribute(loader, tail='exact'), or drop_last=True"
+        fix = "distribute(loader, tail='exact'), or a loader with drop_last=True"
+        return None, f"tail='drop' leaves out {uneven} rows", fix
     size = (loader.batch_size or 1) * sampler.num_replicas
-    return Order(rows, size, sampler.seed, sampler.shuffle, "drop" if loader.drop_last else "exact"), ""
+    return Order(rows, size, sampler.seed, sampler.shuffle, "drop" if loader.drop_last else "exact"), "", ""
 
 
 def _contents(batch: Any) -> list[Any]:

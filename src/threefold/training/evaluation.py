@@ -68,7 +68,7 @@ class EvalStep:
 
     def _totals(self, batches: Iterable[Mapping[str, Any]]) -> list[float]:
         model, mesh = self._model, self._model.mesh
-        mesh.agree("an evaluation", 0, lambda: ([], 0))
+        mesh.agree("an evaluation")
         trained, buffers = model.module.training, model.context is not None
         refuse_drift(state_held(model.module, None, buffers=buffers), mesh, when="before an evaluation")
         model.eval()

@@ -250,13 +250,17 @@ class Window:
         self.own.read(watch.lap(), time.thread_time() - cpu_s)
         return batch
 
-    def measured(self, mesh: Mesh) -> Metrics:
-        """What a step of the window has taken."""
-        return {
-            "step_time_s": self.elapsed.lap() / max(1, self.steps),
+    def measured(self, mesh: Mesh, slowest: Slowest) -> Metrics:
+        """What a step of the window has taken, and for which rank the others waited."""
+        elapsed_s = self.elapsed.lap()
+        metrics: Metrics = {
+            "step_time_s": elapsed_s / max(1, self.steps),
             "data_wait_s": self.own.data_wait_s / max(1, self.steps),
             "peak_memory_bytes": peak_memory_bytes(mesh.device.type),
         }
+        if (found := slowest.find(elapsed_s)) is not None:
+            metrics["slowest_rank"], metrics["slowest_share"] = found
+        return metrics
 
 
 def _window_of(run: Loop) -> Window:
@@ -272,9 +276,8 @@ def _step_metrics(
     run: Loop, step: int, epoch: int, loss: float, lr: float, result: StepResult, window: Window, slowest: Slowest
 ) -> Metrics:
     seq_len = run.config.data.seq_len
-    measured = window.measured(run.mesh)
-    elapsed_s = measured["step_time_s"] * window.steps
-    tokens_per_s = window.tokens / elapsed_s
+    measured = window.measured(run.mesh, slowest)
+    tokens_per_s = window.tokens / (measured["step_time_s"] * window.steps)
     metrics: Metrics = {
         "step": step,
         "epoch": epoch,
@@ -294,8 +297,6 @@ def _step_metrics(
         metrics["aux_loss"] = aux_loss
     if run.config.model.admission == "off":
         metrics["admission"] = "off"
-    if (found := slowest.find(elapsed_s)) is not None:
-        metrics["slowest_rank"], metrics["slowest_share"] = found
     if run.config.train.nonfinite == "skip":
         metrics["skipped_steps"] = run.guards.finite.skipped
     if run.recompiled is not None:

@@ -113,6 +113,7 @@ class OwnTime:
 
     progress: Progress = field(default_factory=Progress)
     data_wait_s: float = 0.0
+    _device_s: float = 0.0
     _began: float = field(default_factory=time.thread_time)
     _blocked: float = field(init=False)
 
@@ -128,7 +129,8 @@ class OwnTime:
 
     def total_s(self) -> float:
         if self.progress.device is not None:
-            return self.data_wait_s + self.progress.device.take_s()
+            self._device_s += self.progress.device.take_s()
+            return self.data_wait_s + self._device_s
         return self.data_wait_s + time.thread_time() - self._began + self.progress.blocked_s - self._blocked
 
 

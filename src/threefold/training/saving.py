@@ -143,7 +143,7 @@ def write(
         ConfigError, RunError: as `save`.
     """
     model, mesh, optimizer = held.model, held.model.mesh, optimizer_of(held.optimizer)
-    mesh.agree("threefold.save of step", step, lambda: ([], 0))
+    mesh.agree("threefold.save of step", step)
     described = held.described(extra)
 
     def look() -> dict[str, Any]:
@@ -303,7 +303,7 @@ def _saver_of(
     model: Model, optimizer: torch.optim.Optimizer | None, *, background: bool, continue_on_error: bool
 ) -> Saver:
     """The saver of these tensors, made at the first save; an earlier one of others is waited for."""
-    key = id(optimizer) if optimizer is not None else None, background
+    key = id(optimizer) if optimizer is not None else None, background, continue_on_error
     known = model.savers.get(key)
     for other in model.savers.values():
         if other is not known:

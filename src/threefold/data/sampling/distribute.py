@@ -18,7 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from threefold.data.order.partition import Tail
 from threefold.data.rows.concat import IGNORED
@@ -78,16 +85,24 @@ def distribute(
             expected="tail='exact': only it adds a row that must be ignored",
             fix="distribute(loader, tail='exact', ignore_last_row=...), or leave ignore_last_row out",
         )
+    batches = _batches_of(loader)
     sampler = DistributedSampler.for_loop(
         loader.dataset,
         seed=seed,
-        drop_last=loader.drop_last,
+        drop_last=batches.drop_last,
         tail=tail,
         order=order,
         mesh=mesh,
-        **draw_of(loader.sampler, len(loader.dataset)),
+        **draw_of(batches.sampler, len(loader.dataset)),
     )
-    return DistributedLoader(loader.dataset, sampler, ignore_last_row, **{name: getattr(loader, name) for name in KEPT})
+    kept = {name: getattr(loader, name) for name in KEPT}
+    kept |= {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+    return DistributedLoader(loader.dataset, sampler, ignore_last_row, **kept)
+
+
+def _batches_of(loader: DataLoader[Any]) -> Any:
+    """What decides the size of batches and the draw: the loader, or the BatchSampler of torch that it was given."""
+    return loader.batch_sampler if loader.batch_size is None and type(loader.batch_sampler) is BatchSampler else loader
 
 
 class DistributedLoader(DataLoader[Any]):
@@ -249,9 +264,8 @@ def check_loader(loader: Any) -> None:
         raise ConfigError(
             f"the loader's dataset ({type(loader.dataset).__name__}) is a stream: it has no indices to distribute",
             expected="a map-style dataset, with __len__ and __getitem__",
-            fix="threefold.data.sampling.streaming.StreamingLoader(dataset, batch_size=...) for a stream of the "
-            "datasets library, or load the data without streaming=True; of another stream give the step the batches "
-            "that itertools.islice(dataset, mesh.dp_rank, None, mesh.dp_size) makes",
+            fix="threefold.data.sampling.streaming.StreamingLoader(dataset, batch_size=...); or load the data without "
+            "streaming=True",
         )
     if isinstance(loader, DistributedLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         raise ConfigError(
@@ -259,12 +273,13 @@ def check_loader(loader: Any) -> None:
             expected="a plain torch.utils.data.DataLoader, which can be rebuilt with another sampler",
             fix="pass the DataLoader that it was made from, or build one with the same arguments",
         )
-    if loader.batch_size is None and loader.batch_sampler is not None:
+    if _batches_of(loader) is loader and loader.batch_size is None and loader.batch_sampler is not None:
         raise ConfigError(
             f"the loader has a batch_sampler ({type(loader.batch_sampler).__name__})",
-            expected="batch_size: a batch_sampler's samples for one dp rank are not known",
-            fix="DataLoader(dataset, batch_size=..., shuffle=...) without batch_sampler; or give the step its batches "
-            "of every mesh.dp_size-th row from mesh.dp_rank on, without threefold.distribute",
+            expected="batch_size, or torch's own BatchSampler: a dp rank's samples of any other are not known",
+            fix="DataLoader(dataset, batch_size=8, shuffle=True) without batch_sampler; or, if it gives the same on "
+            "every rank, without threefold.distribute: own = list(batch_sampler)[mesh.dp_rank :: mesh.dp_size]; "
+            "DataLoader(dataset, batch_sampler=own[: len(batch_sampler) // mesh.dp_size])",
         )
     if not loader.in_order and loader.num_workers:
         raise ConfigError(

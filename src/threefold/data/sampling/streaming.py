@@ -1,4 +1,4 @@
-"""Batches of one dp rank from a stream of the `datasets` library, for data without indices.
+"""Batches of one dp rank from a stream of the `datasets` library or of torch, for data without indices.
 
 In: a `datasets.IterableDataset`. Out: a loader over this dp rank's part of it, split by datasets' own
 `split_dataset_by_node`, and a state. A stream has no positions, so it gets less than `threefold.distribute` gives:
@@ -14,22 +14,31 @@ In: a `datasets.IterableDataset`. Out: a loader over this dp rank's part of it, 
 - Not kept: equal counts. Ranks may differ by the rows of a shard, so a loop with collectives takes a number of steps
   from `endless`, where each rank begins its next epoch at its own end, and not an epoch.
 - Not kept: the audit, which needs indices.
+
+A torch `IterableDataset` (a WebDataset is one) cannot be split: every rank reads all of it, with one worker at most,
+and keeps every n-th row. So all ranks have equally many batches and one state; rows that do not fill the last round of
+the dp ranks are left out. The first row is compared over all ranks.
 """
 
 from __future__ import annotations
 
 import operator
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Literal, get_args
 
+import torch.utils.data
 from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from threefold.data.order.order import Cursor, Plain
 from threefold.data.sampling.sampler import data_axis
 from threefold.errors import ConfigError, DataError
+from threefold.mesh.mesh import Mesh, active_mesh
 
 Resume = Literal["replay", "seek"]
 
@@ -39,7 +48,7 @@ class StreamingLoader:
 
     def __init__(
         self,
-        dataset: IterableDataset,
+        dataset: IterableDataset | torch.utils.data.IterableDataset[Any],
         mesh: Any | None = None,
         *,
         batch_size: int,
@@ -58,10 +67,15 @@ class StreamingLoader:
             loader_settings: further arguments of torch's DataLoader.
 
         Raises:
-            ConfigError: not a stream of datasets, one that is split already, or `seek` without torchdata.
+            ConfigError: not a stream, one that is split already, `seek` without torchdata, or a setting that a stream
+                of torch cannot have.
         """
         self.num_replicas, self.rank = data_axis(mesh)
-        _check_stream(dataset)
+        shared = isinstance(dataset, torch.utils.data.IterableDataset) and not isinstance(dataset, IterableDataset)
+        if shared:
+            _check_shared(dataset, num_workers, resume)
+        else:
+            _check_stream(dataset)
         if resume not in get_args(Resume):
             raise ConfigError(f"resume = {resume!r}", expected="replay or seek", fix="resume='replay'")
         self.epoch = 0
@@ -72,7 +86,11 @@ class StreamingLoader:
         self._resume = resume
         self._loader: Any = None
         axis: dict[str, Plain] = {"num_replicas": self.num_replicas, "rank": self.rank}
-        self._made_from = {**axis, **sizes, "num_shards": dataset.num_shards, "resume": resume}
+        self._made_from = {**axis, **sizes, "resume": resume, "num_shards": getattr(dataset, "num_shards", 1)}
+        self._mesh = mesh if isinstance(mesh, Mesh) else active_mesh()
+        self._shared, self._compared = shared, False
+        if shared:
+            del self._made_from["rank"]
         self._begin = 0
         self._done = 0
         self._seek_to: Any = None
@@ -93,12 +111,24 @@ class StreamingLoader:
 
     def _open(self, epoch: int) -> Any:
         # A new one for each pass: a stream keeps the state that it was given, even when it should begin at its head.
-        part = split_dataset_by_node(self._dataset, rank=self.rank, world_size=self.num_replicas)
-        part.set_epoch(epoch)
+        part: Any = self._dataset
+        if not self._shared:
+            part = split_dataset_by_node(part, rank=self.rank, world_size=self.num_replicas)
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+        if self._shared:
+            self._compare_first()
+            part = _EveryNth(part, self.rank, self.num_replicas)
         loader = self._loader_class(part, **self._settings)
         if self._seek_to is not None:
             loader.load_state_dict(self._seek_to)
         return loader
+
+    def _compare_first(self) -> None:
+        """DataError on every rank if the stream does not begin with the same row on all of them."""
+        if not self._compared and self._mesh is not None:
+            self._mesh.decide("stream", _digest_of(next(iter(self._dataset), None)), _refuse_other)
+        self._compared = True
 
     def endless(self) -> Iterator[Any]:
         """Epoch after epoch, for a loop that counts steps; a DataError if one has no batch on this rank."""
@@ -139,11 +169,61 @@ class StreamingLoader:
         self._seek_to = state["stream"] if self._resume == "seek" else None
 
 
+class _EveryNth(torch.utils.data.IterableDataset[Any]):
+    """One of each round of `size` rows."""
+
+    def __init__(self, stream: Any, rank: int, size: int) -> None:
+        self._stream, self._rank, self._size = stream, rank, size
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = iter(self._stream)
+        while len(of_ranks := list(islice(rows, self._size))) == self._size:
+            yield of_ranks[self._rank]
+
+
+def _digest_of(row: Any) -> int:
+    """Of the tensors, arrays, numbers and texts in a row; of anything else it knows the kind."""
+    digest = 0
+    for leaf in tree_leaves(row):
+        value = leaf.numpy(force=True) if isinstance(leaf, Tensor) else leaf
+        known = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
+        plain = hasattr(value, "dtype") or isinstance(value, (str, bytes, int, float))
+        digest = zlib.crc32(known if plain else type(value).__name__.encode(), digest)
+    return digest
+
+
+def _refuse_other(digests: list[int]) -> None:
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise DataError(
+            f"the stream does not begin with the same row on ranks 0 and {other}",
+            expected="the same rows in the same order on every rank: StreamingLoader gives each dp rank its share",
+            fix="leave out what splits it by rank (for a WebDataset: nodesplitter=lambda urls: urls), and shuffle it "
+            "with one seed on every rank",
+        )
+
+
+def _check_shared(dataset: Any, num_workers: int, resume: str) -> None:
+    kind = type(dataset).__name__
+    if num_workers > 1:
+        raise ConfigError(
+            f"num_workers = {num_workers}, and a {kind} is a stream of torch",
+            expected="one worker at most: each would give the whole stream again",
+            fix="num_workers=1",
+        )
+    if resume == "seek":
+        raise ConfigError(
+            f"resume = 'seek', and a {kind} is a stream of torch",
+            expected="a stream of the datasets library, which can begin anywhere",
+            fix="resume='replay'",
+        )
+
+
 def _check_stream(dataset: Any) -> None:
     if not isinstance(dataset, IterableDataset):
         raise ConfigError(
             f"StreamingLoader got a {type(dataset).__name__}",
-            expected="a datasets.IterableDataset, which can be split among ranks",
+            expected="an IterableDataset of datasets or of torch",
             fix="threefold.distribute(DataLoader(dataset, ...)) for data with indices, or "
             "datasets.load_dataset(..., streaming=True)",
         )

@@ -22,13 +22,12 @@ from transformers.utils import logging
 
 from threefold.audit import record
 from threefold.audit.compare import Audit, begin
-from threefold.audit.digest import Int64
 from threefold.audit.offences import Evidence, explain
 from threefold.audit.record import SegmentLine
 from threefold.data.order.order import Order, Place
-from threefold.errors import Problem, ranks_text
-from threefold.integrations.huggingface.counter import RowCounter, from_all_ranks, queue_of
-from threefold.integrations.huggingface.data import Taken, TrainLoader
+from threefold.errors import Problem
+from threefold.integrations.huggingface.counter import RowCounter, queue_of
+from threefold.integrations.huggingface.data import TrainLoader
 from threefold.integrations.huggingface.lengths import GroupedSampler
 from threefold.integrations.huggingface.state import all_ranks, in_trainer_words, refuse_other_copies
 from threefold.jsonl import MetricsFile
@@ -115,8 +114,8 @@ class OrderAudit:
     """Compares all ranks' steps with the order; `micro_batch` and `step_done` say what the loop has used."""
 
     def __init__(self, loader: TrainLoader, *, folder: Path, done: int, every: int, args: Any) -> None:
-        self._taken: deque[Taken] = loader.watch()
-        self._used: list[Taken] = []
+        self._taken: deque[tuple[int, ...]] = loader.watch()
+        self._used: list[int] = []
         self._step = done
         place = loader.state_dict()
         again = bool(done and (args.ignore_data_skip or not loader.continues))
@@ -130,18 +129,17 @@ class OrderAudit:
         path = folder / record.FILE
         file = _open_record(path, again=again, first_step=start.first_step) if loader.axis.rank == 0 else None
         older = "resume from an older checkpoint, or begin in another output_dir"
-        begun = all_ranks().share("audit", partial(begin, start, path, file, fix=older))
-        self._audit = Audit(replace(start, **begun), gather=_gather, explain=_explain, record=file)
+        mesh = all_ranks()
+        begun = mesh.share("audit", partial(begin, start, path, file, fix=older))
+        self._audit = Audit(replace(start, **begun), gather=mesh.gather, explain=_explain, record=file)
 
     def micro_batch(self) -> None:
         if self._taken:
-            self._used.append(self._taken.popleft())
+            self._used += self._taken.popleft()
 
     def step_done(self) -> None:
         self._step += 1
-        numbers = np.array([number for batch in self._used for number in batch.numbers], np.int64)
-        digests = [np.array([batch.contents], np.uint64).view(np.int64) for batch in self._used]
-        self._audit.observe(self._step, numbers, *digests)
+        self._audit.observe(self._step, np.array(self._used, np.int64))
         self._used = []
 
     def check(self) -> None:
@@ -167,23 +165,6 @@ def _not_each_row_once(batches: Any, rows: Any) -> str | None:
     return type(sampler).__name__
 
 
-def _gather(values: Int64) -> Int64:
-    return np.stack(from_all_ranks(values))
-
-
 def _explain(evidence: Evidence) -> list[Problem]:
     """What is wrong, with the Trainer's arguments."""
-    messages, sharers = evidence.messages, evidence.topology.tp
-    firsts = [messages[rank - rank % sharers] for rank in range(len(messages))]
-    pairs = enumerate(zip(messages, firsts, strict=True))
-    other = [rank for rank, (own, first) in pairs if own.contents != first.contents and own.samples == first.samples]
-    if other:
-        tensors = Problem(
-            f"{ranks_text(other)} trained on other tensors than the first rank of the same dp rank, in steps "
-            f"{evidence.first_step} to {messages[0].last_step}, though the samples are the same",
-            "the same tensors on all ranks that hold parts of one model: each computes its part of the same batch",
-            "seed what the data_collator or the dataset draws at random (masks, augmentation) with the sample's "
-            "number, or use dataloader_num_workers=1 or more, whose seeds are the same on these ranks",
-        )
-        return [tensors]
     return [in_trainer_words(problem) for problem in explain(evidence, resume=_RESUME)]

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from transformers.utils import logging
 
 from threefold.audit.digest import Int64
 from threefold.errors import RunError, rows_text
-from threefold.integrations.huggingface.data import Taken, TrainLoader
+from threefold.integrations.huggingface.data import TrainLoader
+from threefold.integrations.huggingface.state import all_ranks
 
 log = logging.get_logger(__name__)
 
@@ -42,7 +41,7 @@ class RowCounter:
         # The batches that transformers reads and discards when it resumes inside an epoch.
         skips = not args.ignore_data_skip and not isinstance(loader, TrainLoader)
         self._skip = self._step % per_epoch * args.gradient_accumulation_steps if skips else 0
-        self._rank = args.process_index
+        self._rank, self._gather = args.process_index, all_ranks().gather
         self._seen = np.zeros(len(loader.dataset), np.bool_)
         self._complete_since_head = self._fresh = True
         self._epoch = self._largest_step = 0
@@ -65,8 +64,7 @@ class RowCounter:
             self._given.popleft()
             self._skip -= 1
         if self._given:
-            batch = self._given.popleft()
-            self._used += batch.numbers if isinstance(batch, Taken) else batch
+            self._used += self._given.popleft()
 
     def step_done(self) -> None:
         """The batches used since the last step are one step."""
@@ -76,7 +74,7 @@ class RowCounter:
     def check(self) -> None:
         """Exchanges what was read since the last call, on every rank; RunError if the epoch has read a row twice."""
         steps, self._steps = self._steps, []
-        for offset, of_ranks in enumerate(_of_all_ranks(steps), start=1):
+        for offset, of_ranks in enumerate(_of_all_ranks(steps, self._gather), start=1):
             self._take(self._step + offset, of_ranks)
         self._step += len(steps)
 
@@ -138,25 +136,15 @@ class RowCounter:
         )
 
 
-def _of_all_ranks(steps: list[list[int]]) -> list[list[Int64]]:
+def _of_all_ranks(steps: list[list[int]], gather: Callable[[Int64], Int64]) -> list[list[Int64]]:
     """What each rank has read in each step, [steps][ranks] of [rows]."""
-    sizes = from_all_ranks(np.array([len(rows) for rows in steps], np.int64))
+    sizes = gather(np.array([len(rows) for rows in steps], np.int64))
     padded = np.full(max(int(own.sum()) for own in sizes), -1, np.int64)
     own = np.array([row for rows in steps for row in rows], np.int64)
     padded[: len(own)] = own
-    read = from_all_ranks(padded)
+    read = gather(padded)
     of_ranks = [np.split(rows[: own.sum()], own.cumsum()[:-1]) for rows, own in zip(read, sizes, strict=True)]
     return [list(of_step) for of_step in zip(*of_ranks, strict=True)] if steps else []
-
-
-def from_all_ranks(values: Int64) -> list[Int64]:
-    """What every rank gave, in rank order: integers [n], the same n on all ranks; no object is unpickled."""
-    if not dist.is_initialized():
-        return [values]
-    own = torch.from_numpy(values).to("cuda" if dist.get_backend() == "nccl" else "cpu")
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, own)
-    return [each.cpu().numpy() for each in found]
 
 
 def queue_of(batches: Any) -> deque[tuple[int, ...]]:

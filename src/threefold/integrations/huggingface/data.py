@@ -11,13 +11,12 @@ without a sample in that round has a stand-in there, which the loss leaves out.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
-import xxhash
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor
@@ -119,13 +118,6 @@ def collate_numbered(
     return Numbered(numbers, collate(rows[:-1]), collate(rows[-1:]), samples[-1].number >= 0)
 
 
-class Taken(NamedTuple):
-    """A batch that the loop got: the numbers of its samples, and a digest of its tensors (0: not computed)."""
-
-    numbers: tuple[int, ...]
-    contents: int
-
-
 class Returned(NamedTuple):
     """A batch that the loop got: its number of real rows, the rest that belongs to it (None: no rest), see Numbered."""
 
@@ -140,7 +132,7 @@ class TrainLoader(DistributedLoader):
 
     Attributes:
         returned: of each returned batch, oldest first, until somebody takes it.
-        taken: what was in these batches, once `watch` was called.
+        taken: the numbers of the samples of these batches, once `watch` was called.
         continues: the audit's record, if there is one, is of the same order.
     """
 
@@ -161,7 +153,7 @@ class TrainLoader(DistributedLoader):
         self.axis = axis
         self.returned: deque[Returned] = deque()
         self.continues = True
-        self.taken: deque[Taken] | None = None
+        self.taken: deque[tuple[int, ...]] | None = None
         self.end_of_dataloader, self.remainder = False, -1
         self._accelerator = accelerator
 
@@ -169,7 +161,7 @@ class TrainLoader(DistributedLoader):
         """As DistributedLoader's, with the batches on the accelerator's device."""
         return self._on_device(super().__iter__())
 
-    def watch(self) -> deque[Taken]:
+    def watch(self) -> deque[tuple[int, ...]]:
         """A queue of every batch that is returned from now on."""
         self.taken = deque()
         return self.taken
@@ -193,19 +185,8 @@ class TrainLoader(DistributedLoader):
                 rest = on_device(rest, self._accelerator)
             self.returned.append(Returned(len(numbers) - read.real_rest, rest, int(read.real_rest), read.alone))
             if self.taken is not None:
-                # Ranks that share their rows must have the same tensors too; others have nobody to compare with.
-                contents = digest_of(read.rest, digest_of(read.batch)) if self.axis.sharers > 1 else 0
-                self.taken.append(Taken(tuple(numbers.tolist()), contents))
+                self.taken.append(tuple(numbers.tolist()))
             yield on_device(read.batch, self._accelerator)
-
-
-def digest_of(batch: Any, digest: int = 0) -> int:
-    """64 bits of all tensors of a dict batch, in the order of their names, and of what `digest` is of."""
-    for name in sorted(batch) if isinstance(batch, Mapping) else ():
-        if isinstance(value := batch[name], Tensor):
-            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            digest = xxhash.xxh3_64_intdigest(content.data, seed=digest)
-    return digest
 
 
 def tracked(loader: Any, accelerator: Accelerator, batches: Iterator[Any], *, num_batches: int) -> Iterator[Any]:

@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -37,7 +36,6 @@ from threefold.checkpoint.saver import Save, Saver
 from threefold.checkpoint.shards import Index
 from threefold.checkpoint.state import damage_found, fit, holdings, own_parts, read_into
 from threefold.errors import CheckpointError, DataError, Problem, RunError
-from threefold.integrations.huggingface.counter import from_all_ranks
 from threefold.integrations.huggingface.data import TrainLoader
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
@@ -145,7 +143,7 @@ def refuse_other_copies(args: Any, model: nn.Module, optimizer: Any, *, step: in
         return
     held = state_held(model, getattr(optimizer, "optimizer", optimizer), buffers=False)
     when = f"after step {step}"
-    refuse_drift(held, all_ranks(), when=when, gather=lambda own: np.stack(from_all_ranks(own)), fix=_COPIES)
+    refuse_drift(held, all_ranks(), when=when, fix=_COPIES)
 
 
 def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -193,14 +191,14 @@ def may_save_shards(model: Any, args: Any) -> Iterator[None]:
             args.save_only_model = False
 
 
-def all_ranks() -> Mesh:
-    """All ranks of the process group as a mesh for the checkpoint engine; every rank calls it equally often."""
+def all_ranks(topology: Topology | None = None) -> Mesh:
+    """All ranks of the process group as a mesh, of data ranks if not told; every rank calls it equally often."""
     if not dist.is_initialized():
         return Mesh(Topology(), 0, torch.device("cpu"))
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     # Ranks save and load in the same order, so a counter gives each of these calls its own keys.
     number = store.add(f"threefold/states/{rank}", 1)
-    topology = Topology(dp_replicate=dist.get_world_size())
+    topology = topology or Topology(dp_replicate=dist.get_world_size())
     return Mesh(topology, rank, torch.device("cpu"), store=dist.PrefixStore(f"state-{number}", store))
 
 

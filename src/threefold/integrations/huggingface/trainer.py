@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 from collections import deque
 from collections.abc import Mapping
@@ -58,6 +59,7 @@ class Trainer(transformers.Trainer):
         with state.may_save_shards(given.get("model"), given.get("args")):
             super().__init__(*args, **kwargs)
         checks.check_request(self)
+        self._ranks = state.all_ranks(self.axis.topology)
         if (mesh := context.mesh_of_rows()) is not None:
             context.cut_rows(self.model, mesh)
         if not any(isinstance(callback, AuditCallback) for callback in self.callback_handler.callbacks):
@@ -111,10 +113,23 @@ class Trainer(transformers.Trainer):
     # ---- The loss of a step ----
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """As transformers'; counts the step's targets over all ranks and micro-batches, for any model."""
+        """As transformers'; counts the step's targets over all ranks and micro-batches, for any model.
+
+        Raises:
+            ThreefoldError: ranks bring what does not belong to one step (`Mesh.agree`), on every rank.
+        """
+        samples: list[Any] = []
+
+        def read() -> tuple[list[dict[str, Any]], int]:
+            samples.extend(itertools.islice(epoch_iterator, num_batches))
+            self._micro_batches = deque(self._parts_of(batch) for batch in samples)
+            parts = [part.batch for parts in self._micro_batches for part in parts]
+            return [dict(part) if isinstance(part, Mapping) else {} for part in parts], 0
+
+        self._ranks.agree("training step", self.state.global_step + 1, read)
         self._collects = True
         try:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
+            return samples, self._get_num_items_in_batch(samples, device)
         finally:
             self._collects = False
 
@@ -125,7 +140,6 @@ class Trainer(transformers.Trainer):
         if not self._collects:
             own = targets_in(batch_samples[0], shifts_labels=self._loss_shifts_labels)
             return torch.as_tensor(own, device=device).clamp(min=1) if self.compute_loss_func else None
-        self._micro_batches = deque(self._parts_of(batch) for batch in batch_samples)
         own_parts = [(part.targets, part.rows) for parts in self._micro_batches for part in parts]
         all_parts = self.accelerator.reduce(torch.tensor(own_parts, device=device).sum(0), reduction="sum")
         targets, rows = all_parts // self.axis.sharers
@@ -214,6 +228,7 @@ class Trainer(transformers.Trainer):
 
         Of a stream, the rows that transformers repeats at its end count again.
         """
+        self._ranks.agree("an evaluation")
         settings = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         exact = isinstance(dataloader, loaders.EvaluationLoader)
         if not exact and has_length(dataloader):
@@ -288,6 +303,10 @@ class Trainer(transformers.Trainer):
             values["num_update_steps_per_epoch"] = -(-resumed.batches_left // self.args.gradient_accumulation_steps)
         super()._run_epoch(**values)
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._ranks.agree("the end of training")
+        return super()._finalize_training(*args, **kwargs)
+
     def end(self) -> None:
         """As transformers', once every rank is here; wrappers that use the process group are freed before the group.
 
@@ -301,6 +320,7 @@ class Trainer(transformers.Trainer):
     # ---- Saving ----
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._ranks.agree("the save of step", self.state.global_step)
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, AuditCallback):
                 callback.check()

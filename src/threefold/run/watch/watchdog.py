@@ -59,11 +59,16 @@ class Watchdog:
         folder: where the last collectives are written if they stall; None: nowhere.
     """
 
-    def __init__(self, rank: int, *, stall_s: float, timeout_s: float) -> None:
+    def __init__(self, rank: int, *, stall_s: float, timeout_s: float, program: bool = False) -> None:
         """Args:
         stall_s: time without progress after which the late rank is named, once per stall.
         timeout_s: time without progress after which the run ends with that report.
+        program: the run is of a program with a loop of its own, which sets these times.
         """
+        longer = f"--train.timeout_s {2 * timeout_s:g}, with a larger --mesh.timeout_s"
+        if program:
+            longer = f"config={{'train.timeout_s': {2 * timeout_s:g}}}, with a larger init_mesh(timeout_s=...)"
+        self._longer = longer
         self._rank, self._stall_s, self._timeout_s = rank, stall_s, timeout_s
         self.progress = Progress()
         self.mesh: Mesh | None = None
@@ -320,8 +325,8 @@ class Watchdog:
         return Problem(
             what,
             f"progress within train.timeout_s = {self._timeout_s:g} s; the run ends here, and its checkpoints are kept",
-            f"{look_at}; if steps may take longer: --train.timeout_s {2 * self._timeout_s:g}, with a larger "
-            "--mesh.timeout_s; then start the run again: it resumes from its newest checkpoint",
+            f"{look_at}; if steps may take longer: {self._longer}; then start the run again: it resumes from its "
+            "newest checkpoint",
         )
 
 

@@ -93,3 +93,32 @@ def test_a_plain_loader_under_ddp_reads_every_row_on_every_rank(tmp_path: Path) 
     ]
     assert said[2].startswith("shuffled, each rank with its own seed: 256 of 256 rows, 256 of them twice; ")
     assert said[3] == "threefold.distribute(loader): 256 of 256 rows, 0 of them twice; 32 rows in the first step"
+
+
+def test_a_bert_job_has_one_gradient_on_any_ranks_and_transformers_a_multiple(tmp_path: Path) -> None:
+    found = {}
+    for form, arguments in (("ours", ()), ("plain", ("--plain",))):
+        for ranks in (0, 2):
+            said = run(tmp_path, "common/bert_sagemaker.py", *arguments, ranks=ranks)
+            norm = re.search(r"gradient norm of the first step ([\d.]+), on (\d) ranks", said)
+            loss = re.search(r"evaluation loss ([\d.]+), accuracy", said)
+            assert norm is not None and loss is not None and int(norm[2]) == max(ranks, 1), said
+            found[form, ranks] = (float(norm[1]), float(loss[1]))
+    assert found["ours", 2] == pytest.approx(found["ours", 0], rel=2e-3)
+    assert [two / one for one, two in zip(found["plain", 0], found["plain", 2], strict=True)] == pytest.approx(
+        [2, 2], rel=2e-2
+    )
+    assert (tmp_path / "runs/bert/model/model.safetensors").is_file()
+
+
+def test_tensor_parallelism_of_transformers_and_what_its_usual_form_does(tmp_path: Path) -> None:
+    said = run(tmp_path, "common/tensor_parallel.py", ranks=4).splitlines()
+    assert [re.sub(r" of 1,024.*", "", line) for line in said] == [
+        "DistributedConfig(tp_size=2, fsdp_size=2): 256",
+        "fully_shard(model): 256",
+        "DistributedDataParallel(model): 1024",
+    ]
+    losses = [float(line.rpartition(" ")[2]) for line in said]
+    assert losses == pytest.approx([losses[0]] * 3, abs=2e-5)
+    plain = run(tmp_path, "common/tensor_parallel.py", "--plain", ranks=4)
+    assert "RuntimeError: shape '[4, 16, -1, 8]' is invalid for input of size 256" in plain

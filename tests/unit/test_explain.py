@@ -266,3 +266,21 @@ def test_logs_name_no_machine() -> None:
     for path in LOGS.rglob("*.log"):
         text = path.read_text()
         assert str(ROOT) not in text and sys.prefix not in text, path
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("RuntimeError: Expected all tensors to be on the same device", "device-mismatch"),
+        ("RuntimeError: Expected all tensors on same device", "device-mismatch"),
+        ("Watchdog caught collective operation timeout", "nccl-timeout"),
+        ("CUDA out of memory", "out-of-memory"),
+        ("Expected to have finished reduction in the prior iteration", "ddp-unused-parameters"),
+        ("Address already in use", "address-in-use"),
+        ("RuntimeError: Address already in use", "address-in-use"),
+        ("OSError: [Errno 98] Address already in use", "address-in-use"),
+    ],
+)
+def test_common_error_is_known_by_its_bare_line(line: str, name: str) -> None:
+    found = explain(f"{line}\n")
+    assert found is not None and found.known.name == name

@@ -44,9 +44,7 @@ def test_a_folder_of_a_run_is_not_a_loops(mesh: Any, tmp_path: Path) -> None:
     model, step = loop(mesh)
     with pytest.raises(ConfigError) as error:
         threefold.save(tmp_path, model=model, step=1, optimizer=step, keep=1)
-    assert error.value.problems[0].what == (
-        f"threefold.save({str(tmp_path)!r}): this is the folder of a run of threefold train"
-    )
+    assert error.value.problems[0].what == (f"threefold.save({str(tmp_path)!r}): this is the folder of a run")
     assert steps_in(tmp_path) == [] and not (tmp_path / "run.lock").exists()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from threefold.config.schema import Config
 from threefold.config.section import Sources
 from threefold.errors import ConfigError, Problem
+from threefold.jsonl import open_file
 
 # In a run's folder: what the run is, and the config with which it is resumed.
 RUN_FILE, RUN_CONFIG = "run.json", "config.yaml"
@@ -38,8 +39,8 @@ def is_run(folder: Path) -> bool:
 
 def is_of_program(run: Path) -> bool:
     """Whether a run's loop is a program's own (`threefold.Run`), by its run.json."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return bool(json.loads((run / RUN_FILE).read_bytes()).get("program"))
+    with contextlib.suppress(OSError, ValueError, AttributeError), open_file(run / RUN_FILE) as file:
+        return bool(json.loads(file.read()).get("program"))
     return False
 
 

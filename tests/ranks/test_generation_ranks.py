@@ -117,6 +117,8 @@ def _refused(sizes: dict[str, int]) -> Any:
     except threefold.errors.ThreefoldError as error:
         said = error.problems[0].what
     written = model.generate(ids, **options).tolist()
+    whole = model.generate(ids, **options, return_dict_in_generate=True, output_scores=True)
+    assert whole.sequences.tolist() == written and len(whole.scores) == len(written[0]) - 3
     mesh.close()
     return said, written, model.module.training
 

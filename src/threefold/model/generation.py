@@ -22,7 +22,7 @@ from threefold.model.data_parallel import reshard
 from threefold.model.model import Model
 
 
-def generate(model: Model, input_ids: Tensor, *, seed: int, **options: Any) -> Tensor:
+def generate(model: Model, input_ids: Tensor, *, seed: int, **options: Any) -> Any:
     """What transformers' `generate` writes after this dp rank's prompts, [rows, length + new ids]; `Model.generate`."""
     mesh, module = model.mesh, model.module
     if model.context is None:
@@ -39,16 +39,16 @@ def generate(model: Model, input_ids: Tensor, *, seed: int, **options: Any) -> T
     given["synced_gpus"] = mesh.world_size > 1 and isinstance(module, FSDPModule)
     start = _Start(model)
     devices = [mesh.device] if mesh.device.type == "cuda" else []
-    with _deciding_alone(model, start), torch.random.fork_rng(devices=devices):
+    with _writing(model, start), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         try:
-            written: Tensor = module.generate(**given)
+            written: Any = module.generate(**given)
         except (ValueError, TypeError) as error:
             start.refuse(error)
             raise
     reshard(model.forward)
-    mesh.agree("what generate wrote", 0, lambda: ([{"ids": written}], 0))
-    return written.to(input_ids.device)
+    mesh.agree("what generate wrote", 0, lambda: ([{"ids": getattr(written, "sequences", written)}], 0))
+    return written.to(input_ids.device) if isinstance(written, Tensor) else written
 
 
 class _Start:
@@ -79,7 +79,7 @@ class _Start:
 
 
 @contextmanager
-def _deciding_alone(model: Model, start: _Start) -> Iterator[None]:
+def _writing(model: Model, start: _Start) -> Iterator[None]:
     """Inside, the module is called as transformers calls it, and gives whole logits of whole rows."""
     module, tensor = model.module, model.tensor
     own, replaced = functools.partial(type(module).forward, module), module.forward

@@ -118,14 +118,15 @@ def test_ledger_says_of_each_document_what_packing_has_left(folder: Path) -> Non
     lines = [line for line in listed.stdout.splitlines() if line.startswith("source") and "trained on" in line]
     answers = [len(f"answer {number}") + 1 for number in range(32)]
     for number, (line, answer) in enumerate(zip(lines, answers, strict=False)):
-        kept = f"{answer}" if number % 4 == 0 else f"0, {answer} cut off"
+        kept = f"{answer}" if number % 4 == 0 else f"0, {answer} cut off (truncation {answer})"
         assert line.startswith(f"source document {number}: trained on: {answer} of ")
         assert line.endswith(f" tokens; after packing: {kept}")
     (sums,) = lines[32:]
     kept = sum(answers[::4])
     assert sums.startswith(f"source, 32 documents: trained on: {sum(answers)} of ")
-    assert sums.endswith(f"after packing: {kept}, {sum(answers) - kept} cut off")
-    assert f"after packing: {kept}, none in 24 of its rows" in done.stdout
+    cut = sum(answers) - kept
+    assert sums.endswith(f"after packing: {kept}, {cut} cut off (truncation {cut})")
+    assert f"after packing: {kept}, none in 24 of its rows; cut off: truncation {cut}\n" in done.stdout
 
 
 @pytest.mark.parametrize(

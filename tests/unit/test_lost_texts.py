@@ -287,3 +287,51 @@ def test_head_and_show_say_what_is_lost(tmp_path: Path, monkeypatch: pytest.Monk
     info = TokenStore(Path("store/tokens")).info
     assert info is not None and info.lost_texts == {"texts of the system": 2}
     assert info.mask_summary.endswith("; not written by the chat template: 2 texts of the system")
+
+
+def row_shown(messages: Any, template: str, *options: str, **more: Any) -> tuple[dict[str, Any], list[str]]:
+    """What `data show` says of a row, as JSON and as lines."""
+    Path("t.jinja").write_text(template)
+    Path("c.jsonl").write_text(json.dumps({"messages": messages, **more}) + "\n")
+    named = ("show", "--data.source", "c.jsonl", "--data.tokenizer", "bytes", "--data.chat_template", "t.jinja")
+    results = [CliRunner().invoke(app, [*named, *options, *form]) for form in (["--json"], ["--row", "0"])]
+    assert [each.exit_code for each in results] == [0, 0], [each.output for each in results]
+    return json.loads(results[0].stdout), results[1].stdout.splitlines()
+
+
+def test_shown_row_names_each_text_and_why_it_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template leaves out the system text, what a tool gave, the tools and earlier reasoning."""
+    monkeypatch.chdir(tmp_path)
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<assistant>{% if loop.last %}{{ m.reasoning_content }}"
+        "{% endif %}{{ m.content }}<|end|>{% elif m.role == 'user' %}" + TURN + "{% endif %}{% endfor %}" + ASKS
+    )
+    said = [SYSTEM, ASKED, thinking(reasoning_content="one"), RESULT, ASKED, thinking(reasoning_content="two")]
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    row, lines = row_shown(said, template, "--data.lost_texts", "count", tools=tools)
+    names = ("message", "kind", "in_rendering", "reason")
+    assert {tuple(each[name] for name in names) for each in row["texts"]} == {
+        (0, "content", False, "template"),
+        (1, "content", True, None),
+        (2, "content", True, None),
+        (2, "reasoning_content", False, "template"),
+        (3, "content", False, "template"),
+        (4, "content", True, None),
+        (5, "content", True, None),
+        (5, "reasoning_content", True, None),
+        (None, "tools", False, "template"),
+    }
+    assert len(row["texts"]) == 9 and {each["document"] for each in row["texts"]} == {0}
+    assert sorted(line for line in lines if line.startswith("  lost")) == [
+        "  lost, template: messages[0] (system): content: 'You are a pirate.'",
+        "  lost, template: messages[2] (assistant): reasoning_content: 'one'",
+        "  lost, template: messages[3] (tool): content: 'rain, 12'",
+        "  lost, template: tools",
+    ]
+
+
+def test_shown_texts_have_their_control_tokens_spelled_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked, answer = "Say <|end|> twice.", "<|end|><|end|>"
+    row, _ = row_shown([{"role": "user", "content": asked}, {"role": "assistant", "content": answer}], PLAIN)
+    assert [each["text"] for each in row["texts"]] == [asked, answer]

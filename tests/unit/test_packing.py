@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from threefold.data.rows.concat import IGNORED, PADDING, ConcatRows, Rows
+from threefold.data.rows.known_rows import reasons_text, why_cut
 from threefold.data.rows.packing import Packing
 from threefold.data.rows.padded import PaddedRows, best_fit, best_fit_among
 from threefold.data.rows.pieces import cut_documents
@@ -329,6 +330,12 @@ def test_token_is_learnt_once_if_its_bit_says_so(
     assert len(set(found)) == len(found)
     assert rows.num_targets.tolist() == (batch["labels"] != IGNORED).sum(axis=1).tolist()
     assert rows.targets_of_documents().tolist() == [len({*found} & {*document}) for document in ids]
+    inputs = np.where(batch["document_ids"] == PADDING, -1, batch["input_ids"])
+    in_rows = [int(np.isin(inputs, document).any(axis=1).sum()) for document in ids]
+    assert rows.spans_of_documents()[0].tolist() == in_rows
+    why = why_cut(rows)
+    assert all((each >= 0).all() for each in why.values())
+    assert sum(int(each.sum()) for each in why.values()) == sum(map(sum, documents)) - len(found)
     firsts = {document[0] for document in ids}
     bits = set(np.flatnonzero([bit for learnt in documents for bit in learnt]).tolist())
     assert set(found) <= bits
@@ -391,3 +398,22 @@ def test_cut_loss_mask_are_named(folder: Path) -> None:
     (folder / "y.loss_mask").write_bytes(b"abc")
     with pytest.raises(DataError, match=r"y\.loss_mask is missing, or is not the loss mask of 27 tokens"):
         TokenStore(folder / "y")
+
+
+@pytest.mark.parametrize(
+    ("settings", "spans", "why"),
+    [
+        ({"packing": "concat"}, [3, 2, 1], "tail 1, first token 1"),
+        ({"packing": "none"}, [3, 1, 1], "first token 3"),
+        ({"packing": "none", "truncate": True}, [1, 1, 1], "truncation 5, first token 3"),
+    ],
+    ids=["concat", "split", "truncated"],
+)
+def test_why_tokens_of_a_document_are_not_learnt(
+    folder: Path, settings: dict[str, Any], spans: list[int], why: str
+) -> None:
+    lengths = [10, 4, 4]
+    store = labelled_store(folder, documents_of(lengths), [[True] * length for length in lengths])
+    rows = pack(store, seq_len=4, document_mask=False, **settings)
+    assert rows.spans_of_documents()[0].tolist() == spans
+    assert reasons_text({reason: int(each.sum()) for reason, each in why_cut(rows).items()}) == why

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from threefold.data.order.order import Order
 from threefold.data.rows.concat import IGNORED, PADDING
+from threefold.data.rows.known_rows import why_cut
 from threefold.data.rows.packing import Packing
 from threefold.data.rows.padded import PLACEMENTS, PaddedRows, best_fit_among
 from threefold.data.sampling.loader import TokenLoader
@@ -304,3 +305,20 @@ def test_lengths_of_rows_of_one_pair_are_those_of_both_documents(folder: Path) -
     assert isinstance(rows, PaddedRows)
     assert rows.lengths(np.array([1, 0, 1])).tolist() == [6, 5, 6]
     assert rows.document_ends.tolist() == [2, 4]
+
+
+def test_why_answers_of_pairs_are_cut_off(folder: Path) -> None:
+    """One pair fits, one is cut after its answers have begun, and one before."""
+    sides = []
+    for at, prompt, answer in ((1000, 1, 2), (2000, 1, 6), (3000, 9, 1)):
+        for first in (at + 100, at + 200):
+            ids = [*range(at, at + prompt), *range(first, first + answer)]
+            sides.append(Side(ids, [False] * prompt + [True] * answer))
+    rows = Packing(8, "none", truncate=True, **SETTINGS).pack(store_of(folder, sides))
+    why = {reason: each.tolist() for reason, each in why_cut(rows).items()}
+    assert why == {
+        "truncation": [0, 0, 2, 2, 0, 0],
+        "pair dropped": [0, 0, 0, 0, 1, 1],
+        "first token": [0] * 6,
+    }
+    assert rows.spans_of_documents()[0].tolist() == [1, 1, 1, 1, 0, 0]

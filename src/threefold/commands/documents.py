@@ -15,7 +15,7 @@ import numpy.typing as npt
 import typer
 
 from threefold.data.store.store import lost_summary
-from threefold.data.text.source import SIDES, Labelled, LossMask, ReadLog, log_error
+from threefold.data.text.source import SIDES, KnownText, Labelled, LossMask, ReadLog, log_error
 from threefold.errors import ConfigError, RunError
 from threefold.why.contents import visible
 
@@ -36,7 +36,7 @@ class Shown(NamedTuple):
     """One row: ids, whether each is trained on, and the document of each inside the row (-1: padding), [tokens] each.
 
     `pairs`: its documents 2k and 2k + 1 are a pair, the chosen one and the rejected one. `lost`: texts of the row that
-    the chat template does not write, by kind.
+    the chat template does not write, by kind. `texts`: all its texts, of each document.
     """
 
     row: int
@@ -45,6 +45,7 @@ class Shown(NamedTuple):
     documents: npt.NDArray[Any]
     pairs: bool = False
     lost: Mapping[str, int] | None = None
+    texts: Sequence[Sequence[KnownText]] = ()
 
     @property
     def sides(self) -> list[str]:
@@ -63,7 +64,7 @@ def rows_of_source(source: Source, tokenizer: Tokenizer, row: int | None) -> tup
         ids, loss_mask = (np.concatenate(each) for each in zip(*((p.ids, p.loss_mask) for p in parts), strict=True))
         inside = np.repeat(np.arange(len(parts)), [len(part.ids) for part in parts])
         lost = sum((Counter(part.lost) for part in parts), Counter())
-        return Shown(number, ids, loss_mask, inside, pairs, lost)
+        return Shown(number, ids, loss_mask, inside, pairs, lost, [part.texts for part in parts])
 
     return (shown(*each) for each in found), tokenizer
 
@@ -149,6 +150,12 @@ def json_lines(rows: Iterator[Shown]) -> Iterator[str]:
         values = {name: getattr(each, name).tolist() for name in ("ids", "loss_mask", "documents")}
         more: dict[str, Any] = {"sides": each.sides} if each.pairs else {}
         more |= {"lost_texts": dict(each.lost)} if each.lost else {}
+        texts = [
+            {"document": document, **text._asdict(), "in_rendering": text.reason is None}
+            for document, known in enumerate(each.texts)
+            for text in known
+        ]
+        more |= {"texts": texts} if texts else {}
         yield json.dumps({"row": each.row, **values, **more})
 
 
@@ -167,6 +174,9 @@ def _row(each: Shown, tokenizer: Tokenizer, counts: tuple[int, int], *, ids: boo
     padding = f", {len(each.ids) - counts[0]:,} of padding" if counts[0] < len(each.ids) else ""
     lost = f"; {lost_summary(each.lost)}" if each.lost else ""
     yield f"row {each.row}: {counts[0]:,} tokens, {counts[1]:,} trained on{padding}{lost}"
+    for text in (text for known in each.texts for text in known if text.reason is not None):
+        where = "" if text.message is None else f"messages[{text.message}] ({text.role}): "
+        yield f"  lost, {text.reason}: {where}{text.kind}" + (f": {visible(repr(text.text))}" if text.text else "")
     several = len(np.unique(each.documents[each.documents >= 0])) > 1
     for document in np.unique(each.documents[each.documents >= 0]):
         inside = each.documents == document
@@ -232,7 +242,7 @@ def ledger_lines(run: Path) -> Iterator[str]:
     """
     from threefold.audit import record
     from threefold.data.rows.concat import IGNORED
-    from threefold.data.rows.known_rows import parts_of
+    from threefold.data.rows.known_rows import parts_of, why_cut
 
     rows, _ = rows_of_run(run, record.read(run / record.FILE))
     parts = [part for part in parts_of(rows) if part.rows.store.has_loss_mask]
@@ -243,11 +253,13 @@ def ledger_lines(run: Path) -> Iterator[str]:
         ends = part.rows.store.document_ends
         starts = np.concatenate(([0], ends[:-1]))
         trained_on, kept = part.rows.store.count_trained_on(starts, ends), part.rows.targets_of_documents()
-        numbers = part.rows.store.document_numbers.tolist()
-        for number, *counts in zip(
-            numbers, *(each.tolist() for each in (ends - starts, trained_on, kept)), strict=True
-        ):
-            yield f"{part.name} {_ledger(f'document {number}', *counts)}"
+        numbers, why = part.rows.store.document_numbers.tolist(), why_cut(part.rows)
+        in_how_many, _ = part.rows.spans_of_documents()
+        for at, number in enumerate(numbers):
+            tokens, wanted, left = (int(each[at]) for each in (ends - starts, trained_on, kept))
+            split = f"; split over {in_how_many[at]} rows" if in_how_many[at] > 1 else ""
+            reasons = {reason: int(each[at]) for reason, each in why.items()}
+            yield f"{part.name} {_ledger(f'document {number}', tokens, wanted, left, reasons)}{split}"
         # As the run reads them: the labels themselves, counted.
         read = (part.rows.rows(np.array([row])) for row in range(part.rows.num_rows))
         in_rows = sum(int(np.count_nonzero(each["labels"] != IGNORED)) for each in read)
@@ -257,11 +269,18 @@ def ledger_lines(run: Path) -> Iterator[str]:
                 expected="each token that is trained on once, or cut off",
                 fix=f"threefold data audit {run} --contents   compares the bytes of the source",
             )
-        yield _ledger(f"{part.name}, {len(ends):,} documents", int(ends[-1]), int(trained_on.sum()), in_rows)
+        sums = {reason: int(each.sum()) for reason, each in why.items()}
+        info, name = part.rows.store.info, f"{part.name}, {len(ends):,} documents"
+        skipped = (
+            f"; {info.num_skipped:,} lines, rows or files skipped" if info is not None and info.num_skipped else ""
+        )
+        yield _ledger(name, int(ends[-1]), int(trained_on.sum()), in_rows, sums) + skipped
 
 
-def _ledger(name: str, tokens: int, trained_on: int, kept: int) -> str:
-    cut = f", {trained_on - kept:,} cut off" if kept < trained_on else ""
+def _ledger(name: str, tokens: int, trained_on: int, kept: int, why: Mapping[str, int]) -> str:
+    from threefold.data.rows.known_rows import reasons_text
+
+    cut = f", {trained_on - kept:,} cut off ({reasons_text(why)})" if kept < trained_on else ""
     return f"{name}: trained on: {trained_on:,} of {tokens:,} tokens; after packing: {kept:,}{cut}"
 
 

@@ -15,7 +15,7 @@ from threefold.config.schema import EMBEDDED_DEFAULT, value_at
 from threefold.config.text import as_yaml
 from threefold.data.order.order import last_step
 from threefold.data.rows.concat import Rows
-from threefold.data.rows.known_rows import parts_of
+from threefold.data.rows.known_rows import parts_of, reasons_text, why_cut
 from threefold.data.text.source import no_end_warning
 from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, RunError
 from threefold.export.generation import generate_sample
@@ -119,6 +119,9 @@ def labels_of(rows: Rows) -> list[Entry]:
             targets = part.rows.num_targets
             empty = int((targets == 0).sum())
             packed = f"after packing: {int(targets.sum()):,}" + (f", none in {empty:,} of its rows" if empty else "")
+            if int(targets.sum()) < (info.num_loss_tokens or 0) and part.rows.store.has_loss_mask:
+                why = {reason: int(each.sum()) for reason, each in why_cut(part.rows).items()}
+                packed += f"; cut off: {reasons_text(why)}"
             entries.append((part.name if len(parts) > 1 else "", f"{info.mask_summary}; {packed}"))
     return entries
 

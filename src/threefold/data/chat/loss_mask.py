@@ -22,7 +22,7 @@ from threefold.data.chat.assistant_spans import EVERYWHERE, Turn
 from threefold.data.chat.formats import Example, Message, RowError
 from threefold.data.chat.row_texts import RowTexts
 from threefold.data.chat.template import ChatTemplate, Rendered
-from threefold.data.text.source import Labelled
+from threefold.data.text.source import KnownText, Labelled
 
 # Private characters that stand for the control tokens of a text, and for those that the template writes.
 _IN_TEXT, _BY_TEMPLATE = 0xF0000, 0x100000
@@ -102,14 +102,26 @@ class Encoder:
             )
         given: dict[str, Any] = {"tools": example.tools, "variables": example.variables}
         texts = self.template.texts(example.messages, **given)
-        lost = self._lost(texts, self.template.unwritten(example.messages, **given))
+        unwritten = self.template.unwritten(example.messages, **given)
+        lost = self._lost(texts, unwritten)
+        known = [
+            KnownText(
+                message,
+                str(example.messages[message]["role"]),
+                key,
+                self._spelled_out(text) if spelled else text,
+                "template" if number in texts.lost else None,
+            )
+            for number, (message, key, text) in enumerate(texts.texts)
+        ]
+        known += [KnownText(None, what, what, "", "template") for what in unwritten]
         first = {"all": 0, "completion": example.num_prompt}.get(self.train_on, len(example.messages))
         if untrained := [number for number in example.untrained if number >= first]:
             what = f"messages[{min(untrained)}] is not to be trained on (weight: 0 or train: false)"
             raise RowError(what, f"turns that are told apart, not {self.train_on}", train_on="assistant")
         if self.train_on == "all":
             ids, _ = self._encoded(texts.text, spelled)
-            return Labelled(ids, np.ones(len(ids), np.bool_), lost)
+            return Labelled(ids, np.ones(len(ids), np.bool_), lost, known)
         shown = (
             self._completion(example, given) if self.train_on == "completion" else self._turns(example, given, texts)
         )
@@ -124,11 +136,11 @@ class Encoder:
         for turn in shown.turns:
             self._begin_words(offsets, text, place(turn.begin))
             self._mark(loss_mask, ids, offsets, turn, place)
-        return Labelled(ids, loss_mask, lost)
+        return Labelled(ids, loss_mask, lost, known)
 
     def _lost(self, texts: RowTexts, unwritten: Sequence[str]) -> Mapping[str, int]:
         """How many texts of each kind the template does not write; a RowError if none may be lost."""
-        lost = texts.lost()
+        lost = texts.lost
         if self.lost_texts == "refuse":
             for what in unwritten:
                 expected = "a chat template that knows tools: data.chat_template   (or --data.lost_texts count)"

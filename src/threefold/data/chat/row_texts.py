@@ -83,6 +83,7 @@ class RowTexts:
             at += len(form)
         return places if self._shown[done:] == self.text[at:] else None
 
+    @cached_property
     def lost(self) -> dict[int, str]:
         """The texts, by number, that are not in the rendering, and what each is, for people."""
         lost = {}

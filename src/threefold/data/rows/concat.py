@@ -153,6 +153,17 @@ class ConcatRows:
         stops = np.minimum(ends, self.num_rows * self.seq_len + 1)
         return self.store.count_trained_on(np.minimum(np.maximum(starts, 1), stops), stops)
 
+    cut_by = "tail"
+
+    def spans_of_documents(self) -> tuple[Int64, Int64]:
+        """As `PackedRows`."""
+        ends = self.store.document_ends
+        starts = np.concatenate(([0], ends[:-1]))
+        # As inputs: a row's last label is the first input of the next one.
+        inputs = np.minimum(ends, self.num_rows * self.seq_len)
+        in_rows = np.where(inputs > starts, (inputs - 1) // self.seq_len - starts // self.seq_len + 1, 0)
+        return in_rows, np.maximum(starts, np.minimum(ends, self.num_rows * self.seq_len + 1))
+
     def stretches(self, row: int) -> Iterator[tuple[int, int]]:
         """As `PackedRows`."""
         yield row * self.seq_len, (row + 1) * self.seq_len + 1

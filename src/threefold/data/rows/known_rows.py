@@ -8,7 +8,7 @@ blocks of rows that were just read, which reads them once more from the disk.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
@@ -35,6 +35,13 @@ class PackedRows(Rows, Protocol):
     def targets_of_documents(self) -> Int64:
         """How many tokens of each document are labels that are trained on, [documents], of a store with a loss mask."""
 
+    def spans_of_documents(self) -> tuple[Int64, Int64]:
+        """In how many rows each document is, and where in the stream what they have of it ends; both [documents]."""
+
+    @property
+    def cut_by(self) -> str:
+        """Why the end of a document is in no row."""
+
     def readers(self, start: int, stop: int) -> Int64:
         """The rows that read a token of [start, stop) of the stream, ascending."""
 
@@ -58,6 +65,22 @@ class SourceRows(NamedTuple):
         """The hashes of its store, which knows them."""
         assert self.rows.store.blocks is not None
         return self.rows.store.blocks
+
+
+def why_cut(rows: PackedRows) -> dict[str, Int64]:
+    """Why tokens that are trained on are labels of no row, of a store with a loss mask: how many, [documents] each."""
+    ends = rows.store.document_ends
+    starts = np.concatenate(([0], ends[:-1]))
+    in_how_many, stops = rows.spans_of_documents()
+    lost = rows.store.count_trained_on(stops, ends)
+    dropped = np.where(in_how_many == 0, lost, 0) if rows.store.has_pairs else np.zeros_like(lost)
+    first = rows.store.count_trained_on(starts, ends) - rows.targets_of_documents() - lost
+    return {rows.cut_by: lost - dropped, "pair dropped": dropped, "first token": first}
+
+
+def reasons_text(why: Mapping[str, int]) -> str:
+    """`truncation 12, pair dropped 3`."""
+    return ", ".join(f"{reason} {count:,}" for reason, count in why.items() if count)
 
 
 def parts_of(rows: Rows) -> list[SourceRows]:

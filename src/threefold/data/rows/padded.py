@@ -167,9 +167,23 @@ class PaddedRows:
 
     def targets_of_documents(self) -> Int64:
         """As `PackedRows`."""
-        ends = self.store.document_ends
-        documents = np.searchsorted(ends, self._pieces.starts[self._order], "right")
-        return np.bincount(documents, self._targets, len(ends)).astype(np.int64)
+        documents = self._documents[self._order]
+        return np.bincount(documents, self._targets, self.store.num_documents).astype(np.int64)
+
+    cut_by = "truncation"
+
+    def spans_of_documents(self) -> tuple[Int64, Int64]:
+        """As `PackedRows`."""
+        of, ends = self._pieces, self.store.document_ends
+        # Without a piece: of a pair that was dropped, nothing; else the document is one token, its first.
+        stops = np.concatenate(([0], ends[:-1])) if self.store.has_pairs else ends.copy()
+        stops[self._documents] = of.starts + of.lengths + of.cut  # in their order, so the last piece's stays
+        return np.bincount(self._documents, minlength=len(ends)), stops
+
+    @property
+    def _documents(self) -> Int64:
+        """The document of each piece, [pieces]."""
+        return np.searchsorted(self.store.document_ends, self._pieces.starts, "right")
 
     @property
     def _targets(self) -> Int64:

@@ -207,15 +207,30 @@ def names_in(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
+class KnownText(NamedTuple):
+    """A text of a row: its message (None: of no message), whose it is, its key there, and what has become of it.
+
+    `reason`: why it is lost; None: it is in the rendering.
+    """
+
+    message: int | None
+    role: str
+    kind: str
+    text: str
+    reason: str | None = None
+
+
 class Labelled(NamedTuple):
     """A document as token ids, [n] int32, and whether each of them is trained on, [n] bool.
 
     `lost`: how many texts of its row the chat template does not write, of each kind; None: there is no template.
+    `texts`: all texts of its messages.
     """
 
     ids: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.bool_]
     lost: Mapping[str, int] | None = None
+    texts: Sequence[KnownText] = ()
 
 
 Document = str | Labelled

@@ -31,6 +31,8 @@ TO_THE_WEIGHTS = (
 HALVED = r"nonzero context_parallel/attention\.py:\d+ _halved"
 # Copies are compared after the first step and every audit.every of them; the ranks of a mesh are a tensor on the CPU.
 COPIES = r"\w+ (checkpoint/(copies|state)|mesh/mesh)\.py:\d+ (digest|<listcomp>|gather|sharded_axes)"
+# It is on the CPU, unless a launcher's process group sends from the device alone.
+GATHERED = r"to a device mesh/mesh\.py:\d+ gather"
 # What ranks bring to a step is counted and digested where the loader has it, in the host's memory.
 BROUGHT = r"\w+ (mesh/(exchange|mesh)\.py:\d+ (_bytes|agree)|training/step\.py:\d+ (<genexpr>|_num_targets))"
 # What transformers does; `.to` of what is on the device already is no wait.
@@ -83,7 +85,9 @@ def _waits(cases: list[Case]) -> list[list[str]]:
 
 def _unexpected(found: list[str]) -> list[str]:
     return [
-        each for each in found if not re.fullmatch("|".join([TO_THE_WEIGHTS, HALVED, COPIES, BROUGHT, THEIRS]), each)
+        each
+        for each in found
+        if not re.fullmatch("|".join([TO_THE_WEIGHTS, HALVED, COPIES, GATHERED, BROUGHT, THEIRS]), each)
     ]
 
 

@@ -692,3 +692,12 @@ def test_pair_is_its_two_completions_after_one_prompt(name: str) -> None:
         assert [(each.ids.tolist(), each.loss_mask.tolist()) for each in pair] == [
             (each.ids.tolist(), each.loss_mask.tolist()) for each in alone
         ]
+
+
+@pytest.mark.parametrize("prompt", ["Question: a Answer:", "Question: a Answer: ", "Question: a Answer:\n"])
+def test_first_word_of_a_completion_is_learnt_whatever_the_prompt_ends_in(prompt: str) -> None:
+    backend = tokens_of("all").whole
+    completion = "Hello there" if prompt[-1].isspace() else " Hello there"
+    found = Encoder(backend, 0, None, "completion").labelled(Example(texts=(prompt, completion)))
+    learnt = backend.decode(found.ids[found.loss_mask][:-1].tolist())
+    assert learnt.strip() == "Hello there"

@@ -87,7 +87,10 @@ class Encoder:
         assert example.texts is not None
         prompt, completion = example.texts
         ids, offsets = self._encoded(prompt + completion, spelled)
-        begin = len(self._spelled_out(prompt)) if spelled else len(prompt)
+        text, begin = prompt + completion, len(prompt)
+        if spelled:
+            text, begin = self._spelled_out(text), len(self._spelled_out(prompt))
+        self._begin_words(offsets, text, begin)
         loss_mask = np.ones(len(ids), np.bool_) if self.train_on == "all" else offsets[:, 0] >= begin
         first = [] if self.bos_id is None else [self.bos_id]
         return Labelled(

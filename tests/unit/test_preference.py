@@ -259,12 +259,14 @@ def test_prompt_that_ends_inside_a_token_is_refused(tmp_path: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?\w+:?| "), "isolated")
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path / "t")
     tokenizer = load_tokenizer(str(tmp_path / "t"))
-    for prompt, chosen, rejected, refused in (("q:", " yes", " no", False), ("q: ", "yes", "no", True)):
+    for number, (prompt, chosen, rejected, refused) in enumerate(
+        (("q:", " yes", " no", False), ("q: ", "yes", "no", False), ("q: y", "es", "o", True))
+    ):
         write("p.jsonl", [{"prompt": prompt, "chosen": chosen, "rejected": rejected}])
         source = Source("p.jsonl")
         text = open_text(source, labeller_for(source, tokenizer))
         if not refused:
-            assert prepare(text, tokenizer, to=Path("fits")).info.num_loss_tokens == 4
+            assert prepare(text, tokenizer, to=Path(f"fits-{number}")).info.num_loss_tokens == 4
             continue
         with pytest.raises(DataError, match=r"line 1: the prompt is not the same tokens before both answers: 2 before"):
             prepare(text, tokenizer, to=Path("split"))

@@ -111,7 +111,7 @@ def _said(subject: Subject, results: list[Difference], when: str) -> tuple[str, 
     figures = [result.figure for result in results if result.quantity == PROBE_GRADIENT.quantity]
     lengths = " and ".join(map(str, (subject.config.data.seq_len, subject.longer)[: len(figures)]))
     details = [each.detail for each in results if each.quantity in (REAL_SIZE.quantity, NOT_COMPARED)]
-    real = f"losses {', '.join(details)}" if details else "its real size is not compared: too large, or rows shorter than these"
+    real = f"losses {', '.join(details)}" if details else "not at its real size: too large, or shorter rows"
     gradients = f"gradients within {max(figures):.0e} of the model's own in one process, in rows of {lengths} tokens"
     return f"admission: {num_probes} probes hold", f"causal, and {gradients}; {real}; {when}"
 

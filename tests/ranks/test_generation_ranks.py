@@ -103,7 +103,7 @@ def test_a_mesh_writes_what_one_process_of_transformers_writes(kind: str, sizes:
             assert its_loss == pytest.approx(loss, rel=1e-5)
 
 
-def _refused(sizes: dict[str, int]) -> Any:
+def _refused(sizes: dict[str, int], wrong: dict[str, Any]) -> Any:
     import torch
 
     import threefold
@@ -113,7 +113,7 @@ def _refused(sizes: dict[str, int]) -> Any:
     ids, said = torch.tensor([[1, 2, 3]]), ""
     options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
     try:
-        model.generate(ids, **options, **({"nonsense": 1} if mesh.rank == mesh.world_size - 1 else {}))
+        model.generate(ids, **options, **(wrong if mesh.rank == mesh.world_size - 1 else {}))
     except threefold.errors.ThreefoldError as error:
         said = error.problems[0].what
     written = model.generate(ids, **options).tolist()
@@ -123,8 +123,10 @@ def _refused(sizes: dict[str, int]) -> Any:
     return said, written, model.module.training
 
 
+@pytest.mark.parametrize("wrong", [{"nonsense": 1}, {"generation_config": 5}], ids=["option", "no config"])
 @pytest.mark.parametrize("sizes", [{}, {"dp": 2}, SHARDS, {"tp": 2}], ids=str)
-def test_what_transformers_refuses_on_one_rank_is_refused_on_all(sizes: dict[str, int]) -> None:
-    for said, written, training in run_ranks(_refused, max(1, 2 * bool(sizes)), sizes, timeout_s=60):
-        assert said.startswith("generate is refused by transformers: ") and "nonsense" in said
+def test_what_transformers_refuses_on_one_rank_is_refused_on_all(sizes: dict[str, int], wrong: dict[str, Any]) -> None:
+    for said, written, training in run_ranks(_refused, max(1, 2 * bool(sizes)), sizes, wrong, timeout_s=60):
+        assert said.startswith("generate is refused by transformers: ")
+        assert "nonsense" in said or "generation_config" in wrong
         assert len(written[0]) in (5, 6) and training

@@ -43,7 +43,7 @@ def generate(model: Model, input_ids: Tensor, *, seed: int, **options: Any) -> A
         torch.manual_seed(seed)
         try:
             written: Any = module.generate(**given)
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # of any class: the other ranks wait for this one
             start.refuse(error)
             raise
     reshard(model.forward)
@@ -70,7 +70,7 @@ class _Start:
 
         def refused() -> Any:
             raise ConfigError(
-                f"generate is refused by transformers: {' '.join(str(error).split())}",
+                f"generate is refused by transformers: {' '.join(str(error).split()) or type(error).__name__}",
                 expected="options of its generate",
                 fix="model.generate(input_ids, max_new_tokens=64)",
             ) from error

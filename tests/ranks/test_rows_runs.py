@@ -95,6 +95,39 @@ def test_why_shows_rows_with_documents_and_text_that_no_terminal_obeys(folder: P
     assert refused.returncode == 2 and "fix: threefold why alone --step 3" in refused.stderr
 
 
+def test_a_row_is_of_the_files_of_its_documents(folder: Path) -> None:
+    """Each document of a folder of texts is a file; of several files of rows it is not known which one."""
+    for number in range(7):
+        (folder / "texts" / f"{number}.txt").parent.mkdir(exist_ok=True)
+        (folder / "texts" / f"{number}.txt").write_text(f"text{number} " * (9 + 3 * number))
+    (folder / "rows").mkdir(exist_ok=True)
+    for name in "ab":
+        (folder / "rows" / f"{name}.jsonl").write_text((folder / "texts.jsonl").read_text())
+    for source in ("texts", "rows"):
+        settings = (
+            "--data.source",
+            source,
+            "--data.packing",
+            "none",
+            "--train.steps",
+            "1",
+            "--log.dir",
+            f"of-{source}",
+        )
+        done = command(folder, "train", "config.yaml", *settings, "--data.seq_len", "64", "--train.global_batch", "2")
+        assert done.returncode == 0, done.stderr
+    named = json.loads(command(folder, "why", "of-texts", "--step", "1", "--json").stdout)["rows"]
+    for row in named:
+        (document,) = row["documents"]
+        assert row["files"] == [f"texts/{document}.txt"] and f"text{document} " in row["text"]
+    assert len(named) == 2 and "of texts/" in command(folder, "why", "of-texts", "--step", "1").stdout
+    assert {json.dumps(row["files"]) for row in json.loads(
+        command(folder, "why", "of-rows", "--step", "1", "--json").stdout)["rows"]} == {"[]"}  # fmt: skip
+    (one,) = {json.dumps(row["files"]) for row in json.loads(
+        command(folder, "why", "cube", "--step", "2", "--json").stdout)["rows"]}  # fmt: skip
+    assert json.loads(one) == ["texts.jsonl"]
+
+
 def test_a_resume_on_another_mesh_goes_on_with_its_rows(folder: Path) -> None:
     go_on = ("--train.steps", "5", "--mesh.dp", "2", "--mesh.cp", "1", "--mesh.tp", "1", "--mesh.dp_shard", "1")
     done = command(folder, "resume", "cube", *go_on)

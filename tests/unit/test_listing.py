@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -217,9 +218,10 @@ def test_link_to_nothing_is_refused_by_name(tmp_path: Path) -> None:
 def test_list_in_a_file(tmp_path: Path) -> None:
     make(tmp_path, "corpus/a.txt", "corpus/b.bin")
     lists = files_of(Source(str(tmp_path / "corpus")))
+    lists = [dataclasses.replace(files, key="data.source") for files in lists]
     assert write_list(lists, tmp_path) == f"listed in {tmp_path}/data.files.jsonl"
     read, left = (json.loads(line) for line in (tmp_path / "data.files.jsonl").read_text().splitlines())
-    assert read == {"path": f"{tmp_path}/corpus/a.txt", "bytes": 15}
+    assert read == {"path": f"{tmp_path}/corpus/a.txt", "bytes": 15, "key": "data.source"}
     assert left["path"] == f"{tmp_path}/corpus/b.bin" and left["left_out"].startswith("not one of .txt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "data.files.jsonl"]
 

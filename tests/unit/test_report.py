@@ -110,7 +110,7 @@ def test_of_steps_that_were_trained_again_the_last_pass_stands(passes: list[tupl
     metrics = metrics_of(lines)
     points = metrics.points("loss")
     assert dict(zip(points.steps.tolist(), points.values.tolist(), strict=True)) == stands
-    told = drawn(metrics, "loss", most=10_000)
+    told = drawn(metrics.points("loss"), metrics.replaced("loss"), most=10_000)
     assert len(told["x"]) + sum(len(old["x"]) for old in told["old"]) == len(lines)
 
 
@@ -118,8 +118,9 @@ def test_an_evaluation_of_steps_that_were_trained_again_is_replaced() -> None:
     lines = [step_line(step) for step in range(1, 11)]
     lines += [{"step": 10, "eval_loss": 5.0}, step_line(6), step_line(7), {"step": 7, "eval_loss": 4.0}]
     metrics = metrics_of(lines)
-    assert metrics.points("eval_loss").steps.tolist() == [7]
-    assert [old["x"] for old in drawn(metrics, "eval_loss", most=100)["old"]] == [[10]]
+    evaluated = metrics.points("eval_loss"), metrics.replaced("eval_loss")
+    assert evaluated[0].steps.tolist() == [7]
+    assert [old["x"] for old in drawn(*evaluated, most=100)["old"]] == [[10]]
 
 
 def test_numbers_that_are_not_finite_are_found() -> None:
@@ -159,7 +160,10 @@ def test_a_page_says_what_happened(eventful: RunFacts) -> None:
     assert "fsdp: as asked" in text and "dp=4 (2 replicas x 2 shards) x cp=1 x tp=1: 4 ranks" in text
     assert "not proved" in text and "has no audit.jsonl" in text
     marks = points_of([eventful], [None])["runs"][0]["marks"]
-    assert marks == [{"step": 60, "kind": "stop"}, {"step": 50, "kind": "rewind"}]
+    assert marks == [
+        {"step": 60, "kind": "stop", "seconds": 59.0},
+        {"step": 50, "kind": "rewind", "seconds": 60.0},
+    ]
 
 
 def test_damaged_lines_are_said_and_the_rest_is_shown(eventful: RunFacts) -> None:

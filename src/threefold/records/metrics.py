@@ -66,16 +66,19 @@ class Metrics:
     def _begin(self) -> None:
         self._series: dict[str, _Series] = {}
         self._skipped: list[tuple[int, int, str]] = []
-        self._stands: dict[str, tuple[Points, list[Points]]] = {}
+        self._stands: dict[str, tuple[Points, dict[int, Points]]] = {}
         self.first_steps: list[int] = []
         self.last: dict[str, Any] = {}
         self.left_out: set[str] = set()
-        self.times = array("d")
-        """when each step was logged, in seconds since 1970, in the order of the lines."""
-        self._timed = array("q")
+        self._clock = _Series()
 
     def __contains__(self, name: str) -> bool:
         return name in self._series
+
+    @property
+    def times(self) -> array[float]:
+        """When each step was logged, in seconds since 1970, in the order of the lines."""
+        return self._clock.values
 
     @property
     def names(self) -> list[str]:
@@ -116,8 +119,7 @@ class Metrics:
                 self.first_steps.append(step)
             self.last = line
             if (moment := seconds_of(line.get("time"))) is not None:
-                self._timed.append(step)
-                self.times.append(moment)
+                self._clock.append(len(self.first_steps), step, moment)
         if "skipped" in line and len(self._skipped) < _MOST_SKIPPED:
             self._skipped.append((len(self.first_steps), step, str(line["skipped"])))
         wrong = None
@@ -143,8 +145,8 @@ class Metrics:
         """What stands of a number, by step; of a step with several values the last."""
         return self._split(name)[0]
 
-    def replaced(self, name: str) -> list[Points]:
-        """What was replaced of each earlier pass."""
+    def replaced(self, name: str) -> dict[int, Points]:
+        """What was replaced of earlier passes, by the number of the pass (from 1)."""
         return self._split(name)[1]
 
     def number(self, step: int, name: str) -> float | None:
@@ -165,27 +167,30 @@ class Metrics:
         limits = self._limits()
         return {step: why for number, step, why in self._skipped if step < limits[number]}
 
-    def some_times(self) -> Points:
-        """When each step was logged, in seconds since 1970; of a step that was trained again the last time."""
-        latest = dict(zip(self._timed, self.times, strict=True))
-        steps = sorted(latest)
-        return Points(np.array(steps, np.int64), np.array([latest[step] for step in steps]))
+    def clocks(self) -> dict[int, Points]:
+        """When each step was logged, in seconds since 1970, by the number of the pass (from 1)."""
+        passes = np.array(self._clock.passes, np.int64)
+        logged = Points(np.array(self._clock.steps, np.int64), np.array(self._clock.values, np.float64))
+        return {
+            int(number): Points(logged.steps[passes == number], logged.values[passes == number])
+            for number in np.unique(passes)
+        }
 
     def _limits(self) -> npt.NDArray[np.int64]:
         """One past the last step that stands of each pass: the first step of any later one."""
         firsts = np.array([_MOST_STEP, *self.first_steps, _MOST_STEP], np.int64)
         return np.minimum.accumulate(firsts[::-1])[::-1][1:]
 
-    def _split(self, name: str) -> tuple[Points, list[Points]]:
+    def _split(self, name: str) -> tuple[Points, dict[int, Points]]:
         if name not in self._stands:
             series = self._series.get(name) or _Series()
             steps, values = np.array(series.steps, np.int64), np.array(series.values, np.float64)
             passes = np.array(series.passes, np.int64)
             stands = steps < self._limits()[passes]
-            gone = [(passes == number) & ~stands for number in np.unique(passes[~stands])]
+            gone = {int(number): (passes == number) & ~stands for number in np.unique(passes[~stands])}
             order = np.argsort(steps[stands], kind="stable")
             now = Points(steps[stands][order], values[stands][order])
-            self._stands[name] = now, [Points(steps[old], values[old]) for old in gone]
+            self._stands[name] = now, {number: Points(steps[old], values[old]) for number, old in gone.items()}
         return self._stands[name]
 
 

@@ -8,7 +8,7 @@ is lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +21,9 @@ _NOT_CURVES = {"epoch", "tokens", "samples", "slowest_rank", "estimated_memory_b
 _NOT_CURVES |= {"eval_tokens", "eval_count", "eval_pairs"}
 _MOST_CURVES, _MOST_STEP = 48, 1 << 53
 _KEPT_OF_A_BUCKET = 5
+_MOST_REPLACED = 20
+# Between the loss of a step as it was logged and as its rows give it: float32 sums in another order.
+_SAME_LOSS = 1e-3
 _MOST_HOLES = 100
 _DIGITS = 7
 
@@ -49,33 +52,66 @@ def summary(points: Points) -> dict[str, Any]:
     return known
 
 
-def drawn(metrics: Metrics, name: str, *, most: int) -> dict[str, Any]:
+def drawn(now: Points, replaced: Mapping[int, Points], *, most: int) -> dict[str, Any]:
     """A curve for JSON in about `most` points.
 
-    `x` and `y` (null: not finite), the replaced ones as `old`; if there are more points, the `mean` of those in a
-    bucket: a curve is not smoothed from its extremes.
+    `x` and `y` (null: not finite), the replaced ones as `old`, each with the number of its pass; if there are more
+    points, the `mean` of those in a bucket: a curve is not smoothed from its extremes.
     """
-    now, *old = metrics.points(name), *metrics.replaced(name)
-    room = max(20, most // 4 // max(1, len(old)))
-    values = {**_plain(thinned(now, most)), "old": [_plain(thinned(points, room)) for points in old[-20:]]}
+    room = max(20, most // 4 // max(1, len(replaced)))
+    newest = list(replaced.items())[-_MOST_REPLACED:]
+    old = [{"pass": number, **_plain(thinned(points, room))} for number, points in newest]
+    values = {**_plain(thinned(now, most)), "old": old}
     return {**values, "mean": _plain(means(now, most))} if len(now.steps) > most else values
 
 
-def clock(metrics: Metrics, *, most: int) -> dict[str, Any]:
-    """Seconds since the first logged step, at some steps."""
-    steps, values = metrics.some_times()
-    return _some(Points(steps, values - metrics.times[0] if len(values) else values), most)
+def with_rows(logged: Points, of_rows: Points) -> Points:
+    """The loss of every step: as it was logged, and of the steps between from the losses of their rows.
+
+    A loss of which rows know only a part (that of routers, say, is no row's) stays as it was logged.
+    """
+    same, at, at_rows = np.intersect1d(logged.steps, of_rows.steps, return_indices=True)
+    pair = logged.values[at], of_rows.values[at_rows]
+    if not len(same) or not np.allclose(*pair, rtol=_SAME_LOSS, atol=_SAME_LOSS, equal_nan=True):
+        return logged
+    between = ~np.isin(of_rows.steps, logged.steps)
+    steps = np.concatenate((logged.steps, of_rows.steps[between]))
+    values = np.concatenate((logged.values, of_rows.values[between]))
+    order = np.argsort(steps, kind="stable")
+    return Points(steps[order], values[order])
+
+
+def clocks(metrics: Metrics, starts: Sequence[tuple[int, float]], *, most: int) -> list[dict[str, Any]]:
+    """Of each pass over the steps its number, its `first` step, and seconds since the first logged step as a curve.
+
+    Args:
+        starts: of each start of the run the last step before it, and its time in seconds since 1970: a pass begins at
+            its start, not at its first logged step.
+    """
+    passes = metrics.clocks()
+    zero = metrics.times[0] if passes else 0.0
+    described = []
+    for number, (steps, moments) in passes.items():
+        first = metrics.first_steps[number - 1]
+        before = [start for start in starts if start[0] < first and start[1] <= moments[0]]
+        if number > 1 and before:
+            step, moment = max(before, key=lambda start: start[1])
+            first, steps, moments = step + 1, np.append(step, steps), np.append(moment, moments)
+        curve = _plain(some(Points(steps, moments - zero), max(2, most // len(passes))))
+        described.append({"pass": number, "first": first, **curve})
+    return described
 
 
 def read_tokens(metrics: Metrics, *, most: int) -> dict[str, Any]:
     """Tokens read, at some steps."""
-    return _some(metrics.points("tokens"), most)
+    return _plain(some(metrics.points("tokens"), most))
 
 
-def _some(points: Points, most: int) -> dict[str, Any]:
+def some(points: Points, most: int) -> Points:
+    """At most so many of the points, evenly, with the first and the last."""
     number = len(points.steps)
     chosen = np.unique(np.linspace(0, max(0, number - 1), min(most, number)).astype(np.int64))
-    return _plain(Points(points.steps[chosen], points.values[chosen]))
+    return Points(points.steps[chosen], points.values[chosen])
 
 
 def thinned(points: Points, most: int) -> Points:

@@ -14,9 +14,10 @@ from importlib.resources import files
 from typing import Any
 
 from threefold.build_id import build_id
-from threefold.report.curves import clock, curve_names, drawn, not_finite, read_tokens
+from threefold.records.metrics import seconds_of
+from threefold.report.curves import clocks, curve_names, drawn, not_finite, read_tokens, with_rows
 from threefold.report.facts import RunFacts
-from threefold.report.headline import compared, figures, tasks_of
+from threefold.report.headline import compared, differing, figures, tasks_of
 from threefold.report.markup import Html, data, join, shown, tag
 from threefold.report.sections import Judged, judged, sections
 
@@ -33,7 +34,7 @@ _CHARTS = (
 )
 # Points of all curves of a page, and the least and the most of one.
 _ALL_POINTS, _FEWEST, _MOST = 30_000, 120, 3000
-_CLOCK = 200
+_CLOCK = 2000
 _MOST_MARKS, _MOST_BATCHES = 300, 24
 
 
@@ -43,14 +44,19 @@ def asset(name: str) -> str:
     return (files("threefold.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def _curves_of(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
+def _curves_of(runs: Sequence[RunFacts], known: Sequence[Judged | None]) -> list[dict[str, Any]]:
     """The curves of each run, by name, in as many points as a page has room for."""
-    names = [curve_names(facts.metrics) for facts in runs]
-    number = sum(map(len, names))
+    number = sum(len(curve_names(facts.metrics)) for facts in runs)
     most = max(_FEWEST, min(_MOST, _ALL_POINTS // max(1, number)))
-    return [
-        {name: drawn(facts.metrics, name, most=most) for name in own} for facts, own in zip(runs, names, strict=True)
-    ]
+    curves = []
+    for facts, about in zip(runs, known, strict=True):
+        metrics = facts.metrics
+        points = {name: metrics.points(name) for name in curve_names(metrics)}
+        of_rows = about.reasons.losses if about is not None else None
+        if of_rows is not None and "loss" in points:
+            points["loss"] = with_rows(points["loss"], of_rows)
+        curves.append({name: drawn(now, metrics.replaced(name), most=most) for name, now in points.items()})
+    return curves
 
 
 def points_of(runs: Sequence[RunFacts], known: Sequence[Judged | None]) -> dict[str, Any]:
@@ -68,8 +74,10 @@ def points_of(runs: Sequence[RunFacts], known: Sequence[Judged | None]) -> dict[
     return {
         "charts": [{"title": title, "unit": unit, "names": names} for title, unit, names in charts],
         "runs": [
-            {**_drawn(facts), "curves": curves, "batches": _batches(judged)}
-            for facts, curves, judged in zip(runs, _curves_of(runs), known, strict=True)
+            {**_drawn(facts), "curves": curves, "batches": _batches(judged), "config": config}
+            for facts, curves, judged, config in zip(
+                runs, _curves_of(runs, known), known, differing([facts.resolved for facts in runs]), strict=True
+            )
         ],
     }
 
@@ -87,10 +95,16 @@ def _drawn(facts: RunFacts) -> dict[str, Any]:
         "path": str(facts.path),
         "state": facts.state,
         "holes": {name: not_finite(metrics.points(name)) for name in ("loss", "grad_norm") if name in metrics},
-        "seconds": clock(metrics, most=_CLOCK),
+        "passes": clocks(metrics, _starts(facts), most=_CLOCK),
         "tokens": read_tokens(metrics, most=_CLOCK),
         "marks": _marks(facts),
     }
+
+
+def _starts(facts: RunFacts) -> list[tuple[int, float]]:
+    """The last step before each start, and when it was."""
+    found = ((start.get("step"), seconds_of(start.get("time"))) for start in facts.starts)
+    return [(step, moment) for step, moment in found if type(step) is int and moment is not None]
 
 
 def _batches(judged: Judged | None) -> dict[str, Any]:
@@ -108,9 +122,11 @@ def _marks(facts: RunFacts) -> list[dict[str, Any]]:
         step, kind = event.get("step"), event["event"]
         if type(step) is not int or kind not in ("start", "stop", "rewind") or (kind == "start" and not step):
             continue
-        if kind == "rewind" and found and found[-1] == {"step": step, "kind": "resume"}:
+        if kind == "rewind" and found and (found[-1]["step"], found[-1]["kind"]) == (step, "resume"):
             found.pop()  # the start that goes back
-        found.append({"step": step, "kind": "resume" if kind == "start" else kind})
+        moment = seconds_of(event.get("time"))
+        seconds = moment - facts.metrics.times[0] if moment is not None and len(facts.metrics.times) else None
+        found.append({"step": step, "kind": "resume" if kind == "start" else kind, "seconds": seconds})
     found += [{"step": facts.best[0], "kind": "best"}] if facts.best else []
     return found[-_MOST_MARKS:]
 

@@ -109,6 +109,11 @@ class RunFacts:
         return Head.from_values(self.starts[-1].get("head")) if self.starts else None
 
     @property
+    def resolved(self) -> dict[str, str]:
+        """Its config by key, with what the last start chose for keys that were left to it."""
+        return resolved(self.config, self.starts[-1] if self.starts else {})
+
+    @property
     def num_steps(self) -> int | None:
         """The last step that it is to make, if that is known."""
         if self.head is not None and isinstance(self.head.last_step, int):
@@ -186,6 +191,34 @@ def gather(run: Path, metrics: Metrics | None = None, *, name: str | None = None
     between = times[-1] - times[-2] if len(times) > 1 else 0.0
     facts.state, facts.why = state_of(run, facts.events, still_s=max(STILL_S, 5 * between))
     return facts
+
+
+def resolved(config: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, str]:
+    """A config by key, as text; a value that was left to a start (null, auto) as that start chose it.
+
+    Args:
+        start: a start's line in the journal.
+    """
+    head = Head.from_values(start.get("head"))
+    chosen: dict[str, Any] = {}
+    if (sizes := sizes_of(start.get("mesh"))) is not None:
+        replicas, shards, cp, tp = sizes
+        chosen |= {"mesh.dp": replicas * shards, "mesh.dp_shard": shards, "mesh.cp": cp, "mesh.tp": tp}
+    if head is not None:
+        chosen |= {"train.steps": head.last_step, "train.global_batch": head.global_batch}
+        chosen["optimizer.lr"] = head.rate[0] if head.rate else None
+    return {
+        key: f"{chosen[key]} (auto)" if value in ("None", "auto") and chosen.get(key) is not None else value
+        for key, value in _flat(config)
+    }
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", str(value)[:200]
 
 
 def value_of(values: Mapping[str, Any], *names: str) -> Any:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from threefold.records.metrics import seconds_of
 from threefold.report.curves import curve_names, summary
 from threefold.report.facts import RunFacts
-from threefold.report.markup import Html, table, tag
+from threefold.report.markup import Html, join, table, tag
 
 _MOST_KEYS = 200
+# Logged steps whose pace is expected of those that are left.
+_PACE = 20
 # What names of figures of tasks begin with, and how many are seen first.
 TASK, _MOST_TASKS = "task_", 8
 
@@ -31,6 +33,9 @@ def figures(facts: RunFacts) -> Html:
     if step is not None:
         of = f" of {facts.num_steps:,}" if facts.num_steps and facts.num_steps >= step else ""
         entries.append(("step", f"{step:,}{of}"))
+        if (left := _left_s(facts, step)) is not None:
+            done = tag("progress", value=step, max=facts.num_steps, aria_label="steps that are done")
+            entries.append(("left", join([f"about {duration(left)}", done])))
     entries += [(title, text) for name, title in _FIGURES if (text := measured(name, last.get(name)))]
     if facts.best is not None:
         entries.append(("best evaluation", f"{facts.best[1]:.4f} (step {facts.best[0]:,})"))
@@ -104,6 +109,16 @@ def _trained_s(facts: RunFacts) -> float | None:
     return total or None
 
 
+def _left_s(facts: RunFacts, step: int) -> float | None:
+    """Seconds until a run that goes has made its steps, at the pace of the last logged ones; None if not known."""
+    clocks = facts.metrics.clocks()
+    if facts.state != "running" or not facts.num_steps or not clocks:
+        return None
+    steps, moments = (column[-_PACE:] for column in clocks[max(clocks)])
+    made = int(steps[-1] - steps[0])
+    return float(moments[-1] - moments[0]) / made * max(0, facts.num_steps - step) if made else None
+
+
 def compared(runs: Sequence[RunFacts]) -> dict[str, Html]:
     """The runs of one page beside one another: where they stand, and the keys in which they differ."""
     rows, tasks = [], tasks_of(runs)[:_MOST_TASKS]
@@ -115,20 +130,16 @@ def compared(runs: Sequence[RunFacts]) -> dict[str, Html]:
     named = [name.removeprefix(TASK) for name in tasks]
     head = ("run", "state", "step", "loss", "tokens/s", "tokens", "best evaluation", *named)
     found = {"compared": section("compared", "Runs", table("Where each run stands", head, rows))}
-    keys = [dict(_flat(facts.config)) for facts in runs]
-    names = [key for key in dict.fromkeys(key for each in keys for key in each) if key not in ("log.dir",)]
-    differ = [
-        (key, *(each.get(key, "-") for each in keys)) for key in names if len({each.get(key, "-") for each in keys}) > 1
-    ]
+    named = [facts.name for facts in runs]
+    configs = differing([facts.resolved for facts in runs])
+    differ = [(key, *(config[key] for config in configs)) for key in configs[0]]
     if differ:
-        named = [facts.name for facts in runs]
         found["differ"] = section("differ", "Keys that differ", table("Config", ("key", *named), differ[:_MOST_KEYS]))
     return found
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", str(value)[:200]
+def differing(configs: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Of some configs by key the keys in which they differ, all with the same keys; `-` where one lacks a key."""
+    keys = [key for key in dict.fromkeys(key for config in configs for key in config) if key != "log.dir"]
+    differ = [key for key in keys if len({config.get(key, "-") for config in configs}) > 1]
+    return [{key: config.get(key, "-") for key in differ} for config in configs]

@@ -12,6 +12,7 @@ from threefold.audit.lookup import ordered_step
 from threefold.audit.row_losses import FOLDER
 from threefold.errors import ThreefoldError
 from threefold.records.files import unsafe_files
+from threefold.records.metrics import Points
 from threefold.why.batch_rows import StepBatches
 from threefold.why.findings import Anomaly, findings, telling
 from threefold.why.lookback import Lookback
@@ -47,6 +48,14 @@ class Reasons:
             self.note = f"rows without documents and text: {missing}" if missing else None
         except _ERRORS as error:
             self.note = f"what made its spikes is not known: {str(error).splitlines()[0] if str(error) else error!r}"
+
+    @property
+    def losses(self) -> Points | None:
+        """The loss of every step whose rows are kept; None if they were not read."""
+        if self._batches is None:
+            return None
+        rows = self._batches.run.table
+        return Points(rows.steps, rows.losses())
 
     @property
     def steps(self) -> list[int]:

@@ -178,7 +178,8 @@ def _standing_out(facts: RunFacts, reasons: Reasons) -> Html:
 def _row(row: BatchRow) -> Html:
     """A row of the data that is named, with the beginning of its text."""
     documents = ", ".join(f"{each:,}" for each in row.documents[:6])
-    some = f" (document{'s' if len(row.documents) > 1 else ''} {documents})" if documents else ""
+    files = f" of {', '.join(row.files[:3])}" if row.files else ""
+    some = f" (document{'s' if len(row.documents) > 1 else ''} {documents}{files})" if documents else ""
     named = tag("p", row_text(row), some)
     return join([named, tag("pre", tag("bdi", row.text)) if row.text else ""])
 

@@ -273,6 +273,8 @@ def _show_sample(console: Screen, run: Built) -> None:
     if run.num_parameters > _LARGEST_SAMPLED:
         console.print(f"no sample: {run.num_parameters:,} parameters are too many for one process after training")
         return
+    from threefold.run.eval_samples import append_samples
+
     checkpoint = CheckpointFolder(run.folder.path).newest()
     assert checkpoint is not None
     prompt = run.rows.rows(_FIRST_ROW)["input_ids"][0][: max(1, min(48, run.config.data.seq_len // 2))]
@@ -281,5 +283,7 @@ def _show_sample(console: Screen, run: Built) -> None:
     except RunError as error:  # the run is done, and saved
         console.print(f"no sample: {error}")
         return
+    begin = run.tokenizer.decode(prompt.tolist())
+    append_samples(run, [{"step": checkpoint.step, "prompt": begin, "text": text.removeprefix(begin)}])
     console.print("a sample (the prompt, then what the model wrote):")
     console.print("\n".join(f"{SAMPLE}{line}" for line in text.splitlines()))

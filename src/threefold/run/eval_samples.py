@@ -54,14 +54,15 @@ class EvalSamples:
             written = run.tokenizer.decode([id for id in found if id != end_id])
             lines.append({"step": step, "prompt": text, "text": written})
             self._say(f"  | {_short(text)} -> {_short(written)}")
-        run.mesh.share("samples", lambda: self._log(lines))
+        run.mesh.share("samples", lambda: append_samples(run, lines))
 
-    def _log(self, lines: list[dict[str, Any]]) -> None:
-        run = self._run
-        file = MetricsFile(run.folder.path / FILE, continue_on_error=run.config.checkpoint.on_error == "continue")
-        for line in lines:
-            file.log(line)
-        file.close()
+
+def append_samples(run: Built, lines: list[dict[str, Any]]) -> None:
+    """Appends what the model has written to RUN/samples.jsonl: step, prompt and text of each; one rank calls it."""
+    file = MetricsFile(run.folder.path / FILE, continue_on_error=run.config.checkpoint.on_error == "continue")
+    for line in lines:
+        file.log(line)
+    file.close()
 
 
 def prompts_of(run: Built) -> list[Prompt]:

@@ -70,7 +70,11 @@ def file_lines(config: Config, *, to: Path | None = None) -> list[str]:
         to: a folder, in which the files are listed.
     """
     sources = sources_of(config) | (sources_of(config, held_out=True) if config.eval.source else {})
-    lists = [each for key, source in sources.items() for each in opened(key, functools.partial(files_of, source))]
+    lists = [
+        dataclasses.replace(files, key=key)
+        for key, source in sources.items()
+        for files in opened(key, functools.partial(files_of, source))
+    ]
     if to is None or not lists:
         return [summary(lists)] if lists else []
     return [f"{summary(lists)}; {write_list(lists, to)}"]

@@ -46,13 +46,18 @@ class BatchRow:
         return [] if self.row is None else self._contents.documents(self.row)
 
     @property
+    def files(self) -> list[str]:
+        """The files of its documents; [] if they are not known."""
+        return [] if self.row is None else self._contents.files(self.row)
+
+    @property
     def text(self) -> str | None:
         """The beginning of its text, as it is in the data: to be escaped where it is shown."""
         return None if self.row is None else self._contents.text(self.row)
 
     def to_values(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        names = ("place", "row", "source", "loss", "targets", "like", "score", "documents", "text")
+        names = ("place", "row", "source", "loss", "targets", "like", "score", "documents", "files", "text")
         values = {name: getattr(self, name) for name in names}
         return {name: _finite(value) for name, value in values.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +18,12 @@ from threefold.data.rows.known_rows import PackedRows, SourceRows, parts_of
 from threefold.data.rows.packing import MixedRows, Packing
 from threefold.data.store.hash_cache import known
 from threefold.data.store.store import TokenStore
+from threefold.data.text.listing import FILE, TEXTS
 from threefold.data.tokens import Tokenizer, load_tokenizer
 from threefold.errors import ThreefoldError
+from threefold.jsonl import Lines
 from threefold.mesh.environment import cache_folder
+from threefold.records.files import MOST_BYTES
 
 # Characters of a row's text that are shown.
 SHOWN = 240
@@ -69,8 +73,11 @@ class Contents:
         """The rows of the row's source, and its number there."""
         if row < 0 or not self._parts:
             return None
-        part = [each for each in self._parts if each.first_row <= row][-1]
+        part = self._part(row)
         return part.rows, row - part.first_row
+
+    def _part(self, row: int) -> SourceRows:
+        return [each for each in self._parts if each.first_row <= row][-1]
 
     def documents(self, row: int) -> list[int]:
         """The documents of a row by number in its source's store; [] if they are not known."""
@@ -78,6 +85,31 @@ class Contents:
             return []
         rows, number = place
         return [int(rows.store.document_numbers[each]) for each in self._documents(rows, number)]
+
+    def files(self, row: int) -> list[str]:
+        """The files of a row's documents, each once; [] where it is not known which file a document is from."""
+        if row < 0 or not self._parts:
+            return []
+        part = self._part(row)
+        paths = self._paths.get(f"data.mixture.{part.name}") or self._paths.get("data.source", [])
+        if len(paths) < 2:
+            return paths
+        info = part.rows.store.info
+        # Of files of rows it is not known how many documents each has.
+        texts = all(path.endswith(TEXTS) for path in paths)
+        if info is None or info.num_documents != len(paths) or info.num_skipped or not texts:
+            return []
+        return [paths[document] for document in self.documents(row)]
+
+    @cached_property
+    def _paths(self) -> dict[str, list[str]]:
+        """The files that the last start read, by the key of their source."""
+        paths: dict[str, list[str]] = defaultdict(list)
+        for line in Lines(self._run / FILE, most_bytes=MOST_BYTES).read():
+            key, path = line.values.get("key"), line.values.get("path")
+            if isinstance(key, str) and isinstance(path, str):
+                paths[key].append(path)
+        return paths
 
     def _documents(self, rows: PackedRows, number: int) -> list[int]:
         ends, found = rows.store.document_ends, []

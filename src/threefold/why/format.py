@@ -78,7 +78,9 @@ def _row(row: BatchRow) -> Iterator[str]:
     documents = row.documents
     named = f"documents {documents[0]:,} to {documents[-1]:,}" if len(documents) > 3 else ""
     named = named or f"document{'s' * (len(documents) > 1)} {', '.join(f'{each:,}' for each in documents)}"
-    yield f"  {visible(row_text(row))}" + (f" ({named})" if documents else "")
+    if files := row.files:
+        named += f" of {', '.join(files[:3])}" + (", ..." if len(files) > 3 else "")
+    yield f"  {visible(row_text(row))}" + (f" ({visible(named)})" if documents else "")
     if text := row.text:
         yield from (f"    | {line}" for line in visible(text).splitlines()[:6])
 

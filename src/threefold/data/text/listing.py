@@ -70,11 +70,15 @@ class LeftOut(NamedTuple):
 
 @dataclass(frozen=True)
 class FileList:
-    """The files of a folder or glob, as paths relative to `root` with `/`, sorted; and those left out."""
+    """The files of a folder or glob, as paths relative to `root` with `/`, sorted; and those left out.
+
+    `key` names the source in the config, for the list of a run's files.
+    """
 
     root: Path
     read: tuple[str, ...]
     left_out: tuple[LeftOut, ...] = ()
+    key: str = ""
 
 
 def kind_of(name: str) -> Kind | None:
@@ -168,7 +172,8 @@ def write_list(lists: Iterable[FileList], folder: Path) -> str:
     try:
         with temporary.open("w") as file:
             for each in lists:
-                read = ({"path": str(each.root / p), "bytes": _size(each.root / p)} for p in each.read)
+                key = {"key": each.key} if each.key else {}
+                read = ({"path": str(each.root / p), "bytes": _size(each.root / p), **key} for p in each.read)
                 left = ({"path": str(each.root / o.path), "left_out": o.why} for o in each.left_out)
                 file.writelines(json.dumps(line) + "\n" for line in (*read, *left))
         os.replace(temporary, to)

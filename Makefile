@@ -13,10 +13,10 @@ TESTS ?= tests
 KILLS ?= 100
 VERSIONS ?=
 
-.PHONY: install install-oldest train test test-ranks test-faults test-launchers test-examples test-browser test-templates test-long test-families test-oldest test-versions check docs fix vendor wheel clean help
+.PHONY: install install-oldest train test test-ranks test-faults test-launchers test-examples test-browser test-templates test-long test-families test-oldest test-versions check docs fix vendor wheel gpu gpu-wheels clean help
 
 help:
-	@sed -n 's/^#   //p' Makefile; echo "make test | test-ranks | test-faults | test-launchers | test-examples | test-browser | test-templates | test-long | test-families | test-oldest | test-versions | check | docs | fix | vendor | wheel | clean"
+	@sed -n 's/^#   //p' Makefile; echo "make test | test-ranks | test-faults | test-launchers | test-examples | test-browser | test-templates | test-long | test-families | test-oldest | test-versions | check | docs | fix | vendor | wheel | gpu | gpu-wheels | clean"
 
 # uv, or pip where it cannot be had.
 INSTALL := $(PYTHON) tools/install.py
@@ -164,6 +164,17 @@ vendor:
 wheel: $(VENV)/.python
 	$(BIN)/python -m pip install -q build
 	$(BIN)/python -m build --wheel --outdir dist
+
+# All that a GPU is asked, in pieces that are kept as they come; benchmarks/gpu.py has the order. On a machine with a CUDA build
+# of torch, and without a network after `make gpu-wheels` elsewhere: ONLY="PIECE ...", TO=FOLDER, SECONDS=580.
+SECONDS ?= 580
+gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py --seconds $(SECONDS) $(if $(ONLY),--only $(ONLY),) $(if $(TO),--to $(TO),)
+
+gpu-wheels:
+	$(PYTHON) -m pip download -q --no-deps --only-binary :all: --implementation cp --python-version 3.12 \
+	  --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 -d gpu-wheels -r benchmarks/gpu-wheels.txt
+	du -sh gpu-wheels
 
 clean:
 	rm -rf $(VENV) $(LAUNCHERS) $(DOCS) .venv-versions build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

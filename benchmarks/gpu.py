@@ -1,293 +1,378 @@
-"""Tokens per second, MFU and peak memory on one CUDA device, beside transformers.Trainer in the same run.
+"""All that a GPU is asked, in order of value: `make gpu`, on a machine with a device and perhaps without a network.
 
-    python benchmarks/gpu.py [--steps 20] [--only NAME ...] [--to docs/performance.md]
-    python benchmarks/gpu.py --tiny          tries the benchmark itself on any machine; its figures mean nothing
+    make gpu-wheels                  here, where there is a network: what the other machine lacks, into gpu-wheels/
+    make gpu                         there: pieces until the time is over; again: those that are left
+    make gpu ONLY="1b-eager bits"    some of them, done or not; TO=FOLDER: results in another folder
+    python benchmarks/gpu.py --list  the pieces, their limits, and what is known of each
+    python benchmarks/gpu.py --pages docs/performance.md from the results that are kept
+    python benchmarks/gpu.py --tiny  tries all of it on a CPU; its figures mean nothing
 
-Shapes of Llama-3.2-1B and Llama-3.1-8B with random weights, bfloat16 with float32 weights, rows of 4096 random tokens,
-AdamW, gradient norm clipped to 1. Each row runs in its own process. The Trainer has the same model, rows,
-checkpointing, compilation, adapters and fused AdamW; what it has no setting for is left empty. FLOPs are those of
-`threefold plan`, the dense bfloat16 peak is that of the data sheet. Goals are tokens/s on one H200.
+Each piece runs in a process of its own with a limit, and leaves RESULTS/MACHINE/PIECE.json, whatever happens to it: how
+it ended (done, failed, late, skipped), its figures, its error whole, the end of what it printed, versions and time. A
+call takes `--seconds` at most: a piece begins only if its limit is left. A piece that is done is not run again for the
+same build of Threefold. Of the pieces only their processes load torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import platform
+import re
+import signal
 import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import dataclass
+import traceback
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-SEQ_LEN, LR, CLIP = 4096, 1e-4, 1.0
-WARMUP = 5
-BEGIN, END = "<!-- benchmarks/gpu.py -->", "<!-- end -->"
-LLAMA_1B = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
-    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-    "tie_word_embeddings": True, "max_position_embeddings": 131072,
-}  # fmt: skip
-LLAMA_8B = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 524288,
-}  # fmt: skip
-TINY = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16,
-}  # fmt: skip
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, WHEELS, SITE = ROOT / "benchmarks" / "results", ROOT / "gpu-wheels", ROOT / ".gpu-site"
+PAGE, BEGIN, END = ROOT / "docs" / "performance.md", "<!-- benchmarks/gpu.py -->", "<!-- end -->"
+NOT_RUN = "Neither has run: there was no GPU."
+_KEPT_OUTPUT = 1 << 16
+_STARTING_S = 15  # of a process until its piece begins
 
 
-@dataclass(frozen=True)
-class Row:
-    """What is trained, and the goal on one H200.
+class Piece(NamedTuple):
+    """What a process of its own finds out, in `limit_s` seconds at most, and why it is worth that."""
 
-    Attributes:
-        keys: of the config, besides model, data and bfloat16.
-        floor, goal: tokens/s; of `longest`, tokens of a row.
-        peer: keys of TrainingArguments; None: the Trainer has no such setting.
-        longest: rows are made longer until the memory is full.
-    """
-
-    model: dict[str, Any]
-    rows: int
-    keys: dict[str, dict[str, Any]]
-    floor: float
-    goal: float
-    peer: dict[str, Any] | None = None
-    longest: bool = False
+    name: str
+    limit_s: int
+    why: str
 
 
-_FULL = {"gradient_checkpointing": True}
-_OFFLOADED = {
-    "mesh": {"cpu_offload": True},
-    "train": {"activation_checkpointing": "offload", "compile": False},
-}
-ROWS: dict[str, Row] = {
-    "1B, eager": Row(LLAMA_1B, 8, {"train": {"compile": False}}, 36_200, 43_800, {}),
-    "1B, compiled": Row(LLAMA_1B, 8, {"train": {"compile": True}}, 46_000, 54_800, {"torch_compile": True}),
-    "1B, compiled, float8 tensorwise": Row(
-        LLAMA_1B, 8, {"train": {"compile": True, "float8": "tensorwise"}}, 46_000, 60_300
-    ),
-    "8B, full checkpointing": Row(
-        LLAMA_8B, 1, {"train": {"activation_checkpointing": "full", "compile": False}}, 0, 6_900, _FULL
-    ),
-    "8B, bfloat16 moments, selective checkpointing, compiled": Row(
-        LLAMA_8B,
-        1,
-        {"train": {"activation_checkpointing": "selective", "compile": True}, "optimizer": {"moments": "bfloat16"}},
-        7_700,
-        8_650,
-    ),
-    "8B, LoRA r 16": Row(
-        {**LLAMA_8B, "lora": True}, 2, {"train": {"compile": True}}, 11_000, 12_500, {"torch_compile": True}
-    ),
-    "8B, longest row, offloaded": Row(LLAMA_8B, 1, _OFFLOADED, 65_536, 300_000, longest=True),
-}
-# Tokens of a row, tried in this order.
-LENGTHS = (32_768, 65_536, 131_072, 196_608, 262_144, 300_032)
+FAMILIES = ("llama", "qwen3", "gemma2", "mixtral")
+LENGTHS = (65_536, 32_768, 131_072, 262_144, 300_032)
+PIECES = [
+    Piece("environment", 60, "driver, clocks, errors of memory, and what doctor says"),
+    Piece("ceilings", 180, "what the device reaches; which attention is first; whether its bits repeat"),
+    Piece("train", 150, "whether the command trains, with documents kept apart"),
+    Piece("1b-compiled", 150, "the first goal"),
+    Piece("test-step", 200, "a step waits for nothing that it need not wait for"),
+    Piece("test-fused_attention", 100, "gradients of the kernels"),
+    Piece("bits", 150, "whether a second run and a resume give the same bits"),
+    Piece("bits-deterministic", 150, "the same with train.deterministic"),
+    Piece("1b-documents", 120, "what documents that do not see one another cost"),
+    Piece("1b-eager", 100, "a goal, without compilation"),
+    Piece("trainer-1b-eager", 110, "transformers.Trainer with the same"),
+    Piece("trainer-1b-compiled", 150, "transformers.Trainer with the same, compiled"),
+    Piece("1b-float8", 150, "float8 against the compiled row"),
+    Piece("8b-quarter-compiled", 120, "8B by a quarter of its layers"),
+    Piece("8b-quarter-selective", 120, "what selective checkpointing costs"),
+    Piece("8b-quarter-full", 120, "what full checkpointing costs"),
+    Piece("8b-quarter-narrow", 120, "what moments in bfloat16 cost"),
+    Piece("8b-lora", 120, "a goal: adapters of 8B"),
+    Piece("trainer-8b-lora", 150, "transformers.Trainer with the same adapters"),
+    Piece("trainer-8b-quarter-compiled", 150, "transformers.Trainer with a quarter of 8B"),
+    Piece("test-cuda", 200, "a device against the CPU"),
+    Piece("test-estimated", 200, "the estimate of memory against what is allocated"),
+    *(Piece(f"test-families-{name}", 150, "a family against the CPU") for name in FAMILIES),
+    Piece("8b-full", 150, "8B whole, full checkpointing"),
+    Piece("8b-selective", 150, "8B whole, selective checkpointing, moments in bfloat16"),
+    *(Piece(f"8b-row-{length}", 200, "how long a row may be with offload") for length in LENGTHS),
+]
 
 
-def batch_of(vocabulary: int, rows: int, seq_len: int) -> dict[str, Any]:
-    """One batch of random tokens, int64 [rows, seq_len] each, on the CPU."""
-    import torch
+def figures_of(name: str, *, tiny: bool) -> dict[str, Any]:
+    """Runs a piece in this process."""
+    kind, _, rest = name.partition("-")
+    if name == "environment":
+        return _environment()
+    if name == "train":
+        return _train(tiny=tiny)
+    if kind == "test":
+        return _tests(rest)
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import gpu_rows as rows
 
-    tokens = torch.randint(vocabulary, (rows, seq_len + 1), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
-
-
-def config_of(row: Row, *, seq_len: int) -> Any:
-    """The config of a row of the table."""
-    from threefold.config.loading import validate
-
-    sizes = {key: value for key, value in row.model.items() if key != "lora"}
-    model: dict[str, Any] = {"config": sizes, "dtype": "bfloat16"}
-    if row.model.get("lora"):
-        model["lora"] = {"r": 16, "target_modules": "all-linear"}
-    return validate({"model": model, "data": {"seq_len": seq_len}, **row.keys})
-
-
-def measure(row: Row, *, steps: int, seq_len: int) -> dict[str, float]:
-    """Trains in this process: tokens_per_s, flops_per_token and peak_bytes."""
-    import torch
-
-    from threefold.mesh.mesh import init_mesh
-    from threefold.model import load
-    from threefold.model.build import build
-    from threefold.model.flops import flops_of
-    from threefold.optim.build import build_optimizer
-    from threefold.plan.operations import causal_keys
-    from threefold.training.step import TrainStep
-
-    on_device = torch.cuda.is_available()
-    mesh = init_mesh(device="cuda" if on_device else "cpu")
-    config = config_of(row, seq_len=seq_len)
-    model = build(config, load.read_config(config.model), mesh)
-    step = TrainStep(model, build_optimizer(model.module, config.optimizer), grad_clip=CLIP)
-    batch = batch_of(row.model["vocab_size"], row.rows, seq_len)
-    batch["position_ids"] = torch.arange(seq_len).expand(row.rows, -1).contiguous()
-    flops = flops_of(model.module).per_token(causal_keys(seq_len))
-    return _timed(lambda: step.run([batch], lr=LR), steps, row.rows * seq_len) | {"flops_per_token": flops}
+    if name == "ceilings":
+        return rows.ceilings(tiny=tiny)
+    if kind == "bits":
+        return rows.bits(deterministic=bool(rest), tiny=tiny)
+    row = rows.ROWS[rest if kind == "trainer" else name]
+    steps = rows.TINY_STEPS if tiny else rows.STEPS
+    measure = rows.measure_trainer if kind == "trainer" else rows.measure
+    return measure(row.tiny() if tiny else row, steps=steps)
 
 
-def measure_trainer(row: Row, *, steps: int, seq_len: int) -> dict[str, float]:
-    """The same by transformers.Trainer, from its first step after the warm-up to its last."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+def _environment() -> dict[str, Any]:
+    texts = {}
+    for name, command in {
+        "nvidia-smi": ["nvidia-smi", "-q", "-d", "CLOCK,PERFORMANCE,ECC,MEMORY"],
+        "doctor": [sys.executable, "-m", "threefold", "doctor"],
+    }.items():
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+            texts[name] = done.stdout + done.stderr
+        except (OSError, subprocess.TimeoutExpired) as error:
+            texts[name] = repr(error)
+    return texts
 
-    sizes = {key: value for key, value in row.model.items() if key != "lora"}
-    config = AutoConfig.for_model(**sizes)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    if row.model.get("lora"):
-        from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
-    times: list[float] = []
+def _train(*, tiny: bool) -> dict[str, Any]:
+    """20 steps of the command's default model on documents: its last logged step."""
+    import tempfile
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step in (WARMUP, WARMUP + steps):
-                _wait()
-                times.append(time.perf_counter())
-                if torch.cuda.is_available() and state.global_step == WARMUP:
-                    torch.cuda.reset_peak_memory_stats()
-
-    tokens = batch_of(row.model["vocab_size"], 1, seq_len)["input_ids"][0]
-    rows = [{"input_ids": tokens, "labels": tokens}] * (row.rows * (WARMUP + steps))
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder, per_device_train_batch_size=row.rows, max_steps=WARMUP + steps, bf16=True,
-            learning_rate=LR, max_grad_norm=CLIP, optim="adamw_torch_fused", save_strategy="no", report_to=[],
-            logging_strategy="no", disable_tqdm=True, use_cpu=not torch.cuda.is_available(), **(row.peer or {}),
-        )  # fmt: skip
-        Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Clock()]).train()
-    taken = times[1] - times[0]
-    return {"tokens_per_s": steps * row.rows * seq_len / taken, "peak_bytes": _peak()}
+        keys = ["--train.steps", "3" if tiny else "20", "--model.dtype", "bfloat16", "--data.document_mask", "true"]
+        keys += ["--mesh.dp", "1", "--mesh.cp", "1", "--mesh.tp", "1", "--log.dir", f"{folder}/run"]
+        subprocess.run([sys.executable, "-m", "threefold", "train", *keys], check=True)
+        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+    return next(line for line in reversed(lines) if "loss" in line)
 
 
-def _timed(step: Any, steps: int, tokens: int) -> dict[str, float]:
-    import torch
-
-    for _ in range(WARMUP):
-        step()
-    _wait()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
-    for _ in range(steps):
-        step()
-    _wait()
-    return {"tokens_per_s": steps * tokens / (time.perf_counter() - started), "peak_bytes": _peak()}
-
-
-def _wait() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _peak() -> float:
-    import torch
-
-    return float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0.0
-
-
-def _apart(name: str, who: str, arguments: argparse.Namespace, seq_len: int) -> dict[str, float] | str:
-    """One row in a process of its own: its figures, or the last line of its error."""
-    command = [sys.executable, __file__, "--one", name, "--who", who, "--steps", str(arguments.steps)]
-    command += ["--length", str(seq_len), *(["--tiny"] if arguments.tiny else [])]
-    done = subprocess.run(command, capture_output=True, text=True)
+def _tests(name: str) -> dict[str, Any]:
+    """A file of tests/gpu, or of its families one; what pytest says last."""
+    file, _, family = name.partition("-")
+    words = [
+        f"tests/gpu/test_{'cuda_families' if file == 'families' else file}.py",
+        *(["-k", family] if family else []),
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-rfs", "-p", "no:cacheprovider", "-m", "gpu", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    print(done.stdout, done.stderr, flush=True)
     if done.returncode:
-        lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
-        shown = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no message")
-        return f"failed: {shown.strip()[:80]}"
-    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+        raise RuntimeError(f"pytest exits with {done.returncode}: {' '.join(words)}\n{done.stdout}")
+    return {"said": done.stdout.strip().splitlines()[-1]}
 
 
-def row_of(name: str, row: Row, arguments: argparse.Namespace, peak: float | None) -> str:
-    """A line of the table: ours, the Trainer's, and the goal."""
-    if row.longest:
-        return _longest(name, row, arguments)
-    ours = _apart(name, "threefold", arguments, arguments.length)
-    if isinstance(ours, str):
-        return f"| {name} | {ours} | | | | {row.goal:,.0f} |"
-    mfu = f"{ours['tokens_per_s'] * ours['flops_per_token'] / peak:.1%}" if peak else ""
-    ratio = "none"
-    if row.peer is not None:
-        theirs = _apart(name, "trainer", arguments, arguments.length)
-        ratio = theirs if isinstance(theirs, str) else f"{ours['tokens_per_s'] / theirs['tokens_per_s']:.2f} x"
-    speed, memory = ours["tokens_per_s"], ours["peak_bytes"] / 2**30
-    return f"| {name} | {speed:,.0f} | {mfu} | {memory:.1f} | {ratio} | {row.goal:,.0f} |"
+# --- one piece in a process of its own
 
 
-def _longest(name: str, row: Row, arguments: argparse.Namespace) -> str:
-    best, memory, ended = 0, 0.0, ""
-    for length in (64, 128) if arguments.tiny else LENGTHS:
-        found = _apart(name, "threefold", arguments, length)
-        if isinstance(found, str):
-            ended = f"; {length:,} {found}"
-            break
-        best, memory = length, found["peak_bytes"] / 2**30
-    return f"| {name} | a row of {best:,} tokens{ended} | | {memory:.1f} | none | {row.goal:,.0f} |"
+def alone(name: str, to: Path, *, tiny: bool) -> None:
+    """Runs a piece and writes its figures, or why there are none."""
+    result: dict[str, Any] = {}
+    try:
+        result |= {"ending": "done", "figures": figures_of(name, tiny=tiny)}
+    except Exception as error:  # whatever a device or a library raises is the result
+        skipped = type(error).__name__ == "DoesNotFit"
+        result |= {"ending": "skipped" if skipped else "failed"}
+        result["error"] = str(error) if skipped else traceback.format_exc()
+    _write(to, result | {"versions": versions()})
 
 
-def head_of(device: str) -> str:
-    """What was measured, with which versions."""
+def versions() -> dict[str, str]:
+    """Of what decides the figures, as far as it is there."""
     import torch
     import transformers
 
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-    return f"{device}; {versions}; `python benchmarks/gpu.py`"
+    from threefold.build_id import build_id
+
+    found = {"threefold": build_id(), "torch": torch.__version__, "transformers": transformers.__version__}
+    if torch.cuda.is_available():
+        found |= {"cuda": str(torch.version.cuda), "device": torch.cuda.get_device_name()}
+    return found | {"python": platform.python_version()}
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def run(piece: Piece, folder: Path, *, limit_s: float, tiny: bool, environment: dict[str, str]) -> dict[str, Any]:
+    """Runs a piece in a process of its own, ends it and all that it has started, and keeps what is known of it."""
+    to, log = folder / f"{piece.name}.json", folder / f".{piece.name}.txt"
+    to.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, __file__, "--one", piece.name, "--result", str(to), *(["--tiny"] if tiny else [])]
+    began, when = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        )
+        late = False
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started: that would keep the device
+            code = process.wait()
+    result: dict[str, Any] = json.loads(to.read_text(encoding="utf-8")) if to.exists() else {}
+    if not result:
+        how = f"it took longer than {limit_s:.0f} s" if late else f"its process ended with exit code {code}"
+        result = {"ending": "late" if late else "failed", "error": how}
+    said = log.read_bytes()[-_KEPT_OUTPUT:].decode(errors="replace")
+    log.unlink()
+    result = {
+        "piece": piece.name,
+        "when": when,
+        "seconds": round(time.monotonic() - began, 1),
+        **result,
+        "output": said,
+    }
+    _write(to, result)
+    return result
+
+
+# --- all pieces
+
+
+def machine_of(environment: dict[str, str], *, tiny: bool) -> str | None:
+    """The device's name as a folder; None without one."""
+    if tiny:
+        return "tiny"
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(query, capture_output=True, text=True, env=environment, timeout=30).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return re.sub(r"[^a-z0-9]+", "-", names[0].lower()).strip("-") if names and names[0].strip() else None
+
+
+def prepared() -> dict[str, str]:
+    """The environment of the pieces: the sources, and before what is installed the wheels that were carried, if any."""
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    wheels = sorted(map(str, WHEELS.glob("*.whl")))
+    if wheels:
+        marker = SITE / ".installed"
+        if not marker.exists() or marker.read_text() != "\n".join(wheels):
+            install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade"]
+            subprocess.run([*install, "--target", str(SITE), *wheels], check=True)
+            marker.write_text("\n".join(wheels))
+        paths.insert(1, str(SITE))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def to_run(pieces: Sequence[Piece], folder: Path, *, build: str) -> Iterator[Piece]:
+    """The pieces of which this build has no result: neither done nor skipped."""
+    for piece in pieces:
+        known = _known(folder / f"{piece.name}.json")
+        same = known.get("versions", {}).get("threefold") == build
+        if not (same and known.get("ending") in ("done", "skipped")):
+            yield piece
+
+
+def _known(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return result if isinstance(result, dict) else {}
+
+
+def line_of(result: dict[str, Any]) -> str:
+    """A result in a line: how it ended, and the figures that matter, or the end of its error."""
+    figures = result.get("figures") or {}
+    shown = [f"{key} {value:,.4g}" for key, value in figures.items() if isinstance(value, int | float) and value]
+    error = (result.get("error") or "").strip().splitlines()[-1:]
+    text = ", ".join(shown[:8]) or "".join(error)[:300]
+    return f"{result['piece']}: {result['ending']} in {result['seconds']} s  {text}"
+
+
+# --- pages
+
+
+def table_of(results: dict[str, dict[str, Any]]) -> list[str]:
+    """The rows of a machine that were measured, as a table; those that were not, by name."""
+    columns = ("run", "tokens/s", "of the peak", "memory, GiB", "host, ms of a step's", "of the Trainer", "goal")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name, result in results.items():
+        figures = result.get("figures", {})
+        if result.get("ending") != "done" or "step_ms" not in figures:
+            continue
+        peer = results.get(f"trainer-{name}", {}).get("figures", {}).get("tokens_per_s")
+        cells = [
+            f"{name}, {figures['rows']} x {figures['seq_len']:,}",
+            f"{figures['tokens_per_s']:,.0f}",
+            f"{figures['mfu']:.1%}" if figures["mfu"] else "",
+            f"{figures['peak_bytes'] / 2**30:.1f}",
+            f"{figures['host_ms']:.0f} of {figures['step_ms']:.0f}",
+            f"{figures['tokens_per_s'] / peer:.2f} x" if peer else "",
+            f"{figures['goal']:,.0f}" if figures["goal"] else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    others = {name: result for name, result in results.items() if result.get("ending") != "done"}
+    lines += [""] + [f"- {name}: {result.get('ending')}: {_cause(result)}" for name, result in others.items()]
+    for name in ("bits", "bits-deterministic"):
+        if figures := results.get(name, {}).get("figures"):
+            lines.append(
+                f"- {name}: of {figures['steps']} steps {figures['same_in_a_second_run']} are the same in a second "
+                f"run, {figures['same_when_resumed']} when it is resumed in the middle"
+            )
+    return lines
+
+
+def _cause(result: dict[str, Any]) -> str:
+    lines = [line for line in str(result.get("error", "")).splitlines() if line.strip()]
+    return lines[-1].strip()[:160] if lines else "no message"
+
+
+def page_of(results: Path) -> str:
+    """What the page says of GPUs: the kept results of each machine, or that nothing has run."""
+    parts = []
+    for folder in sorted(path for path in results.glob("*") if path.is_dir()):
+        known = {piece.name: result for piece in PIECES if (result := _known(folder / f"{piece.name}.json"))}
+        if not known:
+            continue
+        last = max(known.values(), key=lambda result: str(result.get("when")))
+        about = ", ".join(f"{name} {version}" for name, version in last.get("versions", {}).items())
+        parts.append("\n".join([f"{folder.name}: {about}; `make gpu`", "", *table_of(known)]))
+    return "\n\n".join(parts) if parts else NOT_RUN
+
+
+def with_page(text: str, inside: str) -> str:
+    """A page with what is between its marks replaced."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{inside}\n{END}{after}"
 
 
 def main() -> None:
-    """Runs each row in its own process, prints the table, and puts it into a page."""
+    """Runs the pieces that are left, or some, or writes the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--only", nargs="*", default=list(ROWS), choices=list(ROWS), metavar="NAME")
-    parser.add_argument("--to", type=Path, help="a page whose table to replace")
+    names = [piece.name for piece in PIECES]
+    parser.add_argument("--only", nargs="*", default=[], metavar="PIECE", choices=names)
+    parser.add_argument("--to", type=Path, default=RESULTS, help="default: benchmarks/results")
+    parser.add_argument("--seconds", type=float, default=580, help="of this call at most")
+    parser.add_argument("--limit", type=float, help="seconds of each piece, in place of its own")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--length", type=int, default=SEQ_LEN, help=argparse.SUPPRESS)
-    parser.add_argument("--one", choices=list(ROWS), help=argparse.SUPPRESS)
-    parser.add_argument("--who", choices=["threefold", "trainer"], default="threefold", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    import torch
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--pages", action="store_true")
+    parser.add_argument("--one", choices=names, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.one:
+        return alone(asked.one, asked.result, tiny=asked.tiny)
+    if asked.pages:
+        PAGE.write_text(with_page(PAGE.read_text(encoding="utf-8"), page_of(asked.to)), encoding="utf-8")
+        return None
+    began = time.monotonic()
+    environment = prepared()
+    machine = machine_of(environment, tiny=asked.tiny)
+    if asked.list:
+        for piece in PIECES:
+            known = _known(asked.to / (machine or "") / f"{piece.name}.json")
+            print(f"{piece.name:30} {piece.limit_s:4} s  {known.get('ending', 'not run'):8} {piece.why}")
+        return None
+    if machine is None:
+        sys.exit("no CUDA device: nothing was measured (python benchmarks/gpu.py --tiny tries the pieces on a CPU)")
+    folder = asked.to / machine
+    sys.path.insert(0, str(ROOT / "src"))
+    from threefold.build_id import build_id
 
-    if arguments.tiny:
-        arguments.length = min(arguments.length, 128)
-    if arguments.one:
-        row = ROWS[arguments.one]
-        if arguments.tiny:
-            row = Row({**row.model, **TINY}, row.rows, row.keys, row.floor, row.goal, row.peer)
-        function = measure if arguments.who == "threefold" else measure_trainer
-        print(json.dumps(function(row, steps=arguments.steps, seq_len=arguments.length)))
-        return
-    if not torch.cuda.is_available() and not arguments.tiny:
-        sys.exit("no CUDA device: nothing was measured")
-    from threefold.plan.accelerators import peak_flops
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU, tiny models"
-    lines = [
-        head_of(device),
-        "",
-        "| run | tokens/s | MFU | peak memory, GiB | of transformers.Trainer | goal on one H200 |",
-        "|---|---|---|---|---|---|",
-    ]
-    print("\n".join(lines), flush=True)
-    for name in arguments.only:
-        lines.append(row_of(name, ROWS[name], arguments, peak_flops(device)))
-        print(lines[-1], flush=True)
-    if arguments.to is not None:
-        text = arguments.to.read_text(encoding="utf-8")
-        before, _, rest = text.partition(BEGIN)
-        _, _, after = rest.partition(END)
-        table = "\n".join(lines)
-        arguments.to.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+    chosen = [piece for piece in PIECES if piece.name in asked.only]
+    for piece in chosen or to_run(PIECES, folder, build=build_id()):
+        limit_s = asked.limit or piece.limit_s
+        left = asked.seconds - (time.monotonic() - began)
+        if left < min(limit_s, _STARTING_S):
+            print("the time of this call is over: again, for what is left")
+            return None
+        if left < limit_s:
+            print(f"{piece.name}: not begun: its limit is {limit_s:.0f} s, and {left:.0f} s are left")
+            continue
+        result = run(piece, folder, limit_s=limit_s, tiny=asked.tiny, environment=environment)
+        print(line_of(result), flush=True)
+    return None
 
 
 if __name__ == "__main__":

@@ -83,6 +83,78 @@ def test_full_disk_is_printed_once_and_the_run_goes_on(tmp_path: Path, mode: str
         assert [line.split()[4] for line in steps] == (["4", "6"] if rank == 0 else [])
 
 
+def _without_memory(folder: str, lacking: int, failing: int | None) -> Any:
+    """Saves after every second step of six, on ranks of which one has no memory for the copy."""
+    from threefold.checkpoint.layout import find
+    from threefold.errors import RunError
+
+    run = Miniature(DP2, folder, background=True)
+    own, stage = run.mesh.rank, run.checkpointer.saver._stage
+    if own == lacking:
+        stage._made.join()
+        stage._buffer, stage._make = None, lambda: None
+    if failing is not None:
+        _fail_on(failing, own, after=1)
+    error = None
+    try:
+        for step in range(1, 7):
+            run.advance(1)
+            run.checkpointer.saver.check(step)
+            run.checkpointer.save(step, None, step % 2 == 0)
+        run.checkpointer.saver.wait()
+    except RunError as raised:
+        error = str(raised).splitlines()[0]
+    newest = find(Path(folder))
+    return run.done, error, newest.step, newest.damage()
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_rank_without_memory_for_the_copy_saves_while_it_waits(tmp_path: Path, lacking: int) -> None:
+    write_corpus(tmp_path)
+    assert run_ranks(_without_memory, 2, str(tmp_path / "run"), lacking, None) == [(6, None, 6, None)] * 2
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_save_that_fails_beside_a_rank_without_memory_ends_all_after_the_same_step(
+    tmp_path: Path, failing: int
+) -> None:
+    write_corpus(tmp_path)
+    one, other = run_ranks(_without_memory, 2, str(tmp_path / "run"), 1, failing)
+    assert one == other and one[0] <= 6 and one[2:] == (2, None)
+    assert one[1].startswith(f"the checkpoint of step 4 could not be saved: rank {failing}: No space left on device")
+
+
+class _Runtime:
+    """What of the CUDA runtime locks pages, with what it was asked."""
+
+    def __init__(self, code: int) -> None:
+        self.code, self.locked = code, {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.locked[address] = size
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+def test_pages_are_locked_at_their_exact_size_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from threefold.checkpoint.saver import _lock_pages
+
+    runtime = _Runtime(0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    buffer = torch.empty(1_000_003, dtype=torch.uint8)
+    assert _lock_pages(buffer) is None and list(runtime.locked.values()) == [1_000_003]
+    del buffer
+    assert runtime.locked == {}
+    runtime.code = 2
+    refused = _lock_pages(torch.empty(10, dtype=torch.uint8))
+    assert refused == "cudaHostRegister of 10 bytes returns 2"
+
+
 def _folder_gone(folder: str, mode: str) -> Any:
     from threefold.errors import RunError
 

@@ -230,13 +230,21 @@ class Mesh:
         """Lets `close` call `end` first, in which what still runs in the background is waited for."""
         self._before_close.append(end)
 
-    def close(self) -> None:
-        """Waits for saves in the background and destroys the process groups; the mesh is unusable afterwards."""
+    def abandon(self) -> None:
+        """Waits for saves in the background after a failure, and leaves the process groups as they are.
+
+        Destroying NCCL's groups waits for all ranks of the node, and those may never come: they learn of a failure when
+        this process ends.
+        """
         global _active
         if _active is self:
             _active = None
         for end in self._before_close:
             end()
+
+    def close(self) -> None:
+        """Waits for saves in the background and destroys the process groups; the mesh is unusable afterwards."""
+        self.abandon()
         if dist.is_initialized() and (self.parameter_mesh is not None or dist.get_backend() == _ALONE):
             dist.destroy_process_group()
 

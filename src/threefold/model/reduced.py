@@ -132,7 +132,7 @@ class _ReducedSizes:
         heads = first_of(self._real, _HEADS) or kv_heads or 4
         self._heads, self._kv_heads = self._head_pair(heads, kv_heads or heads)
         self._real_hidden = first_of(self._real, _HIDDEN) or 0
-        self._hidden = self._heads * (_HEAD_DIM if self._heads <= 8 else _HEAD_DIM // 2)
+        self._hidden = self._heads * _HEAD_DIM  # CUDA's kernels of flex attention take no smaller heads
         self._real_head = self._real_hidden // heads
         self._tokens: dict[int, int] = {}
 

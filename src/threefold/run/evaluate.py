@@ -59,7 +59,7 @@ def evaluate_rank(loaded: LoadedConfig, topology: Topology, checkpoint: Checkpoi
     except BaseException as error:
         code = report_failure(error, mesh, info.rank)
         if isinstance(error, ThreefoldError) and mesh is not None:
-            mesh.close()
+            mesh.abandon()
         return code
 
 

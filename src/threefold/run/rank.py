@@ -87,7 +87,7 @@ def run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
         except BaseException as error:
             code = report_failure(error, mesh, info.rank, watch, keep=loaded.reason)
             if isinstance(error, ThreefoldError) and mesh is not None:
-                mesh.close()
+                mesh.abandon()
             return code
         finally:
             sys.stdout.flush()

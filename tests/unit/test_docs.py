@@ -17,6 +17,7 @@ from ruamel.yaml import YAML
 
 from threefold.commands import main
 from threefold.commands.arguments import split
+from threefold.config.described import keys_about
 from threefold.config.schema import Config
 from threefold.jobs.clusters import CLUSTERS, kind_of
 from threefold.jobs.settings import read
@@ -119,7 +120,11 @@ def parsed(command: Any, name: str, words: list[str]) -> tuple[str, list[str]]:
 
 @pytest.mark.parametrize(("page", "line"), OURS)
 def test_command_of_a_page_parses(root: Any, page: str, line: str) -> None:
-    name, rest = parsed(root, "threefold", shlex.split(line.partition("threefold ")[2]))
+    words = shlex.split(line.partition("threefold ")[2])
+    if "--help" in words:
+        assert keys_about(" ".join(words[words.index("--help") + 1 :]))
+        return
+    name, rest = parsed(root, "threefold", words)
     if name in CLUSTERS:
         _, rest = read(kind_of(name).Settings, rest, {})
     elif main._COMMANDS.get(name) is None and name not in ("prepare", "show", "overlap"):

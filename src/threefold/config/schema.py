@@ -305,6 +305,7 @@ def inner_sections(section: str) -> dict[str, Any]:
     return {key: kind for key, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
 
 
+DEFAULT_STEPS = 120  # without train.steps and train.epochs
 # About one million parameters: trained if no model is named. Sizes divide by 2, 4 and 8 ranks.
 EMBEDDED_DEFAULT: Mapping[str, Any] = {
     "model_type": "llama",

@@ -1,8 +1,8 @@
 """The hook of mkdocs.yml: pages of the site that lie outside of docs/, and links to them.
 
-README.md is the front page, CHANGELOG.md and each known error are pages. A link to one of them works on the site as it does in a
-checkout. Other files of the repository are not on the site: a link to one is shown as its text. What leads nowhere is left, and
-mkdocs refuses it.
+README.md is the front page, CHANGELOG.md and each known error are pages, and links to them work on the site as they do
+in a checkout. Other files of the repository are not on the site: a link to one is shown as its text. What leads nowhere
+is left, and mkdocs refuses it.
 """
 
 from __future__ import annotations

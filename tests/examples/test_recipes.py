@@ -16,11 +16,11 @@ import pytest
 from ranks.runs import environment
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "recipes.md").read_text()
 
 
-def blocks(section: str) -> list[str]:
-    return re.findall(r"^```console\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+def blocks(page: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def commands(block: str) -> Iterator[tuple[str, list[str]]]:
@@ -60,24 +60,27 @@ def test_what_differs_is_found() -> None:
 
 @pytest.mark.examples
 @pytest.mark.timeout(1800)
-def test_recipes_print_what_their_page_shows(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "num_commands"), [("first-run.md", 3), ("recipes.md", 14)])
+def test_a_tutorial_prints_what_its_page_shows(page: str, num_commands: int, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     variables = environment(tmp_path)
     variables["PATH"] = f"{Path(sys.executable).parent}:{variables['PATH']}"
+    variables["OMP_NUM_THREADS"] = "1"  # beside other tests, more threads take longer
     shell = ""
-    for block in blocks(PAGE):
-        for command, shown in commands(block):
-            if re.fullmatch(r"[A-Z]+=\S+", command):
-                shell += f"{command}\n"
-                continue
-            done = subprocess.run(
-                ["bash", "-c", f"{shell}{command}"],
-                cwd=tmp_path,
-                env=variables,
-                capture_output=True,
-                text=True,
-                timeout=900,
-            )
-            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-            wrong = mismatch(shown, done.stdout.splitlines())
-            assert wrong is None, f"{command}\nnot as on the page: {wrong}\n{done.stdout}"
+    steps = [step for block in blocks(page) for step in commands(block)]
+    assert len(steps) == num_commands
+    for command, shown in steps:
+        if re.fullmatch(r"[A-Z]+=\S+", command):
+            shell += f"{command}\n"
+            continue
+        done = subprocess.run(
+            ["bash", "-c", f"{shell}{command}"],
+            cwd=tmp_path,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        wrong = mismatch(shown, done.stdout.splitlines())
+        assert wrong is None, f"{command}\nnot as on the page: {wrong}\n{done.stdout}"

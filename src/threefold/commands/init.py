@@ -30,11 +30,7 @@ def command(context: typer.Context) -> None:
             file.write(f"# {run}\n# Remove the # before a key to set it.\n\n{text}")
     except OSError as error:
         what, expected = f"{path}: {error.strerror}", "the name of a new file, in a folder that exists"
-        fix = shlex.join(["threefold", "init", _unused_name(), *(f"--{key}={value}" for key, value in overrides)])
+        unused = next(name for number in count(1) if not os.path.lexists(name := f"config-{number}.yaml"))
+        fix = shlex.join(["threefold", "init", unused, *(f"--{key}={value}" for key, value in overrides)])
         raise ConfigError(what, expected=expected, fix=fix) from None
     typer.echo(f"{path}: every key, {len(overrides)} of them set\ntrain it: {run}")
-
-
-def _unused_name() -> str:
-    """The name of a config that is not in this folder yet."""
-    return next(name for number in count(1) if not os.path.lexists(name := f"config-{number}.yaml"))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
-from threefold.config.described import keys_in
+from threefold.config.described import every_key_described
 from threefold.config.loading import LoadedConfig
-from threefold.config.schema import Config, inner_sections, value_at
+from threefold.config.schema import Config, every_key, value_at
 from threefold.config.text import as_yaml
 
-_INDENT = "  "
 _WIDTH = 30  # of a key and its value, where the comment begins if they are shorter
 
 
@@ -19,39 +18,35 @@ def with_values(loaded: LoadedConfig, automatic: Mapping[str, str]) -> str:
     Args:
         automatic: section.key -> what the run takes for it, and why.
     """
-
-    def comment(key: str, meaning: str) -> str:
-        origin = loaded.origins.get(key, "")
-        return "; ".join(filter(None, (automatic.get(key), origin)))
-
-    return "\n".join(_document(loaded.config, lambda key: True, comment))
+    sources = (automatic, loaded.origins)
+    comments = {key: "; ".join(source[key] for source in sources if key in source) for key in every_key()}
+    return _document(loaded.config, comments, active=comments)
 
 
 def with_meanings(loaded: LoadedConfig) -> str:
     """Every key with its meaning; those that were not given are commented out, at their defaults."""
-    return "\n".join(_document(loaded.config, loaded.origins.__contains__, lambda key, meaning: meaning))
+    meanings = {key: about.meaning for key, about in every_key_described()}
+    return _document(loaded.config, meanings, active=loaded.origins)
 
 
-def _document(config: Config, is_active: Callable[[str], bool], comment: Callable[[str, str], str]) -> Iterator[str]:
-    for section in Config.model_fields:
-        yield f"{section}:"
-        inside = None
-        for each in keys_in(section):
-            inner, _, name = each.key.rpartition(".")
-            key = f"{section}.{each.key}"
-            if inner and inner != inside:
-                any_active = any(
-                    is_active(f"{section}.{inner}.{own}") for own in inner_sections(section)[inner].model_fields
-                )
-                yield _line(_INDENT, f"{inner}:", "", active=any_active)
-            inside = inner
-            entry = f"{name}: {as_yaml(value_at(config, key))}"
-            depth = _INDENT * (2 if inner else 1)
-            yield _line(depth, entry, comment(key, each.meaning), active=is_active(key))
-        yield ""
+def _document(config: Config, comments: Mapping[str, str], active: Collection[str]) -> str:
+    lines: list[str] = []
+    before = [""]
+    for key, comment in comments.items():
+        *sections, name = key.split(".")
+        if sections[0] != before[0]:
+            lines += ["", f"{sections[0]}:"]
+        if sections[1:] and sections != before:
+            below = any(each.startswith(".".join(sections)) for each in active)
+            lines.append(_line(1, f"{sections[1]}:", "", active=below))
+        entry = f"{name}: {as_yaml(value_at(config, key))}"
+        lines.append(_line(len(sections), entry, comment, active=key in active))
+        before = sections
+    return "\n".join(lines[1:])
 
 
-def _line(indent: str, entry: str, comment: str, *, active: bool) -> str:
-    entry = f"{indent}{entry}" if active else f"{_INDENT}# {indent.removeprefix(_INDENT)}{entry}"
+def _line(depth: int, entry: str, comment: str, *, active: bool) -> str:
+    mark = "  " if active else "  # "
+    entry = mark + "  " * (depth - 1) + entry
     # A path may contain a line break, at which a comment would end.
     return f"{entry:<{_WIDTH}}  # {' '.join(comment.split())}" if comment else entry

@@ -147,14 +147,18 @@ fix: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The pages of docs/, README.md and the known errors as a site in site/. A link or an anchor that leads nowhere ends it.
+# The pages of docs/, README.md, CHANGELOG.md and the known errors as a site in site/. A link or an anchor that leads nowhere ends it.
 DOCS := .venv-docs
 
 $(DOCS)/.installed: docs/requirements.txt $(VENV)/.python
 	$(INSTALL) $(DOCS) -r docs/requirements.txt
 	@touch $@
 
-docs: $(DOCS)/.installed
+# Draws the diagrams. Without npm the site shows them as text.
+$(DOCS)/mermaid.min.js: tools/vendor.py $(DOCS)/.installed
+	-$(BIN)/python tools/vendor.py --docs $(DOCS)
+
+docs: $(DOCS)/.installed $(DOCS)/mermaid.min.js
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --clean
 
 # The library of the charts, by npm, at the version and with the checksums of tools/vendor.py.

@@ -19,7 +19,13 @@ def page() -> str:
         "",
         "Written by `python docs/generate_config.py` from `src/threefold/config/schema.py`. You can set every key in a",
         "YAML file, below its section's name, or as `--section.key value`. Values are YAML 1.2.",
-        "`threefold train --print-config` shows the value of each key and where it came from.",
+        "",
+        "    threefold init job.yaml --train.steps 500    # a config with every key and its meaning",
+        "    threefold train --help learning rate         # the keys about these words; or of a section, or one key",
+        "    threefold train job.yaml --print-config      # every value, its origin, and what auto becomes",
+        "    threefold --install-completion               # the shell completes keys, their values and runs",
+        "",
+        "What `--print-config` prints is a config again, and trains the same run.",
     ]
     for section, field in Config.model_fields.items():
         kind: Any = field.annotation

@@ -1,7 +1,8 @@
 """The hook of mkdocs.yml: pages of the site that lie outside of docs/, and links to them.
 
-README.md is the front page; each known error is a page; a file or folder of the repository that a page links to is a
-page that shows it. So a link works on the site as it does in a checkout. What leads nowhere is left; mkdocs refuses it.
+README.md is the front page, CHANGELOG.md and each known error are pages, and links to them work on the site as they do
+in a checkout. Other files of the repository are not on the site: a link to one is shown as its text. What leads nowhere
+is left, and mkdocs refuses it.
 """
 
 from __future__ import annotations
@@ -16,72 +17,78 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 ERRORS = "src/threefold/explain/pages/"
-NAMED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}
-_LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
+NAMED = {"README.md": "index.md", "CHANGELOG.md": "changes.md"}
+NOT_SHOWN = "docs/design/"
+MERMAID = ROOT / ".venv-docs" / "mermaid.min.js"
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+_CODE = re.compile(r"^(`{3,}).*?^\1`*$", re.MULTILINE | re.DOTALL)
 _LOADED = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?(?:https?:)?//|<link\b[^>]*\bhref=[\"']?(?:https?:)?//"
 )
 log = logging.getLogger("mkdocs.hooks.site_pages")
 
 
-def place(path: str) -> str:
-    """Where the site has a file of the repository, as mkdocs names sources: docs/data.md is data.md."""
-    if path.startswith("docs/") and path.endswith((".md", ".png", ".webp")):
+def place(path: str) -> str | None:
+    """Where the site has a file of the repository, as mkdocs names sources: docs/data.md is data.md; None: nowhere."""
+    if path.startswith("docs/") and path.endswith((".md", ".png", ".webp")) and not path.startswith(NOT_SHOWN):
         return path.removeprefix("docs/")
     if path.startswith(ERRORS) and path.endswith(".md"):
         return f"errors/{path.removeprefix(ERRORS)}"
-    return NAMED.get(path) or (f"repository/{path}" if path.endswith(".md") else f"repository/{path}.md")
+    return NAMED.get(path)
 
 
-def linked(path: str, text: str) -> tuple[str, set[str]]:
-    """The text of a file with its links as the site has them, and the files of the repository that they lead to."""
-    found = set()
+def linked(path: str, text: str) -> str:
+    """The text of a file with its links as the site has them."""
 
     def moved(match: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1]))
+        mark, words, link, anchor = match.groups()
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
         if target.startswith("..") or not (ROOT / target).exists():
-            return match[1]
-        found.add(target)
-        return posixpath.relpath(place(target), posixpath.dirname(place(path)) or ".")
+            return match[0]
+        if (there := place(target)) is None:
+            return words
+        here = posixpath.dirname(place(path) or "")
+        return f"{mark}[{words}]({posixpath.relpath(there, here or '.')}{anchor or ''})"
 
-    return _LINK.sub(moved, text), found
+    parts = [(part.start(), part.end()) for part in _CODE.finditer(text)]
+    pieces, end = [], 0
+    for start, stop in parts:
+        pieces += [_LINK.sub(moved, text[end:start]), text[start:stop]]
+        end = stop
+    return "".join([*pieces, _LINK.sub(moved, text[end:])])
 
 
 def shown(path: str) -> str:
-    """A file of the repository as a page: Markdown as it is, anything else as code, a folder as a list of its files."""
-    file = ROOT / path
-    if file.is_dir():
-        names = sorted(each.name for each in file.iterdir() if each.is_file() and not each.name.startswith("."))
-        return f"# {path}\n\n" + "".join(f"- [{name}]({posixpath.basename(path)}/{name})\n" for name in names)
-    text = file.read_text(encoding="utf-8")
-    if path.startswith(ERRORS):
-        head, _, body = text.removeprefix("---\n").partition("\n---\n")
-        check = re.search(r"^check: (.+)$", head, re.MULTILINE)
-        return f"{body.strip()}\n\n" + (f"What would settle it:\n\n    {check[1]}\n" if check else "")
-    if path.endswith(".md"):
+    """A file of the repository as a page: an error with what would settle it, anything else as it is."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    if not path.startswith(ERRORS):
         return text
-    return f"# {path}\n\n``````{file.suffix.lstrip('.') or 'text'}\n{text.rstrip()}\n``````\n"
+    head, _, body = text.removeprefix("---\n").partition("\n---\n")
+    check = re.search(r"^check: (.+)$", head, re.MULTILINE)
+    return f"{body.strip()}\n\n" + (f"What would settle it:\n\n    {check[1]}\n" if check else "")
+
+
+def on_config(config: Any) -> None:
+    """Has diagrams drawn by the library that make docs has fetched; without it they stay text."""
+    if MERMAID.exists():
+        config["extra_javascript"].append(MERMAID.name)
+    else:
+        # The theme would load it from another host.
+        config["mdx_configs"]["pymdownx.superfences"]["custom_fences"] = []
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds README.md, the errors, and everything in the repository that a page, or one of these, links to."""
-    waiting = {*NAMED, *(file.relative_to(ROOT).as_posix() for file in (ROOT / ERRORS).glob("*.md"))}
-    for file in files.documentation_pages():
-        waiting |= linked(f"docs/{file.src_uri}", file.content_string)[1]
-    done: set[str] = set()
-    while waiting:
-        path = waiting.pop()
-        done.add(path)
-        if files.get_file_from_path(place(path)) is None:
-            text, more = linked(path, shown(path))
-            files.append(File.generated(config, place(path), content=text))
-            waiting |= more - done
+    """Adds README.md, CHANGELOG.md and the errors."""
+    for path in (*NAMED, *(file.relative_to(ROOT).as_posix() for file in sorted((ROOT / ERRORS).glob("*.md")))):
+        files.append(File.generated(config, str(place(path)), content=linked(path, shown(path))))
+    if MERMAID.exists():
+        files.append(File.generated(config, MERMAID.name, abs_src_path=str(MERMAID)))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Moves the links of a page of docs/; those of other pages are moved already."""
-    return markdown if page.file.generated_by else linked(f"docs/{page.file.src_uri}", markdown)[0]
+    return markdown if page.file.generated_by else linked(f"docs/{page.file.src_uri}", markdown)
 
 
 def on_post_build(config: Any) -> None:

@@ -1,7 +1,8 @@
-"""Brings what the page of a run carries from elsewhere into the package: uPlot, by `npm pack`, at one version.
+"""Brings what pages carry from elsewhere, by `npm pack`, at one version: uPlot into the package, Mermaid for the site.
 
-    python tools/vendor.py            write the files again (make vendor)
-    python tools/vendor.py --check    only compare the files of the package with the checksums below
+    python tools/vendor.py                write uPlot's files again (make vendor)
+    python tools/vendor.py --check        only compare the files of the package with the checksums below
+    python tools/vendor.py --docs FOLDER  write Mermaid into a folder (make docs)
 
 The registry is npm's own setting. A file whose checksum is another one is refused.
 """
@@ -32,6 +33,14 @@ FILES = {
         "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
     ),
 }
+# For the diagrams of the site: not in the package, and not in the repository.
+MERMAID = "mermaid", "11.4.1"
+MERMAID_FILES = {
+    "mermaid.min.js": (
+        "package/dist/mermaid.min.js",
+        "a43bc1afd446f9c4cc66ac5dd45d02e8d65e26fc5344ec0ef787f88d6ddb6f9e",
+    ),
+}
 
 
 def wrong() -> list[str]:
@@ -40,23 +49,26 @@ def wrong() -> list[str]:
     return [name for name, (_, digest) in FILES.items() if hashlib.sha256(found[name]).hexdigest() != digest]
 
 
-def fetch() -> None:
-    """Writes the files from npm's archive; SystemExit if one is another file than expected."""
+def fetch(package: str, version: str, files: dict[str, tuple[str, str]], into: Path) -> None:
+    """Writes the files of npm's archive into a folder; SystemExit if one is another file than expected."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["npm", "pack", "--silent", f"{PACKAGE}@{VERSION}"], cwd=folder, check=True, timeout=300)
+        subprocess.run(["npm", "pack", "--silent", f"{package}@{version}"], cwd=folder, check=True, timeout=300)
         (archive,) = Path(folder).glob("*.tgz")
         with tarfile.open(archive) as tar:
-            for name, (path, digest) in FILES.items():
+            for name, (path, digest) in files.items():
                 content = tar.extractfile(path)
                 read = content.read() if content is not None else b""
                 if hashlib.sha256(read).hexdigest() != digest:
-                    sys.exit(f"{path} of {PACKAGE}@{VERSION} has the checksum {hashlib.sha256(read).hexdigest()}")
-                (ASSETS / name).write_bytes(read)
+                    sys.exit(f"{path} of {package}@{version} has the checksum {hashlib.sha256(read).hexdigest()}")
+                (into / name).write_bytes(read)
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--docs"]:
+        fetch(*MERMAID, MERMAID_FILES, Path(sys.argv[2]))
+        sys.exit()
     if sys.argv[1:] != ["--check"]:
-        fetch()
+        fetch(PACKAGE, VERSION, FILES, ASSETS)
     if different := wrong():
         sys.exit(f"{', '.join(different)}: not {PACKAGE} {VERSION} as it was vendored; run python tools/vendor.py")
     print(f"{PACKAGE} {VERSION}: {', '.join(FILES)}")

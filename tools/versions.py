@@ -1,6 +1,6 @@
 """The oldest and the newest versions that pyproject admits, each in a venv of its own, and the tests that need them.
 
-    python tools/versions.py [oldest | newest] [--all] [--write docs/versions.md]
+    python tools/versions.py [oldest | newest] [--all] [--write docs/install.md]
 
 The newest are those of the package registry; those between, which constraints.txt pins, are what `make test` runs on.
 With --all, everything that a promise rests on; without it, each thing that versions can change, once. Versions that

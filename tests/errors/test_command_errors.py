@@ -101,7 +101,33 @@ def test_help_about_a_section_and_a_key(folder: Path) -> None:
     key = command(folder, "verify", "-h", "model.lora.r")
     assert key.stdout.startswith("--model.lora.r  whole number  (default: 0)\n      rank of the adapters; ")
     message = said(command(folder, "train", "--help", "optimiser"))
-    assert message.startswith("there is no help about 'optimiser'\n  expected: a section (model, data, ")
+    assert message.startswith("no key is about 'optimiser'\n  expected: a section (model, data, ")
+    assert message.endswith(", section.key, or words of a key's meaning\n  fix: threefold train --help optimizer\n")
+
+
+def test_help_finds_keys_by_words_of_their_meaning(folder: Path) -> None:
+    by_name = command(folder, "train", "--help", "tail").stdout
+    assert by_name.startswith("--data.tail  carry | drop  (default: carry)\n")
+    by_meaning = command(folder, "train", "-h", "adapters", "projections").stdout
+    assert by_meaning.count("\n--") == 0 and by_meaning.startswith("--model.lora.target_modules ")
+    rates = command(folder, "train", "--help", "learning rate").stdout
+    assert "--optimizer.lr " in rates and "--optimizer.min_lr " in rates and "--data." not in rates
+
+
+def test_init_refuses_what_exists_and_what_cannot_be_made(folder: Path) -> None:
+    (folder / "config.yaml").write_text("# mine\n")
+    message = said(command(folder, "init", "--train.steps", "7"))
+    assert message == (
+        "config.yaml: File exists\n"
+        "  expected: the name of a new file, in a folder that exists\n"
+        "  fix: threefold init config-1.yaml --train.steps=7\n"
+    )
+    assert (folder / "config.yaml").read_text() == "# mine\n"
+    assert said(command(folder, "init", "nowhere/a.yaml")).startswith("nowhere/a.yaml: No such file or directory\n")
+    fixed = command(folder, "init", "config-1.yaml", "--train.steps=7")
+    assert fixed.stdout == "config-1.yaml: every key, 1 of them set\ntrain it: threefold train config-1.yaml\n"
+    assert said(command(folder, "init", "b.yaml", "--train.stepz", "7")).startswith("unknown key train.stepz\n")
+    assert not (folder / "b.yaml").exists()
 
 
 # --- before torch is loaded --------------------------------------------------------------------------------------

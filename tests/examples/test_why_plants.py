@@ -28,7 +28,7 @@ from threefold.why.findings import findings, telling
 from threefold.why.lookback import Lookback
 
 FIRST_PERCENT = 95
-# How many runs: a few of each base, and those that docs/why.md counts, which take minutes.
+# How many runs: a few of each base, and those that docs/watch.md counts, which take minutes.
 PLANTED_RUNS = [pytest.param(2, marks=pytest.mark.examples), pytest.param(10, marks=pytest.mark.long)]
 HEALTHY_SEEDS = [
     pytest.param((0, 3, 4, 7, 8), marks=pytest.mark.examples),  # each shape once, prose and code

@@ -186,9 +186,25 @@ def test_training_goes_on_from_an_exported_folder(folder: Path, whole: Path) -> 
     assert metrics(folder / "tuned")[1]["loss"] < metrics(whole)[1]["loss"] - 0.1
 
 
-def test_print_config_names_origins(folder: Path) -> None:
-    done = command(folder, "train", "config.yaml", "--print-config", "--optimizer.lr", "1e-4")
-    assert done.returncode == 0
-    assert "optimizer.lr: 0.0001  # command line" in done.stdout
-    assert "train.steps: 12  # config.yaml" in done.stdout
-    assert "data.shuffle: true\n" in done.stdout
+def test_print_config_names_origins_and_what_is_automatic(folder: Path) -> None:
+    done = command(folder, "train", "config.yaml", "--print-config", "--optimizer.lr", "1e-4", "--mesh.tp", "2")
+    assert done.returncode == 0, done.stderr
+    sections = dict(section.split(":\n", 1) for section in done.stdout.strip().split("\n\n"))
+    lines = {name: [" ".join(line.split()) for line in text.splitlines()] for name, text in sections.items()}
+    assert "lr: 0.0001 # command line" in lines["optimizer"]
+    assert "steps: 12 # config.yaml" in lines["train"]
+    assert "shuffle: true" in lines["data"]
+    assert "attention: auto # sdpa: flex_attention has no backward on a CPU" in lines["model"]
+    assert "dp: null # 1: as given" in lines["mesh"]
+
+
+def test_what_print_config_prints_trains_the_same_run(folder: Path) -> None:
+    keys = ("--train.steps", "3", "--mesh.dp", "2", "--optimizer.warmup_steps", "2", "--model.dtype", "bfloat16")
+    printed = command(folder, "train", "config.yaml", *keys, "--log.dir", "of keys", "--print-config")
+    (folder / "printed.yaml").write_text(printed.stdout)
+    assert command(folder, "train", "config.yaml", *keys, "--log.dir", "of keys").returncode == 0
+    done = command(folder, "train", "printed.yaml", "--log.dir", "of a file")
+    assert done.returncode == 0, done.stderr
+    runs = [metrics(folder / name) for name in ("of keys", "of a file")]
+    losses, again = ([(step["loss"], step["grad_norm"], step["lr"]) for step in run.values()] for run in runs)
+    assert losses == again and len(losses) == 3

@@ -200,18 +200,6 @@ def test_environment_gives_mesh_defaults(folder: Path) -> None:
     ]
 
 
-def test_describe_names_every_key_once_with_its_origin(folder: Path) -> None:
-    described = list(load("train: {steps: 3}\n", ("log.every", "2")).describe())
-    dumped = Config().model_dump()
-    lora = [f"model.lora.{key}" for key in dumped["model"].pop("lora")]
-    every = [f"{section}.{key}" for section, keys in dumped.items() for key in keys]
-    after = every.index("model.attention") + 1
-    assert [key for key, _, _ in described] == [*every[:after], *lora, *every[after:]]
-    assert ("train.steps", 3, "c.yaml") in described
-    assert ("log.every", 2, "command line") in described
-    assert ("train.global_batch", 16, "default") in described
-
-
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 

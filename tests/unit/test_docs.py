@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shlex
 import subprocess
@@ -15,9 +16,11 @@ import pytest
 import typer
 from ruamel.yaml import YAML
 
+import threefold
 from threefold.commands import main
 from threefold.commands.arguments import split
-from threefold.config.schema import Config
+from threefold.config.described import keys_about
+from threefold.config.schema import Config, every_key
 from threefold.jobs.clusters import CLUSTERS, kind_of
 from threefold.jobs.settings import read
 
@@ -52,6 +55,25 @@ def test_every_page_is_reached_from_the_front_page() -> None:
         targets = (page.parent / each for each in re.findall(r"\]\((?!https?:)([^)#]+\.md)", page.read_text()))
         waiting |= {target.resolve() for target in targets} - reached
     assert {*PAGES} - reached == set()
+
+
+def test_page_of_the_python_interface_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    written = set(re.findall(r"^::: (threefold[\w.]+)$", page, re.MULTILINE))
+    public = {f"{home}.{name}" for name, home in threefold._HOME_OF_NAME.items() if name in threefold.__all__}
+    errors = {name for name in written if name.startswith("threefold.errors.")}
+    assert public - {"threefold.errors"} == written - errors and len(errors) == 5
+    for name in written:
+        module, _, last = name.rpartition(".")
+        assert getattr(importlib.import_module(module), last).__doc__, name
+
+
+def test_keys_that_replace_those_of_other_programs_exist() -> None:
+    page = (ROOT / "docs" / "other-libraries.md").read_text()
+    sections = "|".join(Config.model_fields)
+    rows = [line.split(" | ") for line in page[page.index("## Names for threefold train") :].splitlines()]
+    named = {key for row in rows for cell in row[1:] for key in re.findall(rf"`((?:{sections})\.[a-z_.]+)", cell)}
+    assert len(named) >= 30 and named <= set(every_key())
 
 
 def test_picture_is_small() -> None:
@@ -119,7 +141,11 @@ def parsed(command: Any, name: str, words: list[str]) -> tuple[str, list[str]]:
 
 @pytest.mark.parametrize(("page", "line"), OURS)
 def test_command_of_a_page_parses(root: Any, page: str, line: str) -> None:
-    name, rest = parsed(root, "threefold", shlex.split(line.partition("threefold ")[2]))
+    words = shlex.split(line.partition("threefold ")[2])
+    if "--help" in words:
+        assert keys_about(" ".join(words[words.index("--help") + 1 :]))
+        return
+    name, rest = parsed(root, "threefold", words)
     if name in CLUSTERS:
         _, rest = read(kind_of(name).Settings, rest, {})
     elif main._COMMANDS.get(name) is None and name not in ("prepare", "show", "overlap"):

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from threefold.config.dropped import DROPPED
 from threefold.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from threefold.config.loading import LoadedConfig
+    from threefold.config.schema import Config
 
 # What typer needs to leave the config's part to `split`.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+MaxRestarts = Annotated[
+    int, typer.Option("--max-restarts", min=0, help="How often to restart the ranks after a failure.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Start more local ranks than this machine has room for.")]
+AcceptChanges = Annotated[bool, typer.Option("--accept-changes", help="Resume with keys that change what is trained.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors; the run's logs keep it all.")]
 
 
 def load_config(arguments: Sequence[str]) -> LoadedConfig:
@@ -26,6 +36,21 @@ def load_config(arguments: Sequence[str]) -> LoadedConfig:
         defaults=environment.defaults(),
         settings=environment.settings(),
     )
+
+
+def settled(config: Config) -> dict[str, str]:
+    """section.key -> what an automatic key becomes in this place, and why."""
+    from threefold.mesh import environment
+    from threefold.plan.automatic import automatic
+
+    num_devices = None
+    if config.mesh.device != "cpu":
+        import torch
+
+        num_devices = torch.cuda.device_count() or None
+    info = environment.current()
+    launched = info.world_size if info.launcher is not None else None
+    return automatic(config, launched_world_size=launched, num_devices=num_devices)
 
 
 def split(arguments: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from threefold.commands.arguments import CONTEXT, load_config, split
+from threefold.commands.completion import runs_here
 from threefold.commands.endings import ending
 from threefold.errors import ConfigError, ranks_text
 
@@ -29,7 +30,7 @@ app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Prepare data, and prove which rank read what and when."
 )
 
-_Run = Annotated[Path, typer.Argument(help="A run's folder.")]
+_Run = Annotated[Path, typer.Argument(autocompletion=runs_here, help="A run's folder.")]
 
 
 @app.command("prepare", context_settings=CONTEXT, **ending("data prepare"))

@@ -13,6 +13,11 @@ _TRAINED = "0 done; 1 the run failed; 2 the request was wrong; 75 stopped by a s
 
 # Command -> what its usage says after the name, exit codes, examples.
 _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "init": (
+        _KEYS,
+        "0 written; 2 the request was wrong, or the file exists",
+        ("threefold init", "threefold init job.yaml --train.objective dpo --data.source pairs.jsonl"),
+    ),
     "train": (
         _KEYS,
         _TRAINED,
@@ -20,7 +25,7 @@ _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "threefold train",
             "threefold train job.yaml --train.steps 500 --log.dir runs/a",
             "threefold train --model.name_or_path ./my-model --data.source texts --mesh.dp 4",
-            "threefold train --help optimizer      the keys of a section, or one key",
+            "threefold train --help optimizer      the keys of a section, one key, or a search: --help learning rate",
         ),
     ),
     "resume": (_MORE_KEYS, _TRAINED, ("threefold resume runs/a", "threefold resume runs/a --train.steps 2000")),

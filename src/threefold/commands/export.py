@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from threefold.commands.completion import runs_here
+
 
 def command(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.")],
+    run: Annotated[Path, typer.Argument(autocompletion=runs_here, help="A run's folder, or one of its checkpoints.")],
     to: Annotated[Path, typer.Option(help="The folder to make.")],
     max_shard_size: Annotated[str, typer.Option(help="Largest file of weights: 500MB, 5GB, 2GiB.")] = "5GB",
     verify: Annotated[

@@ -10,11 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
+from threefold.commands.completion import runs_here
 from threefold.errors import EXIT_FAILED
 
 
 def command(
-    paths: Annotated[list[Path], typer.Argument(help="Runs, checkpoints, or folders with safetensors.")],
+    paths: Annotated[
+        list[Path], typer.Argument(autocompletion=runs_here, help="Runs, checkpoints, or folders with safetensors.")
+    ],
     ema: Annotated[bool, typer.Option("--ema", help="Of the moving average of the weights (optimizer.ema).")] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow code from the model's repository to run.")

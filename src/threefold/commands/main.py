@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from threefold.commands.arguments import CONTEXT
+from threefold.commands.completion import WithKeys
 from threefold.commands.endings import ending
 from threefold.config.dropped import DROPPED
 from threefold.errors import ConfigError, Problem, ThreefoldError
@@ -32,6 +33,7 @@ app = typer.Typer(
 _AnyError: Any = typer.BadParameter.__mro__[2]
 # In the order of `--help`; those with CONTEXT take any key of the config.
 _COMMANDS = {
+    "init": CONTEXT,
     "train": CONTEXT,
     "resume": CONTEXT,
     "eval": CONTEXT,
@@ -64,7 +66,8 @@ def _load(names: Iterable[str]) -> None:
         if hasattr(module, "app"):
             app.add_typer(module.app, name=name)
         else:
-            app.command(name, context_settings=_COMMANDS[name], **ending(name))(module.command)
+            kind = WithKeys if _COMMANDS[name] is CONTEXT else None
+            app.command(name, cls=kind, context_settings=_COMMANDS[name], **ending(name))(module.command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -84,18 +87,18 @@ def _root(
     pass
 
 
-def _print_keys(named: str) -> None:
-    """Prints the keys of a section of the config, or the one key: values, default and meaning."""
-    from threefold.config.described import keys_named
+def _print_keys(words: str) -> None:
+    """Prints the keys of a section of the config, the one key, or those that a search finds."""
+    from threefold.config.described import keys_about, nearest_name
     from threefold.config.schema import Config
 
-    if not (found := keys_named(named)):
-        fix = f"threefold train --help {next(iter(Config.model_fields))}"
-        expected = f"a section ({', '.join(Config.model_fields)}), or section.key"
-        raise ConfigError(f"there is no help about {named!r}", expected=expected, fix=fix)
-    for section, each in found:
+    if not (matching := keys_about(words)):
+        expected = f"a section ({', '.join(Config.model_fields)}), section.key, or words of a key's meaning"
+        fix = f"threefold train --help {nearest_name(words)}"
+        raise ConfigError(f"no key is about {words!r}", expected=expected, fix=fix)
+    for key, each in matching.items():
         values = " | ".join(each.values).replace("`", "")
-        typer.echo(f"--{section}.{each.key}  {values}  (default: {each.default})\n      {each.meaning}")
+        typer.echo(f"--{key}  {values}  (default: {each.default})\n      {each.meaning}")
 
 
 def _speaks_for_all() -> bool:
@@ -115,8 +118,8 @@ def run() -> None:
     _load([asked] if asked in _COMMANDS else _COMMANDS)
     try:
         match arguments:
-            case [name, "-h" | "--help", named] if _COMMANDS.get(name) is CONTEXT:
-                return _print_keys(named)
+            case [name, "-h" | "--help", _, *_] if _COMMANDS.get(name) is CONTEXT:
+                return _print_keys(" ".join(arguments[2:]))
         code = app(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except _AnyError as error:

@@ -8,13 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
+from threefold.commands.completion import runs_here
 from threefold.errors import ConfigError
 
 _SHARES = ("compute", "communication", "host", "idle", "overlapped")
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="A run's folder, trained with --log.profile '[10, 12]'.")],
+    run: Annotated[
+        Path, typer.Argument(autocompletion=runs_here, help="A run's folder, trained with --log.profile '[10, 12]'.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each rank.")] = False,
 ) -> None:
     """Print what the traces of a run show: threefold profile RUN.

@@ -10,11 +10,14 @@ from typing import Annotated
 
 import typer
 
+from threefold.commands.completion import runs_here
 from threefold.errors import ConfigError
 
 
 def command(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are laid over one another.")],
+    runs: Annotated[
+        list[Path], typer.Argument(autocompletion=runs_here, help="Folders of runs; several are laid over one another.")
+    ],
     to: Annotated[Path | None, typer.Option(help="The file to write; default: report.html in the first run.")] = None,
 ) -> None:
     """Write a page of a run: threefold report RUN [--to FILE]; several runs are compared.

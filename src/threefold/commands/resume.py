@@ -10,31 +10,26 @@ from typing import Annotated
 
 import typer
 
+from threefold.commands.arguments import AcceptChanges, Force, MaxRestarts, Quiet, load_config
+from threefold.commands.completion import runs_here
 from threefold.errors import ConfigError
 
 
 def command(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints to go back to.")],
-    max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, help="How often to restart the ranks after a failure.")
-    ] = 0,
-    force: Annotated[
-        bool, typer.Option("--force", help="Start more local ranks than this machine has room for.")
-    ] = False,
-    accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Resume with keys that change what is trained.")
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Print nothing but errors; the run's logs keep it all.")
-    ] = False,
+    run: Annotated[
+        Path, typer.Argument(autocompletion=runs_here, help="A run's folder, or one of its checkpoints to go back to.")
+    ],
+    max_restarts: MaxRestarts = 0,
+    force: Force = False,
+    accept_changes: AcceptChanges = False,
+    quiet: Quiet = False,
 ) -> None:
     """Resume a run: threefold resume RUN [--section.key value ...].
 
     RUN/config.yaml is what the run was trained with; keys that are given replace its own: --train.steps 2000 trains on.
     With RUN/checkpoints/step-... the run goes back there, and its later checkpoints are set aside.
     """
-    from threefold.commands.arguments import load_config
     from threefold.config.paths import RUN_CONFIG, run_and_checkpoint
     from threefold.config.text import as_yaml
     from threefold.run.start import train_command

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from threefold.commands.completion import runs_here
 from threefold.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.")],
+    run: Annotated[Path, typer.Argument(autocompletion=runs_here, help="A run's folder, or one of its checkpoints.")],
     prompt: Annotated[str, typer.Option(help="The text to continue.")] = "\n",
     tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to write.")] = 200,
     chat: Annotated[

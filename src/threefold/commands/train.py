@@ -8,24 +8,21 @@ from typing import Annotated
 
 import typer
 
+from threefold.commands.arguments import AcceptChanges, Force, MaxRestarts, Quiet, load_config, settled
+
 
 def command(
     context: typer.Context,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Show every key, its value and the value's origin; do not train.")
+        bool,
+        typer.Option(
+            "--print-config", help="Print the whole config: what automatic keys become, and why; do not train."
+        ),
     ] = False,
-    max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, help="How often to restart the ranks after a failure.")
-    ] = 0,
-    force: Annotated[
-        bool, typer.Option("--force", help="Start more local ranks than this machine has room for.")
-    ] = False,
-    accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Resume with keys that change what is trained.")
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Print nothing but errors; the run's logs keep it all.")
-    ] = False,
+    max_restarts: MaxRestarts = 0,
+    force: Force = False,
+    accept_changes: AcceptChanges = False,
+    quiet: Quiet = False,
     local_rank: Annotated[
         int | None, typer.Option("--local_rank", "--local-rank", hidden=True, help="Added by older launchers.")
     ] = None,
@@ -37,17 +34,15 @@ def command(
     otherwise the ranks are started here. Every key can be set as --section.key value, read as YAML:
     --train.steps 500 --model.name_or_path ./my-model --optimizer.betas '[0.9, 0.99]'.
     """
-    from threefold.commands.arguments import load_config
-    from threefold.config.text import as_yaml
     from threefold.mesh import environment
 
     if local_rank is not None:
         environment.accept_local_rank(local_rank)
     loaded = load_config(context.args)
     if print_config:
-        for key, value, origin in loaded.describe():
-            typer.echo(f"{key}: {as_yaml(value)}" + ("" if origin == "default" else f"  # {origin}"))
-        return
+        from threefold.config.document import with_values
+
+        return typer.echo(with_values(loaded, settled(loaded.config)))
     if sys.stderr.isatty() and not quiet and environment.current().rank == 0:
         # Torch takes seconds to load, and minutes from a busy disk.
         typer.echo("threefold: loading torch ...", err=True)

@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
+from threefold.commands.completion import runs_here
+
 
 def command(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    run: Annotated[Path, typer.Argument(autocompletion=runs_here, help="A run's folder.")],
     step: Annotated[int | None, typer.Option(help="This step alone, with its rows.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="All of it as one JSON object.")] = False,
 ) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
-from threefold.config.schema import Config
+from threefold.config.schema import Config, every_key
 from threefold.config.text import as_yaml
 
 
@@ -23,14 +24,25 @@ def keys_in(section: str) -> list[KeyHelp]:
     return list(_keys(Config.model_fields[section].annotation))
 
 
-def keys_named(named: str) -> list[tuple[str, KeyHelp]]:
-    """(section, key) for each key of a section, or for the one key that is named."""
-    section, _, key = named.removeprefix("--").partition(".")
-    if section not in Config.model_fields:
-        return []
-    return [
-        (section, each) for each in keys_in(section) if not key or each.key == key or each.key.startswith(f"{key}.")
-    ]
+def every_key_described() -> Iterator[tuple[str, KeyHelp]]:
+    """(section.key, what the schema says of it), in the order of the schema."""
+    for section in Config.model_fields:
+        yield from ((f"{section}.{each.key}", each) for each in keys_in(section))
+
+
+def keys_about(words: str) -> dict[str, KeyHelp]:
+    """The keys of a section, or the key that is named; else those in whose name, values or meaning all words occur."""
+    every, named = dict(every_key_described()), words.removeprefix("--")
+    if below := {key: about for key, about in every.items() if f"{key}.".startswith(f"{named}.")}:
+        return below
+    wanted = words.lower().split()
+    return {key: about for key, about in every.items() if all(word in f"{key} {about}".lower() for word in wanted)}
+
+
+def nearest_name(words: str) -> str:
+    """The section, the key or the last part of a key that is spelled most like the words."""
+    names = {part for key in every_key() for part in (key, *key.split("."))}
+    return difflib.get_close_matches(words.removeprefix("--"), sorted(names), n=1, cutoff=0)[0]
 
 
 def _keys(kind: Any, prefix: str = "") -> Iterator[KeyHelp]:

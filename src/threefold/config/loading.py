@@ -49,11 +49,6 @@ class LoadedConfig:
     reason: str | None = None
     last: bool = False
 
-    def describe(self) -> Iterator[tuple[str, Any, str]]:
-        """(section.key, value, origin) of every key, in the order of the schema."""
-        for key in every_key():
-            yield key, value_at(self.config, key), self.origins.get(key, "default")
-
 
 def load(
     path: str | None = None,

@@ -191,7 +191,7 @@ class TrainConfig(Section):
     micro_batch: PositiveInt | Literal["auto"] = Field(
         "auto", description="rows per dp rank in one forward; auto: all of a step, or as many as are estimated to fit"
     )
-    reduce: Literal["fast", "exact"] = Field("fast", description="exact: same bits on any mesh.dp ([page](bits.md))")
+    reduce: Literal["fast", "exact"] = Field("fast", description="exact: same bits on any mesh.dp ([page](verify.md))")
     memory_check: bool = Field(True, description="refuse a run that is estimated not to fit, before it loads anything")
     seed: Count = Field(0, description="seed of the random weights and of dropout")
     grad_clip: NonNegativeFloat = Field(1.0, description="largest gradient norm; 0 turns clipping off")
@@ -305,6 +305,7 @@ def inner_sections(section: str) -> dict[str, Any]:
     return {key: kind for key, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
 
 
+DEFAULT_STEPS = 120  # without train.steps and train.epochs
 # About one million parameters: trained if no model is named. Sizes divide by 2, 4 and 8 ranks.
 EMBEDDED_DEFAULT: Mapping[str, Any] = {
     "model_type": "llama",

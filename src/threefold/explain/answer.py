@@ -87,7 +87,7 @@ def _explanation(found: Explanation) -> str:
 
 
 def data(found: Diagnosis) -> dict[str, Any]:
-    """The finding for other programs; docs/doctor.md describes the keys."""
+    """The finding for other programs; docs/troubleshooting.md describes the keys."""
     told: dict[str, Any] = {"schema": SCHEMA, "status": str(found.status)}
     told["telling"] = [_line(line) for line in found.telling]
     told["notes"] = list(found.notes)

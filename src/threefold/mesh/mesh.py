@@ -155,7 +155,8 @@ class Mesh:
         rows. That costs one small gather on the CPU. Only where they differ do the ranks say more, and it is named.
 
         Args:
-            call, number: which call this is, for the error: `step`, 3; number 0: there is one of them.
+            call: which call this is, for the error, such as `step`.
+            number: the number of the call; 0: there is one of them.
 
         Raises:
             RunError, DataError: the ranks differ (`refuse_unlike`), or what `make` raised on a rank; on every rank.

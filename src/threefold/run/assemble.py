@@ -15,7 +15,7 @@ from threefold.audit.digest import TOKEN_FIELDS
 from threefold.audit.record import SegmentLine
 from threefold.checkpoint.manifest import versions
 from threefold.config.auto_lr import with_rate
-from threefold.config.schema import Config
+from threefold.config.schema import DEFAULT_STEPS, Config
 from threefold.data.chat.labeller import template_source
 from threefold.data.order.length_buckets import LengthsOf
 from threefold.data.order.mixture import Mixture
@@ -46,7 +46,6 @@ from threefold.run.same_bytes import of_one_copy, record_of, refuse_other_bytes
 from threefold.run.sources import opened, sources_of
 from threefold.run.user_objects import Given
 
-DEFAULT_STEPS = 120
 # Tokens of the training in which a start looks for the evaluation: some seconds.
 _MOST_COMPARED = 1 << 27
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from threefold.checkpoint.layout import CheckpointFolder
-from threefold.config.schema import EMBEDDED_DEFAULT, value_at
+from threefold.config.schema import DEFAULT_STEPS, EMBEDDED_DEFAULT, value_at
 from threefold.config.text import as_yaml
 from threefold.data.order.order import last_step
 from threefold.data.rows.concat import Rows
@@ -23,7 +23,7 @@ from threefold.mesh import environment
 from threefold.model.layer_kinds import common_number
 from threefold.optim import build as optimizers
 from threefold.optim.schedule import learning_rate
-from threefold.run.assemble import DEFAULT_STEPS, Built
+from threefold.run.assemble import Built
 from threefold.run.head import Entry, Head
 from threefold.run.pairs import FOLDER as REFERENCE
 from threefold.run.terminal import SAMPLE, Screen

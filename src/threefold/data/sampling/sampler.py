@@ -61,8 +61,9 @@ class DistributedSampler(Sampler[int]):
 
         Args:
             dataset: anything with a length; its `fingerprint` (a string), if it has one, is kept in the state.
-            num_replicas, rank: number of dp ranks and this one's place; default: the dp axis of the given or active
-                mesh, else the process group's world.
+            num_replicas: number of dp ranks; default: the dp axis of the given or active mesh, else the process
+                group's world.
+            rank: the place of this rank among them; default: alike.
             shuffle: another order in every epoch, or 0, 1, 2, ...
             seed: of the shuffle; the same on every rank.
             drop_last: leave out the last samples that the replicas cannot share equally.

@@ -13,10 +13,10 @@ TESTS ?= tests
 KILLS ?= 100
 VERSIONS ?=
 
-.PHONY: install install-oldest train test test-ranks test-faults test-launchers test-examples test-browser test-templates test-long test-families test-oldest test-versions check docs fix vendor wheel clean help
+.PHONY: install install-oldest train test test-ranks test-faults test-launchers test-examples test-browser test-templates test-long test-families test-oldest test-versions test-wheel check docs fix vendor wheel clean help
 
 help:
-	@sed -n 's/^#   //p' Makefile; echo "make test | test-ranks | test-faults | test-launchers | test-examples | test-browser | test-templates | test-long | test-families | test-oldest | test-versions | check | docs | fix | vendor | wheel | clean"
+	@sed -n 's/^#   //p' Makefile; echo "make test | test-ranks | test-faults | test-launchers | test-examples | test-browser | test-templates | test-long | test-families | test-oldest | test-versions | test-wheel | check | docs | fix | vendor | wheel | clean"
 
 # uv, or pip where it cannot be had.
 INSTALL := $(PYTHON) tools/install.py
@@ -119,6 +119,7 @@ test-templates: $(VENV)/.dev
 # More than an hour.
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m long tests
+	$(MAKE) test-wheel
 
 # Every causal architecture of transformers on every mesh; fails if one is wrong, or fails without being refused by name.
 test-families: $(VENV)/.dev
@@ -161,9 +162,16 @@ docs: $(DOCS)/.installed
 vendor:
 	$(PYTHON) tools/vendor.py
 
+# The wheel and the sdist of a release, and what somebody has who installs them: the wheel on each Python of its classifiers
+# that is here, the sdist by its tests. Minutes a Python, and gigabytes where torch's CUDA build comes with it.
 wheel: $(VENV)/.python
+	rm -rf dist
 	$(BIN)/python -m pip install -q build
-	$(BIN)/python -m build --wheel --outdir dist
+	$(BIN)/python -m build --outdir dist
+
+test-wheel: $(VENV)/.dev wheel
+	$(BIN)/python tools/built.py dist
+	$(BIN)/python tools/built.py dist --sdist
 
 clean:
 	rm -rf $(VENV) $(LAUNCHERS) $(DOCS) .venv-versions build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

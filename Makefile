@@ -13,10 +13,10 @@ TESTS ?= tests
 KILLS ?= 100
 VERSIONS ?=
 
-.PHONY: install install-oldest train test test-ranks test-faults test-launchers test-examples test-browser test-templates test-long test-families test-oldest test-versions check docs fix vendor wheel gpu gpu-wheels clean help
+.PHONY: install install-oldest train test test-ranks test-faults test-launchers test-examples test-browser test-templates test-long test-families test-oldest test-versions test-wheel check docs fix vendor wheel gpu gpu-wheels clean help
 
 help:
-	@sed -n 's/^#   //p' Makefile; echo "make test | test-ranks | test-faults | test-launchers | test-examples | test-browser | test-templates | test-long | test-families | test-oldest | test-versions | check | docs | fix | vendor | wheel | gpu | gpu-wheels | clean"
+	@sed -n 's/^#   //p' Makefile; echo "make test | test-ranks | test-faults | test-launchers | test-examples | test-browser | test-templates | test-long | test-families | test-oldest | test-versions | test-wheel | check | docs | fix | vendor | wheel | gpu | gpu-wheels | clean"
 
 # uv, or pip where it cannot be had.
 INSTALL := $(PYTHON) tools/install.py
@@ -119,6 +119,7 @@ test-templates: $(VENV)/.dev
 # More than an hour.
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m long tests
+	$(MAKE) test-wheel
 
 # Every causal architecture of transformers on every mesh; fails if one is wrong, or fails without being refused by name.
 test-families: $(VENV)/.dev
@@ -165,9 +166,16 @@ docs: $(DOCS)/.installed $(DOCS)/mermaid.min.js
 vendor:
 	$(PYTHON) tools/vendor.py
 
+# The wheel and the sdist of a release, and what somebody has who installs them: the wheel on each Python of its classifiers
+# that is here, the sdist by its tests. Minutes a Python, and gigabytes where torch's CUDA build comes with it.
 wheel: $(VENV)/.python
+	rm -rf dist
 	$(BIN)/python -m pip install -q build
-	$(BIN)/python -m build --wheel --outdir dist
+	$(BIN)/python -m build --outdir dist
+
+test-wheel: $(VENV)/.dev wheel
+	$(BIN)/python tools/built.py dist
+	$(BIN)/python tools/built.py dist --sdist
 
 # All that a GPU is asked, in pieces that are kept as they come; benchmarks/gpu.py has the order. On a machine with a CUDA build
 # of torch, and without a network after `make gpu-wheels` elsewhere: ONLY="PIECE ...", TO=FOLDER, SECONDS=580.

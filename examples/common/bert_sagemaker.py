@@ -31,7 +31,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--train_batch_size", type=int, default=32, help="of all ranks together")
     parser.add_argument("--eval_batch_size", type=int, default=8)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
-    parser.add_argument("--plain", nargs="?", const="true", default="false", help="transformers' own Trainer")
+    # SageMaker's toolkit hands a hyperparameter true over as the argument True.
+    parser.add_argument("--plain", nargs="?", type=str.lower, const="true", default="false", help="transformers' own")
     parser.add_argument("--output_data_dir", default=os.environ.get("SM_OUTPUT_DATA_DIR", "runs/bert/output"))
     parser.add_argument("--model_dir", default=os.environ.get("SM_MODEL_DIR", "runs/bert/model"))
     parser.add_argument("--training_dir", default=os.environ.get("SM_CHANNEL_TRAIN"))
@@ -86,9 +87,9 @@ def main() -> None:
         training_args,
         train_dataset=tokenized(train),
         eval_dataset=tokenized(reviews(first=192, rows=43)),
-        compute_metrics=lambda found: {
-            "accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean()),
-            "rows": len(found.label_ids),
+        compute_metrics=lambda outcome: {
+            "accuracy": float((outcome.predictions.argmax(-1) == outcome.label_ids).mean()),
+            "rows": len(outcome.label_ids),
         },
     )
     trainer.remove_callback(transformers.PrinterCallback)

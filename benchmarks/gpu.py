@@ -217,13 +217,13 @@ def run(piece: Piece, folder: Path, *, limit_s: float, tiny: bool, environment: 
 # --- all pieces
 
 
-def machine_of(environment: dict[str, str], *, tiny: bool) -> str | None:
+def machine_of(*, tiny: bool) -> str | None:
     """The device's name as a folder; None without one."""
     if tiny:
         return "tiny"
     try:
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        names = subprocess.run(query, capture_output=True, text=True, env=environment, timeout=30).stdout.splitlines()
+        names = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.splitlines()
     except (OSError, subprocess.TimeoutExpired):
         return None
     return re.sub(r"[^a-z0-9]+", "-", names[0].lower()).strip("-") if names and names[0].strip() else None
@@ -237,7 +237,8 @@ def prepared() -> dict[str, str]:
         marker = SITE / ".installed"
         if not marker.exists() or marker.read_text() != "\n".join(wheels):
             install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade"]
-            subprocess.run([*install, "--target", str(SITE), *wheels], check=True)
+            if subprocess.run([*install, "--target", str(SITE), *wheels]).returncode:
+                sys.exit(f"{WHEELS} has wheels for another machine: they are for Python 3.12 on Linux (x86_64)")
             marker.write_text("\n".join(wheels))
         paths.insert(1, str(SITE))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
@@ -347,8 +348,7 @@ def main() -> None:
         PAGE.write_text(with_page(PAGE.read_text(encoding="utf-8"), page_of(asked.to)), encoding="utf-8")
         return None
     began = time.monotonic()
-    environment = prepared()
-    machine = machine_of(environment, tiny=asked.tiny)
+    machine = machine_of(tiny=asked.tiny)
     if asked.list:
         for piece in PIECES:
             known = _known(asked.to / (machine or "") / f"{piece.name}.json")
@@ -356,7 +356,7 @@ def main() -> None:
         return None
     if machine is None:
         sys.exit("no CUDA device: nothing was measured (python benchmarks/gpu.py --tiny tries the pieces on a CPU)")
-    folder = asked.to / machine
+    folder, environment = asked.to / machine, prepared()
     sys.path.insert(0, str(ROOT / "src"))
     from threefold.build_id import build_id
 

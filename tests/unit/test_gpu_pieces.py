@@ -144,9 +144,9 @@ def test_without_a_device_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, t
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA H100 80GB HBM3\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu.machine_of(dict(os.environ), tiny=False) == "nvidia-h100-80gb-hbm3"
+    assert gpu.machine_of(tiny=False) == "nvidia-h100-80gb-hbm3"
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
-    assert gpu.machine_of(dict(os.environ), tiny=False) is None
+    assert gpu.machine_of(tiny=False) is None
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--to", str(tmp_path / "results")])
     with pytest.raises(SystemExit, match="no CUDA device: nothing was measured"):
         gpu.main()

@@ -73,7 +73,7 @@ STAGES = (
     # Gigabytes of another torch: while others compute.
     Stage("install-oldest", ("make", "install-oldest"), WAIT, 900),
     Stage("test-launchers", ("make", "test-launchers"), WAIT, 900),
-    Stage("test-browser", ("make", "test-browser"), WAIT, 600),
+    Stage("test-browser", ("make", "test-browser"), WAIT, 900),
     Stage("test-faults", ("make", "test-faults", "KILLS=5"), WAIT, 1200),
     Stage("docs", ("make", "docs"), WAIT, 300, prepare=("make", ".venv-docs/.installed")),
 )

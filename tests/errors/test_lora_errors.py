@@ -85,7 +85,7 @@ def test_settings_without_a_rank() -> None:
     assert str(caught.value) == (
         "model.lora.alpha has no effect without model.lora.r\n"
         "  expected: the rank of the adapters to train\n"
-        "  fix: --model.lora.r 16, or leave model.lora.alpha out"
+        "  fix: --model.lora.r 16   (or leave model.lora.alpha out)"
     )
 
 

@@ -157,11 +157,11 @@ def test_unknown_section() -> None:
 @pytest.mark.parametrize(
     ("config", "lacking", "fix"),
     [
-        ({}, "eval.source or data.eval_share", "--data.eval_share 0.01, or --eval.source FILE_OR_FOLDER"),
+        ({}, "eval.source or data.eval_share", "--data.eval_share 0.01   (or --eval.source FILE_OR_FOLDER, or"),
         (
             {"eval": {"source": "a"}, "log": {"sample_tokens": 0}},
             "log.sample_tokens, which is 0",
-            "--log.sample_tokens 64",
+            "--log.sample_tokens 64   (or",
         ),
     ],
 )
@@ -170,7 +170,7 @@ def test_samples_are_refused_where_none_is_written(config: dict[str, Any], lacki
     assert text(lambda: config_loading.validate(config)) == problem(
         f"eval.sample = [hi] has no effect without {lacking}",
         "an evaluation, after which tokens are generated",
-        f"{fix}, or leave eval.sample out",
+        f"{fix} leave eval.sample out)",
     )
 
 
@@ -181,7 +181,7 @@ def test_samples_are_refused_where_none_is_written(config: dict[str, Any], lacki
             {"dpo": {"beta": 0.2}},
             "dpo.beta has no effect with train.objective = next_token",
             "train.objective dpo",
-            "--train.objective dpo, or leave dpo.beta out",
+            "--train.objective dpo   (or leave dpo.beta out)",
         ),
         (
             {"train": {"objective": "dpo"}, "data": {"format": "chat"}},
@@ -193,7 +193,7 @@ def test_samples_are_refused_where_none_is_written(config: dict[str, Any], lacki
             {"train": {"objective": "dpo"}, "dpo": {"loss": "ipo", "label_smoothing": 0.1}},
             "dpo.label_smoothing = 0.1 has no effect with dpo.loss = ipo",
             "dpo.loss sigmoid",
-            "--dpo.loss sigmoid, or leave dpo.label_smoothing out",
+            "--dpo.loss sigmoid   (or leave dpo.label_smoothing out)",
         ),
         (
             {"train": {"objective": "dpo", "label_smoothing": 0.1}},
@@ -205,13 +205,13 @@ def test_samples_are_refused_where_none_is_written(config: dict[str, Any], lacki
             {"audit": {"rows": True, "every": 0}},
             "audit.rows = true with audit.every = 0",
             "an audit: its record says which rows a step has read",
-            "--audit.every 10, or leave audit.rows out",
+            "--audit.every 10   (or leave audit.rows out)",
         ),
         (
             {"audit": {"rows": True}, "train": {"fused_loss": "liger"}},
             "audit.rows = true with train.fused_loss = liger",
             "train.fused_loss auto or none: Liger's kernel tells the sum over all rows alone",
-            "--train.fused_loss auto, or leave audit.rows out",
+            "--train.fused_loss auto   (or leave audit.rows out)",
         ),
         (
             {"train": {"objective": "dpo", "fused_loss": "liger"}},
@@ -232,7 +232,7 @@ def test_grouping_by_length_is_refused_where_rows_are_full_mixed_or_in_order() -
             problem(
                 "data.group_by_length = true has no effect with data.packing = best_fit or concat",
                 "data.packing none: the rows of the others are full, and of one length",
-                "--data.packing none, or leave data.group_by_length out",
+                "--data.packing none   (or leave data.group_by_length out)",
             ),
             problem(
                 "data.group_by_length = true with data.mixture",
@@ -242,7 +242,7 @@ def test_grouping_by_length_is_refused_where_rows_are_full_mixed_or_in_order() -
             problem(
                 "data.group_by_length = true with data.shuffle = false",
                 "rows that may be reordered: without the shuffle they keep their order",
-                "--data.shuffle true, or leave data.group_by_length out",
+                "--data.shuffle true   (or leave data.group_by_length out)",
             ),
         ]
     )
@@ -281,11 +281,11 @@ def test_grouping_by_length_is_refused_where_rows_are_full_mixed_or_in_order() -
         ),
         ("mesh.tp", "two", "two", "a whole number greater than 0, or auto", "leave mesh.tp out"),
         ("model.config", "llama", "llama", "a mapping: {key: value}", "--model.config '{model_type: llama}'"),
-        ("model.revision", "1234567", "1234567", "text", """quotes make it text: --model.revision '"1234567"'"""),
+        ("model.revision", "1234567", "1234567", "text", """--model.revision '"1234567"'   (quotes make it text)"""),
         ("data.source", "null", "null", "text", "--data.source stdlib   (the default)"),
         ("data.source", "{a: b}", "{a: b}", "text", "--data.source stdlib   (the default)"),
         ("data.source", "[]", "[]", "at least 1 entry", "--data.source stdlib   (the default)"),
-        ("eval.source", "5", "5", "text", """quotes make it text: --eval.source '"5"'"""),
+        ("eval.source", "5", "5", "text", """--eval.source '"5"'   (quotes make it text)"""),
     ],
 )
 def test_value_of_another_kind(key: str, value: str, shown: str, expected: str, fix: str) -> None:
@@ -332,7 +332,7 @@ def test_contradictions() -> None:
             problem(
                 "eval.every = 5 has no effect without eval.source or data.eval_share",
                 "held-out data to evaluate on",
-                "--data.eval_share 0.01, or --eval.source FILE_OR_FOLDER, or leave eval.every out",
+                "--data.eval_share 0.01   (or --eval.source FILE_OR_FOLDER, or leave eval.every out)",
             ),
             problem("optimizer.betas[1] = 1.0 is not a decay", "0 <= beta < 1", "--optimizer.betas '[0.9, 0.95]'"),
             problem(
@@ -446,7 +446,7 @@ def test_folder_that_holds_a_run() -> None:
     assert text(opening("never")) == problem(
         "log.dir = run holds a run, and checkpoint.resume is never",
         "an empty folder, so that no earlier run is mixed into this one",
-        "--log.dir ANOTHER_FOLDER, or --checkpoint.resume auto to resume it",
+        "--log.dir ANOTHER_FOLDER   (or --checkpoint.resume auto to resume it)",
     )
 
 

@@ -76,13 +76,13 @@ def asked(**values: Any) -> dict[str, Any]:
             {"model": {"dtype": "float32"}},
             "train.float8 = tensorwise with model.dtype = float32\n"
             "  expected: model.dtype bfloat16, whose largest products are then made of 8 bits\n"
-            "  fix: --model.dtype bfloat16, or leave train.float8 out",
+            "  fix: --model.dtype bfloat16   (or leave train.float8 out)",
         ),
         (
             {"train": {"compile": False}},
             "train.float8 = tensorwise with train.compile = false\n"
             "  expected: compiled layers: casts in kernels of their own take longer than the products save\n"
-            "  fix: --train.compile auto, or leave train.float8 out",
+            "  fix: --train.compile auto   (or leave train.float8 out)",
         ),
         (
             {"model": {"lora": {"r": 8}}},
@@ -123,7 +123,7 @@ def test_what_cannot_be_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems_of(config, model, Topology(tp=2)) == (
         "train.float8 = tensorwise with mesh.tp = 2\n"
         "  expected: whole layers: each tp rank would scale its part of a weight by itself\n"
-        "  fix: --mesh.tp 1, or leave train.float8 out"
+        "  fix: --mesh.tp 1   (or leave train.float8 out)"
     )
     assert problems_of(config, outline("llama", hidden_size=256, intermediate_size=512)) == (
         "train.float8 = tensorwise, but no layer of 'llama' is of a size that gains by it\n"
@@ -133,7 +133,7 @@ def test_what_cannot_be_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems_of(validate(asked(data={"seq_len": 1000})), model, Topology(cp=2)) == (
         "train.float8 = tensorwise with 500 tokens of a row on a rank\n"
         "  expected: a multiple of 16, over which a weight's gradient is summed\n"
-        "  fix: --data.seq_len 1024, or leave train.float8 out"
+        "  fix: --data.seq_len 1024   (or leave train.float8 out)"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert "train.float8 = tensorwise on a device of capability 8.0\n" in problems_of(config, model)

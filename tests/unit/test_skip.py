@@ -97,7 +97,7 @@ def test_steps_that_are_done_cannot_be_left_out() -> None:
     assert str(caught.value) == (
         "data.skip has [3, 4], but step 3 is done: the run resumes with step 5\n"
         "  expected: ranges of future steps: batches that were trained on cannot be left out afterwards\n"
-        "  fix: --checkpoint.resume RUN/checkpoints/step-...   (one before step 3), or leave the range out"
+        "  fix: --checkpoint.resume RUN/checkpoints/step-...   (one before step 3; or leave the range out)"
     )
 
 

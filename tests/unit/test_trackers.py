@@ -250,7 +250,7 @@ def test_missing_package_is_refused_with_the_command(monkeypatch: pytest.MonkeyP
             {"trackers": ["tensorboard"], "project": "mine"},
             "log.project = mine has no effect without a tracker that has projects\n"
             "  expected: wandb, trackio or mlflow among log.trackers\n"
-            "  fix: --log.trackers '[wandb]', or leave log.project out",
+            "  fix: --log.trackers '[wandb]'   (or leave log.project out)",
         ),
     ],
 )

@@ -111,7 +111,7 @@ def overlap(context: typer.Context) -> None:
 
     config = load_config(context.args).config
     if not config.evaluates:
-        what, fix = "nothing is held out to evaluate on", "--eval.source FILE_OR_FOLDER, or --data.eval_share 0.01"
+        what, fix = "nothing is held out to evaluate on", "--eval.source FILE_OR_FOLDER   (or --data.eval_share 0.01)"
         raise ConfigError(what, expected="an evaluation to look for in the training", fix=fix)
     with Bars().show("reading the training") as bar:
         found = overlaps_of(*sides_of(config), progress=lambda done, total: bar.at(done, total=total))

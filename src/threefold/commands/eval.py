@@ -39,7 +39,7 @@ def command(
     if not (loaded.config.evaluates or loaded.config.eval.tasks):
         what, fix = (
             f"the run in {folder} has held nothing out",
-            "--eval.source FILE_OR_FOLDER, or --eval.tasks '[NAME]'",
+            "--eval.source FILE_OR_FOLDER   (or --eval.tasks '[NAME]')",
         )
         raise ConfigError(what, expected="held-out data or tasks to evaluate on", fix=fix)
     checkpoint, info = find(run), environment.current()

@@ -300,7 +300,9 @@ def _fix(entry: Any, key: str, origin: str) -> str:
     if origin.startswith("environment "):
         return f"unset {origin.removeprefix('environment ')}"
     if entry["type"] == "string_type" and not isinstance(entry["input"], list | Mapping | None):
-        return f"quotes make it text: --{key} {pasted(str(entry['input']))}"
+        text = str(entry["input"])
+        in_list = isinstance(entry["loc"][-1], int)
+        return f"--{key} {pasted([text] if in_list else text)}   (quotes make it text)"
     if key in every_key() and len(entry["loc"]) <= len(key.split(".")) + 1 and not isinstance(entry["input"], Mapping):
         meant = meant_value(key, entry["input"])
         if meant is not None:

@@ -75,7 +75,7 @@ def _of_moments(asked: OptimizerConfig) -> Iterator[Problem]:
         expected = (
             f"a second decay of at most {_SLOWEST_IN_BFLOAT16}: what a slower one changes in a step is rounded away"
         )
-        yield Problem(what, expected, "--optimizer.moments float32, or --optimizer.betas '[0.9, 0.95]'")
+        yield Problem(what, expected, "--optimizer.moments float32   (or --optimizer.betas '[0.9, 0.95]')")
 
 
 def _of_schedule(config: Config) -> Iterator[Problem]:
@@ -89,7 +89,7 @@ def _of_schedule(config: Config) -> Iterator[Problem]:
         if not wsd and value != OptimizerConfig.model_fields[key].default:
             what = f"optimizer.{key} = {value} has no effect with optimizer.schedule = {asked.schedule}"
             expected = "optimizer.schedule wsd, whose last steps fall"
-            yield Problem(what, expected, f"--optimizer.schedule wsd, or leave optimizer.{key} out")
+            yield Problem(what, expected, f"--optimizer.schedule wsd   (or leave optimizer.{key} out)")
     if wsd and asked.decay_steps is not None and steps is not None and asked.decay_steps > (most := steps - 1):
         what = f"optimizer.decay_steps = {asked.decay_steps}, but the run has train.steps = {steps}"
         fix = f"--optimizer.decay_steps {max(1, most // 5)}" if most else "--optimizer.schedule constant"

@@ -47,19 +47,19 @@ def contradictions(config: Config) -> Iterator[Problem]:
         what = f"data.num_workers = {config.data.num_workers} is more than {_MOST_WORKERS}"
         expected = "processes for each rank, which share its host's cores and memory with it: a few keep a rank busy"
         yield Problem(what, expected, "--data.num_workers 4")
-    held_out = "--data.eval_share 0.01, or --eval.source FILE_OR_FOLDER"
+    held_out = "--data.eval_share 0.01   (or --eval.source FILE_OR_FOLDER"
     if not config.evaluates and config.eval.every and not config.eval.tasks:
         what = f"eval.every = {config.eval.every} has no effect without eval.source or data.eval_share"
-        yield Problem(what, "held-out data to evaluate on", f"{held_out}, or leave eval.every out")
+        yield Problem(what, "held-out data to evaluate on", f"{held_out}, or leave eval.every out)")
     if config.eval.sample and (not config.evaluates or not config.log.sample_tokens):
         lacking = "log.sample_tokens, which is 0" if config.evaluates else "eval.source or data.eval_share"
-        fix = "--log.sample_tokens 64" if config.evaluates else held_out
+        fix = "--log.sample_tokens 64   (or" if config.evaluates else f"{held_out}, or"
         what = f"eval.sample = {as_yaml(list(config.eval.sample))} has no effect without {lacking}"
-        yield Problem(what, "an evaluation, after which tokens are generated", f"{fix}, or leave eval.sample out")
+        yield Problem(what, "an evaluation, after which tokens are generated", f"{fix} leave eval.sample out)")
     lora = [name for name, value in config.model.lora if value != LoraConfig.model_fields[name].default]
     if lora and not config.model.lora.r:
         what = f"model.lora.{lora[0]} has no effect without model.lora.r"
-        fix = f"--model.lora.r 16, or leave model.lora.{lora[0]} out"
+        fix = f"--model.lora.r 16   (or leave model.lora.{lora[0]} out)"
         yield Problem(what, "the rank of the adapters to train", fix)
     yield from _of_float8(config)
     yield from _of_objective(config)
@@ -78,10 +78,10 @@ def _of_float8(config: Config) -> Iterator[Problem]:
     asked, without = f"train.float8 = {config.train.float8}", "leave train.float8 out"
     if config.model.dtype == "float32":
         expected = "model.dtype bfloat16, whose largest products are then made of 8 bits"
-        yield Problem(f"{asked} with model.dtype = float32", expected, f"--model.dtype bfloat16, or {without}")
+        yield Problem(f"{asked} with model.dtype = float32", expected, f"--model.dtype bfloat16   (or {without})")
     if config.train.compile is False:
         expected = "compiled layers: casts in kernels of their own take longer than the products save"
-        yield Problem(f"{asked} with train.compile = false", expected, f"--train.compile auto, or {without}")
+        yield Problem(f"{asked} with train.compile = false", expected, f"--train.compile auto   (or {without})")
     if config.model.lora.r:
         expected = "weights that are trained: of frozen ones it would compute gradients that nobody reads"
         yield Problem(f"{asked} with model.lora.r = {config.model.lora.r}", expected, without)
@@ -97,14 +97,14 @@ def _of_objective(config: Config) -> Iterator[Problem]:
     if config.train.objective != "dpo":
         for name in given[:1]:
             what = f"dpo.{name} has no effect with train.objective = {config.train.objective}"
-            yield Problem(what, "train.objective dpo", f"--train.objective dpo, or leave dpo.{name} out")
+            yield Problem(what, "train.objective dpo", f"--train.objective dpo   (or leave dpo.{name} out)")
         return
     if config.data.format not in ("auto", "preference"):
         what = f"train.objective = dpo with data.format = {config.data.format}"
         yield Problem(what, "rows with a chosen and a rejected answer", "--data.format preference")
     if config.dpo.label_smoothing and config.dpo.loss != "sigmoid":
         what = f"dpo.label_smoothing = {config.dpo.label_smoothing} has no effect with dpo.loss = {config.dpo.loss}"
-        yield Problem(what, "dpo.loss sigmoid", "--dpo.loss sigmoid, or leave dpo.label_smoothing out")
+        yield Problem(what, "dpo.loss sigmoid", "--dpo.loss sigmoid   (or leave dpo.label_smoothing out)")
     for name, unset in (("label_smoothing", 0.0), ("z_loss", 0.0), ("fused_loss", "auto")):
         if (value := getattr(config.train, name)) not in (unset, "none"):
             expected = "train.objective next_token: the loss of pairs is computed from log-probabilities"
@@ -120,7 +120,7 @@ def _of_lengths(data: DataConfig) -> Iterator[Problem]:
     if data.packing != "none":
         what = f"data.group_by_length = true has no effect with data.packing = {data.packing or 'best_fit or concat'}"
         expected = "data.packing none: the rows of the others are full, and of one length"
-        yield Problem(what, expected, "--data.packing none, or leave data.group_by_length out")
+        yield Problem(what, expected, "--data.packing none   (or leave data.group_by_length out)")
     if data.mixture is not None:
         what = "data.group_by_length = true with data.mixture"
         expected = "one source: batches of like length would not have the mixture's shares"
@@ -128,7 +128,7 @@ def _of_lengths(data: DataConfig) -> Iterator[Problem]:
     if not data.shuffle:
         what = "data.group_by_length = true with data.shuffle = false"
         expected = "rows that may be reordered: without the shuffle they keep their order"
-        yield Problem(what, expected, "--data.shuffle true, or leave data.group_by_length out")
+        yield Problem(what, expected, "--data.shuffle true   (or leave data.group_by_length out)")
 
 
 def _of_exports(config: Config) -> Iterator[Problem]:
@@ -169,7 +169,7 @@ def _of_profile(config: Config) -> Iterator[Problem]:
         yield Problem(f"{what} are {last - first + 1} steps", expected, fix)
     if config.train.steps is not None and first > config.train.steps:
         expected = f"steps of the run, which ends with step {config.train.steps}"
-        yield Problem(f"{what} has no effect", expected, "--log.profile '[3, 5]', or leave log.profile out")
+        yield Problem(f"{what} has no effect", expected, "--log.profile '[3, 5]'   (or leave log.profile out)")
 
 
 def _of_rows(config: Config) -> Iterator[Problem]:
@@ -177,10 +177,12 @@ def _of_rows(config: Config) -> Iterator[Problem]:
         return
     if not config.audit.every:
         expected = "an audit: its record says which rows a step has read"
-        yield Problem("audit.rows = true with audit.every = 0", expected, "--audit.every 10, or leave audit.rows out")
+        yield Problem(
+            "audit.rows = true with audit.every = 0", expected, "--audit.every 10   (or leave audit.rows out)"
+        )
     if config.train.fused_loss == "liger":
         expected = "train.fused_loss auto or none: Liger's kernel tells the sum over all rows alone"
-        fix = "--train.fused_loss auto, or leave audit.rows out"
+        fix = "--train.fused_loss auto   (or leave audit.rows out)"
         yield Problem("audit.rows = true with train.fused_loss = liger", expected, fix)
 
 
@@ -199,7 +201,7 @@ def _of_trackers(log: LogConfig) -> Iterator[Problem]:
     if log.project != LogConfig().project and not {"wandb", "trackio", "mlflow"} & {*log.trackers}:
         what = f"log.project = {as_yaml(log.project)} has no effect without a tracker that has projects"
         yield Problem(
-            what, "wandb, trackio or mlflow among log.trackers", "--log.trackers '[wandb]', or leave log.project out"
+            what, "wandb, trackio or mlflow among log.trackers", "--log.trackers '[wandb]'   (or leave log.project out)"
         )
 
 

@@ -94,7 +94,7 @@ def missing_setup(options: SlurmSettings) -> Iterator[Problem]:
     """Yields that --setup names no file on this host."""
     if options.setup is not None and not Path(options.setup).is_file():
         what, expected = f"--setup {options.setup} is no file here", "a shell file that the job sources first"
-        yield Problem(what, expected, "--setup FILE, or leave it out   (--dry-run prints the script for another host)")
+        yield Problem(what, expected, "--setup FILE   (or leave it out; --dry-run prints the script for another host)")
 
 
 def _ahead_s(config: Config, options: SlurmSettings) -> int:

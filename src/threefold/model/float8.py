@@ -70,7 +70,7 @@ def problems(config: Config, outline: PreTrainedModel, topology: Topology, *, de
         found.append(Problem(what, expected, f"pip install triton, or {leave_out}"))
     if topology.tp > 1:
         expected = "whole layers: each tp rank would scale its part of a weight by itself"
-        found.append(Problem(f"{asked} with mesh.tp = {topology.tp}", expected, f"--mesh.tp 1, or {leave_out}"))
+        found.append(Problem(f"{asked} with mesh.tp = {topology.tp}", expected, f"--mesh.tp 1   (or {leave_out})"))
     if not layers_to_convert(outline, recipe):
         what = f"{asked}, but no layer of {outline.config.model_type!r} is of a size that gains by it"
         expected = "linear layers of more than 1024 outputs (or 4096 inputs), multiples of 16"
@@ -82,7 +82,7 @@ def problems(config: Config, outline: PreTrainedModel, topology: Topology, *, de
         what = f"{asked} with {places} tokens of a row on a rank"
         rounded = -(-config.data.seq_len // (_MULTIPLE * topology.cp)) * _MULTIPLE * topology.cp
         expected = f"a multiple of {_MULTIPLE}, over which a weight's gradient is summed"
-        found.append(Problem(what, expected, f"--data.seq_len {rounded}, or {leave_out}"))
+        found.append(Problem(what, expected, f"--data.seq_len {rounded}   (or {leave_out})"))
     return found
 
 

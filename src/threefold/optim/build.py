@@ -109,7 +109,7 @@ def optimizer_problems(config: Config, outline: nn.Module, topology: Topology) -
     if config.mesh.cpu_offload and named is not None and named.needs_whole_matrices:
         what = f"mesh.cpu_offload = true with optimizer.name = {asked.name}"
         expected = "an optimizer that updates each weight by itself: nothing of a whole matrix is on the host"
-        found.append(Problem(what, expected, "--optimizer.name adamw, or leave mesh.cpu_offload out"))
+        found.append(Problem(what, expected, "--optimizer.name adamw   (or leave mesh.cpu_offload out)"))
     return found
 
 

@@ -118,7 +118,7 @@ def problems(config: OptimizerConfig, topology: Topology) -> list[Problem]:
     if named is not None and not named.splits and topology.dp_shard * topology.cp * topology.tp > 1:
         what = f"optimizer.name = {config.name} on the mesh {topology}, which splits matrices"
         expected = "dp ranks alone, each with the whole model: it does not update a part of a matrix as the whole"
-        return [Problem(what, expected, "--mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1, or --optimizer.name adamw")]
+        return [Problem(what, expected, "--mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1   (or --optimizer.name adamw)")]
     return _tried(config, kind, topology)
 
 
@@ -198,7 +198,10 @@ def _tried(config: OptimizerConfig, kind: type[torch.optim.Optimizer], topology:
         given = f" with optimizer.options = {as_yaml(config.options)}" if config.options else ""
         what = f"optimizer.name = {config.name}{given}: {reason}"
         expected = "a constructor and a step that accept matrices, vectors and these options"
-        fix = "leave optimizer.options out" if config.options else f"--optimizer.name {' | '.join(OPTIMIZERS)}"
+        first, *others = OPTIMIZERS
+        fix = (
+            "leave optimizer.options out" if config.options else f"--optimizer.name {first}   (or {', '.join(others)})"
+        )
         return [Problem(what, expected, fix)]
     if config.name in OPTIMIZERS:
         return []
@@ -308,5 +311,5 @@ def _trust_problems(
         if (torch.cat(parts, dim) - whole.parameters[0]).abs().max() > _BOUND * furthest:
             what = f"{name} does not update a part of a matrix as it updates the whole, and this mesh holds parts"
             expected = "an update of each weight by itself, or dp ranks alone, each with the whole model"
-            yield Problem(what, expected, f"{fix}, or --mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1")
+            yield Problem(what, expected, f"{fix}   (or --mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1)")
             return

@@ -54,7 +54,7 @@ def of(config: Config, path: Path) -> Choice:
             raise ConfigError(
                 f"log.dir = {path} holds a run, and checkpoint.resume is never",
                 expected="an empty folder, so that no earlier run is mixed into this one",
-                fix="--log.dir ANOTHER_FOLDER, or --checkpoint.resume auto to resume it",
+                fix="--log.dir ANOTHER_FOLDER   (or --checkpoint.resume auto to resume it)",
             )
         return Choice()
     named = None
@@ -126,7 +126,7 @@ def _at_its_place(origin: Origin, path: Path) -> Checkpoint:
     raise CheckpointError(
         f"log.dir = {path} forks step {origin.step} of run {origin.run}, and {place} {what}",
         expected="the checkpoint that the run forks, for it has saved none of its own yet",
-        fix=f"--checkpoint.resume WHERE_IT_LIES_NOW, or --log.dir ANOTHER_FOLDER --checkpoint.resume {place}",
+        fix=f"--checkpoint.resume WHERE_IT_LIES_NOW   (or --log.dir ANOTHER_FOLDER --checkpoint.resume {place})",
     )
 
 
@@ -186,7 +186,7 @@ def _taken_up(path: Path, named: Checkpoint, origin: Origin, identity: Identity 
         raise ConfigError(
             f"log.dir = {path} holds a run, and {writer(named, identity)} wrote checkpoint.resume = {named.path}",
             expected="a new folder for a run that is forked: two runs would be mixed in this one",
-            fix="--log.dir ANOTHER_FOLDER, or --checkpoint.resume auto to resume the run that is there",
+            fix="--log.dir ANOTHER_FOLDER   (or --checkpoint.resume auto to resume the run that is there)",
         )
     return taken
 

@@ -290,7 +290,7 @@ def skips_ahead(skip: Sequence[StepRange], *, first_step: int, left_out: Sequenc
         Problem(
             f"data.skip has [{first}, {last}], but step {first} is done: the run resumes with step {first_step}",
             "ranges of future steps: batches that were trained on cannot be left out afterwards",
-            f"--checkpoint.resume RUN/checkpoints/step-...   (one before step {first}), or leave the range out",
+            f"--checkpoint.resume RUN/checkpoints/step-...   (one before step {first}; or leave the range out)",
         )
         for first, last in ahead
         if first < first_step

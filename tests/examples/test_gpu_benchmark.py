@@ -34,6 +34,7 @@ def test_some_pieces(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_all_pieces(tmp_path: Path) -> None:
     said = pieces(tmp_path, "--seconds", "3600")
     results = [json.loads(path.read_text()) for path in sorted((tmp_path / "tiny").glob("*.json"))]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from threefold.config.dropped import DROPPED
 from threefold.errors import ConfigError, Problem
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
 
 # What typer needs to leave the config's part to `split`.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+# Of each command that prints results; docs/generate_schemas.py has its fields.
+AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, as docs/schemas describes it.")]
 
 
 def load_config(arguments: Sequence[str]) -> LoadedConfig:

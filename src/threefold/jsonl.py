@@ -82,9 +82,15 @@ class MetricsFile:
 
 def as_json(values: Metrics) -> str:
     """Values as one line of JSON, which has no number that is not finite: null instead."""
-    # A tensor or an array would not compare as one value.
-    numbers = {name: None for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
-    return json.dumps({**values, **numbers}, allow_nan=False)
+    return json.dumps(_finite(values), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def utc_now() -> str:

@@ -7,18 +7,21 @@ source in the run's config.yaml, opened as the run opens it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from threefold.commands.arguments import CONTEXT, load_config, split
+from threefold import jsonl
+from threefold.commands.arguments import CONTEXT, AsJson, load_config, split
 from threefold.commands.completion import runs_here
 from threefold.commands.endings import ending
 from threefold.errors import ConfigError, ranks_text
 
 if TYPE_CHECKING:
+    from threefold.audit.lookup import SampleRead, StepRead
     from threefold.audit.record import Segment
     from threefold.data.rows.concat import Rows
     from threefold.data.text.source import Source
@@ -85,14 +88,21 @@ def order(
     sample: Annotated[int | None, typer.Option(help="Show which ranks have read this row, and when.")] = None,
     step: Annotated[int | None, typer.Option(help="Show the rows that this step has read.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Also print the rows' text.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show which steps and ranks have read a row, or which rows a step has read."""
     from threefold.records.files import check_files
 
     check_files(run)
+    if as_json and show:
+        raise ConfigError("--show has no effect with --json", expected="rows as numbers", fix="leave out --show")
     if sample is not None and step is None:
+        if as_json:
+            return typer.echo(jsonl.as_json(sample_values(run, sample)))
         lines = sample_lines(run, sample, show=show)
     elif step is not None and sample is None:
+        if as_json:
+            return typer.echo(jsonl.as_json(step_values(run, step)))
         lines = step_lines(run, step, show=show)
     else:
         what = "--sample and --step are both given" if step is not None else "neither --sample nor --step is given"
@@ -129,12 +139,24 @@ def audit(
     rows: Annotated[
         bool, typer.Option("--rows", help="Also list each document: its tokens, and those trained on after packing.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Prove that every sample was read exactly once an epoch, over all restarts and meshes of a run."""
     from threefold.records.files import check_files
 
     check_files(run)
-    for line in audit_lines(run, contents=contents):
+    if as_json and rows:
+        raise ConfigError("--rows has no effect with --json", expected="the proof as numbers", fix="leave out --rows")
+    lines = audit_lines(run, contents=contents)
+    if as_json:
+        from threefold.audit import record
+        from threefold.audit.lookup import coverage
+        from threefold.audit.proof import stretches_of
+
+        *_, proved = lines
+        epochs = [asdict(epoch) for epoch in coverage(stretches_of(record.read(run / record.FILE)))]
+        return typer.echo(jsonl.as_json({"run": str(run), "proved": proved, "epochs": epochs}))
+    for line in lines:
         typer.echo(line)
     if rows:
         from threefold.commands.documents import ledger_lines
@@ -231,21 +253,26 @@ def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
     yield from proof_lines(run, rows_of if contents else None)
 
 
-def sample_lines(run: Path, sample: int, *, show: bool = False) -> Iterator[str]:
-    """Which steps and ranks have read a row."""
+def _reads_of(run: Path, row: int) -> tuple[list[Segment], list[SampleRead]]:
+    """The record, and where it has a row."""
     from threefold.audit import record
     from threefold.audit.lookup import find_sample
     from threefold.audit.proof import stretches_of
 
     segments = record.read(run / record.FILE)
     num_rows = segments[0].start.num_rows
-    if not 0 <= sample < num_rows:
-        what = f"--sample {sample} is not a row of the source"
+    if not 0 <= row < num_rows:
+        what = f"--sample {row} is not a row of the source"
         raise ConfigError(what, expected=f"a row from 0 to {num_rows - 1}", fix=f"--sample {num_rows - 1}")
     stretches = stretches_of(segments)
-    found = find_sample(stretches, sample) if stretches else []
-    yield from (f"row {sample}: {read}" for read in found)
-    if not found:
+    return segments, find_sample(stretches, row) if stretches else []
+
+
+def sample_lines(run: Path, sample: int, *, show: bool = False) -> Iterator[str]:
+    """Which steps and ranks have read a row."""
+    segments, reads = _reads_of(run, sample)
+    yield from (f"row {sample}: {read}" for read in reads)
+    if not reads:
         yield f"row {sample}: not read yet"
     if show:
         from threefold.commands.documents import texts_of_rows
@@ -253,8 +280,17 @@ def sample_lines(run: Path, sample: int, *, show: bool = False) -> Iterator[str]
         yield from texts_of_rows(run, segments, [sample])
 
 
-def step_lines(run: Path, step: int, *, show: bool = False) -> Iterator[str]:
-    """Which rows a step has read, by dp rank."""
+def sample_values(run: Path, sample: int) -> dict[str, Any]:
+    """The same for programs; step 0 is a row that was left out, null one that was not read."""
+    reads = [
+        {"epoch": read.epoch, "position": read.position, "step": read.step, "ranks": read.ranks if read.step else []}
+        for read in _reads_of(run, sample)[1]
+    ]
+    return {"row": sample, "read": reads}
+
+
+def _read_of(run: Path, step: int) -> tuple[list[Segment], StepRead]:
+    """The record, and what it has of a step."""
     from threefold.audit import record
     from threefold.audit.lookup import find_step
     from threefold.report.verdict import first_and_last_step
@@ -268,15 +304,32 @@ def step_lines(run: Path, step: int, *, show: bool = False) -> Iterator[str]:
         expected = f"a step from {first} to {last}" if known else "a run with an audited step"
         fix = f"--step {last}" if known else "wait for the first audit (audit.every steps)"
         raise ConfigError(what, expected=expected, fix=fix)
+    return segments, read
+
+
+def _rows_by_rank(read: StepRead) -> list[list[int]]:
+    """The rows of each dp rank; those below 0 are padding."""
+    size = read.topology.dp
+    return [[int(row) for row in read.rows[dp_rank::size] if row >= 0] for dp_rank in range(size)]
+
+
+def step_lines(run: Path, step: int, *, show: bool = False) -> Iterator[str]:
+    """Which rows a step has read, by dp rank."""
+    segments, read = _read_of(run, step)
     topology = read.topology
     where = ", ".join(f"epoch {epoch}, positions from {position:,} on" for epoch, position in read.places)
     yield f"step {step:,}: {where}, {topology}"
     size = topology.cp * topology.tp
-    for dp_rank in range(topology.dp):
+    for dp_rank, rows in enumerate(_rows_by_rank(read)):
         ranks = ranks_text(range(dp_rank * size, (dp_rank + 1) * size))
-        rows = [int(row) for row in read.rows[dp_rank :: topology.dp] if row >= 0]
         yield f"  dp rank {dp_rank} ({ranks}): rows {', '.join(map(str, rows))}"
     if show:
         from threefold.commands.documents import texts_of_rows
 
         yield from texts_of_rows(run, segments, [int(row) for row in read.rows if row >= 0])
+
+
+def step_values(run: Path, step: int) -> dict[str, Any]:
+    """The same for programs."""
+    _, read = _read_of(run, step)
+    return {"step": step, "mesh": str(read.topology), "rows": _rows_by_rank(read)}

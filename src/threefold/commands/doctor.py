@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from threefold.commands.arguments import AsJson
 from threefold.errors import EXIT_FAILED, ThreefoldError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class ReportOptions:
 
 def command(
     context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="All findings and the facts behind them, as JSON.")] = False,
+    as_json: AsJson = False,
     force: Annotated[
         bool, typer.Option("--force", help="Start more local ranks than this machine has room for.")
     ] = False,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from threefold.commands.arguments import AsJson
 from threefold.commands.completion import runs_here
 from threefold.errors import ConfigError
 
@@ -22,6 +23,7 @@ def command(
     ema: Annotated[
         bool, typer.Option("--ema", help="Evaluate the moving average of the weights (optimizer.ema).")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Evaluate a run: threefold eval RUN [--eval.source SOURCE] [--eval.tasks '[NAME]'] [--section.key value ...].
 
@@ -45,23 +47,23 @@ def command(
     checkpoint, info = find(run), environment.current()
     if info.launcher is not None:
         topology, _ = resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None)
-        sys.exit(_rank(loaded, topology, checkpoint.path, checkpoint.step, ema))
+        sys.exit(_rank(loaded, topology, checkpoint.path, checkpoint.step, ema, as_json))
     from threefold.run.start import PRELOAD, topology_here
 
     local_ranks.preload((*PRELOAD, "threefold.run.evaluate"))
     topology, _ = topology_here(loaded.config)
-    arguments = (loaded, topology, checkpoint.path, checkpoint.step, ema)
+    arguments = (loaded, topology, checkpoint.path, checkpoint.step, ema, as_json)
     if topology.world_size == 1:
         sys.exit(_rank(*arguments))
     sys.exit(local_ranks.start_ranks(_rank_entry, arguments, num_ranks=topology.world_size))
 
 
-def _rank(loaded: LoadedConfig, topology: Topology, checkpoint: Path, step: int, ema: bool) -> int:
+def _rank(loaded: LoadedConfig, topology: Topology, checkpoint: Path, step: int, ema: bool, as_json: bool) -> int:
     from threefold.checkpoint.layout import Checkpoint
     from threefold.run.evaluate import evaluate_rank
 
-    return evaluate_rank(loaded, topology, Checkpoint(checkpoint, step), ema=ema)
+    return evaluate_rank(loaded, topology, Checkpoint(checkpoint, step), ema=ema, values=as_json)
 
 
-def _rank_entry(loaded: LoadedConfig, topology: Topology, checkpoint: Path, step: int, ema: bool) -> None:
-    sys.exit(_rank(loaded, topology, checkpoint, step, ema))
+def _rank_entry(*arguments: Any) -> None:
+    sys.exit(_rank(*arguments))

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from threefold.commands.arguments import AsJson
 from threefold.errors import EXIT_FAILED, ConfigError
 
 
@@ -18,7 +19,7 @@ def command(
         list[Path] | None,
         typer.Argument(help="Logs, folders of logs, Flight Recorder dumps, or the folder of a run; default: a pipe."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Explain what a failed job left behind: what happened, where, which line shows it, and what to do.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from threefold import jsonl
+from threefold.commands.arguments import AsJson
 from threefold.commands.completion import runs_here
 
 
@@ -29,6 +32,7 @@ def command(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write only the adapters of a LoRA run, as peft loads them.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, which AutoModelForCausalLM.from_pretrained loads.
 
@@ -44,5 +48,8 @@ def command(
 
     trusted = trust_remote_code
     done = export(run, to, max_shard_bytes=largest, verify=verify, trust_remote_code=trusted, adapter=adapter, ema=ema)
+    if as_json:
+        typer.echo(jsonl.as_json({"folder": str(to), **asdict(done)}))
+        return
     files = f"{len(done.files)} file{'s' if len(done.files) > 1 else ''} of weights"
     typer.echo(f"{to}: step {done.step} of {run}, {done.num_parameters:,} parameters, {files}; {done.verified}")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from threefold.commands.arguments import AsJson
 from threefold.commands.completion import runs_here
 from threefold.errors import EXIT_FAILED
 
@@ -22,7 +23,7 @@ def command(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow code from the model's repository to run.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the SHA-256 of a model's weights, the same on any mesh and for its export.
 

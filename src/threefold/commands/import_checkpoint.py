@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from threefold import jsonl
+from threefold.commands.arguments import AsJson
 
 
 def command(
@@ -17,6 +21,7 @@ def command(
     weights: Annotated[
         bool, typer.Option("--weights", help="Make a Hugging Face folder of the weights, not a run.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Take over a checkpoint: threefold import CHECKPOINT --to RUN [CONFIG.yaml] [--section.key value ...].
 
@@ -31,9 +36,14 @@ def command(
     config = load_config(context.args).config
     if weights:
         done, exported = import_model(source, to, config)
+    else:
+        done, exported = import_run(source, to, config), None
+    if as_json:
+        typer.echo(jsonl.as_json({"folder": str(to), **asdict(done)}))
+        return
+    if exported is not None:
         typer.echo(f"{to}: {exported.num_parameters:,} parameters, by the names of {done.program}; {exported.verified}")
     else:
-        done = import_run(source, to, config)
         typer.echo(
             f"{to}: step {done.step}, {done.num_weights} weights and their moments, by the names of {done.program}"
         )

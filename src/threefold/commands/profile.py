@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from threefold.commands.arguments import AsJson
 from threefold.commands.completion import runs_here
 from threefold.errors import ConfigError
 
@@ -18,7 +19,7 @@ def command(
     run: Annotated[
         Path, typer.Argument(autocompletion=runs_here, help="A run's folder, trained with --log.profile '[10, 12]'.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each rank.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print what the traces of a run show: threefold profile RUN.
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from threefold.errors import EXIT_FAILED
+from threefold.commands.arguments import AsJson
+from threefold.errors import EXIT_FAILED, ConfigError
 
 if TYPE_CHECKING:
     from threefold.config.loading import LoadedConfig
@@ -36,6 +37,7 @@ def command(
     against: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Compare the metrics of two finished runs instead.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compare the mesh with one process on your own model: threefold verify [CONFIG.yaml] [--section.key value ...].
 
@@ -43,8 +45,10 @@ def command(
     difference of the gradients; if they differ, also the first layer and the axis of the mesh that are wrong. --bits
     trains with train.reduce exact on 1, 2 and 4 data ranks and on the mesh, and says whether all weights are equal.
     """
+    if as_json and (bits or against is not None):
+        what = f"verify --json with {'--bits' if bits else '--against'}"
+        raise ConfigError(what, expected="a mesh and one process, whose numbers are printed", fix="leave out --json")
     if against is not None:
-        from threefold.errors import ConfigError
         from threefold.verify.comparison import compare_runs
 
         if bits:
@@ -58,17 +62,20 @@ def command(
     from threefold.verify.comparison import VerifyOptions
 
     verified = bits_command if bits else verify_command
-    sys.exit(verified(load_config(context.args), VerifyOptions(steps or 3, layers, random), force=force))
+    sys.exit(
+        verified(load_config(context.args), VerifyOptions(steps or 3, layers, random, as_json=as_json), force=force)
+    )
 
 
 def verify_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool = False) -> int:
     """Verifies the mesh of the config and returns the exit code: 0 it follows the single process, 1 it does not."""
     from dataclasses import replace
 
+    from threefold.jsonl import as_json
     from threefold.mesh import environment, local_ranks
     from threefold.mesh.shares import refuse_impossible
     from threefold.mesh.topology import resolve
-    from threefold.verify.comparison import diagnose, table
+    from threefold.verify.comparison import answer_of, diagnose, table
 
     info = environment.current()
     if info.launcher is not None:
@@ -82,12 +89,15 @@ def verify_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool 
     local_ranks.preload(PRELOAD)
     topology, why = topology_here(loaded.config, force=force)
     refuse_impossible(loaded.config, topology)
-    print(f"mesh {topology} on {topology.world_size} ranks ({why}) against one process, float32, {options.steps} steps")
-    for line in file_lines(loaded.config):
-        print(f"files: {line}")
+    numbers = f"{topology.world_size} ranks ({why}) against one process, float32, {options.steps} steps"
+    heading = [f"mesh {topology} on {numbers}", *(f"files: {line}" for line in file_lines(loaded.config))]
+    print("\n".join(heading), file=sys.stderr if options.as_json else sys.stdout)
     verification = on_ranks(loaded.config, options, topology)
     if isinstance(verification, int):
         return verification
+    if options.as_json:
+        print(as_json(answer_of(verification, topology)))
+        return 0 if verification.holds else EXIT_FAILED
     print("\n".join(table(verification)))
     if verification.holds:
         print("the mesh follows the single process")
@@ -102,7 +112,6 @@ def bits_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool = 
     Raises:
         ConfigError: a run that does not promise it, a mesh that is impossible, or ranks of a launcher's.
     """
-    from threefold.errors import ConfigError
     from threefold.mesh import environment, local_ranks
     from threefold.mesh.shares import refuse_impossible
     from threefold.run.start import PRELOAD, topology_here

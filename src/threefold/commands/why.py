@@ -8,13 +8,14 @@ from typing import Annotated
 
 import typer
 
+from threefold.commands.arguments import AsJson
 from threefold.commands.completion import runs_here
 
 
 def command(
     run: Annotated[Path, typer.Argument(autocompletion=runs_here, help="A run's folder.")],
     step: Annotated[int | None, typer.Option(help="This step alone, with its rows.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="All of it as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Explain how a run went: threefold why RUN [--step N].
 

@@ -14,7 +14,7 @@ from threefold.config.schema import Config
 from threefold.data.rows.concat import Rows
 from threefold.data.sampling.loader import evaluation_batches
 from threefold.errors import ThreefoldError
-from threefold.jsonl import Metrics
+from threefold.jsonl import Metrics, as_json
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
@@ -34,11 +34,14 @@ from threefold.training.evaluation import EvalStep
 from threefold.training.loop import eval_metrics
 
 
-def evaluate_rank(loaded: LoadedConfig, topology: Topology, checkpoint: Checkpoint, *, ema: bool = False) -> int:
+def evaluate_rank(
+    loaded: LoadedConfig, topology: Topology, checkpoint: Checkpoint, *, ema: bool = False, values: bool = False
+) -> int:
     """Evaluates as one rank of `topology`, and returns its exit code; rank 0 prints what was found.
 
     Args:
         ema: evaluate the moving average of the weights.
+        values: print JSON.
     """
     quieten_libraries()
     config, info = float8.without(loaded.config), environment.current()
@@ -47,7 +50,9 @@ def evaluate_rank(loaded: LoadedConfig, topology: Topology, checkpoint: Checkpoi
         asked = config.mesh
         mesh = join_mesh(topology, info, device=asked.device, timeout_s=asked.timeout_s, facts=facts_of(config))
         found = _evaluated(asked_of(config, mesh), mesh, checkpoint, ema=ema)
-        if mesh.rank == 0:
+        if mesh.rank == 0 and values:
+            print(as_json({"checkpoint": str(checkpoint.path), "ema": ema, "metrics": found}), flush=True)
+        elif mesh.rank == 0:
             said = [evaluated(found, digits=6)] if "eval_loss" in found else []
             said += [tasks] if (tasks := evaluated_tasks(found)) else []
             print(f"{checkpoint.path}{': moving average' if ema else ''}: {'; '.join(said)}", flush=True)

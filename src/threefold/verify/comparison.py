@@ -35,12 +35,13 @@ from threefold.records.metrics import Metrics
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What to compare: steps, layers (None: all), random weights instead of the named ones; and whether to probe."""
+    """What to compare: steps, layers (None: all), random weights instead of the named ones; to probe; to print JSON."""
 
     steps: int = 3
     layers: int | None = None
     random: bool = False
     admission: bool = True
+    as_json: bool = False
 
 
 @dataclass
@@ -118,6 +119,14 @@ def table(verification: Verification) -> list[str]:
     if (first := verification.comparison.first) is not None:
         lines.append(f"the first difference: {first}")
     return [*lines, *verification.admission.splitlines()]
+
+
+def answer_of(verification: Verification, mesh: Topology) -> dict[str, Any]:
+    """The verification as plain values, for programs; gradients by group, the largest difference first."""
+    groups = [{**asdict(each), "holds": each.holds} for each in _by_group(verification.gradients)]
+    values = verification.to_record() | {"mesh": str(mesh), "holds": verification.holds, "gradients": groups}
+    first = verification.comparison.first
+    return values | {"first_difference": None if first is None else str(first)}
 
 
 def _by_group(gradients: Sequence[Difference]) -> list[Difference]:

@@ -33,6 +33,7 @@ from threefold.config.paths import tokenizer_name
 from threefold.config.schema import Config
 from threefold.data.sampling.loader import TokenLoader
 from threefold.errors import EXIT_FAILED
+from threefold.jsonl import as_json
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
@@ -54,7 +55,7 @@ from threefold.run.sources import file_lines, with_packing
 from threefold.training.batches import micro_batches
 from threefold.training.numbers import StepResult, mean_loss
 from threefold.training.step import TrainStep
-from threefold.verify.comparison import Verification, VerifyOptions, table
+from threefold.verify.comparison import Verification, VerifyOptions, answer_of, table
 
 
 def verify_rank(config: Config, options: VerifyOptions, topology: Topology, answer: str | None) -> int:
@@ -68,6 +69,9 @@ def verify_rank(config: Config, options: VerifyOptions, topology: Topology, answ
         code = 0
         if mesh.rank == 0 and answer is not None:
             Path(answer).write_text(json.dumps(verification.to_record()))
+        elif mesh.rank == 0 and options.as_json:
+            print(as_json(answer_of(verification, topology)), flush=True)
+            code = 0 if verification.holds else EXIT_FAILED
         elif mesh.rank == 0:
             print("\n".join([*(f"files: {line}" for line in file_lines(config)), *table(verification)]))
             print(f"the mesh {'follows' if verification.holds else 'differs from'} the single process")

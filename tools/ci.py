@@ -75,7 +75,7 @@ STAGES = (
     Stage("test-launchers", ("make", "test-launchers"), WAIT, 900),
     Stage("test-browser", ("make", "test-browser"), WAIT, 900),
     Stage("test-faults", ("make", "test-faults", "KILLS=5"), WAIT, 1200),
-    Stage("docs", ("make", "docs"), WAIT, 300, prepare=("make", ".venv-docs/.installed")),
+    Stage("docs", ("make", "docs"), WAIT, 300, prepare=("make", ".venv-docs/.installed", ".venv-docs/mermaid.min.js")),
 )
 
 

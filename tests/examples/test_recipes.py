@@ -60,7 +60,7 @@ def test_what_differs_is_found() -> None:
 
 @pytest.mark.examples
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("page", "num_commands"), [("first-run.md", 3), ("recipes.md", 14)])
+@pytest.mark.parametrize(("page", "num_commands"), [("first-run.md", 3), ("recipes.md", 15)])
 def test_a_tutorial_prints_what_its_page_shows(page: str, num_commands: int, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     variables = environment(tmp_path)

@@ -96,7 +96,11 @@ TORCH_FREE = [
     "threefold.mesh.rendezvous_errors",
     "threefold.mesh.topology",
     "threefold.why.format",
+    "threefold.commands.completion",
+    "threefold.commands.init",
     "threefold.commands.why",
+    "threefold.config.document",
+    "threefold.plan.automatic",
 ]
 
 

@@ -112,11 +112,11 @@ def test_default_of_small_machines() -> None:
 
 
 def test_nothing_given() -> None:
-    """dp = world size under a launcher; one rank a device; 2 x 2 x 2 on a CPU."""
+    """dp = world size under a launcher; FSDP over the devices; 2 x 2 x 2 on a CPU."""
     assert sizes(launched=6) == (6, 1, 1, 1)
     assert sizes(launched=1) == (1, 1, 1, 1)
     assert sizes(launched=8, devices=8) == (8, 1, 1, 1)
-    assert sizes(devices=8) == (2, 1, 2, 2)
+    assert sizes(devices=8) == (1, 8, 1, 1)
     assert sizes(devices=1) == (1, 1, 1, 1)
     assert sizes() == (2, 1, 2, 2)
 
@@ -192,7 +192,7 @@ def test_reason_is_given_with_the_sizes() -> None:
         return resolve(MeshConfig(**keys), launched_world_size=launched, num_devices=devices)[1]
 
     assert why(4, None) == "dp is the launcher's world size: no mesh key was given"
-    assert why(None, 4) == "one rank for each of 4 devices: no mesh key was given"
+    assert why(None, 4) == "FSDP over 4 devices: no mesh key was given"
     assert why(None, None) == "the default on a CPU"
     assert why(None, None, dp=2) == "as given"
     assert why(4, None, dp="auto", tp=2) == "dp filled from 4 ranks"

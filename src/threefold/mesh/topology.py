@@ -87,7 +87,8 @@ def resolve(mesh: MeshConfig, *, launched_world_size: int | None, num_devices: i
             return Topology(dp_replicate=launched_world_size), "dp is the launcher's world size: no mesh key was given"
         if num_devices is None:
             return default_topology(8), "the default on a CPU"
-        return default_topology(num_devices), f"one rank for each of {num_devices} devices: no mesh key was given"
+        # What tp and cp send in each layer costs more than the gathers of FSDP, as long as a row fits into a device.
+        return Topology(dp_shard=num_devices), f"FSDP over {num_devices} devices: no mesh key was given"
     ranks = launched_world_size if launched_world_size is not None else num_devices
     sizes, why = _filled(mesh, 8 if ranks is None else ranks)
     dp, cp, tp = (sizes[axis] for axis in ("dp", "cp", "tp"))

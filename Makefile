@@ -50,6 +50,8 @@ $(VENV)/.extras: $(VENV)/.dev tests/browser/requirements.txt
 	  || { $(call SKIP,torchao or trl cannot be installed; what needs them is skipped); touch $(VENV)/.missing; }
 	$(INSTALL) $(VENV) --no-deps torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring-parser==0.18.0 \
 	  || { $(call SKIP,torchtitan cannot be installed; what needs it is skipped); touch $(VENV)/.missing; }
+	DS_BUILD_OPS=0 $(INSTALL) $(VENV) --no-deps --no-build-isolation deepspeed==0.19.8 hjson py-cpuinfo msgpack einops ninja \
+	  || { $(call SKIP,deepspeed cannot be installed; what needs it is skipped); touch $(VENV)/.missing; }
 	$(INSTALL) $(VENV) -c $(VENV)/constraints.txt mlflow-skinny lightning-fabric \
 	  || { $(call SKIP,mlflow-skinny or lightning-fabric cannot be installed; what needs them is skipped); touch $(VENV)/.missing; }
 	$(INSTALL) $(VENV) -c $(VENV)/constraints.txt lm-eval==0.4.13 \

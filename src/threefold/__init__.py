@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from threefold.run.hooks import Callback as Callback
     from threefold.run.hooks import Facts as Facts
     from threefold.run.load_model import load_model as load_model
+    from threefold.run.named_optimizer import optimizer as optimizer
     from threefold.run.run import Run as Run
     from threefold.run.start import Result as Result
     from threefold.run.start import train
@@ -52,6 +53,7 @@ _HOME_OF_NAME = {
     "init_mesh": "threefold.mesh.mesh",
     "load": "threefold.training.saving",
     "load_model": "threefold.run.load_model",
+    "optimizer": "threefold.run.named_optimizer",
     "save": "threefold.training.saving",
     "save_pretrained": "threefold.export.mesh_model",  # as a method of Model
     "train": "threefold.run.start",
@@ -78,6 +80,7 @@ __all__ = [
     "init_mesh",
     "load",
     "load_model",
+    "optimizer",
     "save",
     "train",
 ]

@@ -6,8 +6,8 @@ gone wrong), and how to fix it (text to paste). Several problems found together 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 EXIT_FAILED = 1
@@ -18,11 +18,17 @@ _NUM_NAMED = 6
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: `what`, what was `expected`, and the `fix` to paste."""
+    """One thing that is wrong: `what`, what was `expected`, and the `fix` to paste.
+
+    Attributes:
+        setting: the key and the value that the fix sets, where it sets one, and a remark: a program sets it in other
+            words.
+    """
 
     what: str
     expected: str
     fix: str
+    setting: tuple[str, Any, str] | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"{self.what}\n  expected: {self.expected}\n  fix: {self.fix}"
@@ -44,6 +50,15 @@ class ThreefoldError(Exception):
         error = cls(first.what, expected=first.expected, fix=first.fix)
         error.problems = (first, *others)
         return error
+
+    def for_program(self, write: Callable[[str, Any], str]) -> None:
+        """Makes each fix that sets a key what a program writes for it: `write(key, value)`."""
+        problems = list(self.problems)
+        for number, problem in enumerate(problems):
+            if problem.setting is not None:
+                key, value, remark = problem.setting
+                problems[number] = replace(problem, fix=write(key, value) + remark, setting=None)
+        self.problems = tuple(problems)
 
     def __str__(self) -> str:
         return "\n\n".join(str(problem) for problem in self.problems)

@@ -75,7 +75,7 @@ def test_another_model_is_one_problem() -> None:
         "the checkpoint run/checkpoints/step-00000005 has the model my-qwen with num_hidden_layers = 3, this run 4; "
         "hidden_size = 64, this run 128; num_attention_heads = 2, this run 8; 3 more keys differ",
         "the same model: its tensors would not fit, or would mean something else",
-        "threefold resume run   to resume the run, or --log.dir ANOTHER_FOLDER for a new one",
+        "threefold resume run   to resume the run, or another folder for a new one",
     )
     refuse_other(manifest, config, then, checkpoint)
 
@@ -155,7 +155,7 @@ def test_tensor_of_another_shape() -> None:
     assert text(lambda: fit(state, index)) == problem(
         "the checkpoint has F32 [4, 2] for model.a, the model F32 [4, 3]; 2 more differ",
         "the tensors of the same model and optimizer",
-        "use the model of the run, or --log.dir ANOTHER_FOLDER for a new one",
+        "use the model of the run, or another folder for a new one",
     )
     assert text(lambda: fit({"model.c": state["model.c"]}, index)).startswith(
         "the checkpoint has nothing for model.c, the model F32 [1]\n"

@@ -362,10 +362,11 @@ def test_first_reason_of_a_managed_job_stands(tmp_path: Path) -> None:
 
 
 def test_folder_that_hosts_do_not_share() -> None:
+    from threefold.checkpoint.lock import Words
     from threefold.run.folder import _judge
 
-    assert _judge(Path("runs/a"), ["", ""]) == ""
-    assert text(lambda: _judge(Path("runs/a"), ["", "b", "c", "b"])) == problem(
+    assert _judge(Path("runs/a"), ["", ""], Words()) == ""
+    assert text(lambda: _judge(Path("runs/a"), ["", "b", "c", "b"], Words())) == problem(
         "log.dir = runs/a on b and c is not the folder that rank 0 writes to",
         "one folder that all hosts share: each rank writes its part of a checkpoint there",
         "--log.dir FOLDER_ON_A_SHARED_FILE_SYSTEM   (NFS, Lustre, EFS)",

@@ -138,3 +138,74 @@ def test_a_loop_whose_model_has_no_tokenizer_is_exported(mesh: Any, tmp_path: Pa
         export(tmp_path / "loop", tmp_path / name, adapter=adapter)
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
     assert not list(tmp_path.glob("*/tokenizer*"))
+
+
+def _filled(folder: Path) -> dict[str, Any]:
+    folder.mkdir()
+    (folder / "thesis.txt").touch()
+    return {}
+
+
+def _of_the_command(folder: Path) -> dict[str, Any]:
+    folder.mkdir()
+    Identity.new().write(folder)
+    return {}
+
+
+def _never(folder: Path) -> dict[str, Any]:
+    folder.mkdir()
+    Identity.new(program=True).write(folder)
+    (folder / "metrics.jsonl").touch()
+    return {"checkpoint.resume": "never"}
+
+
+def _inside(folder: Path) -> dict[str, Any]:
+    Identity.new().write(folder.parent)
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("prepare", "what", "fix"),
+    [
+        (_filled, "is not empty, and no run lies there: it has thesis.txt", "threefold.Run('runs/"),
+        (_of_the_command, "holds a run of threefold train", "threefold resume {0}; or, for a new run, {1}"),
+        (_never, "holds a run, and checkpoint.resume is never", "{1}, or config={{'checkpoint.resume': 'auto'}} to"),
+        (_inside, "is inside the folder of another run: {2}", "threefold.Run('{3}', ...)"),
+    ],
+)
+def test_a_program_reads_of_its_folder_in_its_own_words(
+    prepare: Any, what: str, fix: str, mesh: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "parent" / "run"
+    folder.parent.mkdir()
+    config = prepare(folder)
+    names = (folder, "threefold.Run('ANOTHER_FOLDER', ...)", folder.parent, tmp_path / "run")
+    with pytest.raises(ConfigError) as refused, threefold.Run(folder, mesh=mesh, config=config):
+        pass
+    (problem,) = refused.value.problems
+    assert problem.what.startswith(f"the run's folder {folder} {what.format(*names)}")
+    assert problem.fix.startswith(fix.format(*names)) and " --" not in problem.fix
+
+
+def test_other_adapters_are_refused_in_the_words_of_a_program(mesh: Any, tmp_path: Path) -> None:
+    model, _ = loop(mesh)
+    model.save_pretrained(tmp_path / "weights")
+    adapted = {
+        rank: threefold.load_model(str(tmp_path / "weights"), mesh=mesh, admission="off", lora={"r": rank})
+        for rank in (2, 4)
+    }
+    threefold.save(tmp_path / "loop", model=adapted[2], step=1)
+    with pytest.raises(CheckpointError, match=r"was made with model\.lora\.r = 2, not 4") as refused:
+        threefold.load(tmp_path / "loop", model=adapted[4])
+    assert refused.value.problems[0].fix == "threefold.load_model(..., lora={'r': 2})"
+
+
+def test_other_groups_of_an_optimizer_are_not_given_the_settings_of_its_parameters(mesh: Any, tmp_path: Path) -> None:
+    model, _ = loop(mesh)
+    groups = [{"match": "embed", "weight_decay": 0.5}]
+    threefold.save(tmp_path / "one", model=model, step=1, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3))
+    threefold.save(tmp_path / "named", model=model, step=1, optimizer=threefold.optimizer("adamw", model))
+    others = {"one": _groups(model), "named": threefold.optimizer("adamw", model, groups=groups)}
+    for name, other in others.items():
+        with pytest.raises(CheckpointError, match="was saved with other groups of parameters"):
+            threefold.load(tmp_path / name, model=model, optimizer=other)

@@ -392,3 +392,93 @@ def test_rows_that_cp_cannot_split_are_refused() -> None:
         "  expected: a multiple of 4 on dp=1 x cp=2 x tp=1: each cp rank takes two equal chunks\n"
         "  fix: pad the rows to 8 tokens, with labels of -100"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said", "fix"),
+    [
+        ({"name": "adam"}, "optimizer.name = adam is not an optimizer", "threefold.optimizer('adamw', model)"),
+        (
+            {"name": "muon", "beta": [0.9, 0.9]},
+            "threefold.optimizer('muon', ...) has beta = [0.9, 0.9]",
+            "did you mean betas?",
+        ),
+        (
+            {"name": "sgd", "momentum": 0.9},
+            "threefold.optimizer('sgd', ...) has momentum = 0.9",
+            "options={'momentum': 0.9}, if its class takes momentum",
+        ),
+        (
+            {"name": "adamw", "betas": [0.9, 1.5]},
+            "optimizer.betas[1] = 1.5 is not a decay",
+            "threefold.optimizer(..., betas=[0.9, 0.95])",
+        ),
+        (
+            {"name": "adamw", "lr": -1.0},
+            "optimizer.lr = -1.0 is not accepted",
+            "threefold.optimizer(..., lr='auto')   (the default)",
+        ),
+        (
+            {"name": "sgd", "options": {"lr": 0.1}},
+            "optimizer.options has lr, which is a key of its own",
+            "threefold.optimizer(..., lr=0.1), and leave it out of optimizer.options",
+        ),
+        (
+            {"name": "sgd", "options": {"momentun": 0.9}},
+            "optimizer.options has momentun, which SGD does not take",
+            "did you mean momentum?",
+        ),
+        (
+            {"name": "torch.optim.NAdan"},
+            "optimizer.name = torch.optim.NAdan is not there",
+            "threefold.optimizer('torch.optim.NAdam', model)",
+        ),
+        (
+            {"name": "torch.optim.LBFGS"},
+            "torch.optim.LBFGS asks for the loss again in each step",
+            "threefold.optimizer('adamw', model)",
+        ),
+        (
+            {"name": "muon", "groups": [{"match": "embedd_tokens", "lr": 1e-4}]},
+            "optimizer.groups[0].match = embedd_tokens matches no parameter that is trained",
+            "a pattern of their names: model.embed_tokens.weight",
+        ),
+        (
+            {"name": "muon", "groups": [{"match": "embed"}]},
+            "optimizer.groups[0] has neither lr nor weight_decay: it changes nothing",
+            "threefold.optimizer(..., groups=[{'match': 'embed', 'lr': 0.0001}])",
+        ),
+        (
+            {"name": "muon", "warmup_steps": 10},
+            "threefold.optimizer('muon', ...) has warmup_steps = 10",
+            "leave warmup_steps out; torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000), for example",
+        ),
+        (
+            {"name": "muon", "ema": 0.99},
+            "threefold.optimizer('muon', ...) has ema = 0.99",
+            "leave ema out; average the weights in the loop",
+        ),
+    ],
+    ids=lambda each: str(each)[:40],
+)
+def test_a_named_optimizer_is_refused_in_the_words_of_a_program(
+    model: Any, settings: dict[str, Any], said: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        threefold.optimizer(model=model, **settings)
+    (problem,) = refused.value.problems
+    assert problem.what == said and problem.fix.startswith(fix) and " --" not in problem.fix
+    if problem.fix.startswith("threefold.optimizer('"):
+        eval(problem.fix, {"threefold": threefold, "model": model})
+
+
+def test_a_named_optimizer_is_of_a_model_on_the_mesh() -> None:
+    with pytest.raises(ConfigError) as refused:
+        threefold.optimizer("muon", nn.Linear(2, 2))  # type: ignore[arg-type]
+    assert what(refused) == "threefold.optimizer is given a Linear"
+
+
+def test_a_named_optimizer_has_the_rate_of_the_weights_and_of_its_groups(model: Any) -> None:
+    made = threefold.optimizer("adafactor", model, groups=[{"match": "norm", "lr": 1e-3}])
+    rates = {group["params"][0].ndim: group["lr"] for group in made.param_groups}
+    assert rates == {2: model.automatic_rate, 1: 1e-3} and model.automatic_rate == 2e-3

@@ -52,3 +52,35 @@ def test_values_and_the_class_of_an_error_reach_every_rank() -> None:
     ]
     assert first[-1] == "division by zero"
     assert second[-1] == "another rank failed in 'decide/not for users': ZeroDivisionError: division by zero"
+
+
+def _gathered_by_the_device() -> Any:
+    """What a mesh gathers whose group has NCCL alone; the device of this process stands for the GPU that it has not."""
+    import numpy as np
+    import torch.distributed as dist
+    from torch.overrides import TorchFunctionMode
+
+    from threefold.mesh.mesh import init_mesh
+
+    moved = []
+
+    class HasGpu(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            moved.extend(
+                func.__name__ for each in (*args, *kwargs.values()) if isinstance(each, str) and each == "cuda"
+            )
+            args = ["cpu" if isinstance(each, str) and each == "cuda" else each for each in args]
+            kwargs = {key: "cpu" if isinstance(each, str) and each == "cuda" else each for key, each in kwargs.items()}
+            return func(*args, **kwargs)
+
+    mesh = init_mesh(2, device="cpu")
+    dist.get_backend = lambda group=None: "nccl"
+    with HasGpu():
+        gathered = mesh.gather(np.array([mesh.rank, 7], np.int64))
+    return gathered.tolist(), moved
+
+
+def test_group_that_cannot_send_from_the_cpu_gathers_by_the_device() -> None:
+    for gathered, moved in run_ranks(_gathered_by_the_device, 2):
+        assert gathered == [[0, 7], [1, 7]] and moved == ["empty", "to"]

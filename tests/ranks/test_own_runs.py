@@ -270,7 +270,33 @@ def test_run_that_is_done_ends_at_once_when_it_is_started_again(tmp_path: Path) 
     folder = str(tmp_path / "run")
     numbers, ended = run_ranks(own_runs.in_a_run, 1, {}, folder, 5)[0]
     assert (len(numbers), ended) == (5, 0)
+    before = _files(tmp_path / "run")
     assert run_ranks(own_runs.in_a_run, 1, {}, folder, 5)[0] == ([], 0)
+    assert _files(tmp_path / "run") == before and len(before) > 5
+    assert run_ranks(_logged_afterwards, 1, folder)[0] == ["start", "done"]
+
+
+def _files(folder: Path) -> dict[str, Any]:
+    """Contents and times of what lies in a run's folder, but for its lock and the logs of its processes."""
+    files = [each for each in folder.rglob("*") if each.is_file() and each.parent.name != "logs"]
+    return {str(each): (each.stat().st_mtime_ns, each.read_bytes()) for each in files if each.name != "run.lock"}
+
+
+def _logged_afterwards(folder: str) -> list[str]:
+    """The events that a program adds which has no step left, and logs an evaluation."""
+    import threefold
+
+    mesh, step, loader, scheduler = own_runs.parts({})
+    before = len(Journal(Path(folder)).lines())
+    with threefold.Run(folder, mesh=mesh) as run:
+        run.load(step, loader, scheduler=scheduler)
+        assert not list(run.steps(loader, until=5))
+        run.save()
+        assert len(Journal(Path(folder)).lines()) == before
+        run.log(accuracy=0.5)
+    mesh.close()
+    assert json.loads((Path(folder) / "metrics.jsonl").read_text().splitlines()[-1])["accuracy"] == 0.5
+    return [line["event"] for line in Journal(Path(folder)).lines()[before:]]
 
 
 def test_identity_says_whose_loop_it_is(tmp_path: Path) -> None:
@@ -333,6 +359,50 @@ def test_run_over_a_list_continues_where_it_is_told(tmp_path: Path) -> None:
     assert "fix: for the next run: loader = threefold.distribute(DataLoader(...))" in told.stderr
 
 
+def _with_lambda(sizes: dict[str, int], folder: str, until: int) -> list[tuple[float, float]]:
+    """The losses and rates of a run with a model whose parameters are in other groups on another mesh."""
+    import torch
+
+    import threefold
+
+    mesh, _, loader, _ = own_runs.parts(sizes)
+    config = {**own_runs.TINY_LLAMA, "model_type": "qwen2"}  # biases of queries are split over tp, norms are not
+    step = threefold.TrainStep(threefold.load_model(config=config, mesh=mesh, admission="off"), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(step.optimizer, lambda step: 1 / (1 + step))
+    numbers = []
+    with threefold.Run(folder, mesh=mesh) as run:
+        run.load(step, loader, schedule=schedule)
+        for batch in run.steps(loader, until=until):
+            numbers.append((step(batch).loss, *{group["lr"] for group in step.optimizer.param_groups}))
+            schedule.step()
+    mesh.close()
+    return numbers
+
+
+def test_scheduler_of_torch_goes_on_where_there_are_other_groups(tmp_path: Path) -> None:
+    whole = run_ranks(_with_lambda, 1, {}, str(tmp_path / "whole"), 4)[0]
+    run_ranks(_with_lambda, 1, {}, str(tmp_path / "run"), 2)
+    rest = run_ranks(_with_lambda, 2, {"tp": 2}, str(tmp_path / "run"), 4)[0]
+    assert rest == [pytest.approx(each, abs=1e-5) for each in whole[2:]]
+
+
+class _Read:
+    """An iterator, which is over when it is read again; it does not let itself be read for ever."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches, self.ends = batches, 0
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        if self.batches:
+            return self.batches.pop(0)
+        self.ends += 1
+        assert self.ends < 5, "read again and again"
+        raise StopIteration
+
+
 def _guarded(folder: str) -> dict[str, Any]:
     """What single guards of a run say, each in a folder of its own."""
     import errno
@@ -364,15 +434,14 @@ def _guarded(folder: str) -> dict[str, Any]:
         "begun": said("run", lambda run: trained(run, 2)),
         "extra": said("run", lambda run: trained(run, 3)),
         "state": said("run", lambda run: trained(run, 4, schedule=scheduler)),
-        "none": said("none", lambda run: trained(run, 2, batches=[])),
-        "over": said("over", lambda run: trained(run, 6, batches=iter(list(loader)[:2]))),
+        "none": said("none", lambda run: trained(run, 2, batches=_Read([]))),
+        "over": said("over", lambda run: trained(run, 6, batches=_Read(list(loader)[:2]))),
     }
     newest = max(Path(folder).glob("run/checkpoints/step-*/**/*.safetensors"))
     newest.write_bytes(newest.read_bytes()[:-1])
     found["damaged"] = said("run", lambda run: (trained(run, 4), run.folder.resume.step))
-    mesh, step, other, _ = own_runs.parts({})
     RunFolder.commit = full  # type: ignore[method-assign, assignment]
-    found["full"] = said("full", lambda run: trained(run, 2, list(other)), **{"checkpoint.on_error": "continue"})
+    found["full"] = said("full", lambda run: trained(run, 2, list(loader)), **{"checkpoint.on_error": "continue"})
     mesh.close()
     return found
 

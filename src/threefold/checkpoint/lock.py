@@ -11,13 +11,14 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import socket
 import sys
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from threefold.errors import EXIT_WRONG_REQUEST, ConfigError, ThreefoldError
 
@@ -27,6 +28,25 @@ _PATIENCE_S = 2.0
 _LOOKS_PER_S = 20
 
 
+class Words(NamedTuple):
+    """How a run is asked for: by keys of the command, or by what a program writes."""
+
+    program: bool = False
+
+    def at(self, folder: Path) -> str:
+        return f"the run's folder {folder}" if self.program else f"log.dir = {folder}"
+
+    def another(self, folder: str = "ANOTHER_FOLDER") -> str:
+        return f"threefold.Run({folder!r}, ...)" if self.program else f"--log.dir {shlex.quote(folder)}"
+
+    def resume(self, checkpoint: Path | str, into: str = "") -> str:
+        """From a checkpoint; `into` another folder."""
+        asked = f"config={{'checkpoint.resume': {str(checkpoint)!r}}}"
+        if self.program:
+            return f"threefold.Run({into!r}, ..., {asked})" if into else asked
+        return f"--checkpoint.resume {checkpoint}" + (f" {self.another(into)}" if into else "")
+
+
 class RunLock:
     """This process's lock on a run's folder while open; removes a folder that was made for a refused request."""
 
@@ -34,18 +54,17 @@ class RunLock:
         self._file: IO[str] | None = None
         self._made: Path | None = None
 
-    def take(
-        self, folder: Path, *, fresh: bool, key: str = "log.dir = ", other: str = "--log.dir ANOTHER_FOLDER"
-    ) -> None:
+    def take(self, folder: Path, *, fresh: bool, at: str = "", other: str = "") -> None:
         """Locks the folder; a `fresh` one was made for this request.
 
         Args:
-            key, other: how the folder was asked for, and how another one is, for the error.
+            at, other: how the folder was asked for, and how another one is, for the error; as the command does.
 
         Raises:
             ConfigError: another process holds the lock.
         """
-        self._file = file = _locked(folder / _FILE, key, other)
+        words = Words()
+        self._file = file = _locked(folder / _FILE, at or words.at(folder), other or words.another())
         # Only what this process has locked is its own to remove.
         self._made = folder if fresh else None
         if not file.closed:
@@ -73,7 +92,7 @@ class RunLock:
         self.close()
 
 
-def _locked(path: Path, key: str, other: str) -> IO[str]:
+def _locked(path: Path, at: str, other: str) -> IO[str]:
     """Opens and locks a file; one that cannot be locked is returned closed, and said on the terminal.
 
     Raises:
@@ -102,7 +121,7 @@ def _locked(path: Path, key: str, other: str) -> IO[str]:
             continue
         if time.monotonic() > until:
             file.close()
-            raise _in_use(path, key, other)
+            raise _in_use(path, at, other)
         time.sleep(1 / _LOOKS_PER_S)
 
 
@@ -113,14 +132,14 @@ def _is_at(file: IO[str], path: Path) -> bool:
         return False
 
 
-def _in_use(path: Path, key: str, other: str) -> ConfigError:
+def _in_use(path: Path, at: str, other: str) -> ConfigError:
     who, stop = "another process", "stop it"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         holder = json.loads(path.read_text())
         who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
         stop = f"stop it (on {holder['host']}: kill {holder['pid']})"
     return ConfigError(
-        f"{key}{path.parent} is in use by another run: {who}",
+        f"{at} is in use by another run: {who}",
         expected="one run at a time in a folder: two would mix their metrics and remove one another's checkpoints",
         fix=f"wait for that run or {stop}, or {other}",
     )

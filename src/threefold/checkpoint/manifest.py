@@ -19,7 +19,7 @@ from threefold.build_id import build_id
 from threefold.checkpoint.layout import Checkpoint
 from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config, every_key
-from threefold.config.text import as_yaml, pasted
+from threefold.config.text import as_yaml, pasted, to_set
 from threefold.errors import CheckpointError, Problem
 from threefold.mesh.topology import Topology
 
@@ -89,11 +89,11 @@ def refuse_other(
         if asked[key] != trained[key]:
             what = f"{at} was made with model.lora.{key} = {trained[key]}, not {asked[key]}"
             expected = "the adapters of the run: others would not fit, or would mean something else"
-            problems.append(Problem(what, expected, f"--model.lora.{key} {pasted(trained[key])}"))
+            problems.append(to_set(what, expected, f"model.lora.{key}", trained[key]))
     if seed != config.train.seed:
         what = f"{at} was made with train.seed = {seed}, not {config.train.seed}"
         expected = "the seed of the run, so that it continues as if it had not stopped"
-        problems.append(Problem(what, expected, f"--train.seed {seed}"))
+        problems.append(to_set(what, expected, "train.seed", seed))
     if problems:
         raise CheckpointError.of(problems)
 
@@ -216,7 +216,7 @@ def _other_model(manifest: Mapping[str, Any], now: Mapping[str, Any], checkpoint
     if (run / "config.yaml").is_file():
         quoted = shlex.quote(str(run))
         fix = f"threefold resume {quoted}   to resume the run"
-    fix += ", or --log.dir ANOTHER_FOLDER for a new one"
+    fix += ", or another folder for a new one"
     return [Problem(what, expected, fix)]
 
 

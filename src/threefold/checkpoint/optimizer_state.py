@@ -97,7 +97,7 @@ def refuse_other_state(model: nn.Module, optimizer: torch.optim.Optimizer, index
         raise CheckpointError(
             f"the checkpoint has {strange[0]}, which {kind} does not have",
             expected="the state of the same optimizer, with the same options, over the same parameters",
-            fix="use the optimizer of the run, or --log.dir ANOTHER_FOLDER for a new one",
+            fix="use the optimizer of the run, or another folder for a new one",
         )
     if makes_its_state(optimizer):
         return

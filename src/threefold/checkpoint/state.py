@@ -260,7 +260,7 @@ def fit(
     state: Mapping[str, Tensor],
     index: Index,
     *,
-    fix: str = "use the model of the run, or --log.dir ANOTHER_FOLDER for a new one",
+    fix: str = "use the model of the run, or another folder for a new one",
 ) -> None:
     """Checks that a checkpoint holds the tensors of `state`.
 

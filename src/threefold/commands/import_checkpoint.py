@@ -15,7 +15,10 @@ from threefold.commands.arguments import AsJson
 def command(
     context: typer.Context,
     source: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A folder of torch.distributed.checkpoint, or of several.")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A folder of torch.distributed.checkpoint, or DeepSpeed's universal."
+        ),
     ],
     to: Annotated[Path, typer.Option(help="The folder to make.")],
     weights: Annotated[
@@ -26,8 +29,9 @@ def command(
     """Take over a checkpoint: threefold import CHECKPOINT --to RUN [CONFIG.yaml] [--section.key value ...].
 
     Reads what torch.distributed.checkpoint writes (torchtitan, accelerate, a program of your own), with transformers'
-    names or torchtitan's of Llama 3 and Qwen3. The config names the model and the data of the run, which resumes at the
-    checkpoint's step, with its weights and AdamW's moments, and reads its data from the first row on.
+    names or torchtitan's of Llama 3 and Qwen3, and DeepSpeed's universal checkpoints. The config names the model and
+    the data of the run, which resumes at the checkpoint's step, with its weights and AdamW's moments, and reads its
+    data from the first row on.
     """
     from threefold.commands.arguments import load_config
     from threefold.convert.convert import import_model, import_run, refuse_filled

@@ -23,7 +23,7 @@ from threefold.config.optimizer_rules import GROUPS_FIX
 from threefold.config.paths import RUN_CONFIG, is_of_program, is_run, literal_paths, run_of
 from threefold.config.rules import MIXTURE_FIX, contradictions
 from threefold.config.schema import Config, MixtureSource, every_key, inner_sections, keys_of, value_at
-from threefold.config.text import as_yaml, parse, pasted
+from threefold.config.text import as_yaml, parse, pasted, to_set
 from threefold.errors import ConfigError, Problem
 
 MESH_VARIABLES = {"DP_SIZE": "mesh.dp", "CP_SIZE": "mesh.cp", "TP_SIZE": "mesh.tp"}
@@ -287,7 +287,7 @@ def _problem_of(entry: Any, origins: Mapping[str, str]) -> Problem:
     rest = entry["loc"][len(key.split(".")) :] if entry["type"] != "missing" else ()
     place = "".join(f"[{part}]" for part in rest if isinstance(part, int))
     what = f"{key}{place} = {as_yaml(entry['input'])} is not accepted{where}"
-    return Problem(what, _EXPECTED_OF_KEY.get(key) or _expected(entry), _fix(entry, key, origins.get(key, "")))
+    return _refused(what, _EXPECTED_OF_KEY.get(key) or _expected(entry), entry, key, origins.get(key, ""))
 
 
 def _expected(entry: Any) -> str:
@@ -295,20 +295,22 @@ def _expected(entry: Any) -> str:
     return template.format(**entry.get("ctx", {})) if template else entry["msg"]
 
 
-def _fix(entry: Any, key: str, origin: str) -> str:
+def _refused(what: str, expected: str, entry: Any, key: str, origin: str) -> Problem:
     default = value_at(Config(), key) if key in every_key() else None
     if origin.startswith("environment "):
-        return f"unset {origin.removeprefix('environment ')}"
-    if entry["type"] == "string_type" and not isinstance(entry["input"], list | Mapping | None):
-        text = str(entry["input"])
+        return Problem(what, expected, f"unset {origin.removeprefix('environment ')}")
+    if entry["type"] == "string_type" and not isinstance(text := entry["input"], list | Mapping | None):
         in_list = isinstance(entry["loc"][-1], int)
-        return f"--{key} {pasted([text] if in_list else text)}   (quotes make it text)"
+        value = [str(text)] if in_list else str(text)
+        return to_set(what, expected, key, value, remark="   (quotes make it text)")
     if key in every_key() and len(entry["loc"]) <= len(key.split(".")) + 1 and not isinstance(entry["input"], Mapping):
         meant = meant_value(key, entry["input"])
         if meant is not None:
             value, remark = meant
-            return f"--{key} {pasted(value)}" + (f"   ({remark})" if remark else "")
-    return f"--{key} {pasted(default)}   (the default)" if default is not None else f"leave {key} out"
+            return to_set(what, expected, key, value, remark=f"   ({remark})" if remark else "")
+    if default is None:
+        return Problem(what, expected, f"leave {key} out")
+    return to_set(what, expected, key, default, remark="   (the default)")
 
 
 def _mixture_problem(entry: Any, where: str) -> Problem:
@@ -327,11 +329,11 @@ def _group_problem(entry: Any, where: str) -> Problem:
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in entry["loc"][2:])
     path = f"optimizer.groups{place}"
     if entry["type"] == "extra_forbidden":
-        return _unknown_below(entry, path + where, GroupConfig, GROUPS_FIX)
+        return _unknown_below(entry, path + where, GroupConfig, "match, lr, weight_decay and name are its keys")
     if entry["type"] == "missing":
-        return Problem(f"there is no {path}{where}", "a regular expression for the parameters' names", GROUPS_FIX)
+        return to_set(f"there is no {path}{where}", "a regular expression for the parameters' names", *GROUPS_FIX)
     expected = _expected(entry) if len(entry["loc"]) > 3 else "[{match: REGEX, lr: ..., weight_decay: ...}, ...]"
-    return Problem(f"{path} = {as_yaml(entry['input'])} is not accepted{where}", expected, GROUPS_FIX)
+    return to_set(f"{path} = {as_yaml(entry['input'])} is not accepted{where}", expected, *GROUPS_FIX)
 
 
 def _unknown_below(entry: Any, path: str, kind: type[MixtureSource] | type[GroupConfig], fix: str) -> Problem:

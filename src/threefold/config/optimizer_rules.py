@@ -9,10 +9,10 @@ from threefold.config.auto_lr import peak_rate
 from threefold.config.meant_values import meant_word
 from threefold.config.optimizer import OPTIMIZERS, OptimizerConfig
 from threefold.config.schema import Config
-from threefold.config.text import as_yaml, pasted
+from threefold.config.text import as_yaml, to_set
 from threefold.errors import Problem
 
-GROUPS_FIX = "--optimizer.groups '[{match: embed, lr: 1e-4}]'"
+GROUPS_FIX = ("optimizer.groups", [{"match": "embed", "lr": 1e-4}])
 _WITH_BETAS = tuple(name for name, known in OPTIMIZERS.items() if known.has_betas)
 # A number in bfloat16 has 8 bits: less than a 512th of it added or taken away leaves it as it is.
 _SLOWEST_IN_BFLOAT16 = 0.98
@@ -26,7 +26,7 @@ def of_optimizer(config: Config) -> Iterator[Problem]:
     for number, beta in enumerate(asked.betas):
         if not 0 <= beta < 1:
             what = f"optimizer.betas[{number}] = {beta} is not a decay"
-            yield Problem(what, "0 <= beta < 1", "--optimizer.betas '[0.9, 0.95]'")
+            yield to_set(what, "0 <= beta < 1", "optimizer.betas", [0.9, 0.95])
     lr, why = peak_rate(config)
     if asked.min_lr > lr:
         automatic = f" (auto: {why})" if asked.lr == "auto" else ""
@@ -42,9 +42,7 @@ def _of_name(asked: OptimizerConfig) -> Iterator[Problem]:
         what = f"optimizer.name = {as_yaml(asked.name)} is not an optimizer"
         expected = f"one of {', '.join(OPTIMIZERS)}, or the dotted path of an installed class: torch.optim.NAdam"
         meant = meant_word("optimizer.name", asked.name, OPTIMIZERS)
-        yield Problem(
-            what, expected, f"--optimizer.name {meant}" if meant else "--optimizer.name adamw   (the default)"
-        )
+        yield to_set(what, expected, "optimizer.name", meant or "adamw", remark="" if meant else "   (the default)")
     defaults = OptimizerConfig()
     known = OPTIMIZERS.get(asked.name)
     for key in ("betas", "eps"):
@@ -57,10 +55,12 @@ def _of_name(asked: OptimizerConfig) -> Iterator[Problem]:
     for key in _OWN_KEYS:
         if key in asked.options and (known is None or key not in known.options):
             what = f"optimizer.options has {key}, which is a key of its own"
-            fix = "leave it out of optimizer.options"
-            if key != "params":
-                fix = f"--optimizer.{key} {pasted(asked.options[key])}, and {fix}"
-            yield Problem(what, f"optimizer.{key}" if key != "params" else "the model's parameters", fix)
+            leave = "leave it out of optimizer.options"
+            if key == "params":
+                yield Problem(what, "the model's parameters", leave)
+            else:
+                named = f"optimizer.{key}"
+                yield to_set(what, named, named, asked.options[key], remark=f", and {leave}")
 
 
 def _of_moments(asked: OptimizerConfig) -> Iterator[Problem]:
@@ -69,13 +69,15 @@ def _of_moments(asked: OptimizerConfig) -> Iterator[Problem]:
     if asked.name != "adamw" or asked.options:
         with_options = " with optimizer.options" if asked.name == "adamw" else ""
         what = f"optimizer.moments = {asked.moments} with optimizer.name = {asked.name}{with_options}"
-        yield Problem(what, "adamw without further options, whose moments are known", "--optimizer.moments float32")
+        expected = "adamw without further options, whose moments are known"
+        yield to_set(what, expected, "optimizer.moments", "float32")
     if asked.betas[1] > _SLOWEST_IN_BFLOAT16:
         what = f"optimizer.moments = {asked.moments} with optimizer.betas = {as_yaml(asked.betas)}"
         expected = (
             f"a second decay of at most {_SLOWEST_IN_BFLOAT16}: what a slower one changes in a step is rounded away"
         )
-        yield Problem(what, expected, "--optimizer.moments float32   (or --optimizer.betas '[0.9, 0.95]')")
+        remark = "   (or --optimizer.betas '[0.9, 0.95]')"
+        yield to_set(what, expected, "optimizer.moments", "float32", remark=remark)
 
 
 def _of_schedule(config: Config) -> Iterator[Problem]:
@@ -107,10 +109,10 @@ def _of_groups(asked: OptimizerConfig) -> Iterator[Problem]:
             re.compile(group.match)
         except re.error as error:
             what = f"{at}.match = {as_yaml(group.match)} is not a regular expression: {error}"
-            yield Problem(what, "one that Python's re reads", GROUPS_FIX)
+            yield to_set(what, "one that Python's re reads", *GROUPS_FIX)
         if group.lr is None and group.weight_decay is None:
             what = f"{at} has neither lr nor weight_decay: it changes nothing"
-            yield Problem(what, "what is different for these parameters", GROUPS_FIX)
+            yield to_set(what, "what is different for these parameters", *GROUPS_FIX)
         if group.name is not None and not re.fullmatch(r"[A-Za-z0-9_.-]+", group.name):
             what = f"{at}.name = {as_yaml(group.name)}"
             yield Problem(what, "letters, digits, _, - and .: it becomes a key of metrics", "name: embeddings")

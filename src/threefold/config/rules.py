@@ -10,7 +10,7 @@ from threefold.config.objective import DpoConfig
 from threefold.config.observation import TRACKERS, LogConfig
 from threefold.config.optimizer_rules import of_optimizer
 from threefold.config.schema import Config, DataConfig, LoraConfig
-from threefold.config.text import as_yaml, pasted
+from threefold.config.text import as_yaml, to_set
 from threefold.errors import Problem
 
 MIXTURE_FIX = (
@@ -190,19 +190,19 @@ def _of_trackers(log: LogConfig) -> Iterator[Problem]:
     for name in dict.fromkeys(log.trackers):
         if name not in TRACKERS:
             near = difflib.get_close_matches(name.lower(), TRACKERS, n=1, cutoff=0.4)
-            yield Problem(
+            yield to_set(
                 f"{as_yaml(name)} in log.trackers is not a supported tracker" + (f"; near: {near[0]}" if near else ""),
                 f"one of {', '.join(TRACKERS)}; metrics.jsonl is always written",
-                f"--log.trackers '[{near[0] if near else TRACKERS[0]}]'",
+                "log.trackers",
+                [near[0] if near else TRACKERS[0]],
             )
         elif log.trackers.count(name) > 1:
-            once = pasted([*dict.fromkeys(log.trackers)])
-            yield Problem(f"log.trackers names {name} twice", "each tracker once", f"--log.trackers {once}")
+            once = [*dict.fromkeys(log.trackers)]
+            yield to_set(f"log.trackers names {name} twice", "each tracker once", "log.trackers", once)
     if log.project != LogConfig().project and not {"wandb", "trackio", "mlflow"} & {*log.trackers}:
         what = f"log.project = {as_yaml(log.project)} has no effect without a tracker that has projects"
-        yield Problem(
-            what, "wandb, trackio or mlflow among log.trackers", "--log.trackers '[wandb]'   (or leave log.project out)"
-        )
+        expected, remark = "wandb, trackio or mlflow among log.trackers", "   (or leave log.project out)"
+        yield to_set(what, expected, "log.trackers", ["wandb"], remark=remark)
 
 
 def _of_mixture(config: Config) -> Iterator[Problem]:

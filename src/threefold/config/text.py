@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, Problem
 
 _SAME_IN_YAML_1_1 = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)\Z)[A-Za-z/].*", re.IGNORECASE | re.DOTALL)
 
@@ -40,6 +40,11 @@ def as_yaml(value: Any) -> str:
 def pasted(value: Any) -> str:
     """As `as_yaml`, quoted for the shell."""
     return shlex.quote(as_yaml(value))
+
+
+def to_set(what: str, expected: str, key: str, value: Any, *, remark: str = "") -> Problem:
+    """A problem whose fix is a value of a key, and a remark."""
+    return Problem(what, expected, f"--{key} {pasted(value)}{remark}", (key, value, remark))
 
 
 def parse(text: str, origin: str) -> Any:

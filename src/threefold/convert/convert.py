@@ -1,4 +1,4 @@
-"""Takes over what another program trained: a checkpoint of torch.distributed.checkpoint becomes a run, or a model.
+"""Takes over what another program trained: its checkpoint (DCP, or DeepSpeed's universal) becomes a run, or a model.
 
 Tensors are read, converted and written one at a time. The run has one checkpoint, with the step that the optimizer has
 counted; it resumes there with weights and moments as they were, and reads its own data from the first row on, because
@@ -27,6 +27,7 @@ from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config
 from threefold.convert.dcp_reader import Foreign, open_dcp
 from threefold.convert.names import MOMENTS, Convert, Found, Wanted, find_names
+from threefold.convert.universal import open_universal
 from threefold.errors import CheckpointError, ConfigError
 from threefold.export.model_folder import Exported, export
 from threefold.model import load
@@ -81,7 +82,7 @@ def _made(source: Path, to: Path, config: Config, *, weights_alone: bool) -> Imp
     if config.model.lora.r:
         what, expected = f"model.lora.r = {config.model.lora.r}", "the whole model: no adapters are taken over"
         raise ConfigError(what, expected=expected, fix="--model.lora.r 0")
-    foreign = open_dcp(source)
+    foreign = open_universal(source) or open_dcp(source)
     _, architecture = model_of(config)
     model = load.build_without_storage(
         architecture, attention="eager", trust_remote_code=config.model.trust_remote_code

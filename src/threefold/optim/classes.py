@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from threefold.checkpoint.tensors import TYPE_NAMES
 from threefold.config.optimizer import OPTIMIZERS, OptimizerConfig
-from threefold.config.text import as_yaml
+from threefold.config.text import as_yaml, to_set
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.topology import Topology
 from threefold.optim.muon import Muon
@@ -48,23 +48,27 @@ def class_of(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     if (known := OPTIMIZERS.get(config.name)) is not None:
         return _at(known.path)
     first, *others = OPTIMIZERS
-    what, fix = f"optimizer.name = {as_yaml(config.name)}", f"--optimizer.name {first}   (or {', '.join(others)})"
+    what, remark = f"optimizer.name = {as_yaml(config.name)}", f"   (or {', '.join(others)})"
     module, _, name = config.name.rpartition(".")
     package = module.partition(".")[0]
     if package not in importlib.metadata.packages_distributions():
         expected = "a class of an installed package: code from other places is not run"
-        raise ConfigError(f"{what}: there is no installed package {package!r}", expected=expected, fix=fix)
+        what = f"{what}: there is no installed package {package!r}"
+        raise ConfigError.of([to_set(what, expected, "optimizer.name", first, remark=remark)])
     try:
         holder = importlib.import_module(module)
     except Exception as error:  # whatever a package raises while it is imported
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError(f"{what}: {reason}", expected="a module that can be imported", fix=fix) from error
+        what, expected = f"{what}: {reason}", "a module that can be imported"
+        raise ConfigError.of([to_set(what, expected, "optimizer.name", first, remark=remark)]) from error
     found = getattr(holder, name, None)
     if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer) or found is torch.optim.Optimizer:
         near = difflib.get_close_matches(name, [key for key in dir(holder) if key[:1].isupper()], n=1)
         kind = "is not there" if found is None else "is not a class of optimizers"
-        fix = f"--optimizer.name {module}.{near[0]}" if near and near[0] != name else fix
-        raise ConfigError(f"{what} {kind}", expected="a subclass of torch.optim.Optimizer", fix=fix)
+        expected = "a subclass of torch.optim.Optimizer"
+        if near and near[0] != name:
+            first, remark = f"{module}.{near[0]}", ""
+        raise ConfigError.of([to_set(f"{what} {kind}", expected, "optimizer.name", first, remark=remark)])
     return found
 
 
@@ -118,7 +122,8 @@ def problems(config: OptimizerConfig, topology: Topology) -> list[Problem]:
     if named is not None and not named.splits and topology.dp_shard * topology.cp * topology.tp > 1:
         what = f"optimizer.name = {config.name} on the mesh {topology}, which splits matrices"
         expected = "dp ranks alone, each with the whole model: it does not update a part of a matrix as the whole"
-        return [Problem(what, expected, "--mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1   (or --optimizer.name adamw)")]
+        fix = "--mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1   (or --optimizer.name adamw)"
+        return [Problem(what, expected, fix, ("optimizer.name", "adamw", ""))]
     return _tried(config, kind, topology)
 
 
@@ -198,11 +203,10 @@ def _tried(config: OptimizerConfig, kind: type[torch.optim.Optimizer], topology:
         given = f" with optimizer.options = {as_yaml(config.options)}" if config.options else ""
         what = f"optimizer.name = {config.name}{given}: {reason}"
         expected = "a constructor and a step that accept matrices, vectors and these options"
+        if config.options:
+            return [Problem(what, expected, "leave optimizer.options out")]
         first, *others = OPTIMIZERS
-        fix = (
-            "leave optimizer.options out" if config.options else f"--optimizer.name {first}   (or {', '.join(others)})"
-        )
-        return [Problem(what, expected, fix)]
+        return [to_set(what, expected, "optimizer.name", first, remark=f"   (or {', '.join(others)})")]
     if config.name in OPTIMIZERS:
         return []
     return list(_trust_problems(config, kind, whole, topology))
@@ -231,11 +235,12 @@ def _argument_problems(config: OptimizerConfig, kind: type[torch.optim.Optimizer
         what = f"optimizer.groups has weight_decay, which {config.name} does not take"
         yield Problem(what, "an optimizer with weight decay", "leave weight_decay out of optimizer.groups")
     if "lr" not in known:
-        yield Problem(f"{config.name} has no learning rate", "lr, which the schedule sets", "--optimizer.name adamw")
+        what, expected = f"{config.name} has no learning rate", "lr, which the schedule sets"
+        yield to_set(what, expected, "optimizer.name", "adamw")
     step = inspect.signature(kind.step).parameters.values()
     if any(each.default is inspect.Parameter.empty for each in step if each.name not in ("self", "args", "kwargs")):
         what = f"{config.name} asks for the loss again in each step"
-        yield Problem(what, "an optimizer that steps with one gradient", "--optimizer.name adamw")
+        yield to_set(what, "an optimizer that steps with one gradient", "optimizer.name", "adamw")
 
 
 def _numbers() -> tuple[Tensor, list[Tensor]]:
@@ -281,16 +286,17 @@ def _kept(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _trust_problems(
     config: OptimizerConfig, kind: type[torch.optim.Optimizer], whole: _Trial, topology: Topology
 ) -> Iterator[Problem]:
-    name, fix = config.name, "--optimizer.name adamw"
+    name, another = config.name, ("optimizer.name", "adamw")
     if whole.changed:
         what = f"{name} changes {whole.changed[0]} as it steps, outside of its state"
-        yield Problem(what, "a state of tensors, one set for each parameter, which a checkpoint keeps", fix)
+        yield to_set(what, "a state of tensors, one set for each parameter, which a checkpoint keeps", *another)
         return
     for state in whole.optimizer.state.values():
         for key, value in state.items():
             if value is not None and (type(value) is not Tensor or value.dtype not in TYPE_NAMES):
                 kept = f"a {type(value).__name__}"
-                yield Problem(f"{name} keeps {kept} as {key}", "a state of tensors, which a checkpoint keeps", fix)
+                expected = "a state of tensors, which a checkpoint keeps"
+                yield to_set(f"{name} keeps {kept} as {key}", expected, *another)
                 return
     if topology.world_size == 1:
         return
@@ -298,7 +304,7 @@ def _trust_problems(
     again = _trial(config, kind, [start], [gradients])
     if not torch.equal(again.parameters[0], whole.parameters[0]):
         what = f"{name} gives another update when it is asked again: it draws random numbers"
-        yield Problem(what, "the same update on every rank that has the same weights", fix)
+        yield to_set(what, "the same update on every rank that has the same weights", *another)
         return
     if topology.dp_shard * topology.cp * topology.tp == 1:
         return
@@ -311,5 +317,6 @@ def _trust_problems(
         if (torch.cat(parts, dim) - whole.parameters[0]).abs().max() > _BOUND * furthest:
             what = f"{name} does not update a part of a matrix as it updates the whole, and this mesh holds parts"
             expected = "an update of each weight by itself, or dp ranks alone, each with the whole model"
-            yield Problem(what, expected, f"{fix}   (or --mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1)")
+            fix = "--optimizer.name adamw   (or --mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1)"
+            yield Problem(what, expected, fix, (*another, ""))
             return

@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, find
 from threefold.checkpoint.lineage import Identity, Journal, Origin
+from threefold.checkpoint.lock import Words
 from threefold.config.paths import METRICS, RUN_FILE, is_run
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
 from threefold.jsonl import utc_now
 from threefold.mesh import environment
+
+_COMMAND = Words()
 
 
 class Choice(NamedTuple):
@@ -30,8 +33,11 @@ class Choice(NamedTuple):
     origin: Origin | None = None
 
 
-def of(config: Config, path: Path) -> Choice:
+def of(config: Config, path: Path, words: Words = _COMMAND) -> Choice:
     """Where the run in a folder may resume, as the request asks and the folder's own history allows.
+
+    Args:
+        words: of whoever asks.
 
     Raises:
         ConfigError: the folder holds a run and `checkpoint.resume` is `never`, another run than the one asked for, a
@@ -40,43 +46,42 @@ def of(config: Config, path: Path) -> Choice:
     """
     checkpoints, identity, asked = CheckpointFolder(path), Identity.read(path), config.checkpoint.resume
     if identity is None and is_run(path):
-        raise unnamed(path)
+        raise unnamed(path, words)
     if foreign := checkpoints.foreign():
         raise ConfigError(
-            f"log.dir = {path} has a checkpoint that {writer(foreign[0], identity)} wrote: {foreign[0].path.name}",
+            f"{words.at(path)} has a checkpoint that {writer(foreign[0], identity)} wrote: {foreign[0].path.name}",
             expected="checkpoints of one run in a folder, by the starts in its run.json: a resume would mix two",
-            fix=f"move it out of {checkpoints.path}; to fork it: --checkpoint.resume {foreign[0].path} "
-            "--log.dir ANOTHER_FOLDER",
+            fix=f"move it out of {checkpoints.path}; to fork it: {words.resume(foreign[0].path, 'ANOTHER_FOLDER')}",
         )
     own = tuple(each for each in reversed(checkpoints.own()) if checkpoints.stands(each))
     if asked == "never" and not _was_restarted(path, own):
         if (path / METRICS).exists() or own:
             raise ConfigError(
-                f"log.dir = {path} holds a run, and checkpoint.resume is never",
+                f"{words.at(path)} holds a run, and checkpoint.resume is never",
                 expected="an empty folder, so that no earlier run is mixed into this one",
-                fix="--log.dir ANOTHER_FOLDER   (or --checkpoint.resume auto to resume it)",
+                fix=f"{words.another()}   (or {words.resume('auto')} to resume it)",
             )
         return Choice()
     named = None
     if asked not in ("auto", "never") and not _asked_before(path, Path(asked), identity):
         named = _named(Path(asked))
         origin = _origin(named)
-        _refuse_left(named, path, identity)
-        if not _taken_up(path, named, origin, identity, own):
+        _refuse_left(named, identity, words)
+        if not _taken_up(path, named, origin, identity, own, words):
             return Choice((named,), True, None if _is_own(named, path, identity) else origin)
     if not own and named is None and any(line["event"] == "save" for line in Journal(path).lines()):
         raise CheckpointError(
-            f"log.dir = {path} holds a run that has saved checkpoints, and none of them is left",
+            f"{words.at(path)} holds a run that has saved checkpoints, and none of them is left",
             expected="at least one of them: otherwise the run would restart at step 1",
-            fix="restore one from a copy, or --log.dir ANOTHER_FOLDER for a new run",
+            fix=f"restore one from a copy, or {words.another()} for a new run",
         )
     if not own and identity is not None and identity.origin is not None:
         # A fork that has not saved yet.
-        return Choice((named or _at_its_place(identity.origin, path),), True)
+        return Choice((named or _at_its_place(identity.origin, path, words),), True)
     return Choice(own)
 
 
-def unnamed(path: Path) -> ConfigError:
+def unnamed(path: Path, words: Words = _COMMAND) -> ConfigError:
     """The error for a run's files without the file that says whose they are."""
     what = f"{path} has a run's files, and no {RUN_FILE} says which run is here"
     expected = f"{RUN_FILE}, which lies in a run's folder from its first start on: a copy may have left it out"
@@ -84,7 +89,7 @@ def unnamed(path: Path) -> ConfigError:
     authors = [each.author for each in checkpoints]
     starts = [line.get("run") for line in journal.starts()]
     ids = sorted({str(run) for run in (*starts, *(author.run for author in authors if author is not None)) if run})
-    fix = f"--log.dir ANOTHER_FOLDER   (its files name {' and '.join(ids) or 'no run'})"
+    fix = f"{words.another()}   (its files name {' and '.join(ids) or 'no run'})"
     if len(ids) == 1:
         values = {"id": ids[0], "created": utc_now(), "origin": None, "starts": journal.chain()}
         with suppress(ValueError, KeyError, TypeError):
@@ -111,7 +116,7 @@ def _origin(of: Checkpoint) -> Origin:
     return Origin(str(of.path.resolve()), of.step, author.run if author is not None else None, of.checksum)
 
 
-def _at_its_place(origin: Origin, path: Path) -> Checkpoint:
+def _at_its_place(origin: Origin, path: Path, words: Words) -> Checkpoint:
     """The checkpoint that a fork came from, where it lay then.
 
     Raises:
@@ -124,9 +129,9 @@ def _at_its_place(origin: Origin, path: Path) -> Checkpoint:
             return there
         what = f"is another checkpoint now, of {f'run {now.run}' if now.run else 'no run'}"
     raise CheckpointError(
-        f"log.dir = {path} forks step {origin.step} of run {origin.run}, and {place} {what}",
+        f"{words.at(path)} forks step {origin.step} of run {origin.run}, and {place} {what}",
         expected="the checkpoint that the run forks, for it has saved none of its own yet",
-        fix=f"--checkpoint.resume WHERE_IT_LIES_NOW   (or --log.dir ANOTHER_FOLDER --checkpoint.resume {place})",
+        fix=f"{words.resume('WHERE_IT_LIES_NOW')}   (or {words.resume(place, 'ANOTHER_FOLDER')})",
     )
 
 
@@ -146,7 +151,7 @@ def _is_own(named: Checkpoint, path: Path, identity: Identity | None) -> bool:
     return inside or (identity is not None and (author := named.author) is not None and identity.has(author))
 
 
-def _refuse_left(named: Checkpoint, path: Path, identity: Identity | None) -> None:
+def _refuse_left(named: Checkpoint, identity: Identity | None, words: Words) -> None:
     """Raises ConfigError for a checkpoint of the run's own that an earlier return to an older step has left behind."""
     author = named.author
     if identity is None or author is None or not identity.has(author) or identity.stands(author, named.step):
@@ -156,7 +161,7 @@ def _refuse_left(named: Checkpoint, path: Path, identity: Identity | None) -> No
     raise ConfigError(
         f"checkpoint.resume = {named.path} is left behind: start {number} of the run went back to step {back}",
         expected=f"a checkpoint of what the run is now: its records of the steps after {back} are of later starts",
-        fix=f"--checkpoint.resume {named.path} --log.dir ANOTHER_FOLDER   to fork it",
+        fix=f"{words.resume(named.path, 'ANOTHER_FOLDER')}   to fork it",
     )
 
 
@@ -172,7 +177,9 @@ def _asked_before(path: Path, asked: Path, identity: Identity | None) -> bool:
     return _was_restarted(path, ()) and starts[-1].get("asked") == resolved
 
 
-def _taken_up(path: Path, named: Checkpoint, origin: Origin, identity: Identity | None, own: Sequence[Any]) -> bool:
+def _taken_up(
+    path: Path, named: Checkpoint, origin: Origin, identity: Identity | None, own: Sequence[Any], words: Words
+) -> bool:
     """Whether the run in the folder is the fork of the named checkpoint that is asked for.
 
     Raises:
@@ -184,9 +191,9 @@ def _taken_up(path: Path, named: Checkpoint, origin: Origin, identity: Identity 
     taken = forked_from is not None and forked_from.is_same(origin)
     if not taken and (own or identity is not None or (path / METRICS).exists()):
         raise ConfigError(
-            f"log.dir = {path} holds a run, and {writer(named, identity)} wrote checkpoint.resume = {named.path}",
+            f"{words.at(path)} holds a run, and {writer(named, identity)} wrote checkpoint.resume = {named.path}",
             expected="a new folder for a run that is forked: two runs would be mixed in this one",
-            fix="--log.dir ANOTHER_FOLDER   (or --checkpoint.resume auto to resume the run that is there)",
+            fix=f"{words.another()}   (or {words.resume('auto')} to resume the run that is there)",
         )
     return taken
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, damaged
 from threefold.checkpoint.lineage import Author, Identity, Journal, Origin
-from threefold.checkpoint.lock import RunLock
+from threefold.checkpoint.lock import RunLock, Words
 from threefold.checkpoint.seal import Seal, sync, write_sealed
 from threefold.config import text as config_text
 from threefold.config.paths import AUDIT, LOG_START, METRICS, RUN_CONFIG, RUN_FILE, is_run, with_absolute_paths
@@ -118,7 +118,7 @@ class RunFolder:
                 f"no checkpoint in {self.checkpoints.path} is undamaged: "
                 + "; ".join(f"{checkpoint.path.name}: {reason}" for checkpoint, reason in passed),
                 expected="at least one checkpoint as it was written; otherwise the run would restart at step 1",
-                fix="restore one from a copy, or --log.dir ANOTHER_FOLDER for a new run",
+                fix=f"restore one from a copy, or {Words(self.program).another()} for a new run",
             )
         return dataclasses.replace(self, resume=chosen)
 
@@ -215,66 +215,66 @@ def open_run(config: Config, lock: RunLock | None = None, *, program: bool = Fal
             is asked for or files that no run wrote, another process is using it, or it cannot be written.
         CheckpointError: a checkpoint given by path does not exist.
     """
-    path = Path(config.log.dir) if config.log.dir is not None else new_path()
+    path, words = Path(config.log.dir) if config.log.dir is not None else new_path(), Words(program)
     try:
         with suppress(FileNotFoundError):
             path.stat()
         # Refuse before anything is made.
         if not is_run(path):
-            _refuse_inside(path)
-            _refuse_filled(path)
-        refuse_other_kind(path, program=program)
-        choice.of(config, path)
+            _refuse_inside(path, words)
+            _refuse_filled(path, words)
+        refuse_other_kind(path, words)
+        choice.of(config, path, words)
         fresh = _made(path)
         if lock is not None:
-            lock.take(path, fresh=fresh)
+            lock.take(path, fresh=fresh, at=words.at(path), other=words.another())
         (path / "logs").mkdir(exist_ok=True)
         CheckpointFolder(path).path.mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"log.dir = {path} cannot be written: {error.strerror}",
+            f"{words.at(path)} cannot be written: {error.strerror}",
             expected="a folder that this user can write, with room for checkpoints",
-            fix="--log.dir ANOTHER_FOLDER",
+            fix=words.another(),
         ) from error
-    return RunFolder(path, None, *choice.of(config, path), program=program)
+    return RunFolder(path, None, *choice.of(config, path, words), program=program)
 
 
-def refuse_other_kind(path: Path, *, program: bool) -> None:
+def refuse_other_kind(path: Path, words: Words) -> None:
     """Raises ConfigError if a program is to continue what the command began, or the command what a program began."""
     identity = Identity.read(path)
-    if identity is None or identity.program == program:
+    if identity is None or identity.program == words.program:
         return
     whose, fix = "threefold train", f"threefold resume {shlex.quote(str(path))}"
     if identity.program:
         whose, fix = "a program with a loop of its own (threefold.Run)", "run that program again, which resumes it"
     raise ConfigError(
-        f"log.dir = {path} holds a run of {whose}",
+        f"{words.at(path)} holds a run of {whose}",
         expected="what began the run, to continue it: its checkpoints fit nothing else",
-        fix=f"{fix}; or, for a new run, --log.dir ANOTHER_FOLDER",
+        fix=f"{fix}; or, for a new run, {words.another()}",
     )
 
 
-def _refuse_inside(path: Path) -> None:
+def _refuse_inside(path: Path, words: Words) -> None:
     """Raises ConfigError for a new folder in that of another run, which would be moved, copied and removed with it."""
     for parent in path.resolve().parents:
         if (parent / RUN_FILE).is_file():
             raise ConfigError(
-                f"log.dir = {path} is inside the folder of another run: {parent}",
+                f"{words.at(path)} is inside the folder of another run: {parent}",
                 expected="a folder beside it: what lies in a run's folder is part of that run",
-                fix=f"--log.dir {shlex.quote(str(parent.parent / path.name))}",
+                fix=words.another(str(parent.parent / path.name)),
             )
 
 
-def _refuse_filled(path: Path) -> None:
+def _refuse_filled(path: Path, words: Words) -> None:
     """Raises ConfigError for a folder with files that no run, and no job before it, has written."""
     names = sorted(path.iterdir()) if path.is_dir() else []
     others = [each.name for each in names if each.name not in _NOT_YET_A_RUN and each.suffix not in _OUTPUTS]
     if others:
         more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""
         raise ConfigError(
-            f"log.dir = {path} is not empty, and no run lies there: it has {', '.join(others[:3])}{more}",
+            f"{words.at(path)} is not empty, and no run lies there: it has {', '.join(others[:3])}{more}",
             expected=f"a run's folder, or a new or empty one: a run writes {RUN_CONFIG}, logs and much more there",
-            fix=f"--log.dir {new_path()}",
+            fix=words.another(str(new_path())),
         )
 
 
@@ -323,7 +323,7 @@ def log_to_file(path: Path, rank: int) -> Callable[[], None]:
     return end
 
 
-def require_shared(folder: Path, mesh: Mesh) -> None:
+def require_shared(folder: Path, mesh: Mesh, words: Words) -> None:
     """Checks that all hosts see one run folder; all ranks call it.
 
     Raises:
@@ -340,7 +340,7 @@ def require_shared(folder: Path, mesh: Mesh) -> None:
     mark = folder / mesh.share("mark", make)
     try:
         blind = "" if _seen(mark) else environment.current().host
-        mesh.decide("shared folder", blind, lambda parts: _judge(folder, parts))
+        mesh.decide("shared folder", blind, lambda parts: _judge(folder, parts, words))
     finally:
         if mesh.rank == 0:
             mark.unlink(missing_ok=True)
@@ -355,11 +355,11 @@ def _seen(mark: Path) -> bool:
     return True
 
 
-def _judge(folder: Path, parts: list[str]) -> str:
+def _judge(folder: Path, parts: list[str], words: Words) -> str:
     if blind := sorted({part for part in parts if part}):
         raise ConfigError(
-            f"log.dir = {folder} on {' and '.join(blind)} is not the folder that rank 0 writes to",
+            f"{words.at(folder)} on {' and '.join(blind)} is not the folder that rank 0 writes to",
             expected="one folder that all hosts share: each rank writes its part of a checkpoint there",
-            fix="--log.dir FOLDER_ON_A_SHARED_FILE_SYSTEM   (NFS, Lustre, EFS)",
+            fix=f"{words.another('FOLDER_ON_A_SHARED_FILE_SYSTEM')}   (NFS, Lustre, EFS)",
         )
     return ""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,16 +24,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
 
 from threefold.audit import compare, record
 from threefold.audit.compare import Audit
 from threefold.audit.offences import explain
 from threefold.audit.record import SegmentLine
 from threefold.checkpoint.lineage import Author
-from threefold.checkpoint.lock import RunLock
+from threefold.checkpoint.lock import RunLock, Words
 from threefold.checkpoint.manifest import versions
 from threefold.config import loading
-from threefold.config import text as config_text
 from threefold.config.schema import Config
 from threefold.data.order.order import Order, Place
 from threefold.errors import (
@@ -42,7 +41,6 @@ from threefold.errors import (
     CheckpointError,
     ConfigError,
     DataError,
-    Problem,
     RunError,
     ThreefoldError,
 )
@@ -135,6 +133,7 @@ class Run:
         self._stateful: Mapping[str, Any] = {}
         self._saved, self._began, self._in_step, self._stopping = -1, False, False, False
         self._rows, self._rates = list[int](), dict[str, float]()
+        self._start: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
         """Opens the folder: locked, with the newest undamaged checkpoint; nothing of a run that is there is changed.
@@ -149,7 +148,7 @@ class Run:
             self.watch.progress.enter("opening the run")
             opened = self.mesh.share("run", self._opened)
             folder = RunFolder.from_values(opened)
-            require_shared(folder.path, self.mesh)
+            require_shared(folder.path, self.mesh, Words(self._program))
             end = log_to_file(folder.path, self.mesh.rank)
             if self._program:
                 stack.callback(end)
@@ -272,6 +271,9 @@ class Run:
         self.extra = {name: value for name, value in loaded.extra.items() if name not in stateful}
         for name, each in stateful.items():
             each.load_state_dict(loaded.extra[name])
+            groups = each.optimizer.param_groups if isinstance(each, LRScheduler) else []
+            if groups and len(each.base_lrs) != len(groups):  # groups are by the mesh of their parameters too
+                each.base_lrs = [group["initial_lr"] for group in groups]
         self.step = self._saved = loaded.step
         return loaded
 
@@ -290,7 +292,11 @@ class Run:
             ConfigError: `load` was not called, or not with this loader. DataError: there are no batches.
         """
         with self._in_own_words():
-            self._begin(batches)
+            self._refuse_batches(batches)
+        self._start = partial(self._begin, batches)
+        if until is not None and self.step >= until:
+            return  # of a run that is done, nothing is changed
+        self._require_begun("run.steps()")
         passes = iter(batches) if until is None else _passes(batches, self)
         self._window = Window(own=OwnTime(self.guards.progress))
         while (until is None or self.step < until) and not self._stopping:
@@ -329,10 +335,10 @@ class Run:
         """
         from threefold.training import saving
 
+        if self._start is not None and self._saved == self.step:
+            return
         self._require_begun("run.save()")
         assert self._held is not None
-        if self._saved == self.step:
-            return
         with self._in_own_words():
             self.guards.prove(self.step, saving=True)
             self.guards.progress.enter("save")
@@ -366,13 +372,14 @@ class Run:
         """What the step has computed, which nothing is built on yet, and the rates that it had."""
         self._require_begun("step(batch)")
         self._slowest.tell(self._window.own.total_s())
-        self._rates = {"lr": step.optimizer.param_groups[0]["lr"], **rates_of(step.optimizer)}
+        first = step.optimizer.param_groups[0]
+        self._rates = {"lr": first["lr"] / first.get("lr_share", 1.0), **rates_of(step.optimizer)}
         rows = [self._rows] * len(result.micro_losses)
         self.guards.look_for_nonfinite(self.step, result, lambda: rows, now=True)
         self.guards.progress.enter("the program")
 
-    def _begin(self, batches: Any) -> None:
-        """Begins the run of a program, whose audit is that of its first loader."""
+    def _refuse_batches(self, batches: Any) -> None:
+        """ConfigError for batches that the run cannot continue with."""
         if self._began:
             return
         if self._held is None:
@@ -395,6 +402,9 @@ class Run:
                 fix="run.steps(itertools.islice(itertools.cycle(batches), run.step, None), until=...); or a loader of "
                 "threefold.distribute, with run.load(step, loader)",
             )
+
+    def _begin(self, batches: Any) -> None:
+        """Begins the run of a program, whose audit is that of its first loader."""
         order, why, fix = _order_of(batches)
         self._began = True
         what = {"program": sys.argv[0], "audit": why or "on", "audit_fix": fix}
@@ -403,6 +413,7 @@ class Run:
             self.say(f"not audited: {why}; {fix}")
         self.guards.trackers = self.track({"program": what}, {"mesh": str(self.mesh.topology), **versions()})
         self.guards.notice = self._notice
+        self._window = Window(own=OwnTime(self.guards.progress))
 
     def _notice(self, step: int) -> None:
         for saver in self._savers():
@@ -423,7 +434,8 @@ class Run:
         older = f"resume from an older checkpoint: {resume}/checkpoints/step-..."
         if self._program:
             resume = "the program"
-            older = f"go back to an older checkpoint: --checkpoint.resume {self.folder.path}/checkpoints/step-..."
+            older = Words(self._program).resume(f"{self.folder.path}/checkpoints/step-...")
+            older = f"go back to an older checkpoint: {older}"
         begin = partial(compare.begin, start, path, file, link=self._link, fix=older)
         start = dataclasses.replace(start, **mesh.share("audit", begin))
         return Audit(start, gather=mesh.gather, explain=partial(explain, resume=resume), record=file, **audited)
@@ -462,7 +474,9 @@ class Run:
         self.guards.progress.enter(CLOSING)
         for saver in self._savers():
             saver.wait()
-        saved = max([self.folder.done, *(saver.saved_step for saver in self._savers())])
+        # What the folder holds: a saver of the model may have saved elsewhere too.
+        newest = self.mesh.share("saved", lambda: (each := self.folder.checkpoints.newest()) and each.step)
+        saved = self.folder.done if newest is None else newest
         self.ended(self.step, stopped=self._stopping, saved=saved)
         if saved != self.step:
             raise RunError(
@@ -479,6 +493,9 @@ class Run:
             saver.join(LINGER_S)
 
     def _require_begun(self, what: str) -> None:
+        if self._start is not None and not self._began:
+            with self._in_own_words():
+                self._start()
         if not self._began:
             raise ConfigError(
                 f"{what} before run.steps(...)",
@@ -493,7 +510,7 @@ class Run:
             yield
         except ThreefoldError as error:
             if self._program:
-                error.problems = tuple(map(_in_program_words, error.problems))
+                error.for_program(_as_entry)
             raise
 
 
@@ -514,14 +531,8 @@ def _config_of(values: Mapping[str, Any], folder: str | Path | None) -> Config:
     return config
 
 
-def _as_entry(option: re.Match[str]) -> str:
-    return f"config={{{option[1]!r}: {config_text.parse(shlex.split(option[2])[0], option[1])!r}}}"
-
-
-def _in_program_words(problem: Problem) -> Problem:
-    fix = re.sub(r"--log\.dir (\S+?)(?=[,;)]|\s|$)", r"threefold.Run('\1', ...)", problem.fix)
-    fix = re.sub(r"--([a-z]+\.[a-z_]+) ('[^']*'|[^\s,;)]+)", _as_entry, fix)
-    return Problem(problem.what.replace("log.dir = ", "the run's folder "), problem.expected, fix)
+def _as_entry(key: str, value: Any) -> str:
+    return f"config={{{key!r}: {value!r}}}"
 
 
 def _passes(batches: Iterable[Any], run: Run) -> Iterator[Any]:

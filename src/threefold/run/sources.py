@@ -184,4 +184,5 @@ def _named(key: str, problem: Problem) -> Problem:
     # The reader of a source always names data.source.
     if key.startswith("data.mixture."):
         return dataclasses.replace(problem, what=f"{key}: {problem.what}")
-    return Problem(*(_SOURCE_KEY.sub(key, text) for text in dataclasses.astuple(problem)))
+    what, expected, fix = (_SOURCE_KEY.sub(key, text) for text in (problem.what, problem.expected, problem.fix))
+    return Problem(what, expected, fix)

@@ -251,7 +251,7 @@ def _refuse_folder(folder: Path, step: int, model: Model) -> None:
             fix=f"run.save(), inside of `with threefold.Run({str(folder)!r})`, if it is this loop's run; or {other}",
         )
     if place not in model.locks:
-        (lock := RunLock()).take(_made(folder), fresh=False, key="", other=other)
+        (lock := RunLock()).take(_made(folder), fresh=False, at=str(folder), other=other)
         model.locks[place] = lock
     steps = [each.step for each in CheckpointFolder(folder).all() if each.complete]
     last = model.saved.get(place)
@@ -358,11 +358,19 @@ def _refuse_other_model(manifest: Mapping[str, Any], model: Model, checkpoint: C
         return  # the tensors of a custom module are compared by name, shape and type
     seed = manifest["seed"]
     config = model.asked.model_copy(update={"train": model.asked.train.model_copy(update={"seed": seed})})
-    refuse_other(manifest, config, model.architecture, checkpoint)
+    try:
+        refuse_other(manifest, config, model.architecture, checkpoint)
+    except CheckpointError as error:
+        error.for_program(_as_argument)
+        raise
     if config.model.lora.r:
         mesh: Mesh = model.mesh
         base = mesh.once_per_host("base", lambda: weights.fingerprint(config.model))
         refuse_other_base(manifest, base, config, checkpoint)
+
+
+def _as_argument(key: str, value: Any) -> str:
+    return f"threefold.load_model(..., {key.split('.')[1]}={{{key.rpartition('.')[2]!r}: {value!r}}})"
 
 
 def optimizer_of(optimizer: torch.optim.Optimizer | TrainStep | None) -> torch.optim.Optimizer | None:
@@ -396,8 +404,12 @@ def set_rates(
         optimizer.lr = saved["lr"] if saved["lr"] is not None else optimizer.lr
         return
     by_names = {tuple(group["params"]): group for group in saved["groups"]}
-    found = [by_names.get(tuple(names)) for names in _names_of(inner, model)]
-    if None in found or len(found) != len(by_names):
+    found = [
+        by_names.get(tuple(names)) or _of_parameters(names, group, saved["groups"])
+        for names, group in zip(_names_of(inner, model), inner.param_groups, strict=True)
+    ]
+    named = "lr_share" in inner.param_groups[0]
+    if None in found or (len(found) != len(by_names) and not named):
         number = found.index(None) if None in found else len(found)
         raise CheckpointError(
             f"{checkpoint.path} was saved with other groups of parameters: it has no group as number {number} of "
@@ -409,6 +421,18 @@ def set_rates(
         assert values is not None
         kept = {name: each for name, each in values.items() if name != "params"}
         group.update({name: tuple(each) if isinstance(each, list) else each for name, each in kept.items()})
+
+
+def _of_parameters(
+    names: list[str], group: Mapping[str, Any], saved: Iterable[Mapping[str, Any]]
+) -> Mapping[str, Any] | None:
+    """What was saved for all parameters of a group of a named optimizer; on another mesh its groups are others."""
+    parts = [each for each in saved if not set(names).isdisjoint(each["params"])]
+    settings = [{**each, "params": None} for each in parts]
+    same = settings and "lr_share" in group and all(each == settings[0] for each in settings)
+    if not same or set(names) - {name for each in parts for name in each["params"]}:
+        return None
+    return settings[0] if all(settings[0].get(key) == group.get(key) for key in ("label", "weight_decay")) else None
 
 
 def _shown(groups: Iterable[tuple[str, ...]]) -> str:

@@ -1,0 +1,79 @@
+"""For custom loops: an optimizer by its name, which is checked and built as that of `threefold train`."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal
+
+import torch
+
+from threefold.config.loading import validate
+from threefold.config.optimizer import OptimizerConfig
+from threefold.errors import ConfigError, ThreefoldError
+from threefold.model.model import Model
+from threefold.optim.build import build_optimizer
+from threefold.optim.classes import problems
+
+# Keys of the section that are about more than one step.
+_SCHEDULE = ("schedule", "warmup_steps", "decay_steps", "decay_shape", "min_lr")
+_OF_THE_LOOP = dict.fromkeys(_SCHEDULE, "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000), for example")
+_OF_THE_LOOP["ema"] = "average the weights in the loop"
+
+
+def optimizer(
+    name: str, model: Model, *, lr: float | Literal["auto"] = "auto", **settings: Any
+) -> torch.optim.Optimizer:
+    """The optimizer of this name over what is trained of a model, as `threefold train` makes it; every rank calls it.
+
+    Args:
+        name: `adamw`, `adamw_8bit`, `muon`, `adafactor`, `sgd`, or the path of an installed class.
+        lr: of all groups that have none of their own; auto: by the weights (`model.automatic_rate`).
+        settings: the other keys of the config's section `optimizer` that concern a step: betas, eps, weight_decay,
+            moments, groups, options.
+
+    Raises:
+        ConfigError: a key or a value that is wrong, that has no effect, or that this mesh cannot have.
+    """
+    if not isinstance(model, Model):
+        raise ConfigError(
+            f"threefold.optimizer is given a {type(model).__name__}",
+            expected="a threefold.Model: by its name, an optimizer knows how the mesh splits the parameters",
+            fix=f"threefold.optimizer({name!r}, threefold.load_model(...))",
+        )
+    for key, value in settings.items():
+        _refuse_other_key(name, key, value)
+    try:
+        config = validate({"optimizer": {"name": name, "lr": lr, **settings}}).optimizer
+        rate = model.automatic_rate if config.lr == "auto" else config.lr
+        config = config.model_copy(update={"lr": rate})
+        if wrong := problems(config, model.mesh.topology):
+            raise ConfigError.of(wrong)
+        dtype = model.autocast or torch.float32
+        if model.asked is not None:
+            dtype = getattr(torch, model.asked.model.dtype)
+        built = build_optimizer(model.module, config, model.mesh, dtype=dtype)
+    except ThreefoldError as error:
+        error.for_program(_as_argument)
+        raise
+    for group in built.param_groups:
+        group["lr"] = rate * group["lr_share"]
+    return built
+
+
+def _refuse_other_key(name: str, key: str, value: Any) -> None:
+    allowed = [each for each in OptimizerConfig.model_fields if each not in ("name", *_OF_THE_LOOP)]
+    if key in allowed:
+        return
+    expected, near = f"keys among {', '.join(allowed)}", difflib.get_close_matches(key, allowed, n=1, cutoff=0.85)
+    fix = f"did you mean {near[0]}?" if near else f"options={{{key!r}: {value!r}}}, if its class takes {key}"
+    if key in _OF_THE_LOOP:
+        expected = "what one step needs: the rates of later steps and an average over them are the loop's"
+        fix = f"leave {key} out; {_OF_THE_LOOP[key]}"
+    raise ConfigError(f"threefold.optimizer({name!r}, ...) has {key} = {value!r}", expected=expected, fix=fix)
+
+
+def _as_argument(key: str, value: Any) -> str:
+    argument = key.removeprefix("optimizer.")
+    if argument == "name":
+        return f"threefold.optimizer({value!r}, model)"
+    return f"threefold.optimizer(..., {argument}={value!r})"

@@ -169,7 +169,7 @@ def _inside(folder: Path) -> dict[str, Any]:
     [
         (_filled, "is not empty, and no run lies there: it has thesis.txt", "threefold.Run('runs/"),
         (_of_the_command, "holds a run of threefold train", "threefold resume {0}; or, for a new run, {1}"),
-        (_never, "holds a run, and checkpoint.resume is never", "{1}, or config={{'checkpoint.resume': 'auto'}} to"),
+        (_never, "holds a run, and checkpoint.resume is never", "{1}   (or config={{'checkpoint.resume': 'auto'}} to"),
         (_inside, "is inside the folder of another run: {2}", "threefold.Run('{3}', ...)"),
     ],
 )

@@ -430,10 +430,12 @@ def _guarded(folder: str) -> dict[str, Any]:
     def full(*args: Any, **settings: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    rows = list(own_runs.parts({})[2])[:1]
     found = {
         "begun": said("run", lambda run: trained(run, 2)),
         "extra": said("run", lambda run: trained(run, 3)),
         "state": said("run", lambda run: trained(run, 4, schedule=scheduler)),
+        "outside": said("outside", lambda run: (trained(run, 1, batches=_Read([*rows])), step(rows[0]))),
         "none": said("none", lambda run: trained(run, 2, batches=_Read([]))),
         "over": said("over", lambda run: trained(run, 6, batches=_Read(list(loader)[:2]))),
     }
@@ -451,6 +453,7 @@ def test_every_guard_of_a_run_says_what_it_found(tmp_path: Path) -> None:
     assert found["begun"] == {} and found["extra"] == {"seen": 2}
     assert "step-00000003 has no state of schedule" in found["state"]
     assert "fix: run.load(...) without schedule=" in found["state"]
+    assert found["outside"].startswith("step(batch) outside of run.steps(...)")
     assert found["none"].startswith("there are no batches for step 1")
     assert found["over"].startswith("there are no batches for step 3")
     assert found["damaged"] == ({"seen": 2}, 2)

@@ -370,6 +370,12 @@ class Run:
 
     def _computed(self, step: TrainStep, result: StepResult) -> None:
         """What the step has computed, which nothing is built on yet, and the rates that it had."""
+        if self._start is not None and not self._in_step:
+            raise ConfigError(
+                "step(batch) outside of run.steps(...)",
+                expected="steps of the run, which counts them and proves what they have read",
+                fix="for batch in run.steps(loader, until=...): step(batch)",
+            )
         self._require_begun("step(batch)")
         self._slowest.tell(self._window.own.total_s())
         first = step.optimizer.param_groups[0]

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+import threefold
 from threefold.config.loading import load
 from threefold.errors import EXIT_WRONG_REQUEST, ConfigError, ThreefoldError
 from threefold.mesh import environment, rendezvous_errors
 from threefold.mesh.launchers.info import LaunchInfo
 from threefold.mesh.launchers.managed import data_path, defaults, managed
 from threefold.mesh.launchers.readers import read
+from threefold.mesh.topology import Topology
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
 ELASTIC = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "1"}
@@ -389,3 +391,30 @@ def test_device_of_a_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_device("cuda", 3) == torch.device("cuda", 0)
     with pytest.raises(rendezvous_errors.NoDeviceError, match="CUDA_VISIBLE_DEVICES = '3' hides the others"):
         pick_device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "variables", "sizes", "fix"),
+    [
+        (4, {"TP_SIZE": "2"}, {}, "threefold.init_mesh(dp=2, cp=1, tp=2)   (or start 2 ranks)"),
+        (8, {"TP_SIZE": "2", "CP_SIZE": "2"}, {"dp": 1}, "threefold.init_mesh(dp=2, cp=2, tp=2)   (or start 4 ranks)"),
+        (8, {}, {"tp": 3}, "threefold.init_mesh(dp=2, cp=2, tp=2)   (or start 3 ranks)"),
+        (1, {}, {"dp": 4}, "threefold.init_mesh(dp=1, cp=1, tp=1)   (or start 4 ranks)"),
+    ],
+)  # fmt: skip
+def test_a_program_is_shown_the_call_whose_sizes_fit(
+    world_size: int, variables: dict[str, str], sizes: dict[str, int], fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the options of a command, which it has not; and what it is shown is accepted."""
+    launched = {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(world_size)}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in {**(launched | address if world_size > 1 else {}), **variables}.items():
+        monkeypatch.setenv(name, value)
+    joined: list[Topology] = []
+    monkeypatch.setattr("threefold.mesh.mesh.join_mesh", lambda topology, info, **_: joined.append(topology))
+    with pytest.raises(ConfigError, match="ranks were started") as caught:
+        threefold.init_mesh(**sizes)
+    (problem,) = caught.value.problems
+    assert problem.fix == fix
+    exec(problem.fix.split("   (")[0], {"threefold": threefold})
+    assert [topology.world_size for topology in joined] == [world_size]

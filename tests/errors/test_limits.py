@@ -41,7 +41,7 @@ REFUSALS: dict[str, list[tuple[tuple[str, ...], str]]] = {
         for device in ("tpu", "mps", "xpu")
     ],
     "Models other than causal language models": [
-        (("--mesh.dp", "1", *model("t5", vocab_size=257)), "transformers cannot build a 't5'")
+        (("--mesh.dp", "1", *model("t5", vocab_size=257)), "transformers has no causal language model of type 't5'")
     ],
     "tp for architectures without a plan": [
         (

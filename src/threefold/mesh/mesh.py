@@ -12,7 +12,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from importlib.metadata import version
@@ -31,7 +31,7 @@ from threefold.mesh import environment
 from threefold.mesh.exchange import Exchange, described_rows, digest_of_rows, refuse_unlike
 from threefold.mesh.rendezvous import join_group
 from threefold.mesh.rendezvous_errors import no_device
-from threefold.mesh.topology import AXES, Topology, resolve
+from threefold.mesh.topology import AXES, Topology, default_topology, resolve
 
 # Counts the ranks that failed; the first one reports why.
 FAILURES = "threefold/failures"
@@ -283,8 +283,21 @@ def init_mesh(
     info = environment.current()
     if dist.is_initialized() and dist.get_world_size() != info.world_size:
         info = environment.LaunchInfo(rank=dist.get_rank(), world_size=dist.get_world_size(), launcher="process group")
-    topology, _ = resolve(asked, launched_world_size=info.world_size, num_devices=None)
+    try:
+        topology, _ = resolve(asked, launched_world_size=info.world_size, num_devices=None)
+    except ConfigError as error:
+        raise ConfigError.of([replace(each, fix=_sizes_to_paste(asked, info)) for each in error.problems]) from None
     return join_mesh(topology, info, device=device, timeout_s=timeout_s)
+
+
+def _sizes_to_paste(asked: MeshConfig, info: environment.LaunchInfo) -> str:
+    """A call with sizes that fill all ranks: those that were asked for and dp from the rest, if that is possible."""
+    dp, cp, tp = (size if isinstance(size, int) else 1 for size in (asked.dp, asked.cp, asked.tp))
+    more = f"   (or start {dp * cp * tp} ranks)"
+    if info.world_size % (cp * tp):
+        whole = default_topology(info.world_size)
+        return f"threefold.init_mesh(dp={whole.dp}, cp={whole.cp}, tp={whole.tp}){more}"
+    return f"threefold.init_mesh(dp={info.world_size // (cp * tp)}, cp={cp}, tp={tp}){more}"
 
 
 def _size_from(variable: str) -> int | str | None:

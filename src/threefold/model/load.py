@@ -164,6 +164,12 @@ def outline(config: PretrainedConfig, *, trust_remote_code: bool = False, dtype:
         settings: dict[str, Any] = {"attention": "eager", "trust_remote_code": trust_remote_code, "dtype": dtype}
         return build_without_storage(copy.deepcopy(config), **settings)
     except Exception as error:  # whatever a model's code may raise
+        if not trust_remote_code and type(config) not in AutoModelForCausalLM._model_mapping:
+            raise ConfigError(
+                f"transformers has no causal language model of type {config.model_type!r}",
+                expected="an architecture that predicts the next token, as llama, qwen3 and gemma3_text do",
+                fix="--model.config '{model_type: llama, ...}'   (or --model.name_or_path MODEL)",
+            ) from error
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(
             f"transformers cannot build a {config.model_type!r}: {reason}",

@@ -93,6 +93,16 @@ class AuditAnswer(TypedDict):
     epochs: list[Values]
 
 
+class OverlapAnswer(TypedDict):
+    """`exact` and `alike`: which documents are trained on, and where; empty: none is."""
+
+    num_documents: int
+    exact: list[Values]
+    alike: list[Values]
+    share_read: float
+    step: int
+
+
 class PlanAnswer(TypedDict):
     mesh: str | Values
     flops_per_token: float
@@ -107,11 +117,35 @@ class ProfileAnswer(TypedDict):
     kernels: list[tuple[str, float, float]]
 
 
+class ReportAnswer(TypedDict):
+    page: str
+    bytes: int
+    runs: list[str]
+
+
+class SampleAnswer(TypedDict):
+    """`text` begins with the prompt."""
+
+    checkpoint: str
+    step: int
+    prompt: str
+    text: str
+
+
 class ShowAnswer(TypedDict):
     row: int
     ids: list[int]
     loss_mask: list[bool]
     documents: list[int]
+
+
+class SubmitAnswer(TypedDict):
+    """`text`: the job, or what the cluster answered."""
+
+    cluster: str
+    submitted: bool
+    hosts: int
+    text: str
 
 
 class VerifyAnswer(TypedDict):
@@ -142,6 +176,7 @@ class WhyAnswer(TypedDict):
 ANSWERS: dict[str, Any] = {
     "data audit": AuditAnswer,
     "data order": OrderAnswer,
+    "data overlap": OverlapAnswer,
     "data show": ShowAnswer,
     "doctor": DoctorAnswer,
     "eval": EvalAnswer,
@@ -151,6 +186,11 @@ ANSWERS: dict[str, Any] = {
     "import": ImportAnswer,
     "plan": PlanAnswer,
     "profile": ProfileAnswer,
+    "report": ReportAnswer,
+    "sample": SampleAnswer,
+    "submit kubernetes": SubmitAnswer,
+    "submit sagemaker": SubmitAnswer,
+    "submit slurm": SubmitAnswer,
     "verify": VerifyAnswer,
     "why": WhyAnswer,
 }

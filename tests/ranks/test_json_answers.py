@@ -24,11 +24,17 @@ SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 # What other rooms add to an answer, by the facts that there are.
 OPEN = {"doctor", "plan", "profile", "data show"}
 
+_SAGEMAKER = (
+    "--role arn:aws:iam::123456789012:role/a --image 123456789012.dkr.ecr.eu-west-1.amazonaws.com/a:1 "
+    "--output s3://bucket/jobs --instance-type ml.m5.xlarge"
+)
 # Command, its words in a folder with `run` and `model`, exit code.
 CASES = [
     ("data audit", "run", 0),
     ("data order", "run --step 2", 0),
     ("data order", "run --sample 3", 0),
+    ("data overlap", "--data.source corpus/part-0.txt --eval.source other.txt --data.tokenizer bytes", 0),
+    ("data overlap", "--data.source corpus/part-0.txt --eval.source corpus/part-0.txt --data.tokenizer bytes", 1),
     ("data show", "--data.source corpus/part-0.txt --data.tokenizer bytes --first 2", 0),
     ("doctor", "", 0),
     ("eval", "run --eval.source corpus/part-0.txt", 0),
@@ -41,6 +47,11 @@ CASES = [
     ("plan", "config.yaml --mesh.dp 2", 0),
     ("plan", "model --gpus 2 --gpu h100-80gb --data.seq_len 32", 0),
     ("profile", "run", 0),
+    ("report", "run --to page.html", 0),
+    ("sample", "run --prompt the --tokens 3", 0),
+    ("submit kubernetes", "config.yaml --mesh.dp 2 --image a:1 --volume claim=/runs --log.dir /runs/a --dry-run", 0),
+    ("submit sagemaker", f"config.yaml --mesh.dp 2 {_SAGEMAKER} --dry-run", 0),
+    ("submit slurm", "config.yaml --mesh.dp 2 --dry-run", 0),
     ("verify", "config.yaml --mesh.dp 2 --steps 1", 0),
     ("why", "run", 0),
     ("why", "run --step 2", 0),
@@ -57,6 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert trained.returncode == 0, trained.stderr
     assert command(place, "export", "run", "--to", "model").returncode == 0
     (place / "train.log").write_text("RuntimeError: Expected all tensors on same device\n")
+    (place / "other.txt").write_text("nothing of this is read by the run, and none of it is in its corpus. " * 9)
     (place / "unknown.log").write_text("training was here\n")
     return place
 

@@ -113,7 +113,7 @@ def order(
 
 
 @app.command("overlap", context_settings=CONTEXT, **ending("data overlap"))
-def overlap(context: typer.Context) -> None:
+def overlap(context: typer.Context, as_json: AsJson = False) -> None:
     """Find the documents of the evaluation, and spans of 64 tokens of them, that are trained on; all are named."""
     from threefold.commands.documents import sides_of
     from threefold.progress_bars import Bars
@@ -125,8 +125,12 @@ def overlap(context: typer.Context) -> None:
         raise ConfigError(what, expected="an evaluation to look for in the training", fix=fix)
     with Bars().show("reading the training") as bar:
         found = overlaps_of(*sides_of(config), progress=lambda done, total: bar.at(done, total=total))
-    for line in (line for each in found for line in each.lines()):
-        typer.echo(line)
+    if as_json:
+        for each in found:
+            typer.echo(jsonl.as_json(each.to_values()))
+    else:
+        for line in (line for each in found for line in each.lines()):
+            typer.echo(line)
     raise typer.Exit(any(each.exact or each.alike for each in found))
 
 

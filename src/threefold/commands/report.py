@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from threefold import jsonl
+from threefold.commands.arguments import AsJson
 from threefold.commands.completion import runs_here
 from threefold.errors import ConfigError
 
@@ -19,6 +21,7 @@ def command(
         list[Path], typer.Argument(autocompletion=runs_here, help="Folders of runs; several are laid over one another.")
     ],
     to: Annotated[Path | None, typer.Option(help="The file to write; default: report.html in the first run.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a page of a run: threefold report RUN [--to FILE]; several runs are compared.
 
@@ -51,7 +54,8 @@ def command(
             expected="a file in a folder that this user can write",
             fix=f"threefold report {runs[0]} --to report.html",
         ) from error
-    typer.echo(f"{target}: {len(page) / 1000:,.0f} KB")
+    answer = {"page": str(target), "bytes": len(page), "runs": list(map(str, folders))}
+    typer.echo(jsonl.as_json(answer) if as_json else f"{target}: {len(page) / 1000:,.0f} KB")
 
 
 def _refuse_other(target: Path) -> None:

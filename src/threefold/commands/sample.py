@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from threefold import jsonl
+from threefold.commands.arguments import AsJson
 from threefold.commands.completion import runs_here
 from threefold.errors import ConfigError
 
@@ -24,6 +26,7 @@ def command(
     chat: Annotated[
         bool, typer.Option("--chat", help="Answer each line of the input as the assistant, until the input ends.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write text with a run's model: threefold sample RUN [--prompt TEXT | --chat] [--tokens N].
 
@@ -42,6 +45,8 @@ def command(
         raise damaged(checkpoint, reason)
     tokenizer = tokenizer_of(config)
     if chat:
+        if as_json:
+            raise ConfigError("--json has no effect with --chat", expected="one prompt", fix="leave out --json")
         if prompt != "\n":
             raise ConfigError("--chat and --prompt are both given", expected="one of them", fix="leave out --prompt")
         return _converse(config, checkpoint, tokenizer, num_tokens=tokens)
@@ -49,7 +54,9 @@ def command(
         raise ConfigError("--prompt has no token", expected="text to continue", fix="--prompt 'Once upon a time'")
     from threefold.export.generation import generate_sample
 
-    typer.echo(generate_sample(checkpoint, tokenizer, ids, num_tokens=tokens))
+    text = generate_sample(checkpoint, tokenizer, ids, num_tokens=tokens)
+    answer = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "prompt": prompt, "text": text}
+    typer.echo(jsonl.as_json(answer) if as_json else text)
 
 
 def _converse(config: Config, checkpoint: Checkpoint, tokenizer: Tokenizer, *, num_tokens: int) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from threefold.commands.arguments import CONTEXT, split
+from threefold import jsonl
+from threefold.commands.arguments import CONTEXT, AsJson, split
 from threefold.commands.endings import ending_of
 from threefold.errors import ConfigError
 from threefold.jobs.clusters import CLUSTERS, Job, kind_of
@@ -47,6 +48,7 @@ def _command_of(name: str) -> Callable[..., None]:
             int | None, typer.Option(min=1, help="Ranks on each host; default: what the mesh asks for.")
         ] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job, but do not submit it.")] = False,
+        as_json: AsJson = False,
     ) -> None:
         from threefold.jobs.job import ranks_of
         from threefold.mesh import environment
@@ -57,7 +59,9 @@ def _command_of(name: str) -> Callable[..., None]:
         job = Job(config, ranks_of(config.mesh, num_hosts=nodes, per_host=ranks_per_node), dict(overrides))
         if problems := list(kind.problems(config, job.ranks, settings)):
             raise ConfigError.of(problems)
-        typer.echo(kind.text(job, settings) if dry_run else kind.send(job, settings))
+        text = kind.text(job, settings) if dry_run else kind.send(job, settings)
+        answer = {"cluster": name, "submitted": not dry_run, "hosts": nodes, "text": text}
+        typer.echo(jsonl.as_json(answer) if as_json else text)
 
     return command
 

@@ -11,7 +11,7 @@ every k-th span of the evaluation is looked for; and every k-th batch of the tra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -67,6 +67,11 @@ class Overlap:
     alike: Sequence[TrainedOn]
     share_read: float
     step: int
+
+    def to_values(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        exact, alike = ([match._asdict() for match in matches] for matches in (self.exact, self.alike))
+        return {**asdict(self), "exact": exact, "alike": alike}
 
     def lines(self, named: int | None = None) -> Iterator[str]:
         """What was found, some by name, or that nothing was; and how much was compared, if not everything."""

@@ -4,7 +4,7 @@
     make gpu                         there: pieces until the time is over; again: those that are left
     make gpu ONLY="1b-eager bits"    some of them, done or not; TO=FOLDER: results in another folder
     python benchmarks/gpu.py --list  the pieces, their limits, and what is known of each
-    python benchmarks/gpu.py --pages docs/performance.md from the results that are kept
+    python benchmarks/gpu.py --pages docs/plan.md, from the results that are kept
     python benchmarks/gpu.py --tiny  tries all of it on a CPU; its figures mean nothing
 
 Each piece runs in a process of its own with a limit, and leaves RESULTS/MACHINE/PIECE.json, whatever happens to it: how
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, WHEELS, SITE = ROOT / "benchmarks" / "results", ROOT / "gpu-wheels", ROOT / ".gpu-site"
-PAGE, BEGIN, END = ROOT / "docs" / "performance.md", "<!-- benchmarks/gpu.py -->", "<!-- end -->"
+PAGE, BEGIN, END = ROOT / "docs" / "plan.md", "<!-- benchmarks/gpu.py -->", "<!-- end -->"
 NOT_RUN = "Neither has run: there was no GPU."
 _KEPT_OUTPUT = 1 << 16
 _STARTING_S = 15  # of a process until its piece begins

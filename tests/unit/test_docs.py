@@ -90,7 +90,7 @@ def test_tests_that_pages_name_are_there() -> None:
 
 
 def test_what_others_report_names_threads_and_tests() -> None:
-    page = (ROOT / "docs" / "others.md").read_text()
+    page = (ROOT / "docs" / "design" / "others.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| others report")]
     assert 12 <= len(rows) <= 20
     for row in rows:
@@ -98,7 +98,7 @@ def test_what_others_report_names_threads_and_tests() -> None:
         assert threads, row
         for repository, number, address in threads:
             assert address in (f"{repository}/issues/{number}", f"{repository}/pull/{number}")
-        links = re.findall(r"\[`([^`]+)::test_\w+`\]\(\.\./tests/([^)]+)\)", row)
+        links = re.findall(r"\[`([^`]+)::test_\w+`\]\(\.\./\.\./tests/([^)]+)\)", row)
         assert links and all(shown == target for shown, target in links), row
 
 

@@ -1,4 +1,4 @@
-"""Each config of docs/gallery.md is read as `threefold train` reads it, and needs the memory that is written there."""
+"""Each config of docs/recipes.md is read as `threefold train` reads it, and needs the memory that is written there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from threefold.commands import main
 from threefold.config import loading
 from threefold.config.schema import every_key, value_at
 
-PAGE = Path(__file__).parents[2] / "docs" / "gallery.md"
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 HEAD = re.compile(r"# (\S+) on (\d+) x (\S+): ([\d.]+) GiB on each, estimated\n")
 

@@ -420,7 +420,7 @@ class Folders(RuleBasedStateMachine):
             target = Path(to, "checkpoints", source.name[source.name.index("step-") :])
             if over and target.is_dir() and not target.is_symlink() and target.resolve() != source.resolve():
                 shutil.rmtree(target)
-            if not os.path.lexists(target):
+            if not os.path.lexists(target) and source.exists():  # a link may lead to what a run has removed
                 if link:
                     os.symlink(source.absolute(), target)
                 else:
@@ -489,7 +489,7 @@ def loading_as(train_command: Callable[..., int], named: str) -> None:
         return LoadedConfig(request(str(Path(arguments[0]).parent), asked))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("threefold.commands.arguments.load_config", load_config)
+        patch.setattr(resume, "load_config", load_config)
         patch.setattr("threefold.run.start.train_command", train_command)
         options: dict[str, Any] = {"max_restarts": 0, "force": False, "accept_changes": False, "quiet": True}
         resume.command(SimpleNamespace(args=[]), Path(named), **options)  # type: ignore[arg-type]
@@ -536,7 +536,7 @@ PLANTED: dict[str, tuple[Any, str, Any, str]] = {
     "what was left behind stands": (Identity, "stands", lambda self, author, step: True, "rewound"),
     "what was left behind is gone back to": (choice, "_refuse_left", lambda *_: None, "rewound"),
     "a run needs no run.json": (choice, "is_run", lambda folder: False, "run"),
-    "any folder is taken": (run_folder, "_refuse_filled", lambda path: None, ""),
+    "any folder is taken": (run_folder, "_refuse_filled", lambda path, words: None, ""),
     "a save replaces what has its name": (layout, "seal_folder", _replacing(layout.seal_folder), "run"),
     "all checkpoints are the run's": (CheckpointFolder, "own", CheckpointFolder.all, "parted"),
     "an origin is what lies at its place": (Origin, "is_same", lambda self, other: True, "replaced"),
@@ -572,5 +572,5 @@ def test_guard_that_is_taken_out_is_found(planted: str, monkeypatch: pytest.Monk
     *guard, before = PLANTED[planted]
     monkeypatch.setattr(*guard)
     monkeypatch.setattr(Folders, "befores", (before,))
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, FileNotFoundError)):  # a raw error of a command breaks a rule too
         histories(2000)

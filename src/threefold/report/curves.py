@@ -58,11 +58,16 @@ def drawn(now: Points, replaced: Mapping[int, Points], *, most: int) -> dict[str
     `x` and `y` (null: not finite), the replaced ones as `old`, each with the number of its pass; if there are more
     points, the `mean` of those in a bucket: a curve is not smoothed from its extremes.
     """
+    curve = _plain(thinned(now, most))
     room = max(20, most // 4 // max(1, len(replaced)))
     newest = list(replaced.items())[-_MOST_REPLACED:]
-    old = [{"pass": number, **_plain(thinned(points, room))} for number, points in newest]
-    values = {**_plain(thinned(now, most)), "old": old}
-    return {**values, "mean": _plain(means(now, most))} if len(now.steps) > most else values
+    curve["old"] = [
+        {"pass": number, **_plain(thinned(points, room))}
+        for number, points in newest
+    ]  # fmt: skip
+    if len(now.steps) > most:
+        curve["mean"] = _plain(means(now, most))
+    return curve
 
 
 def with_rows(logged: Points, of_rows: Points) -> Points:
@@ -70,9 +75,18 @@ def with_rows(logged: Points, of_rows: Points) -> Points:
 
     A loss of which rows know only a part (that of routers, say, is no row's) stays as it was logged.
     """
-    same, at, at_rows = np.intersect1d(logged.steps, of_rows.steps, return_indices=True)
-    pair = logged.values[at], of_rows.values[at_rows]
-    if not len(same) or not np.allclose(*pair, rtol=_SAME_LOSS, atol=_SAME_LOSS, equal_nan=True):
+    # Places in both of the steps that both have.
+    _, at, at_rows = np.intersect1d(logged.steps, of_rows.steps, return_indices=True)
+    if not len(at):
+        return logged
+    agree = np.allclose(
+        logged.values[at],
+        of_rows.values[at_rows],
+        rtol=_SAME_LOSS,
+        atol=_SAME_LOSS,
+        equal_nan=True,
+    )
+    if not agree:
         return logged
     between = ~np.isin(of_rows.steps, logged.steps)
     steps = np.concatenate((logged.steps, of_rows.steps[between]))
@@ -91,15 +105,27 @@ def clocks(metrics: Metrics, starts: Sequence[tuple[int, float]], *, most: int) 
     passes = metrics.clocks()
     zero = metrics.times[0] if passes else 0.0
     described = []
+    room = max(2, most // len(passes)) if passes else 0
     for number, (steps, moments) in passes.items():
         first = metrics.first_steps[number - 1]
-        before = [start for start in starts if start[0] < first and start[1] <= moments[0]]
-        if number > 1 and before:
-            step, moment = max(before, key=lambda start: start[1])
-            first, steps, moments = step + 1, np.append(step, steps), np.append(moment, moments)
-        curve = _plain(some(Points(steps, moments - zero), max(2, most // len(passes))))
+        begin = _start_of(starts, first, moments[0]) if number > 1 else None
+        if begin is not None:
+            step, moment = begin
+            first = step + 1
+            steps, moments = np.append(step, steps), np.append(moment, moments)
+        curve = _plain(some(Points(steps, moments - zero), room))
         described.append({"pass": number, "first": first, **curve})
     return described
+
+
+def _start_of(starts: Sequence[tuple[int, float]], first: int, moment: float) -> tuple[int, float] | None:
+    """The last start before a pass whose first logged step is `first`, logged at `moment`."""
+    before = [
+        (step, began)
+        for step, began in starts
+        if step < first and began <= moment
+    ]  # fmt: skip
+    return max(before, key=lambda start: start[1], default=None)
 
 
 def read_tokens(metrics: Metrics, *, most: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -65,12 +65,12 @@ class Exchange:
             except BaseException as error:
                 self._store.set(key, json.dumps(described_error(error)))
                 if isinstance(error, Exception):
-                    self._part(key)
+                    leave_together(self._store, f"{key}/read", self._world_size, waits=self._rank == 0)
                 raise
             self._store.set(key, answer)
         (told,) = _wait_for_all(self._store, [key])
         if "value" not in told:
-            self._part(key)
+            leave_together(self._store, f"{key}/read", self._world_size, waits=self._rank == 0)
             raise error_of(told, name)
         return told["value"]
 
@@ -92,32 +92,30 @@ class Exchange:
         except BaseException as raised:
             part, error = described_error(raised), raised
 
-        def concluded(parts: list[dict[str, Any]]) -> dict[str, Any]:
-            failed = next((part for part in parts if "value" not in part), None)
-            return failed or {"value": conclude([part["value"] for part in parts])}
+        def concluded(parts: list[dict[str, Any]]) -> Any:
+            for each in parts:
+                if "value" not in each:
+                    raise error_of(each, name)
+            return conclude([each["value"] for each in parts])
 
-        told = self.conclusion_of(name, part, concluded)
-        if "value" in told:
-            return told["value"]
-        self._part(f"threefold/read/{name}/{self._numbers[f'parts/{name}']}")
-        raise error or error_of(told, name)
-
-    def _part(self, key: str) -> None:
-        """Every rank calls it before it raises what all raise: rank 0 may keep the store, which ends with it."""
-        if self._store is not None:
-            self._store.add(f"{key}/read", 1)
-            if self._rank == 0:
-                keep_until_read(self._store, f"{key}/read", self._world_size)
+        try:
+            return self.conclusion_of(name, part, concluded)
+        except ThreefoldError:
+            if error is None:
+                raise
+            raise error from None
 
     def _number(self, name: str) -> int:
         self._numbers[name] += 1
         return self._numbers[name]
 
 
-def keep_until_read(store: dist.Store, key: str, readers: int) -> None:
-    """Waits until so many ranks have counted themselves under `key`, for some seconds: the store ends with this one."""
+def leave_together(store: dist.Store, key: str, ranks: int, *, waits: bool) -> None:
+    """Before all raise what they have read: one that may keep the store, which ends with it, `waits` for the others."""
+    with suppress(RuntimeError):  # it has ended
+        store.add(key, 1)
     until = time.monotonic() + _FAREWELL_S
-    while time.monotonic() < until and store.add(key, 0) < readers:
+    while waits and time.monotonic() < until and store.add(key, 0) < ranks:
         time.sleep(0.02)
 
 

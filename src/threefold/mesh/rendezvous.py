@@ -28,7 +28,7 @@ from threefold.errors import Problem
 from threefold.mesh import rendezvous_auth
 from threefold.mesh import rendezvous_errors as errors
 from threefold.mesh.environment import LOOPBACK, network_here, stay_on_loopback
-from threefold.mesh.exchange import keep_until_read
+from threefold.mesh.exchange import leave_together
 from threefold.mesh.launchers.info import LaunchInfo
 
 # Rank 0 gives up first, so that the others learn of it before their own time is over.
@@ -138,11 +138,8 @@ def rendezvous(
     if not verdict["problems"] and len(verdict["hosts"]) != info.world_size:
         raise _told(errors.other_count(info, len(verdict["hosts"])), first=True)
     if verdict["problems"]:
-        if serving:
-            keep_until_read(store, "read", min(verdict["present"], info.world_size) - 1)
-        elif info.rank:
-            with contextlib.suppress(RuntimeError):
-                store.add("read", 1)
+        if serving or info.rank:
+            leave_together(store, "read", min(verdict["present"], info.world_size), waits=serving)
         raise _told(errors.RendezvousError.of(Problem(*each) for each in verdict["problems"]), first=mine)
     return store, tuple(verdict["hosts"]), verdict["local"]
 

@@ -6,6 +6,7 @@ line is written every ten seconds, so that logs stay short. No torch, and nothin
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -81,7 +82,9 @@ class Bars:
         if console is None:
             from rich.console import Console
 
-            console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+            # Notebooks and CI set FORCE_COLOR, which rich takes for a terminal; what moves the cursor needs a real one.
+            tty = sys.stderr.isatty()
+            console = Console(stderr=True, force_terminal=tty, soft_wrap=True, markup=False, highlight=False)
         self.console, self.quiet = console, quiet
         self._live: Progress | None = None
         self._shown = 0

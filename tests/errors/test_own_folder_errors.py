@@ -128,6 +128,18 @@ def test_a_run_does_not_continue_where_nobody_knows_what_was_read(mesh: Any, tmp
     assert "was saved by a custom loop, without the place of its data" in ended.stdout + ended.stderr
 
 
+def test_the_audit_of_a_loop_without_a_run_says_what_a_run_would_be(mesh: Any, tmp_path: Path) -> None:
+    model, step = loop(mesh)
+    threefold.save(tmp_path / "loop", model=model, step=1, optimizer=step)
+    ended = runs.command(tmp_path, "data", "audit", "loop")
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "loop was not audited: its loop has no run\n"
+        "  expected: rows whose order is known, and steps of a run: nothing can be proved of others\n"
+        "  fix: for the next run: threefold.Run(folder), and for batch in run.steps(loader)\n",
+    )
+
+
 def test_a_loop_whose_model_has_no_tokenizer_is_exported(mesh: Any, tmp_path: Path) -> None:
     model, _ = loop(mesh)
     model.save_pretrained(tmp_path / "weights")

@@ -229,6 +229,55 @@ def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> Non
         assert what(error).startswith(said)
 
 
+@pytest.mark.parametrize(("kind", "given", "shared"), [("qwen2", {}, 32), ("llama", {"num_key_value_heads": 3}, 3)])
+def test_key_value_heads_that_query_heads_do_not_share_are_refused(
+    kind: str, given: dict[str, int], shared: int, mesh: Any
+) -> None:
+    """Those of qwen2 are 32 where none are given."""
+    config = {key: value for key, value in TINY_LLAMA.items() if key != "num_key_value_heads"}
+    config |= {"model_type": kind, "hidden_size": 32, "num_attention_heads": 4, **given}
+    with pytest.raises(ConfigError) as error:
+        threefold.load_model(config=config, mesh=mesh, admission="off")
+    (problem,) = error.value.problems
+    fix = math.gcd(4, shared)
+    assert str(problem) == (
+        f"num_key_value_heads = {shared} does not divide the 4 attention heads of {kind!r}\n"
+        "  expected: a group of query heads, of equal size, for each key-value head\n"
+        f"  fix: 'num_key_value_heads': {fix}   in the model's config"
+    )
+    mended = threefold.load_model(config={**config, "num_key_value_heads": fix}, mesh=mesh, admission="off")
+    assert math.isfinite(threefold.TrainStep(mended)(BATCH).loss)
+
+
+def _after_close() -> list[str]:
+    mesh = threefold.init_mesh()
+    model = threefold.load_model(config=TINY_LLAMA, mesh=mesh, admission="off")
+    step, evaluate = threefold.TrainStep(model), threefold.EvalStep(model)
+    step(BATCH)
+    mesh.close()
+    messages = []
+    for call in (
+        lambda: step(BATCH),
+        lambda: evaluate([BATCH]),
+        lambda: model.generate(IDS, max_new_tokens=1),
+        lambda: threefold.save("never", model=model, step=1),
+    ):
+        with pytest.raises(RunError) as error:
+            call()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_mesh_that_is_closed_makes_no_step() -> None:
+    for messages in run_ranks(_after_close, 2):
+        assert set(messages) == {
+            "the mesh is closed: no step, call or save can be made on it\n"
+            "  expected: mesh.close() as the last line: the ranks have left one another\n"
+            "  fix: mesh = threefold.init_mesh(...), and the model and its step made on that mesh"
+        }
+    assert not Path("never").exists()
+
+
 def test_a_loss_without_a_gradient_is_refused(mesh: Any) -> None:
     own = threefold.load_model(nn.Linear(3, 2), mesh=mesh)
     own.module.forward = torch.no_grad()(lambda input: nn.Linear.forward(own.module, input))

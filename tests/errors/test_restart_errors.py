@@ -7,7 +7,7 @@ import pytest
 from threefold.config.schema import Config
 from threefold.errors import ConfigError
 from threefold.mesh.environment import LaunchInfo
-from threefold.run.failure import _peer_gone
+from threefold.mesh.exchange import lost_peer
 from threefold.run.start import _refuse_unrestartable
 
 
@@ -35,9 +35,11 @@ def test_restarts_without_a_folder_to_find_again() -> None:
 def test_peer_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    assert str(_peer_gone("Connection closed by peer")) == (
+    assert str(lost_peer(RuntimeError("Connection closed by peer\nand where"))) == (
         "rank 0 lost its connection to another rank: Connection closed by peer\n"
-        "  expected: all ranks to run until the end\n"
-        "  fix: if no rank has reported an error, one was killed: look for `Out of memory` in the kernel's log (dmesg) "
-        "of its host; the same command resumes from the newest checkpoint, and --max-restarts N does so automatically"
+        "  expected: all ranks to run until the end; rank 0 keeps the store in which they meet\n"
+        "  fix: see what the other ranks have printed, rank 0 first; if none has reported an error, one was killed: "
+        "look for `Out of memory` in the kernel's log (dmesg) of its host; the same command resumes from the newest "
+        "checkpoint, and `threefold train --max-restarts N` does so automatically"
     )
+    assert lost_peer(RuntimeError("shapes differ")) is None

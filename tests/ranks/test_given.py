@@ -298,10 +298,15 @@ def test_a_program_is_told_why_and_where(tmp_path: Path) -> None:
         folder.mkdir()
         body = f"""
 asked = config(mesh={ {**mesh, "device": "cpu"} }, train={{"steps": 1}})
+import json
 del asked["log"]["dir"]
 done = threefold.train(asked, dataset=ROWS)
 if {ranks} == 0:
-    assert (done.folder / "metrics.jsonl").exists()
+    (logged,) = [line for line in map(json.loads, open(done.folder / "metrics.jsonl")) if "loss" in line]
+    assert done.metrics == logged and logged["step"] == 1, done.metrics
+    assert done.checkpoint == done.folder / "checkpoints/step-00000001", done.checkpoint
+else:
+    assert (done.folder, done.metrics, done.checkpoint) == (None, {{}}, None)
 asked["log"]["dir"] = "files"
 open("files", "w").close()
 try:

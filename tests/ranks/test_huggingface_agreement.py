@@ -111,3 +111,26 @@ def test_context_ranks_with_other_rows_are_named(tmp_path: Path) -> None:
     for text, step in run_ranks(_other_rows, 2, str(tmp_path), timeout_s=60):
         what = "ranks 0 and 1 belong to dp rank 0 and give different rows to training step 3"
         assert (text, step) == (f"{what}: row 0 of labels", 2)
+
+
+def _other_weights(folder: str) -> str:
+    """What is said at the end when the second rank has another weight after the last step, and nothing is saved."""
+    import torch
+    import torch.distributed as dist
+    from transformers import TrainerCallback
+
+    from threefold.integrations.huggingface import Trainer
+
+    class Changed(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 2 and dist.get_rank() == 1:
+                with torch.no_grad():
+                    model.lm_head.weight[0, 0] += 1e-3
+
+    args = arguments(folder, per_device_train_batch_size=2, max_steps=2)
+    return _failed(Trainer(causal_model(), args, train_dataset=Sentences(8), callbacks=[Changed()]))[0]
+
+
+def test_weights_that_differ_at_the_end_are_named(tmp_path: Path) -> None:
+    for text in run_ranks(_other_weights, 2, str(tmp_path), timeout_s=60):
+        assert "after step 2" in text and "lm_head.weight" in text, text

@@ -266,6 +266,17 @@ def test_run_in_which_no_step_is_made_leaves_nothing(alone: Any, tmp_path: Path)
     assert not (tmp_path / "run").exists()
 
 
+def test_run_whose_steps_are_not_its_own_says_that_nothing_was_audited(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mesh, step, loader, _ = own_runs.parts({})
+    with Run(tmp_path / "run"):
+        step(next(iter(loader)))
+    mesh.close()
+    line = "nothing was audited or saved; for batch in run.steps(loader, until=...)"
+    assert capsys.readouterr().out.splitlines()[-1] == f"{tmp_path}/run: {line}"
+
+
 def test_run_that_is_done_ends_at_once_when_it_is_started_again(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     numbers, ended = run_ranks(own_runs.in_a_run, 1, {}, folder, 5)[0]

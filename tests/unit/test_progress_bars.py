@@ -10,6 +10,7 @@ from rich.console import Console
 
 from threefold import progress_bars
 from threefold.progress_bars import Bars
+from threefold.run.terminal import Screen
 
 
 class Clock:
@@ -92,3 +93,9 @@ def test_silent_process_shows_nothing(clock: Clock, monkeypatch: pytest.MonkeyPa
     for _ in found.track(list(range(40)), "preparing"):
         clock.now += 1
     assert out.getvalue() == ""
+
+
+def test_a_notebook_or_ci_that_asks_for_colours_gets_no_cursor_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert Console().is_terminal
+    assert not Bars().console.is_terminal and not Screen().is_terminal

@@ -98,6 +98,13 @@ def test_more_ranks_than_room(started: list[int]) -> None:
             {"mesh": {"tp": 4}, "model": {"config": {"model_type": "qwen3", "num_attention_heads": 6}}},
             "mesh.tp = 4 cannot divide the 6 attention heads of 'qwen3'",
         ),
+        (
+            {
+                "mesh": {},
+                "model": {"config": {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 32}},
+            },
+            "num_key_value_heads = 32 does not divide the 4 attention heads of 'llama'",
+        ),
     ],
 )
 def test_impossible_mesh_starts_nothing(started: list[int], sections: dict[str, Any], what: str) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -21,8 +23,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from threefold.errors import DataError, Problem, RunError, ThreefoldError
+from threefold.mesh import environment
 
 _LONGEST_PREPARATION = timedelta(days=2)
+# That rank 0 waits for others to read why all of them end.
+_FAREWELL_S = 5.0
+# How gloo, NCCL and the store say that a process is gone.
+_PEER_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "failed to recv",
+    "Failed to recv",
+)
 
 
 class OtherRankError(RunError):
@@ -50,10 +64,13 @@ class Exchange:
                 answer = json.dumps({"value": make()})
             except BaseException as error:
                 self._store.set(key, json.dumps(described_error(error)))
+                if isinstance(error, Exception):
+                    leave_together(self._store, f"{key}/read", self._world_size, waits=self._rank == 0)
                 raise
             self._store.set(key, answer)
         (told,) = _wait_for_all(self._store, [key])
         if "value" not in told:
+            leave_together(self._store, f"{key}/read", self._world_size, waits=self._rank == 0)
             raise error_of(told, name)
         return told["value"]
 
@@ -75,25 +92,62 @@ class Exchange:
         except BaseException as raised:
             part, error = described_error(raised), raised
 
-        def concluded(parts: list[dict[str, Any]]) -> dict[str, Any]:
-            failed = next((part for part in parts if "value" not in part), None)
-            return failed or {"value": conclude([part["value"] for part in parts])}
+        def concluded(parts: list[dict[str, Any]]) -> Any:
+            for each in parts:
+                if "value" not in each:
+                    raise error_of(each, name)
+            return conclude([each["value"] for each in parts])
 
-        told = self.conclusion_of(name, part, concluded)
-        if error is not None:
-            raise error
-        if "value" not in told:
-            raise error_of(told, name)
-        return told["value"]
+        try:
+            return self.conclusion_of(name, part, concluded)
+        except ThreefoldError:
+            if error is None:
+                raise
+            raise error from None
 
     def _number(self, name: str) -> int:
         self._numbers[name] += 1
         return self._numbers[name]
 
 
+def leave_together(store: dist.Store, key: str, ranks: int, *, waits: bool) -> None:
+    """Before all raise what they have read: one that may keep the store, which ends with it, `waits` for the others."""
+    with suppress(RuntimeError):  # it has ended
+        store.add(key, 1)
+    until = time.monotonic() + _FAREWELL_S
+    while waits and time.monotonic() < until and store.add(key, 0) < ranks:
+        time.sleep(0.02)
+
+
+@contextmanager
+def naming_lost_peers() -> Iterator[None]:
+    """RunError in place of what gloo, NCCL and the store say."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (lost := lost_peer(error)) is None:
+            raise
+        raise lost from error
+
+
+@naming_lost_peers()
 def _wait_for_all(store: dist.Store, keys: list[str]) -> list[Any]:
     store.wait(keys, _LONGEST_PREPARATION)
     return [json.loads(store.get(key)) for key in keys]
+
+
+def lost_peer(error: BaseException) -> RunError | None:
+    """What names the loss of another rank, if that is what an error of gloo, NCCL or the store says."""
+    if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in _PEER_GONE):
+        return None
+    reason = str(error).strip().splitlines()[0]
+    return RunError(
+        f"rank {environment.current().rank} lost its connection to another rank: {reason}",
+        expected="all ranks to run until the end; rank 0 keeps the store in which they meet",
+        fix="see what the other ranks have printed, rank 0 first; if none has reported an error, one was killed: look "
+        "for `Out of memory` in the kernel's log (dmesg) of its host; the same command resumes from the newest "
+        "checkpoint, and `threefold train --max-restarts N` does so automatically",
+    )
 
 
 def described_error(error: BaseException) -> dict[str, Any]:

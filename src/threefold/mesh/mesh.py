@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from importlib.metadata import version
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from threefold.build_id import build_id
 from threefold.config.schema import MeshConfig
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, RunError
 from threefold.mesh import environment
-from threefold.mesh.exchange import Exchange, described_rows, digest_of_rows, refuse_unlike
+from threefold.mesh.exchange import Exchange, described_rows, digest_of_rows, naming_lost_peers, refuse_unlike
 from threefold.mesh.rendezvous import join_group
 from threefold.mesh.rendezvous_errors import no_device
 from threefold.mesh.topology import AXES, Topology, default_topology, resolve
@@ -74,6 +75,7 @@ class Mesh:
     timeout_s: float = 600.0
     losses: list[Any] = field(default_factory=list, repr=False, compare=False)
     _before_close: list[Callable[[], object]] = field(default_factory=list, repr=False, compare=False)
+    _closed: Event = field(default_factory=Event, repr=False, compare=False)
 
     @property
     def world_size(self) -> int:
@@ -110,7 +112,17 @@ class Mesh:
 
     @property
     def meets_others(self) -> bool:
-        """Whether there are other ranks to meet; none where a step is traced with a group that sends nothing."""
+        """Whether there are other ranks to meet; none where a step is traced with a group that sends nothing.
+
+        Raises:
+            RunError: the mesh is closed.
+        """
+        if self._closed.is_set():
+            raise RunError(
+                "the mesh is closed: no step, call or save can be made on it",
+                expected="mesh.close() as the last line: the ranks have left one another",
+                fix="mesh = threefold.init_mesh(...), and the model and its step made on that mesh",
+            )
         return self.store is not None and dist.get_backend() != _ALONE
 
     def device_mesh(self, name: str) -> DeviceMesh | None:
@@ -131,6 +143,7 @@ class Mesh:
             return None
         return DeviceMesh.from_group(group, self.device.type, mesh_dim_names=(name,))
 
+    @naming_lost_peers()
     def gather(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The values of every rank, [n] int64 -> [world, n] int64, on the CPU: no rank waits for its device.
 
@@ -222,6 +235,7 @@ class Mesh:
         alone = torch.full((1, 1, 1), rank)
         return DeviceMesh.from_group([group] * 3, self.device.type, mesh=alone, mesh_dim_names=_PARAMETER_AXES)
 
+    @naming_lost_peers()
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         if self.parameter_mesh is not None:
@@ -246,6 +260,8 @@ class Mesh:
     def close(self) -> None:
         """Waits for saves in the background and destroys the process groups; the mesh is unusable afterwards."""
         self.abandon()
+        if self.store is not None:
+            self._closed.set()
         if dist.is_initialized() and (self.parameter_mesh is not None or dist.get_backend() == _ALONE):
             dist.destroy_process_group()
 
@@ -310,6 +326,7 @@ def _size_from(variable: str) -> int | str | None:
     raise ConfigError(f"{variable} is {text!r}", expected=expected, fix=fix)
 
 
+@naming_lost_peers()
 def join_mesh(
     topology: Topology,
     info: environment.LaunchInfo,

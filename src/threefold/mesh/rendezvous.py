@@ -28,6 +28,7 @@ from threefold.errors import Problem
 from threefold.mesh import rendezvous_auth
 from threefold.mesh import rendezvous_errors as errors
 from threefold.mesh.environment import LOOPBACK, network_here, stay_on_loopback
+from threefold.mesh.exchange import leave_together
 from threefold.mesh.launchers.info import LaunchInfo
 
 # Rank 0 gives up first, so that the others learn of it before their own time is over.
@@ -36,7 +37,6 @@ _FIRST_LOOK_S, _LOOK_S = 0.01, 0.25
 _ONE_CONNECTION_S = 2.0
 # A run that has just been killed may still be closing the port that its successor takes.
 _PORT_FREE_WITHIN_S = 5.0
-_FAREWELL_S = 5.0
 
 # Process groups one after another in one process use the same store; all ranks count in the same order.
 _numbers = itertools.count()
@@ -138,11 +138,8 @@ def rendezvous(
     if not verdict["problems"] and len(verdict["hosts"]) != info.world_size:
         raise _told(errors.other_count(info, len(verdict["hosts"])), first=True)
     if verdict["problems"]:
-        if serving:
-            _keep_until_read(store, info.world_size, verdict["present"])
-        elif info.rank:
-            with contextlib.suppress(RuntimeError):
-                store.add("read", 1)
+        if serving or info.rank:
+            leave_together(store, "read", min(verdict["present"], info.world_size), waits=serving)
         raise _told(errors.RendezvousError.of(Problem(*each) for each in verdict["problems"]), first=mine)
     return store, tuple(verdict["hosts"]), verdict["local"]
 
@@ -298,10 +295,3 @@ def _compared(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     hosts = [] if problems else [each["host"] for each in said]
     networks = {each["network"] for each in said}
     return {**_failed(problems, len(said)), "hosts": hosts, "local": len(networks) == 1 and None not in networks}
-
-
-def _keep_until_read(store: Any, world_size: int, present: int) -> None:
-    """Keeps the store until the ranks that are present have read the verdict."""
-    until = time.monotonic() + _FAREWELL_S
-    while time.monotonic() < until and store.add("read", 0) < min(present, world_size) - 1:
-        time.sleep(0.05)

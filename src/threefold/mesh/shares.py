@@ -84,8 +84,12 @@ def check_global_batch(global_batch: int, *, dp_size: int) -> None:
 
 
 def head_problems(tp: int, heads: Any, kv_heads: Any, *, name: str) -> list[Problem]:
-    """Why `tp` ranks cannot share the attention heads of the architecture `name`; empty if they can."""
+    """Why key-value heads or `tp` ranks cannot share the attention heads of an architecture; empty if they can."""
     kv_heads = kv_heads or heads
+    if isinstance(kv_heads, int) and isinstance(heads, int) and heads % kv_heads:
+        what = f"num_key_value_heads = {kv_heads} does not divide the {heads} attention heads of {name!r}"
+        expected = "a group of query heads, of equal size, for each key-value head"
+        return [Problem(what, expected, f"'num_key_value_heads': {math.gcd(heads, kv_heads)}   in the model's config")]
     shared = math.gcd(*(count for count in (heads, kv_heads) if isinstance(count, int)))
     fitting = [size for size in range(1, shared + 1) if shared % size == 0]
     return [

@@ -19,6 +19,7 @@ from threefold.audit.stores import ALL, SAMPLED, are_here, byte_lines
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.checkpoint.lineage import Identity, Journal
 from threefold.config import loading
+from threefold.config.paths import RUN_FILE
 from threefold.config.text import parse
 from threefold.data.order.mixture import Mixture
 from threefold.data.order.order import Place
@@ -29,6 +30,9 @@ from threefold.mesh.environment import cache_folder
 from threefold.records.run import RunRecord
 from threefold.run import choice
 
+# Of the folder of a loop that has saved there without a run.
+_LOOP = {"audit": "its loop has no run", "audit_fix": "threefold.Run(folder), and for batch in run.steps(loader)"}
+
 
 def proof_lines(run: Path, rows_of: Callable[[Path, Sequence[Segment]], Rows] | None = None) -> Iterator[str]:
     """The proof of what a run has read, as lines; RunError names the first wrong step.
@@ -37,11 +41,12 @@ def proof_lines(run: Path, rows_of: Callable[[Path, Sequence[Segment]], Rows] | 
         rows_of: opens the run's source: then every token is read again and compared, and all blocks of its stores.
     """
     contents = rows_of is not None
-    why = next((start for start in reversed(Journal(run).starts()) if start.get("audit_fix")), None)
+    loop = _LOOP if (run / "checkpoints").is_dir() and not (run / RUN_FILE).exists() else None
+    why = next((start for start in reversed(Journal(run).starts()) if start.get("audit_fix")), loop)
     if why is not None and not (run / record.FILE).exists():
         raise ConfigError(
             f"{run} was not audited: {why['audit']}",
-            expected="rows whose order is known: nothing can be proved of others",
+            expected="rows whose order is known, and steps of a run: nothing can be proved of others",
             fix=f"for the next run: {why['audit_fix']}",
         )
     lines = record.read_lines(run / record.FILE)

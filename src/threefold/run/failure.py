@@ -10,9 +10,9 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-from threefold.errors import EXIT_FAILED, Problem, RunError, ThreefoldError
+from threefold.errors import EXIT_FAILED, RunError, ThreefoldError
 from threefold.mesh import environment
-from threefold.mesh.exchange import OtherRankError, described_error
+from threefold.mesh.exchange import OtherRankError, described_error, lost_peer
 from threefold.mesh.mesh import FAILURES, Mesh
 from threefold.mesh.rendezvous_errors import NoDeviceError, RendezvousError
 from threefold.run.watch.watchdog import Watchdog
@@ -23,14 +23,6 @@ log = logging.getLogger("threefold")
 _LINGER_S = 60.0
 # A process with much memory takes its time to end.
 _KILLED_WITHIN_S = 3.0
-# How gloo, NCCL and the store say that a process is gone; the traceback only shows where this rank waited for it.
-_PEER_GONE = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "remote process exited",
-    "failed to recv",
-)
 
 
 def report_failure(
@@ -46,8 +38,8 @@ def report_failure(
     expected = isinstance(error, ThreefoldError)
     text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
     log.error("%s", text)
-    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_GONE):
-        text = str(_peer_gone(str(error).strip().splitlines()[0]))
+    if (lost := lost_peer(error)) is not None:
+        text = str(lost)  # the traceback only shows where this rank waited
     first = _is_first_failure(error, mesh, rank, watch)
     # Ranks of a launcher have a file each; those that are started here have one, in which the first one's error stays.
     if keep is not None and (first or not Path(keep).exists()):
@@ -82,12 +74,3 @@ def _outlives(watch: Watchdog) -> bool:
     while not (watch.speaks_for_its_host() or watch.told_by_another()) and time.monotonic() < until:
         time.sleep(0.1)
     return watch.speaks_for_its_host()
-
-
-def _peer_gone(reason: str) -> Problem:
-    return Problem(
-        f"rank {environment.current().rank} lost its connection to another rank: {reason}",
-        "all ranks to run until the end",
-        "if no rank has reported an error, one was killed: look for `Out of memory` in the kernel's log (dmesg) of its "
-        "host; the same command resumes from the newest checkpoint, and --max-restarts N does so automatically",
-    )

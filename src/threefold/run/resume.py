@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from threefold.checkpoint import run_template
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.copies import refuse_drift, state_held
-from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, newest_undamaged
+from threefold.checkpoint.layout import Checkpoint, newest_undamaged
 from threefold.checkpoint.manifest import (
     ChangedKey,
     architecture_of,
@@ -119,21 +119,6 @@ class Checkpointer:
         self.saver.save(Save(step, state, begin, commit, abandon))
         if best is not None:
             self._best = best
-
-    def save_weights(self, step: int, to: CheckpointFolder) -> None:
-        """Saves the weights alone, in another place and at once; every rank calls it. Errors as `save`."""
-        state, manifest = run_state.model_state(self.model.module), self._manifest()
-        held = run_state.holdings(state, self.mesh)
-
-        def commit(seals: Mapping[str, Seal]) -> None:
-            to.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
-
-        def copied() -> list[TensorPart]:
-            # A tensor that was written cannot be resized any more, as FSDP does in the next step.
-            return [replace(part, values=part.values.clone()) for part in run_state.own_parts(state, held)]
-
-        saver = Saver(self.mesh, copied, background=False, continue_on_error=False)
-        saver.save(Save(step, to.partial(step) / "state", partial(to.begin, step), commit, partial(to.abandon, step)))
 
     def _parts(self) -> list[TensorPart]:
         # Some optimizers make their state in the first step, and of parameters without a gradient none.

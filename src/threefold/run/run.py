@@ -473,6 +473,8 @@ class Run:
     def _end_of_program(self) -> bool:
         """Saves after the last step, and waits for it; returns whether a signal has stopped the run."""
         if not self._began:
+            if self._start is None:
+                self.say(f"{self.folder.path}: nothing was audited or saved; for batch in run.steps(loader, until=...)")
             return False
         self._complete()
         self.guards.stop.saving = True

@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config import loading
 from threefold.config.loading import LoadedConfig
+from threefold.config.paths import METRICS
 from threefold.config.schema import Config, DataConfig, value_at
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST, ConfigError, Problem, RunError
+from threefold.jsonl import Lines, Metrics
 from threefold.mesh import environment, local_ranks
 from threefold.mesh.local_ranks import ignore
 from threefold.mesh.shares import refuse_impossible
@@ -50,6 +53,18 @@ class Result:
 
     exit_code: int
     folder: Path | None
+
+    @property
+    def metrics(self) -> Metrics:
+        """What the run has logged of its last step; empty where its folder is not known."""
+        lines = Lines(self.folder / METRICS).read() if self.folder else []
+        return next((line.values for line in reversed(lines) if "loss" in line.values), {})
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest complete checkpoint."""
+        newest = CheckpointFolder(self.folder).newest() if self.folder else None
+        return newest.path if newest else None
 
 
 def train(

@@ -47,6 +47,7 @@ class Screen(Console):
         logs: what is printed, or would be, goes to the rank's log file.
         options: of rich's Console.
         """
+        options.setdefault("force_terminal", sys.stdout.isatty())  # see Bars
         super().__init__(quiet=quiet, soft_wrap=True, markup=False, highlight=False, **options)
         self.as_json, self._logs = as_json, logs
         self.bars = Bars(self, quiet=quiet or as_json)

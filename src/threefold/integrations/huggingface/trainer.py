@@ -305,6 +305,7 @@ class Trainer(transformers.Trainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._ranks.agree("the end of training")
+        state.refuse_other_copies(self.args, self.model, self.optimizer, step=self.state.global_step)
         return super()._finalize_training(*args, **kwargs)
 
     def end(self) -> None:

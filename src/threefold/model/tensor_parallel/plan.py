@@ -70,11 +70,9 @@ def plan_problems(config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, 
     Args:
         plan: the model's own tensor-parallel plan; one without a rule for its layers does not count.
     """
-    if tp_size == 1:
-        return []
     text = config.get_text_config()
     name = config.model_type
-    if not any(".*." in name for name in plan or ()):
+    if tp_size > 1 and not any(".*." in name for name in plan or ()):
         what = f"mesh.tp = {tp_size}, but transformers has no tensor-parallel plan for {name!r}"
         expected = "a model whose layers can be split, or one tp rank"
         return [Problem(what, expected, "--mesh.tp 1   (use mesh.dp, mesh.dp_shard or mesh.cp instead)")]

@@ -1,6 +1,6 @@
 """Measures what ranks pay to compare a step before they make it: `Mesh.agree` on gloo ranks of this machine.
 
-    python benchmarks/agree.py                  2, 8 and 32 ranks, one row of docs/performance.md each
+    python benchmarks/agree.py                  2, 8 and 32 ranks, one row of docs/plan.md each
     python benchmarks/agree.py --ranks 4 --calls 500
 
 A call is that of a training step: the count of its targets, and one gather of six integers. On data ranks nothing is

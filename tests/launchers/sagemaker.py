@@ -47,7 +47,7 @@ def lay_out(
     unpacked.mkdir()
     (base / "sourcedir.tar.gz").write_bytes(source)
     with tarfile.open(base / "sourcedir.tar.gz") as tar:
-        tar.extractall(unpacked, filter="data")
+        tar.extractall(unpacked, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     hyperparameters = {
         **request["HyperParameters"],
         "sagemaker_submit_directory": json.dumps(str(unpacked)),

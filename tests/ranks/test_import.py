@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import io
 import json
 import os
 import pickle
@@ -22,7 +23,7 @@ from ranks.runs import command
 from threefold.checkpoint.layout import find
 from threefold.checkpoint.shards import Index
 from threefold.checkpoint.tensors import read_whole
-from threefold.convert.dcp_reader import open_dcp
+from threefold.convert.dcp_reader import _Inert, open_dcp
 from threefold.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -339,6 +340,24 @@ def test_a_pickle_that_names_anything_else_runs_nothing(
         with pytest.raises(CheckpointError, match=r"the \.metadata names "):
             open_dcp(tmp_path)
     assert not (tmp_path / MARK).exists()
+
+
+def test_members_of_enumerations_are_read_as_python_before_3_11_4_writes_them(tmp_path: Path) -> None:
+    """As getattr(kind, name), of torch's kinds alone, which stand for inert records here."""
+    from torch.distributed.checkpoint import metadata
+
+    kind = metadata._MEM_FORMAT_ENCODING
+    plain = pickle.loads(pickle.dumps(kind.TORCH_CONTIGUOUS_FORMAT))
+    assert plain is kind.TORCH_CONTIGUOUS_FORMAT
+    empty = {"state_dict_metadata": {}, "storage_data": {}}
+    values = {"planner_data": _Calls(getattr, kind, "TORCH_CONTIGUOUS_FORMAT"), **empty}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(values))
+    assert _Inert(io.BytesIO((tmp_path / ".metadata").read_bytes())).load()["planner_data"].arguments == ()
+    for name in ("__class__", "__subclasses__", "__init__"):
+        content = pickle.dumps(_Calls(getattr, kind, name))
+        assert type(_Inert(io.BytesIO(content)).load()).__name__ == "_MEM_FORMAT_ENCODING"
+    with pytest.raises(CheckpointError, match=r"names builtins\.getattr"):
+        _Inert(io.BytesIO(pickle.dumps(_Calls(getattr, metadata.ChunkStorageMetadata((0,), (1,)), "sizes")))).load()
 
 
 def test_damaged_metadata_and_files_are_refused_by_name(model: Any, tmp_path: Path) -> None:

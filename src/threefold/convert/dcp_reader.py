@@ -185,6 +185,21 @@ _PATHS = {(module, name) for module in ("pathlib", "pathlib._local") for name in
 _DTYPES = {("torch", str(dtype).removeprefix("torch.")): name for dtype, name in TYPE_NAMES.items()}
 
 
+def _member(kind: Any, name: Any) -> Any:
+    """A member of an enumeration, as a record: Python before 3.11.4 writes it as getattr(kind, name)."""
+    if isinstance(kind, type) and issubclass(kind, _PickledObject):
+        return kind()
+    raise _named("builtins.getattr")
+
+
+def _named(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"the .metadata names {name}",
+        expected="the names that torch.distributed.checkpoint uses; a pickle that names others may run anything",
+        fix="do not open it; save the checkpoint again with torch.distributed.checkpoint",
+    )
+
+
 class _Inert(pickle.Unpickler):
     """Reads the structure of a `.metadata`, and nothing else: no class or function of the pickle's choice is found."""
 
@@ -199,13 +214,11 @@ class _Inert(pickle.Unpickler):
             return _DTYPES[place]
         if place == ("torch", "Size"):
             return tuple
+        if place == ("builtins", "getattr"):
+            return _member
         if place == ("collections", "OrderedDict"):
             return OrderedDict
-        raise CheckpointError(
-            f"the .metadata names {module}.{name}",
-            expected="the names that torch.distributed.checkpoint uses; a pickle that names others may run anything",
-            fix="do not open it; save the checkpoint again with torch.distributed.checkpoint",
-        )
+        raise _named(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
         raise pickle.UnpicklingError("a reference to something outside")

@@ -66,13 +66,13 @@ class Stage:
 STAGES = (
     Stage("install", ("make", "install"), FIRST, 900),
     Stage("check", ("make", "check"), COMPUTE, 300),
-    Stage("test", ("make", "test"), COMPUTE, 900),
-    Stage("test-ranks", ("make", "test-ranks"), COMPUTE, 1200),
-    Stage("test-examples", ("make", "test-examples"), COMPUTE, 1500),
+    Stage("test", ("make", "test"), COMPUTE, 1500),
+    Stage("test-ranks", ("make", "test-ranks"), COMPUTE, 1800),
+    Stage("test-examples", ("make", "test-examples"), COMPUTE, 2400),
     Stage("test-oldest", ("make", "test-oldest"), COMPUTE, 900, after="install-oldest"),
     # Gigabytes of another torch: while others compute.
     Stage("install-oldest", ("make", "install-oldest"), WAIT, 900),
-    Stage("test-launchers", ("make", "test-launchers"), WAIT, 900),
+    Stage("test-launchers", ("make", "test-launchers"), WAIT, 1200),
     Stage("test-browser", ("make", "test-browser"), WAIT, 900),
     Stage("test-faults", ("make", "test-faults", "KILLS=5"), WAIT, 1200),
     Stage("docs", ("make", "docs"), WAIT, 300, prepare=("make", ".venv-docs/.installed", ".venv-docs/mermaid.min.js")),

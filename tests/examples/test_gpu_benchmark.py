@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOME = ["environment", "1b-documents", "8b-quarter-full", "trainer-1b-eager", "ceilings", "bits", "test-step"]
+SOME = ["environment", "8b-quarter-full", "trainer-1b-eager", "test-step"]
 
 
 def pieces(to: Path, *words: str) -> str:
@@ -24,7 +24,6 @@ def test_some_pieces(tmp_path: Path) -> None:
     said = pieces(tmp_path, "--only", *SOME)
     assert said.count(": done in ") == len(SOME), said
     results = {name: json.loads((tmp_path / "tiny" / f"{name}.json").read_text()) for name in SOME}
-    assert results["bits"]["figures"] == {"steps": 6, "same_in_a_second_run": 6, "same_when_resumed": 6}
     assert results["8b-quarter-full"]["figures"]["tokens_per_s"] > 0
     assert "skipped" in results["test-step"]["figures"]["said"]
     assert "8b-quarter-full " in pieces(tmp_path, "--list")
@@ -40,4 +39,6 @@ def test_all_pieces(tmp_path: Path) -> None:
     results = [json.loads(path.read_text()) for path in sorted((tmp_path / "tiny").glob("*.json"))]
     others = {result["piece"]: result.get("error", "") for result in results if result["ending"] != "done"}
     assert others == {} and len(results) > 25, said
+    (bits,) = (result["figures"] for result in results if result["piece"] == "bits")
+    assert bits == {"steps": 6, "same_in_a_second_run": 6, "same_when_resumed": 6}
     assert "the time of this call" not in said and pieces(tmp_path) == ""  # nothing is left

@@ -248,7 +248,10 @@ SAMPLED = ("--eval.source", "chat.jsonl", "--eval.every", "2", *PROMPTS, "--log.
 
 
 def samples(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    """What was written after the prompts; the sample at the end of a run follows a row of its data."""
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert lines[-1]["prompt"] not in ("hi", "b <|end|>")
+    return [line for line in lines if line["prompt"] in ("hi", "b <|end|>")]
 
 
 def test_samples_are_written_at_each_evaluation_on_every_mesh(folder: Path) -> None:

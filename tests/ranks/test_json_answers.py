@@ -41,6 +41,7 @@ CASES = [
     ("plan", "config.yaml --mesh.dp 2", 0),
     ("plan", "model --gpus 2 --gpu h100-80gb --data.seq_len 32", 0),
     ("profile", "run", 0),
+    ("referee", "judge watched", 3),
     ("verify", "config.yaml --mesh.dp 2 --steps 1", 0),
     ("why", "run", 0),
     ("why", "run --step 2", 0),
@@ -57,6 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert trained.returncode == 0, trained.stderr
     assert command(place, "export", "run", "--to", "model").returncode == 0
     (place / "train.log").write_text("RuntimeError: Expected all tensors on same device\n")
+    (place / "watched").mkdir()
+    (place / "watched" / "command.json").write_text('{"command": ["true"], "exit_code": 0}')
     (place / "unknown.log").write_text("training was here\n")
     return place
 

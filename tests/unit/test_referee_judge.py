@@ -45,6 +45,8 @@ def record(
     placement: Callable[[int], dict[str, Any]] | None = None,
     name: Callable[[int, int], str] = lambda row, epoch: f"row {row}",
     batch: int = BATCH,
+    calls_a_step: int = 1,
+    unread_batches: int = 0,
     **call: Any,
 ) -> CommandVerdict:
     """Writes what ranks would have recorded that read these orders, and judges it."""
@@ -54,18 +56,18 @@ def record(
         file = SealedFile(folder / f"rank-{rank:05d}.jsonl", most_bytes=1 << 20)
         file.write("start", {"rank": rank, "world_size": num_ranks, "versions": {}})
         ddp = {"together": [], "how": "DistributedDataParallel", "data_ranks": list(range(num_ranks))}
-        file.write("placement", placement(rank) if placement else ddp)
+        file.write("placement", {"module": 0, **(placement(rank) if placement else ddp)})
         step = 0
         for epoch, order in enumerate(orders):
             for start in range(0, len(order[rank]), batch):
                 step += 1
                 rows = [name(row, epoch) for row in order[rank][start : start + batch]]
-                values = {"rows": rows, "ignored": [], "labelled": False, "pass": (0, epoch), **call}
-                file.write("step", {"step": step, "optimizer": 0, "calls": [values], "losses": []})
+                values = {"module": 0, "rows": rows, "ignored": [], "labelled": False, "pass": (0, epoch), **call}
+                file.write("step", {"step": step, "optimizer": 0, "calls": [values] * calls_a_step, "losses": []})
         for epoch, order in enumerate(orders):
             batches = {"class": "BatchSampler", "package": "torch", "batch_size": batch, "drop_last": False}
             known = {"rows": NUM_ROWS, "samplers": [batches, samplers(rank, epoch)]}
-            num_batches = -(-len(order[rank]) // batch)
+            num_batches = -(-len(order[rank]) // batch) + unread_batches
             file.write("pass", {"pass": (0, epoch), "batches": num_batches, "ended": True, **known})
         file.write("end", {"steps": step, "calls_after": 0})
         file.close()
@@ -230,6 +232,51 @@ def test_replacement_and_skipped_batches_are_not_judged(tmp_path: Path) -> None:
     assert "with replacement" in text(verdict, "rows of an epoch")
 
 
+def test_one_epoch_is_proved_only_by_samplers_that_deal_rows_out(tmp_path: Path) -> None:
+    assert record(tmp_path, dealt(epochs=1)).exit_code == 0
+    plain = {"class": "RandomSampler", "package": "torch", "num_samples": NUM_ROWS, "replacement": False}
+    (again := tmp_path / "again").mkdir()
+    orders = [[[*range(NUM_ROWS)], [*range(NUM_ROWS, 2 * NUM_ROWS)]]]
+    verdict = record(again, orders, samplers=lambda rank, epoch: plain)
+    assert "one epoch does not show whether a row looks the same each time" in text(verdict, "rows of an epoch")
+    assert "no row came again" in text(verdict, "rows of data ranks")
+
+
+@pytest.mark.parametrize("settings", [{"class": "SubsetRandomSampler"}, {"class": "RandomSampler", "num_samples": 20}])
+def test_part_of_a_data_set_is_no_fault(tmp_path: Path, settings: dict[str, Any]) -> None:
+    verdict = record(
+        tmp_path,
+        [[rows[:10] for rows in epoch] for epoch in dealt(set_epoch=False)],
+        samplers=lambda rank, epoch: {"package": "torch", "shuffle": False, **settings},
+    )
+    assert "2 epochs read the same 20 rows, each once" in text(verdict, "rows of an epoch")
+
+
+def test_batches_that_do_not_reach_the_model_are_not_judged(tmp_path: Path) -> None:
+    orders = [[rows[:10] for rows in epoch] for epoch in dealt()]
+    verdict = record(tmp_path, orders, unread_batches=2)
+    assert "the model is called with 10 rows of 4 batches of 5" in text(verdict, "rows of an epoch")
+    assert verdict.exit_code == 3
+
+
+def test_call_that_repeats_the_one_before_reads_nothing_more(tmp_path: Path) -> None:
+    verdict = record(tmp_path, dealt(), calls_a_step=2)
+    assert verdict.exit_code == 0, verdict.lines()
+
+
+def test_ranks_that_cannot_be_told_apart_are_not_judged(tmp_path: Path) -> None:
+    verdict = record(tmp_path, dealt(seeds=(0, 1)), placement=lambda rank: {"together": [], "unknown": "no wrapper"})
+    why = "it does not show which ranks read rows of their own (rank 0: no wrapper)"
+    assert text(verdict, "rows of data ranks") == f"not judged  rows of data ranks: {why}"
+    assert text(verdict, "rows of an epoch") == f"not judged  rows of an epoch: {why}"
+    assert verdict.exit_code == 3
+
+
+def test_ranks_with_other_numbers_of_steps(tmp_path: Path) -> None:
+    verdict = record(tmp_path, [[first, second[:10]] for first, second in dealt()])
+    assert text(verdict, "record") == "not judged  record: ranks recorded 4 to 8 steps"
+
+
 def model_copies(rank: int) -> dict[str, Any]:
     """2 data ranks of 2 ranks each."""
     first = rank - rank % 2
@@ -266,6 +313,15 @@ def test_rows_whose_labels_are_all_ignored(tmp_path: Path) -> None:
         "  expected: a label that is trained on in every row that is not padding\n"
         "  where: what makes the labels: a prompt longer than the row, a template without its answer, a collator's mask"
     )
+
+
+def test_rows_that_fill_up_the_last_step_are_not_refuted(tmp_path: Path) -> None:
+    orders = [[rows[:10] for rows in epoch] for epoch in dealt(epochs=1)]
+    verdict = record(tmp_path, orders, ignored=[3, 4], labelled=True, batch=10)
+    assert status(verdict, "labels") is PartStatus.REFUTED  # in the midst of a batch
+    (again := tmp_path / "again").mkdir()
+    verdict = record(again, orders, ignored=[8, 9], labelled=True, batch=10)
+    assert "they fill it up, or have lost theirs" in text(verdict, "labels")
 
 
 def test_every_changed_byte_is_found(tmp_path: Path) -> None:

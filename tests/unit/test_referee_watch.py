@@ -105,12 +105,34 @@ def test_users_own_sitecustomize_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert printed.splitlines()[0] == f"as I like it {own / 'sitecustomize.py'}"
 
 
-def test_optimizers_that_step_in_turn_are_not_judged(tmp_path: Path) -> None:
-    turns = LOOP.replace("        optimizer.step()\n", "        (optimizer if epoch else other).step()\n")
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [
+        ("optimizer, other = other, optimizer", "rank 0 trains with 2 optimizers in turn"),
+        ("optimizer = other if epoch else optimizer", "rank 0 trains 2 times, for 6, 6 steps"),
+    ],
+)
+def test_steps_of_several_optimizers_are_not_judged(tmp_path: Path, choice: str, why: str) -> None:
+    turns = LOOP.replace("        optimizer.zero_grad()\n", f"        {choice}\n        optimizer.zero_grad()\n")
     other = "other = torch.optim.SGD(model.parameters(), lr=0.01)\nos.chdir"
     verdict, _ = watched(tmp_path, turns.replace("os.chdir", other))
-    assert "rank 0 trains with 2 optimizers in turn" in str(verdict.parts[1])
+    assert str(verdict.parts[1]) == (f"not judged  rows of data ranks: {why}: which rows belong together does not show")
     assert verdict.exit_code == 3
+
+
+def test_probes_are_no_part_of_the_training(tmp_path: Path) -> None:
+    """A forward without a backward, and a trial of another model, whose optimizer is gone before the training."""
+    trial = """
+trial = nn.Linear(4, 1)
+chosen = torch.optim.SGD(trial.parameters(), lr=0.01)
+trial(torch.ones(3, 4)).sum().backward()
+chosen.step()
+del trial, chosen
+model(torch.ones(2, 4))
+os.chdir"""
+    verdict, _ = watched(tmp_path, LOOP.replace("os.chdir", trial, 1))
+    assert verdict.exit_code == 0, verdict.lines()
+    assert "as it was written; 1 step of other optimizers is left out" in str(verdict.parts[0])
 
 
 def test_optimizers_that_step_together_are_one(tmp_path: Path) -> None:

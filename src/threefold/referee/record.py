@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +18,15 @@ from threefold.referee.rank.sealed import digest, read_sealed
 
 COMMAND_FILE = "command.json"
 
+# Of the steps of the training, what other optimizers may have done beside it.
+_MOST_LEFT_OUT = 0.1
+
 
 class ReadCall(NamedTuple):
-    """A call of the outermost module: its optimizer step from 1, and the digests of its rows."""
+    """A call of an outermost module (by its number): its optimizer step from 1, and the digests of its rows."""
 
     step: int
+    module: int
     rows: tuple[str, ...]
     ignored: tuple[int, ...]
     labelled: bool
@@ -47,12 +53,16 @@ class RankRecord:
 
     rank: int
     world_size: int
-    placement: dict[str, Any]
     versions: dict[str, str]
     calls: list[ReadCall] = field(default_factory=list)
     passes: dict[tuple[int, int], LoaderPass] = field(default_factory=dict)
     num_steps: int = 0
-    num_optimizers: int = 1
+    placement: dict[str, Any] = field(default_factory=dict)
+    """of the model that is trained."""
+    left_out: int = 0
+    """steps of other optimizers, before or after the training: probes and trials."""
+    mixed: str | None = None
+    """why it does not show which steps are the training's."""
     wrong: list[str] = field(default_factory=list)
     """what makes the record incomplete, in words."""
 
@@ -96,18 +106,19 @@ def read_command(folder: Path) -> WatchedCommand:
 
 def _read_rank(path: Path) -> RankRecord | None:
     lines, damage = read_sealed(path)
-    if len(lines) < 2 or [line["kind"] for line in lines[:2]] != ["start", "placement"]:
+    if not lines or lines[0]["kind"] != "start":
         return None
-    start, placement, *rest = lines
-    record = RankRecord(start["rank"], start["world_size"], placement, start["versions"])
+    start, *rest = lines
+    record = RankRecord(start["rank"], start["world_size"], start["versions"])
     ended = False
-    optimizers = set()
+    steps = []
+    placements = {}
     for line in rest:
         match line["kind"]:
+            case "placement":
+                placements[line["module"]] = line
             case "step":
-                record.num_steps = line["step"]
-                optimizers.add(line["optimizer"])
-                record.calls += _calls_of(line)
+                steps.append(line)
                 record.wrong += _wrong_inputs(path.parent, line.get("inputs", {}))
             case "pass":
                 known = (line["rows"], line["batches"], line["ended"], line["samplers"])
@@ -116,7 +127,9 @@ def _read_rank(path: Path) -> RankRecord | None:
                 record.wrong.append(f"rank {record.rank}: the referee recorded no further ({line['what']})")
             case "end":
                 ended = True
-    record.num_optimizers = max(1, len(optimizers))
+    _take_training(record, steps)
+    if record.calls:
+        record.placement = placements[record.calls[0].module]
     if damage is not None:
         record.wrong.append(damage)
     elif not ended and not record.wrong:
@@ -124,12 +137,32 @@ def _read_rank(path: Path) -> RankRecord | None:
     return record
 
 
+def _take_training(record: RankRecord, steps: list[dict[str, Any]]) -> None:
+    """Takes the steps of the one training of a program, which may train probes or trials before or after it."""
+    runs = [list(lines) for _, lines in groupby(steps, key=itemgetter("optimizer"))]
+    if not runs:
+        return
+    longest = max(runs, key=len)
+    num_optimizers = len({line["optimizer"] for line in steps})
+    record.num_steps = len(longest)
+    record.left_out = len(steps) - len(longest)
+    if num_optimizers < len(runs):
+        record.mixed = f"rank {record.rank} trains with {num_optimizers} optimizers in turn"
+    elif record.left_out > _MOST_LEFT_OUT * len(longest):
+        lengths = ", ".join(str(len(lines)) for lines in runs)
+        record.mixed = f"rank {record.rank} trains {len(runs)} times, for {lengths} steps"
+    for line in steps if record.mixed else longest:
+        record.calls += _calls_of(line)
+
+
 def _calls_of(line: dict[str, Any]) -> Iterator[ReadCall]:
     """The calls of a step; one that repeats the rows of the call before it reads nothing more."""
     before = None
     for call in line["calls"]:
         loader_pass = tuple(call["pass"]) if call["pass"] is not None else None
-        read = ReadCall(line["step"], tuple(call["rows"]), tuple(call["ignored"]), call["labelled"], loader_pass)
+        read = ReadCall(
+            line["step"], call["module"], tuple(call["rows"]), tuple(call["ignored"]), call["labelled"], loader_pass
+        )
         if before is None or read.rows != before.rows:
             yield read
         before = read

@@ -17,7 +17,7 @@ from threefold.referee.judge.groups import groups_of
 from threefold.referee.judge.order import ORDER, judge_order
 from threefold.referee.judge.parts import JudgedPart, PartStatus, none_here, not_judged, proved, refuted
 from threefold.referee.judge.shared_rows import DATA_RANKS, MODEL_COPY, judge_data_ranks, judge_model_copies
-from threefold.referee.record import RankRecord, WatchedCommand, read_command
+from threefold.referee.record import RankRecord, ReadCall, WatchedCommand, read_command
 
 EXIT_NOT_JUDGED = 3
 RECORD, LABELS = "record", "labels"
@@ -80,11 +80,10 @@ def judge(folder: Path) -> CommandVerdict:
     ranks = [record for record in watched.ranks if record.calls]
     if not ranks:
         return CommandVerdict(folder, watched, (_nothing(watched),))
-    if several := next((record for record in ranks if record.num_optimizers > 1), None):
-        why = f"rank {several.rank} trains with {several.num_optimizers} optimizers in turn"
-        names = (DATA_RANKS, MODEL_COPY, EPOCHS, ORDER)
-        parts = [not_judged(name, f"{why}: which rows belong together does not show") for name in names]
-        return CommandVerdict(folder, watched, (judge_record(watched), *parts, judge_labels(ranks)))
+    if mixed := next((record.mixed for record in ranks if record.mixed), None):
+        names = (DATA_RANKS, MODEL_COPY, EPOCHS, ORDER, LABELS)
+        parts = [not_judged(name, f"{mixed}: which rows belong together does not show") for name in names]
+        return CommandVerdict(folder, watched, (judge_record(watched), *parts))
     groups = groups_of(ranks)
     epochs = epochs_of(groups.first_of_each)
     shared = judge_data_ranks(groups, epochs)
@@ -125,7 +124,10 @@ def judge_record(watched: WatchedCommand) -> JudgedPart:
         wrong.append("the command has not ended, or the referee was killed")
     if wrong:
         return not_judged(RECORD, "; ".join(wrong))
-    return proved(RECORD, f"every line of {ranks_text(numbers)} is as it was written")
+    left_out = max(record.left_out for record in watched.ranks)
+    counted = "1 step of other optimizers is" if left_out == 1 else f"{left_out} steps of other optimizers are"
+    others = f"; {counted} left out" if left_out else ""
+    return proved(RECORD, f"every line of {ranks_text(numbers)} is as it was written{others}")
 
 
 def judge_labels(ranks: list[RankRecord]) -> JudgedPart:
@@ -137,6 +139,9 @@ def judge_labels(ranks: list[RankRecord]) -> JudgedPart:
     num_rows = sum(len(call.rows) for _, call in labelled)
     if not ignored:
         return proved(LABELS, f"each of {num_rows} rows has a label that is trained on")
+    ignored = [(record, call) for record, call in ignored if not _fills_up(record, call)]
+    if not ignored:
+        return not_judged(LABELS, "rows at the end of an epoch have no label: they fill it up, or have lost theirs")
     record, call = ignored[0]
     count = sum(len(call.ignored) for _, call in ignored)
     return refuted(
@@ -146,3 +151,10 @@ def judge_labels(ranks: list[RankRecord]) -> JudgedPart:
         expected="a label that is trained on in every row that is not padding",
         where="what makes the labels: a prompt longer than the row, a template without its answer, a collator's mask",
     )
+
+
+def _fills_up(record: RankRecord, call: ReadCall) -> bool:
+    """Whether rows without labels are the last ones that a rank reads in a pass of its loader."""
+    last = max(place for place, other in enumerate(record.calls) if other.loader_pass == call.loader_pass)
+    trailing = range(len(call.rows) - len(call.ignored), len(call.rows))
+    return record.calls[last] is call and list(call.ignored) == list(trailing)

@@ -34,7 +34,7 @@ _MOST_SAMPLERS = 6
 
 
 class PassName(NamedTuple):
-    """A loader, counted from 0 in the order of first use, and its pass."""
+    """A data set that loaders read, counted from 0 in the order of first use, and the pass over it."""
 
     loader: int
     number: int
@@ -51,16 +51,17 @@ class Loaders:
     def __init__(self) -> None:
         self.last: PassName | None = None
         self.passes: dict[PassName, dict[str, Any]] = {}
-        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._numbers: dict[int, int] = {}
         self._num_passes: dict[int, int] = {}
         self._names: WeakKeyDictionary[Any, PassName] = WeakKeyDictionary()
 
     def begins(self, loader: Any, iterator: Any) -> None:
         """A pass of a loader begins."""
-        number = self._numbers.setdefault(loader, len(self._numbers))
-        count = self._num_passes.get(number, 0)
-        self._num_passes[number] = count + 1
-        self._names[iterator] = name = PassName(number, count)
+        # Programs make a new loader over the same data set for each epoch.
+        number = self._numbers.setdefault(id(loader.dataset), len(self._numbers))
+        num_passes = self._num_passes.get(number, 0)
+        self._num_passes[number] = num_passes + 1
+        self._names[iterator] = name = PassName(number, num_passes)
         try:
             facts = facts_of(loader)
         except Exception:  # a length or a property of the user's own
@@ -78,7 +79,7 @@ class Loaders:
         if (name := self._names.get(iterator)) is not None:
             self.passes[name]["ended"] = True
 
-    def attach(self, guard: Callable[..., None]) -> None:
+    def attach(self, guard: Callable[..., Any]) -> None:
         """Wraps torch's loaders; `guard(call, ...)` calls a function and keeps its errors from the program."""
         begin, advance = DataLoader.__iter__, _BaseDataLoaderIter.__next__
 

@@ -23,8 +23,8 @@ def note_mesh(mesh: Any) -> None:
     _sharding_meshes.append(mesh)
 
 
-def of(module: torch.nn.Module, rank: int) -> dict[str, Any]:
-    """What a record says of a rank and its model.
+def of(module: torch.nn.Module) -> dict[str, Any]:
+    """What a record says of this rank and its model.
 
     Returns:
         parameters: the shape of each, and its placements.
@@ -46,10 +46,10 @@ def of(module: torch.nn.Module, rank: int) -> dict[str, Any]:
         return {**known, "unknown": "the launcher started several processes, and they have no process group"}
     if hidden := sorted(axis for axis in all_axes if _words(axis) & _SEQUENCE_AXES):
         return {**known, "unknown": f"the axis {hidden[0]!r} may split rows among ranks"}
-    return {**known, **_data_ranks(module, rank, sharded_axes)}
+    return {**known, **_data_ranks(module, sharded_axes)}
 
 
-def _data_ranks(module: torch.nn.Module, rank: int, sharded_axes: set[str]) -> dict[str, Any]:
+def _data_ranks(module: torch.nn.Module, sharded_axes: set[str]) -> dict[str, Any]:
     """`data_ranks` and `how`, or `unknown`."""
     if (ddp := _inner(module, "DistributedDataParallel")) is not None:
         ranks = dist.get_process_group_ranks(ddp.process_group)
@@ -66,7 +66,7 @@ def _data_ranks(module: torch.nn.Module, rank: int, sharded_axes: set[str]) -> d
         return {"how": "fully_shard", "data_ranks": _largest_mesh()}
     if sharded_axes and all(_words(axis) & _MODEL_AXES for axis in sharded_axes):
         axes = " and ".join(sorted(sharded_axes))
-        return {"how": f"parameters are sharded over {axes} only", "data_ranks": [rank]}
+        return {"how": f"parameters are sharded over {axes} only", "data_ranks": [dist.get_rank()]}
     return {"unknown": "the model has no wrapper and no placement that tells how ranks divide the data"}
 
 

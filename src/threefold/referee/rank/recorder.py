@@ -14,18 +14,34 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import wraps
+from itertools import count
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import placement
 from .loaders import Loaders
-from .rows import CallRows, rows_of_call
+from .rows import rows_of_call, tensors_in
 from .sealed import SealedFile, digest
+
+
+@dataclass
+class OpenCall:
+    """A call of the outermost module before the optimizer's step."""
+
+    values: dict[str, Any]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    is_trained: bool = False
+
+    def note_gradient(self, gradient: torch.Tensor) -> None:
+        """A gradient comes back to the output of the call."""
+        self.is_trained = True
 
 
 class RankRecorder:
@@ -36,21 +52,22 @@ class RankRecorder:
         self._file: SealedFile | None = None
         self._pid = 0
         self._rank, self._num_steps = 0, 0
-        self._optimizers: dict[int, int] = {}
-        self._calls: list[dict[str, Any]] = []
-        self._whole: dict[str, torch.Tensor] = {}
+        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._modules: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+        self._numbers = {"optimizer": count(), "module": count()}
+        self._calls: list[OpenCall] = []
         self._losses: list[float] = []
         self._is_off = False
         self.loaders = Loaders()
 
-    def guard(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Calls `action`; if it fails, the program continues unrecorded."""
+    def guard(self, action: Callable[..., Any], *arguments: Any) -> Any:
+        """What `action` returns; None if it fails: then the program continues unrecorded."""
         # A process that was forked off must not write into the file of its parent.
         if self._is_off or (self._pid and self._pid != os.getpid()):
-            return
+            return None
         try:
             with torch.no_grad():
-                action(*arguments)
+                return action(*arguments)
         except Exception as error:
             self._is_off = True
             what = f"{type(error).__name__}: {error}"
@@ -60,27 +77,46 @@ class RankRecorder:
                     self._file.write("fault", {"what": what})
             except Exception:
                 pass  # the disk is full, say: a record without its end is not judged
+            return None
 
-    def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The outermost module is called."""
+    def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpenCall | None:
+        """The outermost module is called; None if this is no call with data."""
         if not any(parameter.requires_grad for parameter in module.parameters()) or _is_capturing():
-            return
+            return None
         if (rows := rows_of_call(args, kwargs)) is None:
-            return
+            return None
         if self._file is None:
-            self._open(module)
-        call = {
-            "module": type(module).__name__,
+            self._open()
+        values = {
+            "module": self._number_of(module),
             "rows": rows.digests,
             "ignored": rows.ignored,
             "labelled": rows.labelled,
             "pass": self.loaders.last,
         }
+        call = OpenCall(values)
         if self._num_steps < self._num_whole:
-            self._keep_whole(rows)
+            call.tensors = {name: tensor.clone().contiguous() for name, tensor in rows.tensors.items()}
         self._calls.append(call)
+        return call
 
-    def _open(self, module: torch.nn.Module) -> None:
+    def returned(self, call: OpenCall, output: Any) -> None:
+        """The call returns; it is trained on if a gradient comes back to its output. Probes have none."""
+        outputs = [tensor for _, tensor in tensors_in(output) if tensor.grad_fn is not None]
+        for tensor in outputs:
+            tensor.register_hook(call.note_gradient)
+        call.is_trained = not outputs
+
+    def _number_of(self, module: torch.nn.Module) -> int:
+        """The outermost modules, counted from 0; what a new one shows of its ranks is recorded."""
+        assert self._file is not None
+        if module not in self._modules:
+            number = self._modules[module] = next(self._numbers["module"])
+            shown = {"module": number, "class": type(module).__name__, **placement.of(module)}
+            self._file.write("placement", shown)
+        return self._modules[module]
+
+    def _open(self) -> None:
         self._rank, world_size = _rank_and_world()
         name = f"rank-{self._rank:05d}"
         try:
@@ -95,14 +131,9 @@ class RankRecorder:
             name: str(getattr(sys.modules[name], "__version__", "?")) for name in loaded if name in sys.modules
         }
         self._file.write("start", {"rank": self._rank, "world_size": world_size, "versions": versions})
-        self._file.write("placement", placement.of(module, self._rank))
         atexit.register(self.guard, self._end)
         # A process of multiprocessing ends without atexit.
         util.Finalize(None, self.guard, args=(self._end,), exitpriority=0)
-
-    def _keep_whole(self, rows: CallRows) -> None:
-        place = len(self._calls)
-        self._whole |= {f"{place}.{name}": tensor.clone().contiguous() for name, tensor in rows.tensors.items()}
 
     def backward(self, loss: torch.Tensor) -> None:
         """A loss goes backward; its value is read in the checked steps only, as a device would have to wait for it."""
@@ -111,21 +142,29 @@ class RankRecorder:
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer takes a step. One that steps right after another has trained on the same calls."""
-        if not self._calls or self._file is None:
+        calls = [call for call in self._calls if call.is_trained]
+        if not calls or self._file is None:
             return
         self._num_steps += 1
-        number = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
-        values = {"step": self._num_steps, "optimizer": number, "calls": self._calls, "losses": self._losses}
-        if self._whole:
-            values["inputs"] = self._write_whole()
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer] = next(self._numbers["optimizer"])
+        values = {
+            "step": self._num_steps,
+            "optimizer": self._optimizers[optimizer],
+            "calls": [call.values for call in calls],
+            "losses": self._losses,
+        }
+        whole = {f"{place}.{name}": value for place, call in enumerate(calls) for name, value in call.tensors.items()}
+        if whole:
+            values["inputs"] = self._write_whole(whole)
         self._file.write("step", values)
-        self._calls, self._whole, self._losses = [], {}, []
+        self._calls, self._losses = [], []
         if self._file.left_bytes < 0:
             raise OSError("the record is as large as --keep allows")
 
-    def _write_whole(self) -> dict[str, str]:
+    def _write_whole(self, whole: dict[str, torch.Tensor]) -> dict[str, str]:
         assert self._file is not None
-        size = sum(tensor.nbytes for tensor in self._whole.values())
+        size = sum(tensor.nbytes for tensor in whole.values())
         if size > self._file.left_bytes:
             return {"left_out": "they do not fit into --keep"}
         try:
@@ -133,7 +172,7 @@ class RankRecorder:
         except ImportError:
             return {"left_out": "safetensors is not installed in the program's Python"}
         name = f"rank-{self._rank:05d}-step-{self._num_steps:05d}.safetensors"
-        content = save(self._whole)
+        content = save(whole)
         (self._folder / name).write_bytes(content)
         self._file.left_bytes -= len(content)
         return {"file": name, "digest": digest(content)}
@@ -143,7 +182,7 @@ class RankRecorder:
             return
         for name, values in self.loaders.passes.items():
             self._file.write("pass", {"pass": name, **values})
-        self._file.write("end", {"steps": self._num_steps, "calls_after": len(self._calls)})
+        self._file.write("end", {"steps": self._num_steps, "calls_after": sum(call.is_trained for call in self._calls)})
         self._file.close()
         self._file, self._is_off = None, True
 
@@ -180,13 +219,17 @@ def attach(environ: Mapping[str, str]) -> None:
         if torch.compiler.is_compiling():  # what is traced must not contain the referee
             return call(self, *args, **kwargs)
         depth = getattr(local, "depth", 0)
+        open_call = None
         if not depth and self.training and torch.is_grad_enabled() and not _is_in_backward():
-            recorder.guard(recorder.called, self, args, kwargs)
+            open_call = recorder.guard(recorder.called, self, args, kwargs)
         local.depth = depth + 1
         try:
-            return call(self, *args, **kwargs)
+            output = call(self, *args, **kwargs)
         finally:
             local.depth = depth
+        if open_call is not None:
+            recorder.guard(recorder.returned, open_call, output)
+        return output
 
     @wraps(backward)
     def watched_backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:

@@ -38,7 +38,7 @@ def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRows |
     Tensors with a gradient are another module's output, and a DTensor is a part of something.
     """
     arguments = {str(place): value for place, value in enumerate(args)} | dict(kwargs)
-    tensors = dict(_tensors(arguments))
+    tensors = {name: tensor for name, tensor in tensors_in(arguments) if tensor.ndim}
     if not tensors or any(tensor.requires_grad for tensor in tensors.values()):
         return None
     leading = [name for name in _LEADING if name in tensors]
@@ -80,14 +80,15 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _tensors(values: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(values: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of nested arguments or outputs, by their names; no part of a distributed one."""
     if isinstance(values, torch.Tensor):
-        if values.ndim and values.device.type != "meta" and not hasattr(values, "placements"):
+        if values.device.type != "meta" and not hasattr(values, "placements"):
             yield name, values
     elif isinstance(values, Mapping | list | tuple) and depth < _DEEPEST:
         named = values.items() if isinstance(values, Mapping) else enumerate(values)
         for inner, value in named:
-            yield from _tensors(value, f"{name}.{inner}" if name else str(inner), depth + 1)
+            yield from tensors_in(value, f"{name}.{inner}" if name else str(inner), depth + 1)
 
 
 def _digest_of(contents: dict[str, torch.Tensor], row: int, mask: torch.Tensor | None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any, Literal, NotRequired
 
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
@@ -163,6 +163,19 @@ class VerifyAnswer(TypedDict):
     admission: str
 
 
+class RefereeAnswer(TypedDict):
+    schema: int
+    record: str
+    command: list[str]
+    command_exit_code: int | None
+    ranks: int
+    steps: int
+    verdict: Literal["proved", "refuted", "not judged"]
+    exit_code: int
+    parts: list[Values]
+    outside: list[str]
+
+
 class WhyAnswer(TypedDict):
     run: str
     steps: list[int]
@@ -186,6 +199,7 @@ ANSWERS: dict[str, Any] = {
     "import": ImportAnswer,
     "plan": PlanAnswer,
     "profile": ProfileAnswer,
+    "referee": RefereeAnswer,
     "report": ReportAnswer,
     "sample": SampleAnswer,
     "submit kubernetes": SubmitAnswer,

@@ -20,6 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "threefold"
 MODULES = sorted(SOURCE.rglob("*.py"))
+# A room that no run loads, with a bound of its own.
+REFEREE = SOURCE / "referee"
 _COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 
 
@@ -61,12 +63,15 @@ def measure(*, static: bool) -> dict[str, float]:
     """Each bound's name, and what it is now."""
     from threefold.config.schema import every_key
 
-    lines = [_token_lines(path) for path in MODULES]
+    referee = [path for path in MODULES if path.is_relative_to(REFEREE)]
+    rooms = [path for path in MODULES if path not in referee]
+    lines = [_token_lines(path) for path in rooms]
     tokens = sum(map(len, lines))
     measured: dict[str, float] = {
         "code tokens": tokens,
-        "lines": sum(path.read_text(encoding="utf-8").count("\n") for path in MODULES),
+        "lines": sum(path.read_text(encoding="utf-8").count("\n") for path in rooms),
         "code tokens a line": round(tokens / sum(len(set(each)) for each in lines), 2),
+        "code tokens of the referee": sum(map(code_tokens, referee)),
         "config keys": len(every_key()),
         "options of the commands": len(options()),
         "class names with two meanings": sum(count > 1 for count in class_names().values()),

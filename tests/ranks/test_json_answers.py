@@ -47,6 +47,7 @@ CASES = [
     ("plan", "config.yaml --mesh.dp 2", 0),
     ("plan", "model --gpus 2 --gpu h100-80gb --data.seq_len 32", 0),
     ("profile", "run", 0),
+    ("referee", "judge watched", 3),
     ("report", "run --to page.html", 0),
     ("sample", "run --prompt the --tokens 3", 0),
     ("submit kubernetes", "config.yaml --mesh.dp 2 --image a:1 --volume claim=/runs --log.dir /runs/a --dry-run", 0),
@@ -69,6 +70,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert command(place, "export", "run", "--to", "model").returncode == 0
     (place / "train.log").write_text("RuntimeError: Expected all tensors on same device\n")
     (place / "other.txt").write_text("nothing of this is read by the run, and none of it is in its corpus. " * 9)
+    (place / "watched").mkdir()
+    (place / "watched" / "command.json").write_text('{"command": ["true"], "exit_code": 0}')
     (place / "unknown.log").write_text("training was here\n")
     return place
 

@@ -95,6 +95,15 @@ _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "0 written; 2 there is no such run, or the file cannot be written",
         ("threefold report runs/a", "threefold report runs/a runs/b --to compared.html"),
     ),
+    "referee": (
+        "[OPTIONS] -- COMMAND...",
+        "0 proved; 1 refuted; 2 the request was wrong; 3 not judged, with the reason",
+        (
+            "threefold referee -- torchrun --nproc-per-node 2 train.py",
+            "threefold referee --record record -- accelerate launch train.py",
+            "threefold referee judge record",
+        ),
+    ),
     "view": (
         "[RUN|FOLDER] [OPTIONS]",
         "0 ended by Ctrl-C; 2 there is no such folder, or the port is taken",

@@ -50,6 +50,7 @@ _COMMANDS = {
     "profile": None,
     "report": None,
     "why": None,
+    "referee": {"allow_interspersed_args": False},  # what follows COMMAND is its own
     "view": None,
 }
 

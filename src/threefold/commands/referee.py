@@ -1,0 +1,72 @@
+"""`threefold referee -- COMMAND`: watches any training, and says what it proves or refutes of it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from threefold import jsonl
+from threefold.commands.arguments import AsJson
+from threefold.errors import ConfigError
+
+if TYPE_CHECKING:
+    from threefold.referee.judge.verdict import CommandVerdict
+
+_EXAMPLE = "threefold referee -- torchrun --nproc-per-node 2 train.py"
+
+
+def command(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="COMMAND...", help="What starts the training; or: judge DIR")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=0, help="Record the whole inputs of so many steps.")] = 3,
+    record: Annotated[
+        Path | None, typer.Option(help="The new folder to record in; default: one that is removed.")
+    ] = None,
+    keep: Annotated[float, typer.Option(min=0, help="How large the record may become, in GiB.")] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Watch any training and judge its data: which rows each rank read in which step; no line of it is changed.
+
+    threefold referee judge DIR judges a record that was made elsewhere.
+    """
+    match arguments or []:
+        case ["judge", *rest]:
+            verdict = _judged(rest)
+            as_json |= "--json" in rest
+        case []:
+            raise ConfigError(
+                "no command to watch is given", expected="what starts the training, after --", fix=_EXAMPLE
+            )
+        case watched:
+            verdict = _watched(watched, record, num_whole=steps, keep_bytes=int(keep * 2**30), as_json=as_json)
+    typer.echo(jsonl.as_json(verdict.as_values()) if as_json else "\n".join(verdict.lines()))
+    sys.exit(verdict.exit_code)
+
+
+def _judged(arguments: list[str]) -> CommandVerdict:
+    from threefold.referee.judge.verdict import judge
+
+    match [argument for argument in arguments if argument != "--json"]:
+        case [folder] if not folder.startswith("-"):
+            return judge(Path(folder))
+        case others:
+            what = f"`judge` takes one folder, not {shlex.join(others) or 'none'}"
+            raise ConfigError(what, expected="the folder of --record", fix="threefold referee judge DIR")
+
+
+def _watched(
+    watched: list[str], record: Path | None, *, num_whole: int, keep_bytes: int, as_json: bool
+) -> CommandVerdict:
+    from threefold.referee.judge.verdict import judge
+    from threefold.referee.watch import watch
+
+    with tempfile.TemporaryDirectory(prefix="threefold-referee-") as temporary:
+        folder = record if record is not None else Path(temporary)
+        watch(watched, folder, num_whole=num_whole, keep_bytes=keep_bytes, to_stderr=as_json)
+        return judge(folder)

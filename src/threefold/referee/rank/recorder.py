@@ -1,0 +1,258 @@
+"""The recorder inside a watched process: what the outermost module is called with in each optimizer step.
+
+It hangs on torch's global hooks: the call of a module (depth 0, training, with parameters that are trained),
+`backward`, the step hook of all optimizers, the DataLoaders. It writes nothing before a process trains, so launchers
+and loaders' workers leave no file. Whatever fails here is recorded and ends the recording, never the program; no random
+number is drawn and no tensor of the program is changed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from itertools import count
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from . import placement
+from .loaders import Loaders
+from .rows import rows_of_call, tensors_in
+from .sealed import SealedFile, digest
+
+
+@dataclass
+class OpenCall:
+    """A call of the outermost module before the optimizer's step."""
+
+    values: dict[str, Any]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    is_trained: bool = False
+
+    def note_gradient(self, gradient: torch.Tensor) -> None:
+        """A gradient comes back to the output of the call."""
+        self.is_trained = True
+
+
+class RankRecorder:
+    """The record of one rank: sealed lines, and the whole inputs of the first `num_whole` steps."""
+
+    def __init__(self, folder: Path, *, num_whole: int, most_bytes: int) -> None:
+        self._folder, self._num_whole, self._most_bytes = folder, num_whole, most_bytes
+        self._file: SealedFile | None = None
+        self._pid = 0
+        self._rank, self._num_steps = 0, 0
+        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._modules: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+        self._numbers = {"optimizer": count(), "module": count()}
+        self._calls: list[OpenCall] = []
+        self._losses: list[float] = []
+        self._is_off = False
+        self.loaders = Loaders()
+
+    def guard(self, action: Callable[..., Any], *arguments: Any) -> Any:
+        """What `action` returns; None if it fails: then the program continues unrecorded."""
+        # A process that was forked off must not write into the file of its parent.
+        if self._is_off or (self._pid and self._pid != os.getpid()):
+            return None
+        try:
+            with torch.no_grad():
+                return action(*arguments)
+        except Exception as error:
+            self._is_off = True
+            what = f"{type(error).__name__}: {error}"
+            print(f"threefold referee: rank {self._rank} is recorded no further ({what})", file=sys.stderr)
+            try:
+                if self._file is not None:
+                    self._file.write("fault", {"what": what})
+            except Exception:
+                pass  # the disk is full, say: a record without its end is not judged
+            return None
+
+    def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpenCall | None:
+        """The outermost module is called; None if this is no call with data."""
+        if not any(parameter.requires_grad for parameter in module.parameters()) or _is_capturing():
+            return None
+        if (rows := rows_of_call(args, kwargs)) is None:
+            return None
+        if self._file is None:
+            self._open()
+        values = {
+            "module": self._number_of(module),
+            "rows": rows.digests,
+            "ignored": rows.ignored,
+            "labelled": rows.labelled,
+            "pass": self.loaders.last,
+        }
+        call = OpenCall(values)
+        if self._num_steps < self._num_whole:
+            call.tensors = {name: tensor.clone().contiguous() for name, tensor in rows.tensors.items()}
+        self._calls.append(call)
+        return call
+
+    def returned(self, call: OpenCall, output: Any) -> None:
+        """The call returns; it is trained on if a gradient comes back to its output. Probes have none."""
+        outputs = [tensor for _, tensor in tensors_in(output) if tensor.grad_fn is not None]
+        for tensor in outputs:
+            tensor.register_hook(call.note_gradient)
+        call.is_trained = not outputs
+
+    def _number_of(self, module: torch.nn.Module) -> int:
+        """The outermost modules, counted from 0; what a new one shows of its ranks is recorded."""
+        assert self._file is not None
+        if module not in self._modules:
+            number = self._modules[module] = next(self._numbers["module"])
+            shown = {"module": number, "class": type(module).__name__, **placement.of(module)}
+            self._file.write("placement", shown)
+        return self._modules[module]
+
+    def _open(self) -> None:
+        self._rank, world_size = _rank_and_world()
+        name = f"rank-{self._rank:05d}"
+        try:
+            self._file = SealedFile(self._folder / f"{name}.jsonl", most_bytes=self._most_bytes // world_size)
+        except FileExistsError:
+            # A restarted rank, or a second program of the command: to be seen, not mixed.
+            self._file = SealedFile(self._folder / f"{name}.{os.getpid()}.jsonl", most_bytes=self._most_bytes)
+        self._pid = os.getpid()
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        loaded = ("transformers", "accelerate", "trl", "lightning", "deepspeed")
+        versions |= {
+            name: str(getattr(sys.modules[name], "__version__", "?")) for name in loaded if name in sys.modules
+        }
+        self._file.write("start", {"rank": self._rank, "world_size": world_size, "versions": versions})
+        atexit.register(self.guard, self._end)
+        # A process of multiprocessing ends without atexit.
+        util.Finalize(None, self.guard, args=(self._end,), exitpriority=0)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """A loss goes backward; its value is read in the checked steps only, as a device would have to wait for it."""
+        if self._calls and self._num_steps < self._num_whole and loss.numel() == 1 and not _is_capturing():
+            self._losses.append(float(loss.detach()))
+
+    def steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer takes a step. One that steps right after another has trained on the same calls."""
+        calls = [call for call in self._calls if call.is_trained]
+        if not calls or self._file is None:
+            return
+        self._num_steps += 1
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer] = next(self._numbers["optimizer"])
+        values = {
+            "step": self._num_steps,
+            "optimizer": self._optimizers[optimizer],
+            "calls": [call.values for call in calls],
+            "losses": self._losses,
+        }
+        whole = {f"{place}.{name}": value for place, call in enumerate(calls) for name, value in call.tensors.items()}
+        if whole:
+            values["inputs"] = self._write_whole(whole)
+        self._file.write("step", values)
+        self._calls, self._losses = [], []
+        if self._file.left_bytes < 0:
+            raise OSError("the record is as large as --keep allows")
+
+    def _write_whole(self, whole: dict[str, torch.Tensor]) -> dict[str, str]:
+        assert self._file is not None
+        size = sum(tensor.nbytes for tensor in whole.values())
+        if size > self._file.left_bytes:
+            return {"left_out": "they do not fit into --keep"}
+        try:
+            from safetensors.torch import save
+        except ImportError:
+            return {"left_out": "safetensors is not installed in the program's Python"}
+        name = f"rank-{self._rank:05d}-step-{self._num_steps:05d}.safetensors"
+        content = save(whole)
+        (self._folder / name).write_bytes(content)
+        self._file.left_bytes -= len(content)
+        return {"file": name, "digest": digest(content)}
+
+    def _end(self) -> None:
+        if self._file is None:
+            return
+        for name, values in self.loaders.passes.items():
+            self._file.write("pass", {"pass": name, **values})
+        self._file.write("end", {"steps": self._num_steps, "calls_after": sum(call.is_trained for call in self._calls)})
+        self._file.close()
+        self._file, self._is_off = None, True
+
+
+def _rank_and_world() -> tuple[int, int]:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _is_capturing() -> bool:
+    # Copying to the host would break a CUDA graph that is being captured.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _is_in_backward() -> bool:
+    # Activation checkpointing calls inner modules again, from inside of backward.
+    return torch._C._current_graph_task_id() != -1
+
+
+def attach(environ: Mapping[str, str]) -> None:
+    """Hangs a recorder on torch, with the settings that `threefold referee` has put into the environment."""
+    recorder = RankRecorder(
+        Path(environ["THREEFOLD_REFEREE"]),
+        num_whole=int(environ.get("THREEFOLD_REFEREE_STEPS", 3)),
+        most_bytes=int(environ.get("THREEFOLD_REFEREE_KEEP", 1 << 30)),
+    )
+    call, backward = torch.nn.Module.__call__, torch.Tensor.backward
+    local = threading.local()
+
+    @wraps(call)
+    def watched_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # what is traced must not contain the referee
+            return call(self, *args, **kwargs)
+        depth = getattr(local, "depth", 0)
+        open_call = None
+        if not depth and self.training and torch.is_grad_enabled() and not _is_in_backward():
+            open_call = recorder.guard(recorder.called, self, args, kwargs)
+        local.depth = depth + 1
+        try:
+            output = call(self, *args, **kwargs)
+        finally:
+            local.depth = depth
+        if open_call is not None:
+            recorder.guard(recorder.returned, open_call, output)
+        return output
+
+    @wraps(backward)
+    def watched_backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            recorder.guard(recorder.backward, self)
+        backward(self, *args, **kwargs)
+
+    torch.nn.Module.__call__ = watched_call
+    torch.Tensor.backward = watched_backward
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: recorder.guard(recorder.steps, optimizer))
+    recorder.loaders.attach(recorder.guard)
+
+
+def watch_sharding(fsdp: Any) -> None:
+    """Notes over which ranks `fully_shard` shards: a sharded parameter does not tell data ranks from others."""
+    shard = getattr(fsdp, "fully_shard", None)
+    if shard is None:
+        return
+
+    @wraps(shard)
+    def watched(module: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Any:
+        sharded = shard(module, *args, mesh=mesh, **kwargs)
+        placement.note_mesh(mesh)
+        return sharded
+
+    fsdp.fully_shard = watched

@@ -1,0 +1,180 @@
+"""The record of a watched command, read back: one `RankRecord` for each rank that trained, and what is wrong with it.
+
+No torch, and nothing of the program that was watched is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from threefold.errors import DataError
+from threefold.referee.rank.sealed import digest, read_sealed
+
+COMMAND_FILE = "command.json"
+
+# Of the steps of the training, what other optimizers may have done beside it.
+_MOST_LEFT_OUT = 0.1
+
+
+class ReadCall(NamedTuple):
+    """A call of an outermost module (by its number): its optimizer step from 1, and the digests of its rows."""
+
+    step: int
+    module: int
+    rows: tuple[str, ...]
+    ignored: tuple[int, ...]
+    labelled: bool
+    loader_pass: tuple[int, int] | None
+
+
+@dataclass
+class LoaderPass:
+    """A pass of a DataLoader: the rows of its data set, if known, and its samplers, outermost first."""
+
+    rows: int | None
+    batches: int
+    ended: bool
+    samplers: list[dict[str, Any]]
+
+    def setting(self, *names: str) -> Any:
+        """The first of these settings that a sampler has, from the outermost in."""
+        return next((each[name] for each in self.samplers for name in names if name in each), None)
+
+
+@dataclass
+class RankRecord:
+    """What one rank has read."""
+
+    rank: int
+    world_size: int
+    versions: dict[str, str]
+    calls: list[ReadCall] = field(default_factory=list)
+    passes: dict[tuple[int, int], LoaderPass] = field(default_factory=dict)
+    num_steps: int = 0
+    placement: dict[str, Any] = field(default_factory=dict)
+    """of the model that is trained."""
+    left_out: int = 0
+    """steps of other optimizers, before or after the training: probes and trials."""
+    mixed: str | None = None
+    """why it does not show which steps are the training's."""
+    wrong: list[str] = field(default_factory=list)
+    """what makes the record incomplete, in words."""
+
+
+@dataclass
+class WatchedCommand:
+    """All that a folder holds. `exit_code` is None while the command runs, or if the referee was killed."""
+
+    command: list[str]
+    exit_code: int | None
+    ranks: list[RankRecord]
+    wrong: list[str]
+
+
+def read_command(folder: Path) -> WatchedCommand:
+    """The record in a folder.
+
+    Raises:
+        DataError: there is none.
+    """
+    try:
+        values = json.loads((folder / COMMAND_FILE).read_text(encoding="utf-8"))
+        command, exit_code = list(values["command"]), values["exit_code"]
+    except (OSError, ValueError, LookupError, TypeError):
+        what = f"{folder} holds no record of the referee"
+        fix = f"threefold referee --record {folder} -- torchrun --nproc-per-node 2 train.py"
+        raise DataError(what, expected=f"a folder with {COMMAND_FILE} and rank-*.jsonl", fix=fix) from None
+    ranks: list[RankRecord] = []
+    wrong: list[str] = []
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        record = _read_rank(path)
+        if record is None:
+            wrong.append(f"{path.name} has no beginning")
+        elif any(record.rank == other.rank for other in ranks):
+            wrong.append(f"two processes trained as rank {record.rank}: it was restarted, or there were two programs")
+        else:
+            ranks.append(record)
+    ranks.sort(key=lambda record: record.rank)
+    return WatchedCommand(command, exit_code, ranks, wrong)
+
+
+def _read_rank(path: Path) -> RankRecord | None:
+    lines, damage = read_sealed(path)
+    if not lines or lines[0]["kind"] != "start":
+        return None
+    start, *rest = lines
+    record = RankRecord(start["rank"], start["world_size"], start["versions"])
+    ended = False
+    steps = []
+    placements = {}
+    for line in rest:
+        match line["kind"]:
+            case "placement":
+                placements[line["module"]] = line
+            case "step":
+                steps.append(line)
+                record.wrong += _wrong_inputs(path.parent, line.get("inputs", {}))
+            case "pass":
+                known = (line["rows"], line["batches"], line["ended"], line["samplers"])
+                record.passes[tuple(line["pass"])] = LoaderPass(*known)
+            case "fault":
+                record.wrong.append(f"rank {record.rank}: the referee recorded no further ({line['what']})")
+            case "end":
+                ended = True
+    _take_training(record, steps)
+    if record.calls:
+        record.placement = placements[record.calls[0].module]
+    if damage is not None:
+        record.wrong.append(damage)
+    elif not ended and not record.wrong:
+        record.wrong.append(f"rank {record.rank} was killed, or its record is cut: {path.name} has no end")
+    return record
+
+
+def _take_training(record: RankRecord, steps: list[dict[str, Any]]) -> None:
+    """Takes the steps of the one training of a program, which may train probes or trials before or after it."""
+    runs = [list(lines) for _, lines in groupby(steps, key=itemgetter("optimizer"))]
+    if not runs:
+        return
+    longest = max(runs, key=len)
+    num_optimizers = len({line["optimizer"] for line in steps})
+    record.num_steps = len(longest)
+    record.left_out = len(steps) - len(longest)
+    if num_optimizers < len(runs):
+        record.mixed = f"rank {record.rank} trains with {num_optimizers} optimizers in turn"
+    elif record.left_out > _MOST_LEFT_OUT * len(longest):
+        lengths = ", ".join(str(len(lines)) for lines in runs)
+        record.mixed = f"rank {record.rank} trains {len(runs)} times, for {lengths} steps"
+    for line in steps if record.mixed else longest:
+        record.calls += _calls_of(line)
+
+
+def _calls_of(line: dict[str, Any]) -> Iterator[ReadCall]:
+    """The calls of a step; one that repeats the rows of the call before it reads nothing more."""
+    before = None
+    for call in line["calls"]:
+        loader_pass = tuple(call["pass"]) if call["pass"] is not None else None
+        read = ReadCall(
+            line["step"], call["module"], tuple(call["rows"]), tuple(call["ignored"]), call["labelled"], loader_pass
+        )
+        if before is None or read.rows != before.rows:
+            yield read
+        before = read
+
+
+def _wrong_inputs(folder: Path, inputs: dict[str, str]) -> Iterator[str]:
+    if "file" not in inputs:
+        return
+    try:
+        content = (folder / inputs["file"]).read_bytes()
+    except OSError as error:
+        yield f"{inputs['file']} cannot be read: {error.strerror}"
+        return
+    if digest(content) != inputs["digest"]:
+        yield f"{inputs['file']} is not as it was written"

@@ -1,0 +1,93 @@
+"""Runs a command with the referee attached: its environment, its folder, its end.
+
+The command gets the terminal, its signals and its own exit code; the referee only waits. What its ranks record lies in
+the folder, which is new.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from threefold.errors import ConfigError
+from threefold.referee.record import COMMAND_FILE
+
+_ATTACHED = Path(__file__).parent / "attached"
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP)
+
+
+def watch(command: Sequence[str], folder: Path, *, num_whole: int, keep_bytes: int, to_stderr: bool) -> int:
+    """Runs the command, recorded in `folder`, and returns its exit code; 128 + n if signal n ended it.
+
+    Args:
+        num_whole: so many steps are recorded with their whole inputs.
+        keep_bytes: how large the record of all ranks may become.
+        to_stderr: what the command prints goes to stderr, as stdout has an answer.
+
+    Raises:
+        ConfigError: the folder is not empty, or the command cannot be started.
+    """
+    if shutil.which(command[0]) is None:
+        what = f"there is no program {command[0]!r} to watch"
+        fix = f"threefold referee -- {shlex.join([sys.executable, *command])}"
+        raise ConfigError(what, expected="the command that starts your training, after --", fix=fix)
+    _prepare(folder, command)
+    # A torch.distributed launcher hands its environment to its ranks; srun does too.
+    path = os.pathsep.join(filter(None, (str(_ATTACHED), os.environ.get("PYTHONPATH"))))
+    settings = {
+        "PYTHONPATH": path,
+        "THREEFOLD_REFEREE": str(folder.resolve()),
+        "THREEFOLD_REFEREE_STEPS": str(num_whole),
+        "THREEFOLD_REFEREE_KEEP": str(keep_bytes),
+    }
+    output = sys.stderr if to_stderr else None
+    environ = {**os.environ, **settings}
+    with subprocess.Popen(list(command), env=environ, stdout=output) as process, _signals_of(process):
+        code = process.wait()
+    code = code if code >= 0 else 128 - code
+    _write(folder, command, code)
+    return code
+
+
+def _prepare(folder: Path, command: Sequence[str]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(folder.iterdir())
+    except OSError as error:
+        what = f"--record {folder} cannot be made ({error.strerror})"
+        raise ConfigError(what, expected="a new folder, or an empty one", fix="--record referee-record") from None
+    if not is_empty:
+        number = next(number for number in range(2, 10**6) if not Path(f"{folder}-{number}").exists())
+        what = f"--record {folder} is not empty"
+        raise ConfigError(what, expected="a new folder, or an empty one", fix=f"--record {folder}-{number}")
+    _write(folder, command, None)
+
+
+def _write(folder: Path, command: Sequence[str], exit_code: int | None) -> None:
+    values = {"schema": 1, "command": list(command), "exit_code": exit_code}
+    (folder / COMMAND_FILE).write_text(json.dumps(values) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _signals_of(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Leaves signals to the command: Ctrl-C reaches it from the terminal, others are handed on."""
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in _FORWARDED}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,370 @@
+"""The referee's judgement of records: each fault refuted, its clean twin proved, what does not show not judged."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from threefold.errors import DataError
+from threefold.referee.judge.parts import PartStatus
+from threefold.referee.judge.verdict import CommandVerdict, judge
+from threefold.referee.rank.sealed import SealedFile, read_sealed
+
+NUM_ROWS, BATCH = 40, 5
+Orders = list[list[list[int]]]  # epoch, rank, place
+
+
+def dealt(*, ranks: int = 2, epochs: int = 2, set_epoch: bool = True, seeds: Sequence[int] = (0, 0)) -> Orders:
+    """What DistributedSampler deals out: one shuffled order an epoch, each rank every so-manieth row of it."""
+    orders = []
+    for epoch in range(epochs):
+        of_ranks = []
+        for rank in range(ranks):
+            order = list(range(NUM_ROWS))
+            random.Random(100 * seeds[rank] + (epoch if set_epoch else 0)).shuffle(order)
+            of_ranks.append(order[rank::ranks])
+        orders.append(of_ranks)
+    return orders
+
+
+def sampler(rank: int, **settings: Any) -> dict[str, Any]:
+    known = {"num_replicas": 2, "rank": rank, "seed": 0, "epoch": 0, "shuffle": True, "drop_last": False}
+    return {"class": "DistributedSampler", "package": "torch", **known, **settings}
+
+
+def record(
+    folder: Path,
+    orders: Orders,
+    *,
+    samplers: Callable[[int, int], dict[str, Any]] | None = None,
+    placement: Callable[[int], dict[str, Any]] | None = None,
+    name: Callable[[int, int], str] = lambda row, epoch: f"row {row}",
+    batch: int = BATCH,
+    calls_a_step: int = 1,
+    unread_batches: int = 0,
+    **call: Any,
+) -> CommandVerdict:
+    """Writes what ranks would have recorded that read these orders, and judges it."""
+    num_ranks = len(orders[0])
+    samplers = samplers or (lambda rank, epoch: sampler(rank, epoch=epoch))
+    for rank in range(num_ranks):
+        file = SealedFile(folder / f"rank-{rank:05d}.jsonl", most_bytes=1 << 20)
+        file.write("start", {"rank": rank, "world_size": num_ranks, "versions": {}})
+        ddp = {"together": [], "how": "DistributedDataParallel", "data_ranks": list(range(num_ranks))}
+        file.write("placement", {"module": 0, **(placement(rank) if placement else ddp)})
+        step = 0
+        for epoch, order in enumerate(orders):
+            for start in range(0, len(order[rank]), batch):
+                step += 1
+                rows = [name(row, epoch) for row in order[rank][start : start + batch]]
+                values = {"module": 0, "rows": rows, "ignored": [], "labelled": False, "pass": (0, epoch), **call}
+                file.write("step", {"step": step, "optimizer": 0, "calls": [values] * calls_a_step, "losses": []})
+        for epoch, order in enumerate(orders):
+            batches = {"class": "BatchSampler", "package": "torch", "batch_size": batch, "drop_last": False}
+            known = {"rows": NUM_ROWS, "samplers": [batches, samplers(rank, epoch)]}
+            num_batches = -(-len(order[rank]) // batch) + unread_batches
+            file.write("pass", {"pass": (0, epoch), "batches": num_batches, "ended": True, **known})
+        file.write("end", {"steps": step, "calls_after": 0})
+        file.close()
+    (folder / "command.json").write_text(json.dumps({"command": ["train"], "exit_code": 0}))
+    return judge(folder)
+
+
+def status(verdict: CommandVerdict, name: str) -> PartStatus:
+    return next(part.status for part in verdict.parts if part.name == name)
+
+
+def text(verdict: CommandVerdict, name: str) -> str:
+    return next(str(part) for part in verdict.parts if part.name == name)
+
+
+def test_clean_run_is_proved(tmp_path: Path) -> None:
+    verdict = record(tmp_path, dealt())
+    assert verdict.exit_code == 0, verdict.lines()
+    assert text(verdict, "rows of an epoch") == (
+        "proved      rows of an epoch: each of 40 rows was read once in each epoch, of 2"
+    )
+
+
+def test_all_ranks_read_the_same_rows(tmp_path: Path) -> None:
+    orders = [[list(range(NUM_ROWS))] * 2] * 2
+    plain = {"class": "SequentialSampler", "package": "torch"}
+    verdict = record(tmp_path, orders, samplers=lambda rank, epoch: plain)
+    assert verdict.exit_code == 1
+    assert text(verdict, "rows of data ranks") == (
+        "refuted     rows of data ranks: ranks 0 and 1 trained on the same rows in 16 of 16 steps\n"
+        "  expected: rows of its own for each data rank (DistributedDataParallel); 2 ranks do the work of one\n"
+        "  where: the DataLoader: give it a DistributedSampler, and call its set_epoch before each epoch"
+    )
+
+
+def test_sampler_seeded_by_rank(tmp_path: Path) -> None:
+    orders = dealt(seeds=(0, 1))
+    verdict = record(tmp_path, orders, samplers=lambda rank, epoch: sampler(rank, seed=rank, epoch=epoch))
+    twice = len(set(orders[0][0]) & set(orders[0][1]))
+    assert text(verdict, "rows of an epoch") == (
+        f"refuted     rows of an epoch: epoch 1 read {twice} rows more than once and {twice} of 40 never\n"
+        "  expected: each of the 40 rows once, by one data rank\n"
+        "  where: the sampler of each rank: equal seed and epoch, num_replicas the number of data ranks, rank its own"
+    )
+    assert text(verdict, "order of epochs") == (
+        "refuted     order of epochs: in epoch 1 the sampler of rank 1 has seed 1, that of rank 0 has 0\n"
+        "  expected: one order of the data set, of which each data rank reads its share\n"
+        "  where: where the sampler is made, or its epoch set: seed must not depend on the rank"
+    )
+
+
+def test_rows_are_refuted_without_a_word_of_the_sampler(tmp_path: Path) -> None:
+    """The seeds do not show, as a sampler of the program's own may hide them: the rows do."""
+    verdict = record(tmp_path, dealt(seeds=(0, 1)))
+    assert status(verdict, "rows of an epoch") is PartStatus.REFUTED
+    assert status(verdict, "order of epochs") is PartStatus.PROVED
+
+
+def test_epochs_that_differ_by_rank(tmp_path: Path) -> None:
+    verdict = record(tmp_path, dealt(), samplers=lambda rank, epoch: sampler(rank, epoch=epoch + rank))
+    assert "the sampler of rank 1 has epoch 1, that of rank 0 has 0" in text(verdict, "order of epochs")
+    assert verdict.exit_code == 1
+
+
+def test_no_set_epoch(tmp_path: Path) -> None:
+    verdict = record(tmp_path, dealt(epochs=3, set_epoch=False), samplers=lambda rank, epoch: sampler(rank))
+    assert status(verdict, "rows of an epoch") is PartStatus.PROVED
+    assert text(verdict, "order of epochs") == (
+        "refuted     order of epochs: epoch 2 read its rows in the order of the epoch before (2 of 2 epochs do)\n"
+        "  expected: a new order in each epoch: DistributedSampler is asked to shuffle\n"
+        "  where: the loop over epochs: sampler.set_epoch(epoch) before each of them"
+    )
+
+
+def test_order_that_is_not_shuffled_is_no_fault(tmp_path: Path) -> None:
+    orders = dealt(set_epoch=False)
+    verdict = record(tmp_path, orders, samplers=lambda rank, epoch: sampler(rank, shuffle=False))
+    assert status(verdict, "order of epochs") is PartStatus.NONE
+    assert verdict.exit_code == 0
+
+
+def test_shares_of_more_ranks_than_there_are(tmp_path: Path) -> None:
+    orders = [[order[0], order[1]] for order in dealt(ranks=4, seeds=(0, 0, 0, 0))]
+    verdict = record(tmp_path, orders, samplers=lambda rank, epoch: sampler(rank, num_replicas=4, epoch=epoch))
+    assert "epoch 1 made 20 reads of 40 rows: 20 never" in text(verdict, "rows of an epoch")
+    assert text(verdict, "order of epochs") == (
+        "refuted     order of epochs: the samplers divide the rows by 4 and read the shares 0, 1 on 2 data ranks\n"
+        "  expected: num_replicas is the number of data ranks, and each of them reads another share\n"
+        "  where: where the sampler is made: num_replicas and rank are those of the data ranks"
+    )
+
+
+def test_every_rank_reads_all_rows_in_an_order_of_its_own(tmp_path: Path) -> None:
+    orders = [
+        [random.Random(10 * epoch + rank).sample(range(NUM_ROWS), NUM_ROWS) for rank in (0, 1)] for epoch in (0, 1)
+    ]
+    plain = {"class": "RandomSampler", "package": "torch", "num_samples": NUM_ROWS, "replacement": False}
+    verdict = record(tmp_path, orders, samplers=lambda rank, epoch: plain)
+    assert "epoch 1 made 80 reads of 40 rows: 40 more than once" in text(verdict, "rows of an epoch")
+
+
+def test_ranks_with_files_of_their_own_are_no_fault(tmp_path: Path) -> None:
+    orders = [[[*range(NUM_ROWS)], [*range(NUM_ROWS, 2 * NUM_ROWS)]]] * 2
+    plain = {"class": "SequentialSampler", "package": "torch"}
+    verdict = record(tmp_path, orders, samplers=lambda rank, epoch: plain)
+    assert "each of 80 rows was read once" in text(verdict, "rows of an epoch")
+    assert verdict.exit_code == 0
+
+
+def test_padding_of_the_last_batch_is_no_fault(tmp_path: Path) -> None:
+    orders = dealt()
+    for first, second in orders:
+        second.append(first[0])
+        first.append(second[0])
+    verdict = record(tmp_path, orders)
+    assert "2 were read again to fill its last batches" in text(verdict, "rows of an epoch")
+    assert status(verdict, "rows of an epoch") is PartStatus.PROVED
+
+
+def test_dropped_rows_need_drop_last(tmp_path: Path) -> None:
+    orders = [[rows[:18] for rows in epoch] for epoch in dealt()]
+    kept = record(tmp_path, orders, samplers=lambda rank, epoch: sampler(rank, epoch=epoch))
+    assert "4 of 40 rows left the DataLoader and did not reach the model" in text(kept, "rows of an epoch")
+    assert kept.exit_code == 3
+    (again := tmp_path / "again").mkdir()
+    dropped = record(again, orders, samplers=lambda rank, epoch: sampler(rank, epoch=epoch, drop_last=True))
+    assert "4 were left out at its end (drop_last)" in text(dropped, "rows of an epoch")
+
+
+def test_equal_rows_of_a_data_set_are_not_refuted(tmp_path: Path) -> None:
+    verdict = record(tmp_path, dealt(epochs=4), name=lambda row, epoch: f"row {row % 30}")
+    assert verdict.exit_code == 3
+    assert status(verdict, "rows of an epoch") is PartStatus.NOT_JUDGED
+
+
+@pytest.mark.parametrize("different", [1, 2, 4, 10])
+def test_data_set_of_few_different_rows_is_not_refuted(tmp_path: Path, different: int) -> None:
+    verdict = record(tmp_path, dealt(epochs=4), name=lambda row, epoch: f"row {row % different}", batch=1)
+    assert verdict.exit_code == 3, verdict.lines()
+
+
+def test_augmented_rows_are_neither_proved_nor_refuted(tmp_path: Path) -> None:
+    plain = {"class": "RandomSampler", "package": "torch", "num_samples": NUM_ROWS, "replacement": False}
+    orders = [[[*range(NUM_ROWS)], [*range(50, 50 + NUM_ROWS)]]] * 2
+    verdict = record(tmp_path, orders, samplers=lambda rank, epoch: plain, name=lambda row, epoch: f"{row} {epoch}")
+    assert verdict.exit_code == 3
+    assert {part.status for part in verdict.parts[1:]} == {PartStatus.NOT_JUDGED, PartStatus.NONE}
+
+
+def test_sampler_of_an_unknown_kind_is_judged_by_its_epochs(tmp_path: Path) -> None:
+    mine = {"class": "MySampler", "package": "mine"}
+    verdict = record(tmp_path, dealt(), samplers=lambda rank, epoch: mine)
+    assert "2 epochs read the same 40 rows, each once" in text(verdict, "rows of an epoch")
+    (again := tmp_path / "again").mkdir()
+    faulty = record(again, dealt(seeds=(0, 1)), samplers=lambda rank, epoch: mine)
+    assert status(faulty, "rows of an epoch") is PartStatus.NOT_JUDGED
+
+
+def test_replacement_and_skipped_batches_are_not_judged(tmp_path: Path) -> None:
+    drawn = {"class": "RandomSampler", "package": "torch", "num_samples": NUM_ROWS, "replacement": True}
+    verdict = record(tmp_path, dealt(), samplers=lambda rank, epoch: drawn)
+    assert "with replacement" in text(verdict, "rows of an epoch")
+
+
+def test_one_epoch_is_proved_only_by_samplers_that_deal_rows_out(tmp_path: Path) -> None:
+    assert record(tmp_path, dealt(epochs=1)).exit_code == 0
+    plain = {"class": "RandomSampler", "package": "torch", "num_samples": NUM_ROWS, "replacement": False}
+    (again := tmp_path / "again").mkdir()
+    orders = [[[*range(NUM_ROWS)], [*range(NUM_ROWS, 2 * NUM_ROWS)]]]
+    verdict = record(again, orders, samplers=lambda rank, epoch: plain)
+    assert "one epoch does not show whether a row looks the same each time" in text(verdict, "rows of an epoch")
+    assert "no row came again" in text(verdict, "rows of data ranks")
+
+
+@pytest.mark.parametrize("settings", [{"class": "SubsetRandomSampler"}, {"class": "RandomSampler", "num_samples": 20}])
+def test_part_of_a_data_set_is_no_fault(tmp_path: Path, settings: dict[str, Any]) -> None:
+    verdict = record(
+        tmp_path,
+        [[rows[:10] for rows in epoch] for epoch in dealt(set_epoch=False)],
+        samplers=lambda rank, epoch: {"package": "torch", "shuffle": False, **settings},
+    )
+    assert "2 epochs read the same 20 rows, each once" in text(verdict, "rows of an epoch")
+
+
+def test_batches_that_do_not_reach_the_model_are_not_judged(tmp_path: Path) -> None:
+    orders = [[rows[:10] for rows in epoch] for epoch in dealt()]
+    verdict = record(tmp_path, orders, unread_batches=2)
+    assert "the model is called with 10 rows of 4 batches of 5" in text(verdict, "rows of an epoch")
+    assert verdict.exit_code == 3
+
+
+def test_call_that_repeats_the_one_before_reads_nothing_more(tmp_path: Path) -> None:
+    verdict = record(tmp_path, dealt(), calls_a_step=2)
+    assert verdict.exit_code == 0, verdict.lines()
+
+
+def test_ranks_that_cannot_be_told_apart_are_not_judged(tmp_path: Path) -> None:
+    verdict = record(tmp_path, dealt(seeds=(0, 1)), placement=lambda rank: {"together": [], "unknown": "no wrapper"})
+    why = "it does not show which ranks read rows of their own (rank 0: no wrapper)"
+    assert text(verdict, "rows of data ranks") == f"not judged  rows of data ranks: {why}"
+    assert text(verdict, "rows of an epoch") == f"not judged  rows of an epoch: {why}"
+    assert verdict.exit_code == 3
+
+
+def test_ranks_with_other_numbers_of_steps(tmp_path: Path) -> None:
+    verdict = record(tmp_path, [[first, second[:10]] for first, second in dealt()])
+    assert text(verdict, "record") == "not judged  record: ranks recorded 4 to 8 steps"
+
+
+def model_copies(rank: int) -> dict[str, Any]:
+    """2 data ranks of 2 ranks each."""
+    first = rank - rank % 2
+    return {"together": [first, first + 1], "how": "fully_shard", "data_ranks": [rank % 2, rank % 2 + 2]}
+
+
+def test_ranks_of_one_model_copy(tmp_path: Path) -> None:
+    shares = [[first, first, second, second] for first, second in dealt()]
+    by_copy = lambda rank, epoch: sampler(rank // 2, epoch=epoch)  # noqa: E731
+    clean = record(tmp_path, shares, samplers=by_copy, placement=model_copies)
+    assert clean.exit_code == 0, clean.lines()
+    assert "the same rows in each of 8 steps" in text(clean, "rows of one model copy")
+    (again := tmp_path / "again").mkdir()
+    by_rank = dealt(ranks=4, seeds=(0, 0, 0, 0))
+    faulty = record(again, by_rank, samplers=lambda rank, epoch: sampler(rank, num_replicas=4), placement=model_copies)
+    assert text(faulty, "rows of one model copy") == (
+        "refuted     rows of one model copy: ranks 0 and 1 read different rows in 4 of 4 steps, first in step 1\n"
+        "  expected: the same rows on ranks that compute one copy of the model: each holds a part of it\n"
+        "  where: the sampler: num_replicas and rank are those of the data ranks, not of all ranks"
+    )
+
+
+def test_ranks_that_share_nothing_are_not_one_copy(tmp_path: Path) -> None:
+    apart = lambda rank: {"together": [], "how": "DistributedDataParallel", "data_ranks": [rank]}  # noqa: E731
+    verdict = record(tmp_path, dealt(), placement=apart)
+    assert "have the same data rank and share no parameter" in text(verdict, "rows of one model copy")
+    assert verdict.exit_code == 3
+
+
+def test_rows_whose_labels_are_all_ignored(tmp_path: Path) -> None:
+    verdict = record(tmp_path, dealt(), ignored=[2], labelled=True)
+    assert text(verdict, "labels") == (
+        "refuted     labels: all labels are ignored (-100) in 16 of 80 rows: the first is row 2 of rank 0 in step 1\n"
+        "  expected: a label that is trained on in every row that is not padding\n"
+        "  where: what makes the labels: a prompt longer than the row, a template without its answer, a collator's mask"
+    )
+
+
+def test_rows_that_fill_up_the_last_step_are_not_refuted(tmp_path: Path) -> None:
+    orders = [[rows[:10] for rows in epoch] for epoch in dealt(epochs=1)]
+    verdict = record(tmp_path, orders, ignored=[3, 4], labelled=True, batch=10)
+    assert status(verdict, "labels") is PartStatus.REFUTED  # in the midst of a batch
+    (again := tmp_path / "again").mkdir()
+    verdict = record(again, orders, ignored=[8, 9], labelled=True, batch=10)
+    assert "they fill it up, or have lost theirs" in text(verdict, "labels")
+
+
+def test_every_changed_byte_is_found(tmp_path: Path) -> None:
+    record(tmp_path, dealt())
+    path = tmp_path / "rank-00001.jsonl"
+    content = path.read_bytes()
+    for place in random.Random(0).sample(range(len(content)), 60):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        path.write_bytes(changed)
+        verdict = judge(tmp_path)
+        assert verdict.exit_code != 0, (place, verdict.lines())
+    path.write_bytes(b"".join(content.splitlines(keepends=True)[:-1]))
+    assert "rank 1 was killed, or its record is cut: rank-00001.jsonl has no end" in text(judge(tmp_path), "record")
+    path.unlink()
+    assert "rank 1 left no record" in text(judge(tmp_path), "record")
+    assert "only 1 of 2 data ranks left a record" in text(judge(tmp_path), "rows of data ranks")
+
+
+def test_second_process_of_a_rank_and_a_failed_command_are_not_judged(tmp_path: Path) -> None:
+    record(tmp_path, dealt())
+    (tmp_path / "rank-00000.77.jsonl").write_bytes((tmp_path / "rank-00000.jsonl").read_bytes())
+    (tmp_path / "command.json").write_text(json.dumps({"command": ["train"], "exit_code": 7}))
+    assert text(judge(tmp_path), "record") == (
+        "not judged  record: two processes trained as rank 0: it was restarted, or there were two programs; "
+        "the command ended with exit code 7"
+    )
+
+
+def test_folder_without_a_record(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        judge(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path} holds no record of the referee\n"
+        "  expected: a folder with command.json and rank-*.jsonl\n"
+        f"  fix: threefold referee --record {tmp_path} -- torchrun --nproc-per-node 2 train.py"
+    )
+
+
+def test_sealed_lines_hold_what_is_not_finite_as_null(tmp_path: Path) -> None:
+    file = SealedFile(tmp_path / "a.jsonl", most_bytes=1000)
+    file.write("step", {"losses": [float("nan"), 1.5], "text": '"seal": "x', "empty": {}})
+    file.close()
+    lines, damage = read_sealed(tmp_path / "a.jsonl")
+    assert damage is None
+    assert lines == [{"kind": "step", "losses": [None, 1.5], "text": '"seal": "x', "empty": {}}]

@@ -164,26 +164,30 @@ LOSS = re.compile(r"loss of step 1: ([\d.]+)$", re.M)
 def two_agents(folder: Path, *arguments: str) -> str:
     """Two agents of torchrun, as of two nodes, on this machine's loopback; two ranks each."""
     place = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    agents = [
-        subprocess.Popen(
-            [str(BIN / "torchrun"), *place, "--node-rank", str(node), str(COMMON / "launches.py"), *arguments],
-            cwd=folder,
-            env={**environment(folder), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+    outputs = [folder / f"node-{node}.txt" for node in range(2)]
+    agents = []
+    for node, output in enumerate(outputs):  # into files: a full pipe of the one that is not read would stop both
+        command = [str(BIN / "torchrun"), *place, "--node-rank", str(node), str(COMMON / "launches.py"), *arguments]
+        agents.append(
+            subprocess.Popen(
+                command,
+                cwd=folder,
+                env={**environment(folder), "OMP_NUM_THREADS": "1"},
+                stdout=output.open("w"),
+                stderr=output.with_suffix(".err").open("w"),
+            )
         )
-        for node in range(2)
-    ]
     try:
-        outputs = [agent.communicate(timeout=240) for agent in agents]
+        codes = [agent.wait(timeout=240) for agent in agents]
     finally:
         for agent in agents:
             agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], outputs
-    return "".join(out for out, _ in outputs)
+    printed = "".join(output.read_text() for output in outputs)
+    assert codes == [0, 0], [output.with_suffix(".err").read_text()[-4000:] for output in outputs]
+    return printed
 
 
+@pytest.mark.timing
 def test_every_launch_has_the_mesh_of_the_variables_and_one_loss(tmp_path: Path) -> None:
     sizes = {"DP_SIZE": "2", "CP_SIZE": "2", "TP_SIZE": "2"}
     printed = {
@@ -205,6 +209,7 @@ def test_sizes_that_are_not_all_of_the_ranks_are_refused_by_name(tmp_path: Path)
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.timing
 def test_a_tracker_on_each_node_has_two_curves_under_one_name(tmp_path: Path) -> None:
     printed = two_agents(tmp_path, "runs/plain", "--plain")
     curves = re.search(r"^DDP on 4 ranks; 2 writer\(s\), loss of step 1: ([\d.]+), ([\d.]+)$", printed, re.M)

@@ -31,6 +31,15 @@ def _fail_on(rank: int, own: int, *, after: int) -> None:
     saver.write_parts = full
 
 
+def _six_steps(run: Miniature) -> None:
+    """Saves after every second one."""
+    for step in range(1, 7):
+        run.advance(1)
+        run.checkpointer.saver.check(step)
+        run.checkpointer.save(step, None, step % 2 == 0)
+    run.checkpointer.saver.wait()
+
+
 def _steps_until_failure(folder: str, mode: str, on_error: str, failing: int) -> Any:
     """Saves after every second step of six; the second save fails. What the rank saw, and what was printed."""
     import contextlib
@@ -43,11 +52,7 @@ def _steps_until_failure(folder: str, mode: str, on_error: str, failing: int) ->
     error = None
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         try:
-            for step in range(1, 7):
-                run.advance(1)
-                run.checkpointer.saver.check(step)
-                run.checkpointer.save(step, None, step % 2 == 0)
-            run.checkpointer.saver.wait()
+            _six_steps(run)
         except RunError as raised:
             error = str(raised)
     kept = [checkpoint.step for checkpoint in run.folder.checkpoints.all()]
@@ -97,11 +102,7 @@ def _without_memory(folder: str, lacking: int, failing: int | None) -> Any:
         _fail_on(failing, own, after=1)
     error = None
     try:
-        for step in range(1, 7):
-            run.advance(1)
-            run.checkpointer.saver.check(step)
-            run.checkpointer.save(step, None, step % 2 == 0)
-        run.checkpointer.saver.wait()
+        _six_steps(run)
     except RunError as raised:
         error = str(raised).splitlines()[0]
     newest = find(Path(folder))

@@ -50,7 +50,17 @@ class Journal:
             self._write("report", report.nodeid, outcome=report.outcome, reason=_reason(report))
 
 
+# Of why a test failed this much is kept from each end: an assertion's message may be all that a program printed.
+_ENDS = 300
+
+
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Why a test was skipped; empty for any other."""
+    """Why a test was skipped, or in a line why it failed; empty for one that passed."""
     place = report.longrepr
-    return str(place[2]).removeprefix("Skipped: ") if report.outcome == "skipped" and isinstance(place, tuple) else ""
+    if report.outcome == "skipped" and isinstance(place, tuple):
+        return str(place[2]).removeprefix("Skipped: ")
+    if report.outcome not in ("failed", "rerun"):
+        return ""
+    crash = getattr(place, "reprcrash", None)
+    line = " | ".join((crash.message if crash else str(place)).split("\n"))
+    return line if len(line) <= 2 * _ENDS else f"{line[:_ENDS]} [...] {line[-_ENDS:]}"

@@ -88,12 +88,13 @@ class Tests:
     running: list[str] = field(default_factory=list)
     crashes: list[str] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
+    why: dict[str, str] = field(default_factory=dict)
 
     def count(self, outcome: str) -> int:
         return sum(value == outcome for value in self.outcomes.values())
 
     def failed(self) -> list[str]:
-        return [test for test, outcome in self.outcomes.items() if outcome == "failed"]
+        return [f"{test}: {self.why[test]}" for test, outcome in self.outcomes.items() if outcome == "failed"]
 
 
 @dataclass
@@ -129,10 +130,11 @@ def _take(event: dict[str, str], tests: Tests, running: dict[str, None]) -> None
     elif kind == "crash":
         tests.crashes.append(f"{test}: {event['line']}")
     elif event["outcome"] == "rerun":
-        tests.retried.append(test)
+        tests.retried.append(f"{test}: {event['reason']}")
     elif event["outcome"] == "failed" or tests.outcomes.get(test) != "failed":
         # A test reports its set-up, its call and its end: one failure of them counts, and a skip says why.
         tests.outcomes[test] = event["outcome"]
+        tests.why[test] = event["reason"]
         if event["outcome"] == "skipped":
             tests.reasons[event["reason"]] += 1
 

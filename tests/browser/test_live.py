@@ -30,8 +30,9 @@ def test_a_logged_step_is_on_the_screen_within_2_seconds(tmp_path: Path, serve: 
         write_lines(run / "metrics.jsonl", [step_line(step, loss=loss)], append=True)
         told = "NaN" if math.isnan(loss) else str(loss)
         page.wait_for_function(
-            "([step, loss]) => { const figures = [...document.querySelectorAll('.figures dd')];"
-            "return figures[0].textContent.startsWith(step) && figures[1].textContent === loss; }",
+            "([step, loss]) => { const figures = Object.fromEntries("
+            "[...document.querySelectorAll('.figures div')].map((each) => [...each.children].map((e) => e.textContent))"
+            "); return figures.step.startsWith(step) && figures.loss === loss; }",
             arg=[str(step), told],
         )
         if not math.isnan(loss):

@@ -609,7 +609,7 @@ def test_size_to_paste_divides_heads_of_both_kinds() -> None:
 
 @pytest.mark.parametrize("model_type", ["gpt2", "stablelm"])
 def test_model_without_a_plan(model_type: str) -> None:
-    model = architecture(model_type)
+    model = architecture(model_type, num_key_value_heads=4)
     no_plan = problem(
         f"mesh.tp = 2, but transformers has no tensor-parallel plan for {model_type!r}",
         "a model whose layers can be split, or one tp rank",

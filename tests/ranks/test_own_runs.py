@@ -99,6 +99,30 @@ def test_run_that_is_killed_goes_on_as_the_unbroken_one(tmp_path: Path) -> None:
     assert refused.returncode == 2 and "log.dir = run holds a run of a program" in refused.stderr
 
 
+def test_run_that_goes_on_while_it_is_proved_is_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is logged and saved after its record was read is not missed in that."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    _ranks({}, str(whole), UNTIL)
+    shutil.copytree(whole, run)
+    until = json.loads((whole / "audit.jsonl").read_text().splitlines()[-1])["first"] - 1
+    logged = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(logged[:until]))
+    newest = CheckpointFolder(run).newest()
+    assert newest is not None and newest.step == UNTIL > until > 0
+    shutil.rmtree(newest.path)
+    read = record.read_lines
+
+    def going_on(path: Path) -> list[record.Line]:
+        lines = read(path)
+        shutil.rmtree(run / "checkpoints")  # pruned
+        shutil.copytree(whole, run, dirs_exist_ok=True)
+        return lines[:-1]
+
+    monkeypatch.setattr(record, "read_lines", going_on)
+    first, *_ = proof_lines(run)
+    assert f"steps 1 to {until}" in first
+
+
 def test_run_goes_back_and_sets_aside_what_was_later(tmp_path: Path) -> None:
     folder, back = tmp_path / "run", {"checkpoint.resume": str(tmp_path / "run/checkpoints/step-00000004")}
     whole, _ = _ranks({}, str(folder), 9, config={"checkpoint.keep": 5})[0]

@@ -165,8 +165,9 @@ def test_only_what_is_marked_is_tried_again_and_that_is_printed(tmp_path: Path) 
     )
     code, results, printed = run(tmp_path, stage("tests", write_test(tmp_path, text)))
     tests_of = results["tests"].tests
-    assert code == 1 and tests_of.failed() == ["test_small.py::test_plain"]
-    assert tests_of.retried == ["test_small.py::test_marked"]
+    why = "AssertionError: assert False |  +  where False = second_time('{}')"
+    assert code == 1 and tests_of.failed() == [f"test_small.py::test_plain: {why.format('plain')}"]
+    assert tests_of.retried == [f"test_small.py::test_marked: {why.format('marked')}"]
     assert "retried:\n  tests: test_small.py::test_marked" in printed
 
 

@@ -9,6 +9,7 @@ Every request must name this machine as its host, so that a page of another site
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import signal
@@ -196,8 +197,9 @@ class _Handler(BaseHTTPRequestHandler):
         length = {"Content-Type": answer.kind, "Content-Length": str(len(answer.content))}
         for name, value in {**_HEADERS, **length, **cookie}.items():
             self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(answer.content)
+        with contextlib.suppress(ConnectionError):  # the page was closed
+            self.end_headers()
+            self.wfile.write(answer.content)
 
     def log_message(self, *arguments: Any) -> None:
         """Nothing: the terminal keeps the address in sight."""

@@ -16,16 +16,16 @@ from threefold.audit.lookup import coverage_lines
 from threefold.audit.proof import SavedPlace, check_chain, check_logged, check_saved, prove
 from threefold.audit.record import Line, Segment, SegmentLine
 from threefold.audit.stores import ALL, SAMPLED, are_here, byte_lines
-from threefold.checkpoint.layout import CheckpointFolder
+from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
 from threefold.checkpoint.lineage import Identity, Journal
 from threefold.config import loading
 from threefold.config.paths import RUN_FILE
 from threefold.config.text import parse
 from threefold.data.order.mixture import Mixture
 from threefold.data.order.order import Place
-from threefold.data.rows.concat import Rows
+from threefold.data.rows.concat import Rows, counted
 from threefold.data.rows.packing import Packing
-from threefold.errors import ConfigError, RunError, ThreefoldError
+from threefold.errors import CheckpointError, ConfigError, RunError, ThreefoldError
 from threefold.mesh.environment import cache_folder
 from threefold.records.run import RunRecord
 from threefold.run import choice
@@ -49,19 +49,20 @@ def proof_lines(run: Path, rows_of: Callable[[Path, Sequence[Segment]], Rows] | 
             expected="rows whose order is known, and steps of a run: nothing can be proved of others",
             fix=f"for the next run: {why['audit_fix']}",
         )
+    # A run that goes on writes its record first, so that is read last: it has all that was logged or saved before.
+    past = RunRecord(run)
+    logged, checkpoints = past.last_logged, list(_checkpoints(run))
     lines = record.read_lines(run / record.FILE)
     segments = record.standing(lines)
     stretches = prove(segments, rows_of(run, segments) if rows_of is not None else None)
-    chain = _check_lineage(run, lines)
-    past = RunRecord(run)
-    check_logged(segments, past.last_logged)
+    chain = _check_lineage(run, lines, checkpoints)
+    check_logged(segments, logged)
     if not any(stretch.first_step for stretch in stretches):
         what = f"{run} has no audited step yet"
         fix = "wait for the first audit (audit.every steps), or run it with audit.every > 0"
         raise RunError(what, expected="at least one line of kind steps in audit.jsonl", fix=fix)
     first, last = first_and_last_step(segments)
-    starts = "1 start" if len(segments) == 1 else f"{len(segments)} starts"
-    yield f"{run}: steps {first:,} to {last:,}, {starts}"
+    yield f"{run}: steps {first:,} to {last:,}, {counted(len(segments), 'start')}"
     for segment in segments:
         end = segment.last_step or last
         if end >= segment.start.first_step:
@@ -85,13 +86,26 @@ def proof_lines(run: Path, rows_of: Callable[[Path, Sequence[Segment]], Rows] | 
     yield f"proved: {num_read:,} reads, each by exactly one dp rank in exactly one step: {what}"
 
 
-def _check_lineage(run: Path, lines: Sequence[Line]) -> list[str]:
+def _checkpoints(run: Path) -> Iterator[tuple[Checkpoint, dict[str, Any]]]:
+    """The complete checkpoints with their manifests; a run that goes on may prune one meanwhile."""
+    for each in CheckpointFolder(run).complete():
+        try:
+            yield each, each.manifest()
+        except CheckpointError:
+            if each.path.exists():
+                raise
+
+
+def _check_lineage(
+    run: Path,
+    lines: Sequence[Line],
+    checkpoints: Sequence[tuple[Checkpoint, dict[str, Any]]],
+) -> list[str]:
     """What is known of who wrote the record and the checkpoints, as lines; RunError for what is of no start of the run.
 
     A Trainer's record and a loop's checkpoints are of no run, and have no chain.
     """
     folder, identity = CheckpointFolder(run), Identity.read(run)
-    checkpoints = [(each, each.manifest()) for each in folder.complete()]
     saved = [
         SavedPlace(each.path, each.step, Place(at["epoch"], at["position"]), manifest.get("link"))
         for each, manifest in checkpoints
@@ -119,8 +133,8 @@ def _check_lineage(run: Path, lines: Sequence[Line]) -> list[str]:
                 expected=f"a manifest with the checksum {start.resumed}, which that start holds",
                 fix="copy it again from its source",
             )
-    starts = "1 start" if len(identity.starts) == 1 else f"{len(identity.starts)} starts, each after the one before"
-    return [f"  chain: {starts}; checkpoints of them: {len(checkpoints)}"]
+    after = ", each after the one before" if len(identity.starts) > 1 else ""
+    return [f"  chain: {counted(len(identity.starts), 'start')}{after}; checkpoints of them: {len(checkpoints)}"]
 
 
 def _byte_lines(run: Path, segments: Sequence[Segment], *, contents: bool) -> Iterator[str]:

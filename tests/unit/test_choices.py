@@ -35,6 +35,7 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA device that is not there, with its compiler."""
     memory = SimpleNamespace(total_memory=_GPU.memory_bytes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *package: object() if name == "triton" else find(name, *package)
@@ -171,3 +172,29 @@ def test_rows_of_a_forward(rows: Any, dp: int, expected: tuple[int, str]) -> Non
 def test_a_row_that_tp_ranks_cannot_share_equally() -> None:
     choice = choices.sequence_parallel("auto", Topology(1, 1, 1, 4), choices.Device("cuda"), seq_len=6)
     assert choice == (False, "the ranks cannot share rows of this length equally")
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "chosen"),
+    [
+        ("auto", choices.Device("cpu"), "float32"),
+        ("auto", choices.Device("cuda"), "bfloat16"),
+        ("auto", choices.Device("cuda", bfloat16=False), "float32"),
+        ("float32", choices.Device("cuda"), "float32"),
+        ("bfloat16", choices.Device("cpu"), "bfloat16"),
+    ],
+)
+def test_compute_type_is_what_the_device_is_fast_in(asked: str, device: choices.Device, chosen: str) -> None:
+    config = choices.with_dtype(validate({"model": {"dtype": asked}}), device)
+    assert config.model.dtype == chosen
+    assert choices.dtype(config, device) == (chosen, choices.GIVEN)
+
+
+@_BOTH
+def test_model_and_planner_compute_in_the_same_type(kind: str) -> None:
+    sides = Sides(kind, Topology(dp_replicate=2), model={"config": _MODEL})
+    narrow = kind == "cuda"
+    assert sides.resolved.dtype.value == ("bfloat16" if narrow else "float32")
+    assert sides.resolved.data_parallel.value == ("fsdp" if narrow else "ddp")
+    estimate = setup_of(sides.config, sides.decoder, sides.mesh.topology, sides.device)
+    assert estimate.element == (2 if narrow else 4)

@@ -55,6 +55,7 @@ def _question(devices: Devices, arguments: list[str]) -> Question:
     from threefold.plan import accelerators
     from threefold.plan.adapters import adapted
     from threefold.plan.advise import Question
+    from threefold.plan.choices import Device, with_dtype
     from threefold.plan.decoder import decoder_of
     from threefold.plan.fabric import fabric_of
 
@@ -68,9 +69,7 @@ def _question(devices: Devices, arguments: list[str]) -> Question:
         fix = f"--nodes {max(size for size in range(1, nodes + 1) if count % size == 0)}"
         raise ConfigError(f"--gpus {count} cannot be divided over --nodes {nodes}", expected=expected, fix=fix)
     loaded = load_config(arguments)
-    config, pinned = with_default_model(loaded.config), frozenset(loaded.origins)
-    if "model.dtype" not in pinned:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    config, pinned = with_dtype(with_default_model(loaded.config), Device("cuda")), frozenset(loaded.origins)
     decoder = adapted(decoder_of(values_of(config.model)), config.model.lora)
     fabric = fabric_of(device, in_host=count // nodes, link=devices.link, network=devices.network)
     return Question(decoder, config, pinned, count, fabric, device)

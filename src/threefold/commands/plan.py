@@ -80,10 +80,11 @@ def _one(keys: list[str], gpu: str | None, *, as_json: bool) -> None:
     from threefold.commands.model_config import with_default_model
     from threefold.mesh.topology import resolve
     from threefold.plan import accelerators
+    from threefold.plan.choices import Device, with_dtype
     from threefold.plan.operations import causal_keys, formula
 
     device = accelerators.named(gpu) if gpu is not None else None
-    config = with_default_model(load_config(keys).config)
+    config = with_dtype(with_default_model(load_config(keys).config), Device("cuda"))
     axes = (config.mesh.dp or config.mesh.dp_shard, config.mesh.cp, config.mesh.tp)
     if "auto" in axes:
         expected = "the size of each axis: there are no ranks that could fill one"

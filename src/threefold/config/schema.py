@@ -46,8 +46,10 @@ class ModelConfig(Section):
 
     name_or_path: str | None = Field(None, description="Hub id or local folder of a causal language model")
     config: dict[str, Any] | None = Field(None, description="mapping with `model_type`: random weights from train.seed")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="compute type, the same arithmetic on every mesh; weights are kept in float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="compute type, the same arithmetic on every mesh, with weights kept in float32; auto: bfloat16 on "
+        "CUDA, float32 on a CPU",
     )
     revision: str | None = Field(None, description="branch, tag or commit on the Hub")
     trust_remote_code: bool = Field(False, description="allow code from the model's repository to run")

@@ -66,8 +66,8 @@ def resolved_on(mesh: Mesh, config: Config, architecture: PretrainedConfig) -> R
 
 def arranged(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[Model, Stored]:
     """The model on the mesh, still without storage, and what its files must hold."""
-    dtype = precision.DTYPES[config.model.dtype]
     resolved = resolved_on(mesh, config, architecture)
+    dtype = precision.DTYPES[resolved.dtype.value]
     context, attention_choices = _context(config, architecture, mesh, resolved)
     model: Any = load.build_without_storage(
         architecture, attention=context.name, trust_remote_code=config.model.trust_remote_code
@@ -156,7 +156,7 @@ def _context(
     if mesh.device.type == "cuda" and (head_dim := kernels.head_size(architecture)) is not None:
         halved = mesh.size("cp") > 1 and method == "gather"
         capability = torch.cuda.get_device_capability(mesh.device)
-        causal, why = kernels.choose(capability, dtype=config.model.dtype, head_dim=head_dim, halved=halved)
+        causal, why = kernels.choose(capability, dtype=resolved.dtype.value, head_dim=head_dim, halved=halved)
         choices.append((f"attention without a mask: {causal}", why))
     return ContextParallel(mesh, method=method, kernel=kernel, causal=causal), choices
 

@@ -63,7 +63,9 @@ def device_of(mesh: Mesh) -> choices.Device:
     """This rank's device, as choices depend on it."""
     if mesh.device.type != "cuda":
         return choices.Device.here(mesh.device.type)
-    return choices.Device.here("cuda", torch.cuda.get_device_properties(mesh.device).total_memory)
+    memory_bytes = torch.cuda.get_device_properties(mesh.device).total_memory
+    bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return choices.Device.here("cuda", memory_bytes)._replace(bfloat16=bfloat16)
 
 
 def shard(

@@ -25,6 +25,7 @@ def automatic(config: Config, *, launched_world_size: int | None, num_devices: i
         "mesh.sequence_parallel": choices.sequence_parallel,
         "train.micro_batch": choices.micro_batch,
         "train.compile": choices.compiled,
+        "model.dtype": choices.dtype,
         "model.attention": choices.attention,
         "optimizer.lr": peak_rate(config),
     }

@@ -100,7 +100,7 @@ def setup_of(config: Config, decoder: Decoder | None, topology: Topology, device
         config.data.seq_len,
         micro_batch=resolved.micro_batch.value,
         num_batches=resolved.num_micro_batches,
-        element=4 if config.model.dtype == "float32" else 2,
+        element=4 if resolved.dtype.value == "float32" else 2,
         recompute=train.activation_checkpointing,
         cpu_offload=config.mesh.cpu_offload,
         compiled=resolved.compiled.value,

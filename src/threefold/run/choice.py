@@ -7,6 +7,7 @@ checkpoint is done again when a person asks again, and not when the same job is 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -171,7 +172,7 @@ def _asked_before(path: Path, asked: Path, identity: Identity | None) -> bool:
     By its path, for the checkpoint itself may have been removed since.
     """
     starts = Journal(path).starts()
-    resolved = str(asked.resolve())
+    resolved = os.path.realpath(asked)  # unlike `resolve`, for a link to itself too
     if identity is not None and identity.origin is not None and starts and starts[0].get("asked") == resolved:
         return True
     return _was_restarted(path, ()) and starts[-1].get("asked") == resolved

@@ -25,6 +25,7 @@ from threefold.model.context_parallel.split import split_problems
 from threefold.model.model import Model
 from threefold.model.tensor_parallel.plan import plan_problems
 from threefold.model.user_module import on_mesh
+from threefold.plan.choices import with_dtype
 
 Recomputed = Literal["none", "selective", "full", "offload"]
 
@@ -34,7 +35,7 @@ def load_model(
     *,
     mesh: Mesh,
     config: Mapping[str, Any] | None = None,
-    dtype: str = "float32",
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32",
     seq_len: int | None = None,
     seed: int = 0,
     revision: str | None = None,
@@ -51,7 +52,8 @@ def load_model(
     Args:
         name_or_path: Hub id or local folder with weights; or an `nn.Module` (as rank 0 has it; no tp, no cp).
         config: instead of a name: the architecture as a mapping with `model_type`; its weights are random.
-        dtype: type of the computation, `float32` or `bfloat16`; the weights are float32.
+        dtype: type of the computation, `float32` or `bfloat16`; the weights are float32. `auto`: as `threefold train`,
+            bfloat16 on CUDA.
         seq_len: length of all rows, if known: tp ranks can then share the sequence, and cp uses what suits it.
         seed: of random weights, which depend on it and not on the mesh, and of dropout.
         admission: probe the architecture on this mesh first, once (`auto`), always (`full`) or never (`off`).
@@ -66,7 +68,8 @@ def load_model(
         recomputed = None if activation_checkpointing == "none" else activation_checkpointing
         given = {"config": config, "seq_len": seq_len, "revision": revision, "lora": lora}
         _refuse_for_modules({**given, "compile": compile is True or None, "activation_checkpointing": recomputed})
-        own = on_mesh(name_or_path, mesh, dtype=validate({"model": {"dtype": dtype}}).model.dtype)
+        asked = with_dtype(validate({"model": {"dtype": dtype}}), data_parallel.device_of(mesh))
+        own = on_mesh(name_or_path, mesh, dtype=asked.model.dtype)
         torch.manual_seed(seed_of("a run", seed, *noise.places(mesh, None)))
         return own
     model = {"name_or_path": name_or_path, "config": dict(config) if config is not None else None, "dtype": dtype}
@@ -79,6 +82,7 @@ def load_model(
             "mesh": {"sequence_parallel": "auto" if seq_len is not None else False},
         }
     )
+    asked = with_dtype(asked, data_parallel.device_of(mesh))
     architecture = load.read_config(asked.model)
     if problems := _problems(asked, architecture, mesh):
         raise ConfigError.of(problems)

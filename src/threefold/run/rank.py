@@ -22,14 +22,17 @@ from threefold.check.admit import admit
 from threefold.check.full_size import admit_full_size
 from threefold.checkpoint import run_template
 from threefold.config.loading import LoadedConfig
+from threefold.config.schema import Config
 from threefold.data.rows.known_rows import KnownRows
 from threefold.data.sampling.loader import Batch
 from threefold.errors import ThreefoldError
 from threefold.mesh import environment
 from threefold.mesh.mesh import FAILURES, Mesh, join_mesh
 from threefold.mesh.topology import Topology
+from threefold.model.data_parallel import device_of
 from threefold.model.flops import flops_of
 from threefold.plan.accelerators import peak_flops
+from threefold.plan.choices import GIVEN, dtype
 from threefold.run import assemble, memory
 from threefold.run.assemble import Built
 from threefold.run.console import conclude, head_of, introduce
@@ -117,7 +120,7 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
             full_size = _admit_full_size(built) if built.done < built.num_steps else ()
             enter("the start")
             extras = extras_of(built, say=console.print)
-            head = head_of(built, why, (admission.said, *full_size, *fitting.said))
+            head = head_of(built, why, (admission.said, *full_size, *fitting.said, *_compute_type(loaded.config, mesh)))
             introduce(console, head)
             if built.done >= built.num_steps:
                 more = "--train.steps" if config.train.epochs is None else "--train.epochs"
@@ -135,6 +138,12 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
             saved = built.checkpointer.saver.saved_step
             run.ended(outcome.step, stopped=outcome.stopped, saved=saved)
             return conclude(console, built, outcome)
+
+
+def _compute_type(asked: Config, mesh: Mesh) -> list[tuple[str, str]]:
+    """A line of the head where the type was chosen for the device; on a CPU it is the usual one."""
+    chosen, why = dtype(asked, device_of(mesh))
+    return [("compute type", f"{chosen}: {why}")] if why != GIVEN and mesh.device.type == "cuda" else []
 
 
 def _admit_full_size(run: Built) -> tuple[tuple[str, str], ...]:

@@ -25,6 +25,7 @@ from threefold.model.exact import limits as exact_limits
 from threefold.model.head import first_position
 from threefold.model.tensor_parallel.plan import expert_problems, plan_problems
 from threefold.optim.build import optimizer_problems
+from threefold.plan.choices import with_dtype
 from threefold.run import eval_tasks
 from threefold.run.sources import own_tokenizer, refuse_labels_without_effect, tokenizer_of, with_packing
 from threefold.training.loss import router_problems
@@ -69,6 +70,7 @@ def asked_of(config: Config, mesh: Mesh) -> Asked:
     Raises:
         ConfigError: all that is wrong with the model, the batch and the mesh, at once.
     """
+    config = with_dtype(config, data_parallel.device_of(mesh))
     tokenizer, architecture = model_of(config)
     mesh.once_per_host("labels", partial(refuse_labels_without_effect, config))
     config = with_packing(config, mesh)

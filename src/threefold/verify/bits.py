@@ -23,6 +23,7 @@ from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
 from threefold.model.build import build
+from threefold.model.data_parallel import device_of
 from threefold.model.model import Model
 from threefold.optim.schedule import learning_rate
 from threefold.plan import choices
@@ -84,7 +85,7 @@ def bits_rank(config: Config, options: VerifyOptions, topology: Topology, answer
 def steps_on(mesh: Mesh, config: Config, options: VerifyOptions) -> list[Step]:
     """The first steps of a run on an existing mesh; every rank calls it."""
     compute_alike(config)
-    config = with_rate(config, peak_rate(config)[0])
+    config = choices.with_dtype(with_rate(config, peak_rate(config)[0]), device_of(mesh))
     tokenizer, architecture = request.model_of(config)
     config, architecture = cut(config, architecture, options)
     config = with_packing(config, mesh)

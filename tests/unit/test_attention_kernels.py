@@ -40,6 +40,8 @@ def test_kernel_is_chosen_with_a_reason(
     kernel, why = kernels.choose(capability, dtype=dtype, head_dim=head_dim, halved=halved)
     assert kernel == expected
     assert why
+    same = kernels.choose(capability, dtype=dtype, head_dim=head_dim, halved=halved, deterministic=True)
+    assert same[0] == ("flash" if expected == "cudnn" else expected)
 
 
 def test_order_of_kernels_is_changed_for_cudnn_alone_and_given_back() -> None:

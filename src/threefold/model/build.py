@@ -156,7 +156,13 @@ def _context(
     if mesh.device.type == "cuda" and (head_dim := kernels.head_size(architecture)) is not None:
         halved = mesh.size("cp") > 1 and method == "gather"
         capability = torch.cuda.get_device_capability(mesh.device)
-        causal, why = kernels.choose(capability, dtype=resolved.dtype.value, head_dim=head_dim, halved=halved)
+        causal, why = kernels.choose(
+            capability,
+            dtype=resolved.dtype.value,
+            head_dim=head_dim,
+            halved=halved,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
         choices.append((f"attention without a mask: {causal}", why))
     return ContextParallel(mesh, method=method, kernel=kernel, causal=causal), choices
 

@@ -34,7 +34,9 @@ def head_size(config: PretrainedConfig) -> int | None:
     return hidden // heads if own is None and hidden and heads else own
 
 
-def choose(capability: tuple[int, int], *, dtype: str, head_dim: int, halved: bool) -> tuple[str, str]:
+def choose(
+    capability: tuple[int, int], *, dtype: str, head_dim: int, halved: bool, deterministic: bool = False
+) -> tuple[str, str]:
     """(`cudnn`, `flash` or `efficient`, why) for causal attention on a CUDA device.
 
     Args:
@@ -42,6 +44,7 @@ def choose(capability: tuple[int, int], *, dtype: str, head_dim: int, halved: bo
         dtype: that attention computes in, `bfloat16` or `float32`.
         head_dim: of a query and a key.
         halved: queries are two chunks of a row, each over the keys up to its end (cp ranks that gather keys).
+        deterministic: every call must give the same bits.
     """
     if dtype == "float32":
         return "efficient", "flash and cuDNN have no float32"
@@ -50,6 +53,8 @@ def choose(capability: tuple[int, int], *, dtype: str, head_dim: int, halved: bo
         return "efficient", f"flash and cuDNN do not serve {limit}"
     if halved:
         return "flash", "its causal order ends at the last key, as that of a chunk of a row does"
+    if deterministic:
+        return "flash", "its backward can give the same bits every time, which cuDNN's cannot (pytorch#182551)"
     if capability[0] != 9:
         return "flash", f"cuDNN is faster on capability 9 only; this is {capability[0]}.{capability[1]}"
     if head_dim > _CUDNN_HEAD or head_dim % 8:

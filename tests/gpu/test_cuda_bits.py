@@ -1,4 +1,4 @@
-"""With `train.deterministic`, a CUDA device repeats a run and a resume bit for bit. Skipped, with the reason, without."""
+"""With `train.deterministic`, a CUDA device repeats a run and a resume bit for bit. Skipped without a device."""
 
 from __future__ import annotations
 

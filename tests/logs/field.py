@@ -499,7 +499,6 @@ UNKNOWN = frozenset(
         "nextflow-5932",
         "nnunet-1343",
         "operate-first-1352",
-        "paddle-17558",
         "paddle-models-4064",
         "pytorch-75658",
         "pytorch-85949",

@@ -14,6 +14,7 @@ from threefold.config.schema import Config
 from threefold.mesh.topology import Topology
 from threefold.model import data_parallel, head, load
 from threefold.model.build import resolved_on
+from threefold.model.precision import DTYPES
 from threefold.plan import choices
 from threefold.plan.accelerators import ACCELERATORS
 from threefold.plan.decoder import Decoder, decoder_of
@@ -72,7 +73,7 @@ class Sides:
 
     def whole(self) -> tuple[bool, bool]:
         """Whether gathered weights stay from forward to backward."""
-        told = data_parallel.gathering(self.outline, self.mesh, self.config)
+        told = data_parallel.gathering(self.outline, self.mesh, self.config, DTYPES[self.resolved.dtype.value])
         assert told is not None
         return "gathered once a step" in told[0], kept_whole(self.decoder, self.setup)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import pickle
 import time
@@ -12,7 +13,8 @@ import pytest
 
 from logs.cases import PUBLIC
 from threefold.commands.explain import explain_command
-from threefold.explain.answer import text
+from threefold.explain.answer import answer, text
+from threefold.explain.evidence import JobEvidence, gather
 from threefold.explain.explain import Confidence, Diagnosis, Explanation, Status, examine, explain
 from threefold.explain.flight import first_differences, read_dump
 from threefold.explain.log import Log, LogSource
@@ -418,9 +420,28 @@ def test_traceback_that_python_ignored_is_no_failure() -> None:
     assert found is not None and found.known.name == "out-of-memory"
 
 
-def test_word_of_training_in_another_programs_log_is_none_of_its_errors() -> None:
+def test_another_programs_name_takes_nothing_away_from_a_training_log() -> None:
     line = "PermissionError: [Errno 13] Permission denied: '/models/cache'"
-    assert explain(f"torch 2.9\n{line}\n") is not None
-    assert explain(f"celery worker with torch 2.9\n{line}\n") is None
+    for name in ("", "celery ", "/scratch/climate/", "genome.yaml of "):
+        assert explain(f"{name}torch 2.9\n{line}\n") is not None
+    assert explain(f"celery worker\n{line}\n") is None
     found = explain(f"celery worker with torch 2.9\n{OUT_OF_MEMORY}")
     assert found is not None and found.known.name == "out-of-memory"
+
+
+def test_folder_has_text_and_compressed_logs(tmp_path: Path) -> None:
+    (tmp_path / "node0.txt").write_text("starting\n")
+    (tmp_path / "node1.gz").write_bytes(gzip.compress(OUT_OF_MEMORY.encode()))
+    (tmp_path / "node2.gz").write_bytes(b"none")
+    evidence = gather([tmp_path])
+    assert len(evidence.sources) == 2
+    assert "node2.gz cannot be unpacked" in evidence.unread[0]
+    found = answer(evidence).explanation
+    assert found is not None and found.known.name == "out-of-memory"
+
+
+def test_nested_brackets_and_reversed_text_end_nothing(tmp_path: Path) -> None:
+    (tmp_path / "nccl_trace_rank_0.json").write_text('{"a":' + "[" * 200_000)
+    assert "is no Flight Recorder dump" in gather([tmp_path]).unread[0]
+    assert explain('{"log":' + "[" * 200_000) is None
+    assert "\u202e" not in text(answer(JobEvidence([LogSource("", "RuntimeError: \u202eabc\n")])))

@@ -16,7 +16,8 @@ from threefold.explain.log import Log, LogLine
 SCHEMA = 1  # of --json: grows when a key changes its meaning or goes
 _SHOWN = 300
 _UNPROVED = {"": "only a symptom, its cause is not in this log", "own-error": "first error, its cause may be earlier"}
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Also what turns the direction of text around: it makes a line read as another one.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 # What a difference between dumps means.
 _OF_DIFFERENCE = {"different": "collective-mismatch", "absent": "nccl-timeout", "unfinished": "nccl-timeout"}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,8 @@ from threefold.records.metrics import Metrics
 # Ours, and torchrun's --log-dir: attempt_0/3/stderr.log.
 _BEGIN = f" INFO {LOG_START}: {{"
 _RANK_OF_FILE = re.compile(r"rank[-_]?(\d+)\.\w+$|/(\d+)/(?:std(?:out|err)|error)\.\w+$")
-_LOGS = (".log", ".err", ".out")
+_LOGS = (".log", ".err", ".out", ".txt", ".gz")
+_MOST_CHARACTERS = 2**30  # of a compressed log: a small file can hold terabytes
 _LATE_STEPS = 20
 
 
@@ -77,7 +80,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _source(file: Path, root: Path, *, several: bool) -> LogSource:
-    text = file.read_text(encoding="utf-8", errors="replace")
+    text = _text(file)
     rank = _RANK_OF_FILE.search(file.as_posix()) if several else None
     if rank is None:
         return LogSource(_name(file, root) if several else "", text)
@@ -85,6 +88,17 @@ def _source(file: Path, root: Path, *, several: bool) -> LogSource:
     lines = text.splitlines()
     begin = max((place for place, line in enumerate(lines) if _BEGIN in line), default=0)
     return LogSource(_name(file, root), "\n".join(lines[begin:]), rank=int(rank[1] or rank[2]))
+
+
+def _text(file: Path) -> str:
+    """The text of a log; ValueError if it is compressed, and damaged."""
+    if file.suffix != ".gz":
+        return file.read_text(encoding="utf-8", errors="replace")
+    try:
+        with gzip.open(file, "rt", encoding="utf-8", errors="replace") as log:
+            return log.read(_MOST_CHARACTERS)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{file} cannot be unpacked: {error}") from error
 
 
 def _name(file: Path, root: Path) -> str:
@@ -124,4 +138,4 @@ def _of_metrics(metrics: Metrics) -> list[str]:
 
 def _nothing(what: str) -> ConfigError:
     fix = "threefold explain train.log, or a pipe: ... 2>&1 | threefold explain"
-    return ConfigError(what, expected="a log, or a folder with .log, .err or .out files", fix=fix)
+    return ConfigError(what, expected="a log, or a folder with .log, .err, .out, .txt or .gz files", fix=fix)

@@ -29,7 +29,9 @@ _THREE_PARTS = re.compile(r"^.+\n  expected: (?P<expected>.+)\n  fix: (?P<fix>.+
 # What the ranks of a job that has finished say of one another, or of the launcher that ends them.
 _CLOSING = frozenset({"own-stop", "peer-gone", "stopped", "store-lost"})
 # Launchers start any program: after lines of one that does not train, they say nothing of training.
-_LAUNCHERS = frozenset({"mpi-daemon", "mpi-pmi", "mpi-slots", "slurm-refused", "slurm-prolog", "unschedulable", "ucx"})
+_LAUNCHERS = frozenset(
+    {"mpi-daemon", "mpi-pmi", "mpi-slots", "slurm-refused", "slurm-prolog", "unschedulable", "ucx", "gpu-page-fault"}
+)
 _DERIVED = frozenset({"loss-scale", "nan-loss", "silent-hang"})  # told by the whole log, not by the words of a line
 # What happens to a machine, a disk or a job brings errors of many kinds about, and none of them brings it about.
 _BRING_OTHERS = frozenset(
@@ -146,8 +148,7 @@ def _explanation(
 ) -> Explanation | None:
     if hits and hits[0].tier <= Tier.HINT:
         return _explained(log, hits, errors)
-    text = log.sources[0].text if len(log.sources) == 1 else "\n".join(source.text for source in log.sources)
-    if "  expected: " in text and (ours := _THREE_PARTS.search(text)) is not None:
+    if log.has("  expected: ") and (ours := _THREE_PARTS.search("\n".join(log.raw))) is not None:
         what = ours[0].split("\n", 1)[0]
         line = next((line for line in log.containing("  fix: ") if line.index >= 2), None)
         line = log.line(line.index - 2) if line is not None else LogLine(1, what)
@@ -306,7 +307,7 @@ def _not_made_good(course: Course, hits: Sequence[Hit], errors: Sequence[Raised]
 def _own_error(log: Log, errors: Sequence[Raised], hits: Sequence[Hit]) -> Raised | None:
     """The first error that no page describes: of a rank, or that a training program of one process raised itself."""
     own = _unknown(errors, hits)
-    several = hits or any(error.line.rank is not None for error in errors) or log.has("torch.distributed")
+    several = hits or any(log.is_of_rank(error.line) for error in errors) or log.has("torch.distributed")
     if not several:
         own = [error for error in own if error.own] if is_training(log) and not is_other(log) else []
     if not own:

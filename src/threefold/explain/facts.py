@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from threefold.errors import ranks_text, size_text
@@ -21,7 +22,9 @@ class Guess(str):
 
 _SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_WORK = re.compile(r"(?:\[Rank (\d+)\].*?)?SeqNum=(\d+), OpType=(\w+)")
+_WORK = re.compile(r"SeqNum=(\d+), OpType=(\w+)")
+_AT_WORK = re.compile(r"at work: (\d+)")
+_NUMBER_IN_GROUP = re.compile(r"\[PG [^\]]*Rank (\d+)\]")
 # PG ID 3 ..., PG GUID 3(...), or older: PG 3.
 _PROCESS_GROUP = re.compile(r"\bPG (?:ID (\d+)|(\d+))")
 _TIMEOUT_MS = re.compile(r"Timeout\(ms\)=(\d+)")
@@ -61,9 +64,10 @@ def nccl_timeout(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """
     limit = _TIMEOUT_MS.search(lines[0].text)
     found = [f"the limit was {int(limit[1]) / 1000:g} s"] if limit else []
-    groups = _operations(log)
-    first, enqueued = groups.get(_group(lines[0].text)) or next(iter(groups.values()), ({}, {}))
-    return found + _where_ranks_stood(first, enqueued)
+    for group in _groups(log):
+        if where := group.where_ranks_stood():
+            return found + where
+    return found
 
 
 def _group(text: str) -> str:
@@ -72,50 +76,66 @@ def _group(text: str) -> str:
     return str(int(found[1] or found[2])) if found else ""
 
 
-def _operations(log: Log) -> dict[str, tuple[dict[int, tuple[int, str]], dict[int, int]]]:
-    """Process group -> (each rank's first operation that timed out: number and kind, each rank's last enqueued one)."""
-    groups: dict[str, tuple[dict[int, tuple[int, str]], dict[int, int]]] = {}
+@dataclass
+class _Group:
+    """What the ranks of one process group say of their operations.
+
+    Attributes:
+        first: each rank's first operation that timed out: number and kind.
+        enqueued: the number of each rank's last enqueued one.
+        numbered: ranks that have the same number in the group as in the job: up to these, the group has all ranks.
+    """
+
+    first: dict[int, tuple[int, str]] = field(default_factory=dict)
+    enqueued: dict[int, int] = field(default_factory=dict)
+    numbered: set[int] = field(default_factory=set)
+
+    def where_ranks_stood(self) -> list[str]:
+        """Which ranks the others waited for: those in other operations, those behind, those that reported nothing."""
+        by_kind = _grouped({rank: kind for rank, (_, kind) in self.first.items()})
+        by_number = _grouped({rank: number for rank, (number, _) in self.first.items()})
+        if len(by_kind) > 1:
+            ways = "; ".join(f"{ranks_text(own)} in {kind}" for kind, own in by_kind)
+            what = f"the ranks took different paths: {ways}: uneven batches, or an `if rank == 0` around a collective"
+            return [Guess(what)]
+        if len(by_number) > 1:
+            (behind, late), (ahead, _) = by_number[0], by_number[-1]
+            return [Guess(f"{ranks_text(late)} lagged behind the others (operation {behind} of {ahead}): look there")]
+        read = {*self.first, *self.enqueued}
+        silent = sorted(set(range(max(self.numbered, default=-1) + 1)) - read)
+        if silent and len(read) >= len(silent):  # one rank's log says nothing of the others
+            return [Guess(f"{ranks_text(silent)} did not report this timeout: look there first")]
+        by_last = _grouped(self.enqueued)
+        if len(by_last) > 1:
+            fewest, late = by_last[0]
+            return [Guess(f"{ranks_text(late)} had started the fewest operations ({fewest}): look there first")]
+        return []
+
+
+def _groups(log: Log) -> list[_Group]:
+    """The process groups that the log names.
+
+    A line that names none is of the one that the same rank names elsewhere for the same operation, or of none.
+    """
+    groups: dict[str, _Group] = {}
     seen: dict[int, LogLine] = {
-        line.index: line for part in ("SeqNum=", "last enqueued") for line in log.containing(part)
+        line.index: line for part in ("SeqNum=", "last enqueued", "at work: ") for line in log.containing(part)
     }
+    at_work = {(line.rank, at[1]): _group(line.text) for line in seen.values() if (at := _AT_WORK.search(line.text))}
     for _, line in sorted(seen.items()):
         work, last, rank = _WORK.search(line.text), _LAST_WORK.search(line.text), line.rank
-        if not work and not last:
+        named = _group(line.text) or (at_work.get((rank, work[1]), "") if work else "")
+        if rank is None or not named or not (work or last):
             continue
-        first, enqueued = groups.setdefault(_group(line.text), ({}, {}))
-        if work and (named := rank if rank is not None else work[1]) is not None:
-            place = (int(work[2]), work[3])
-            first[int(named)] = min(first.get(int(named), place), place)
-        if last and rank is not None:
-            enqueued[rank] = int(last[1])
-    named = [name for name in groups if name in ("0", *(list(groups) if len(groups) == 2 else ())) and name]
-    if "" in groups and named:  # some forms of these lines name no group: the default one, or the only one
-        groups[""][0].update(groups[named[0]][0])
-        groups[""][1].update(groups[named[0]][1])
-        groups[named[0]] = groups[""]
-    return groups
-
-
-def _where_ranks_stood(first: dict[int, tuple[int, str]], enqueued: dict[int, int]) -> list[str]:
-    by_kind = _grouped({rank: kind for rank, (_, kind) in first.items()})
-    by_number = _grouped({rank: number for rank, (number, _) in first.items()})
-    if len(by_kind) > 1:
-        ways = "; ".join(f"{ranks_text(own)} in {kind}" for kind, own in by_kind)
-        return [
-            Guess(f"the ranks took different paths: {ways}: uneven batches, or an `if rank == 0` around a collective")
-        ]
-    if len(by_number) > 1:
-        (behind, late), (ahead, _) = by_number[0], by_number[-1]
-        return [Guess(f"{ranks_text(late)} lagged behind the others (operation {behind} of {ahead}): look there")]
-    read = {*first, *enqueued}
-    silent = sorted(set(range(max(read, default=0) + 1)) - read)
-    if silent and len(read) >= len(silent):  # one rank's log says nothing of the others
-        return [Guess(f"{ranks_text(silent)} did not report this timeout: look there first")]
-    by_last = _grouped(enqueued)
-    if len(by_last) > 1:
-        fewest, late = by_last[0]
-        return [Guess(f"{ranks_text(late)} had started the fewest operations ({fewest}): look there first")]
-    return []
+        group = groups.setdefault(named, _Group())
+        if work:
+            place = (int(work[1]), work[2])
+            group.first[rank] = min(group.first.get(rank, place), place)
+        if last:
+            group.enqueued[rank] = int(last[1])
+        if (own := _NUMBER_IN_GROUP.search(line.text)) is not None and int(own[1]) == rank:
+            group.numbered.add(rank)
+    return list(groups.values())
 
 
 def _grouped(values: Mapping[int, _Value]) -> list[tuple[_Value, list[int]]]:

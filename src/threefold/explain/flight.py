@@ -93,6 +93,7 @@ def read_dump(path: Path) -> Dump:
         TypeError,
         AttributeError,
         MemoryError,
+        RecursionError,
     ) as error:
         raise ValueError(f"{path} is no Flight Recorder dump: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("entries"), list):

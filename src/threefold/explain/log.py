@@ -1,8 +1,8 @@
 """Logs of several ranks, line by line: where each line is from, and which rank on which host wrote it. No torch.
 
-Launchers and torch each have their own way to put a rank before a line; a log of one process has no ranks, and then
-none is given. A long log says the same again and again: `shapes` are its different lines, digits aside, each with the
-places where it stands. Whatever is looked for is looked for in these, so 100 MB take seconds.
+Launchers and torch each have their own way to put a rank before a line (`prefixes`); a log of one process has no ranks,
+and then none is given. A long log says the same again and again: `shapes` are its different lines, digits aside, each
+with the places where it stands. Whatever is looked for is looked for in these, so 100 MB take seconds.
 """
 
 from __future__ import annotations
@@ -15,14 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-# torch's own handler and its C++ log, torchrun --tee, srun --label, Open MPI, Megatron, kubectl --prefix, Ray.
-_PREFIX = re.compile(
-    r"^(?:\[rank(?P<torch>\d+)\]:? ?|\[[a-z]*?(?P<role>\d+)(?:\|\d+)?\]:|\s{0,3}(?P<task>\d{1,5}): "
-    r"|\[\d+,(?P<mpi>\d+)\]<std(?:out|err)>: ?|\[Rank (?P<megatron>\d+)\] ?"
-    r"|\[pod/(?P<pod>[\w.-]+)[^\]]*\] ?|\(\w+ pid=\d+(?:, ip=(?P<ip>[\w.:]+))?\) ?)"
-)
-# The prefix of a container's runtime or a logger.
-_STAMP = re.compile(r"^\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}\S*\s(?:std(?:out|err) [FP] )?")
+from threefold.explain import prefixes
+from threefold.explain.prefixes import Origin
+
 _TIME = re.compile(r"(20\d\d-\d\d-\d\d)[T _](\d\d:\d\d:\d\d)")
 _INSIDE = re.compile(r"\b[Rr]ank[ :=]*(\d+)\b")
 # `rank` within a process group that is not the default one counts differently.
@@ -76,12 +71,18 @@ class Log:
         self.raw: list[str] = []
         self._begins: list[int] = []
         self._numbers: dict[int, list[int]] = {}
+        self._prefixes: dict[int, list[str]] = {}
         for place, source in enumerate(self.sources):
             text = source.text if "\x1b" not in source.text else _COLOURS.sub("", source.text)
             lines = text.replace("\r\n", "\n").split("\n")
-            unwrapped = _unwrapped(lines)
-            if unwrapped is not None:
-                lines, self._numbers[place] = unwrapped
+            if (unprefixed := prefixes.taken_off(lines)) is not None:
+                lines, self._prefixes[place], self._numbers[place] = unprefixed
+            if (unwrapped := _unwrapped(lines)) is not None:
+                lines, firsts = unwrapped
+                if unprefixed is not None:
+                    self._prefixes[place] = [unprefixed.prefixes[first - 1] for first in firsts]
+                    firsts = [unprefixed.numbers[first - 1] for first in firsts]
+                self._numbers[place] = firsts
             self._begins.append(len(self.raw))
             self.raw += lines
 
@@ -148,7 +149,19 @@ class Log:
         source, number = self.sources[place], index - self._begins[place] + 1
         if place in self._numbers:
             number = self._numbers[place][number - 1]
-        return _parsed(self.raw[index], number, index, source, named=len(self.sources) > 1)
+        named = len(self.sources) > 1
+        return _parsed(self.raw[index], number, index, source, before=self._prefix(index), named=named)
+
+    def is_of_rank(self, line: LogLine) -> bool:
+        """Whether a rank wrote the line, and not only a task, as launchers count them of any program."""
+        own = prefixes.read(self.raw[line.index], Origin())[1]
+        of_task = prefixes.is_task(self._prefix(line.index)) and own.rank is None and own.role is None
+        return line.rank is not None and not of_task
+
+    def _prefix(self, index: int) -> str:
+        """What stood before the line, if it was taken off when the log was read."""
+        place = bisect_right(self._begins, index) - 1
+        return self._prefixes[place][index - self._begins[place]] if place in self._prefixes else ""
 
     def lines(self) -> Iterator[LogLine]:
         """Every line, in order."""
@@ -157,7 +170,7 @@ class Log:
     def time(self, index: int) -> str | None:
         """When the line was written, in seconds as text that sorts, if it or one of the 30 before it says."""
         for before in range(index, max(-1, index - 30), -1):
-            if found := _TIME.search(self.raw[before][:80]):
+            if found := _TIME.search((self._prefix(before) + self.raw[before])[:80]):
                 return f"{found[1]} {found[2]}"
         return None
 
@@ -175,23 +188,12 @@ def _shortened(line: str) -> str:
     return line if len(line) < _LONGEST else line[-_LONGEST:]
 
 
-def _parsed(text: str, number: int, index: int, source: LogSource, *, named: bool) -> LogLine:
-    rank, host, role = source.rank, source.host, None
+def _parsed(text: str, number: int, index: int, source: LogSource, *, before: str, named: bool) -> LogLine:
     text = _shortened(text.rstrip("\r")).rpartition("\r")[2]  # the rest of a progress bar's line
-    text = _STAMP.sub("", text)
-    # There may be several: a container's, a launcher's and torch's.
-    for _ in range(3):
-        prefix = _PREFIX.match(text)
-        if prefix is None:
-            break
-        told = prefix.groupdict()
-        role = told["role"] or role
-        number_of_rank = told["torch"] or told["task"] or told["mpi"] or told["megatron"]
-        rank = int(number_of_rank) if number_of_rank is not None else rank
-        host = told["pod"] or told["ip"] or host
-        text = text[prefix.end() :]
-    if rank is None and role is not None:
-        rank = int(role)
+    _, known = prefixes.read(before, Origin(source.rank, source.host))
+    text, (rank, host, role) = prefixes.read(text, known)
+    if rank is None:
+        rank = role
     if task := _TASK.search(text):
         rank, host = int(task["task"]), task["host"]
     elif nccl := _NCCL_HOST.match(text):

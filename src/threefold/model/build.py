@@ -90,7 +90,7 @@ def arranged(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tupl
         split_choices = [*split_choices, ("compiled layers", resolved.compiled.why)]
     loss_choices = _install_head(model, config, tensor, mesh)
     offload = config.mesh.cpu_offload
-    sharing = [data_parallel.gathering(model, mesh, config)]
+    sharing = [data_parallel.gathering(model, mesh, config, dtype)]
     (kind, why), exact = resolved.data_parallel, None
     if kind == "fsdp":
         whole, asked = precision.parameters_named(model, kept), config.train.reduce == "exact"

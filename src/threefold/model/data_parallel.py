@@ -26,7 +26,6 @@ from threefold.mesh.mesh import Mesh
 from threefold.model.collectives import local_part
 from threefold.model.exact.sums import ExactSums
 from threefold.model.load import layers_of
-from threefold.model.precision import DTYPES
 from threefold.plan import choices
 
 
@@ -43,11 +42,11 @@ def problems(config: Config, *, device: str) -> list[Problem]:
     return found
 
 
-def gathering(model: nn.Module, mesh: Mesh, config: Config) -> tuple[str, str] | None:
+def gathering(model: nn.Module, mesh: Mesh, config: Config, dtype: torch.dtype) -> tuple[str, str] | None:
     """(what, why) of when whole weights exist, to be printed, before the model is sharded; None: they always do."""
     if mesh.size("fsdp") == 1:
         return None
-    size = _gathered_bytes(model, DTYPES[config.model.dtype])
+    size = _gathered_bytes(model, dtype)
     kept, why = choices.kept_whole(size, device_of(mesh), offloaded=config.mesh.cpu_offload)
     units = len(_units(layers_of(model))) + 1
     how = f"{units} units, one ahead of its turn" if units > 1 else "one unit, too small to be gathered by layers"

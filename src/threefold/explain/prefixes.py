@@ -1,0 +1,161 @@
+"""What launchers, containers and journals put before lines: taken off once, and kept as rank and host. No torch.
+
+What every line of a source begins with belongs to whoever passed the log on: a Pod's name, an actor's, a time. Without
+it, a line is what its program wrote, at its first column, wherever it was run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# torch's own handler and its C++ log, torchrun --tee, srun --label, Open MPI, Megatron, kubectl --prefix, Ray.
+_OF_LINE = re.compile(
+    r"^(?:\[rank(?P<torch>\d+)\]:? ?|\[[a-z]*?(?P<role>\d+)(?:\|\d+)?\]:|\s{0,3}(?P<task>\d{1,5}): "
+    r"|\[\d+,(?P<mpi>\d+)\]<std(?:out|err)>: ?|\[Rank (?P<megatron>\d+)\] ?"
+    r"|\[pod/(?P<pod>[\w.-]+)[^\]]*\] ?|\(\w+ pid=\d+(?:, ip=(?P<ip>[\w.:]+))?\) ?)"
+)
+# The prefix of a container's runtime or a logger.
+_STAMP = re.compile(r"^\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}\S*\s(?:std(?:out|err) [FP] )?")
+_JOURNAL = re.compile(
+    r"(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d|\d{4}-\d\d-\d\dT\S+) (?P<host>[\w.-]+) [\w./@-]+(?:\[\d+\])?: ?"
+)
+# Before every line of a source, each other than the line before (a time) or one of a few (who wrote it).
+_TIMES = (
+    re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d) (?:std(?:out|err) [FP] )?"),
+    _JOURNAL,
+)
+_WRITERS = (
+    re.compile(r"\[pod/[\w.-]+[^\]]*\] ?"),
+    re.compile(r"\(\w+ pid=\d+(?:, ip=[\w.:]+)?\) ?"),
+    re.compile(r"[\w.-]{1,80} *\| ?"),  # docker compose
+    re.compile(r"\[(?!rank)[a-z]*\d+(?:\|\d+)?\]: ?"),  # torchrun --tee; torch's own is the program's
+    re.compile(r"\[\d+,\d+\]<std(?:out|err)>: ?"),
+    re.compile(r"\s{0,3}\d{1,5}: ?"),
+)
+# srun and mpirun count the tasks of any program: these are not necessarily ranks of a training job.
+_TASK = re.compile(r"(?:^|\s)\d{1,5}:(?: |$)|\[\d+,\d+\]<")
+_ROUNDS = 4  # a container's runtime, a launcher and torch may each have put one
+_SAMPLE, _SHARE = 400, 0.9
+_MESSAGES = ("log", "message", "msg")
+_TIME_KEYS = ("time", "ts", "timestamp", "@timestamp")
+_LONGEST_JSON = 2**16
+
+
+class Origin(NamedTuple):
+    """Which rank on which host wrote a line, as far as its prefixes tell.
+
+    Attributes:
+        role: the rank that torchrun --tee names, if nothing else does.
+    """
+
+    rank: int | None = None
+    host: str | None = None
+    role: int | None = None
+
+
+def read(text: str, known: Origin) -> tuple[str, Origin]:
+    """(the line without its prefixes, what they tell beyond what is `known`)."""
+    if (journal := _JOURNAL.match(text)) is not None and journal.end() == len(text):
+        return "", known._replace(host=journal["host"])
+    text = _STAMP.sub("", text)
+    rank, host, role = known
+    for _ in range(_ROUNDS):
+        prefix = _OF_LINE.match(text)
+        if prefix is None:
+            break
+        told = prefix.groupdict()
+        role = int(told["role"]) if told["role"] else role
+        number = told["torch"] or told["task"] or told["mpi"] or told["megatron"]
+        rank = int(number) if number is not None else rank
+        host = told["pod"] or told["ip"] or host
+        text = text[prefix.end() :]
+    return text, Origin(rank, host, role)
+
+
+def is_task(prefix: str) -> bool:
+    """Whether the rank that the prefix tells is a task's of a launcher that starts any program."""
+    return _TASK.search(prefix) is not None
+
+
+class Unprefixed(NamedTuple):
+    """The lines of a source as its programs wrote them.
+
+    Attributes:
+        prefixes: what stood before each line.
+        numbers: of the line in the source, from 1.
+    """
+
+    lines: list[str]
+    prefixes: list[str]
+    numbers: list[int]
+
+
+def taken_off(lines: list[str]) -> Unprefixed | None:
+    """The lines without what (nearly) all of them begin with; None if they begin with nothing of the kind."""
+    found: Unprefixed | None = None
+    for _ in range(_ROUNDS):
+        now = found.lines if found is not None else lines
+        written = [line for line in now[:: max(1, len(now) // _SAMPLE)] if line.strip()]
+        if _most(written, [_message(line) is not None for line in written]):
+            found = _messages(now, found)
+        elif (form := _form(written)) is not None:
+            found = _without(form, now, found)
+        else:
+            break
+    return found
+
+
+def _most(written: Sequence[str], has: Sequence[bool]) -> bool:
+    return bool(written) and sum(has) >= _SHARE * len(written)
+
+
+def _form(written: Sequence[str]) -> re.Pattern[str] | None:
+    """What the lines begin with, if it is what somebody put before all of them."""
+    for form in (*_TIMES, *_WRITERS):
+        begins = [match[0].strip() for line in written if (match := form.match(line)) is not None]
+        if not _most(written, [True] * len(begins)):
+            continue
+        # Numbered lines, or a table's first column, are no names of a few writers.
+        if form in _TIMES or len(set(begins)) <= max(1, len(begins) // 2):
+            return form
+    return None
+
+
+def _without(form: re.Pattern[str], lines: Sequence[str], before: Unprefixed | None) -> Unprefixed:
+    ends = [match.end() if (match := form.match(line)) is not None else 0 for line in lines]
+    prefixes = [line[:end] for line, end in zip(lines, ends, strict=True)]
+    if before is not None:
+        prefixes = [first + own for first, own in zip(before.prefixes, prefixes, strict=True)]
+    numbers = before.numbers if before is not None else list(range(1, len(lines) + 1))
+    return Unprefixed([line[end:] for line, end in zip(lines, ends, strict=True)], prefixes, numbers)
+
+
+def _messages(lines: Sequence[str], before: Unprefixed | None) -> Unprefixed:
+    """Each line of each message; a line that has none stays as it is."""
+    found = Unprefixed([], [], [])
+    for place, line in enumerate(lines):
+        prefix, message = _message(line) or ("", line)
+        for each in message.removesuffix("\n").split("\n"):
+            found.lines.append(each)
+            found.prefixes.append((before.prefixes[place] if before is not None else "") + prefix)
+            found.numbers.append(before.numbers[place] if before is not None else place + 1)
+    return found
+
+
+def _message(line: str) -> tuple[str, str] | None:
+    """(time and rank as a prefix, message) of a line of JSON that a logger or a container's runtime has written."""
+    if not line.startswith("{") or len(line) > _LONGEST_JSON:
+        return None
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    message = next((values[key] for key in _MESSAGES if isinstance(values.get(key), str)), None)
+    if message is None:
+        return None
+    time = next((f"{values[key]} " for key in _TIME_KEYS if isinstance(values.get(key), str)), "")
+    rank = f"[rank{values['rank']}]: " if type(values.get("rank")) is int else ""
+    return time + rank, message

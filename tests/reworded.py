@@ -58,5 +58,5 @@ def reword(patch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(made, mesh_why=other_words(made.mesh_why), **pairs)
 
     patch.setattr(rank, "head_of", head)
-    stood = facts._where_ranks_stood
-    patch.setattr(facts, "_where_ranks_stood", lambda *found: [other_words(fact) for fact in stood(*found)])
+    stood = facts._Group.where_ranks_stood
+    patch.setattr(facts._Group, "where_ranks_stood", lambda group: [other_words(fact) for fact in stood(group)])

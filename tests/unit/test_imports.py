@@ -191,8 +191,8 @@ def test_a_run_loads_no_desk() -> None:
     assert "threefold.run.rank" in done.stdout.split() and loaded == []
 
 
-# Foreign dumps, a model's config.json, and a message between processes of one command.
-OTHER_JSON = {"explain/flight.py", "commands/model_config.py", "commands/verify.py"}
+# Foreign dumps and logs, a model's config.json, and a message between processes of one command.
+OTHER_JSON = {"explain/flight.py", "explain/prefixes.py", "commands/model_config.py", "commands/verify.py"}
 
 
 def test_the_files_of_a_run_are_parsed_in_one_place() -> None:

@@ -138,6 +138,8 @@ def changes(manifest: Mapping[str, Any], config: Config) -> list[ChangedKey]:
             before = functools.reduce(operator.getitem, key.split("."), manifest["config"])
         except (KeyError, TypeError):
             continue
+        if (key, before) == ("model.dtype", "auto"):
+            continue  # an import leaves it to the device of the first start
         value = functools.reduce(operator.getitem, key.split("."), now)
         moved = isinstance(before, str) and isinstance(value, str) and value.endswith(f"/{before.removeprefix('./')}")
         found += [ChangedKey(key, before, value)] if before != value and not moved else []

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from threefold.explain import prefixes
-from threefold.explain.prefixes import Origin
+from threefold.explain.prefixes import LineOrigin
 
 _TIME = re.compile(r"(20\d\d-\d\d-\d\d)[T _](\d\d:\d\d:\d\d)")
 _INSIDE = re.compile(r"\b[Rr]ank[ :=]*(\d+)\b")
@@ -154,7 +154,7 @@ class Log:
 
     def is_of_rank(self, line: LogLine) -> bool:
         """Whether a rank wrote the line, and not only a task, as launchers count them of any program."""
-        own = prefixes.read(self.raw[line.index], Origin())[1]
+        own = prefixes.read(self.raw[line.index], LineOrigin())[1]
         of_task = prefixes.is_task(self._prefix(line.index)) and own.rank is None and own.role is None
         return line.rank is not None and not of_task
 
@@ -190,7 +190,7 @@ def _shortened(line: str) -> str:
 
 def _parsed(text: str, number: int, index: int, source: LogSource, *, before: str, named: bool) -> LogLine:
     text = _shortened(text.rstrip("\r")).rpartition("\r")[2]  # the rest of a progress bar's line
-    _, known = prefixes.read(before, Origin(source.rank, source.host))
+    _, known = prefixes.read(before, LineOrigin(source.rank, source.host))
     text, (rank, host, role) = prefixes.read(text, known)
     if rank is None:
         rank = role

@@ -44,7 +44,7 @@ _TIME_KEYS = ("time", "ts", "timestamp", "@timestamp")
 _LONGEST_JSON = 2**16
 
 
-class Origin(NamedTuple):
+class LineOrigin(NamedTuple):
     """Which rank on which host wrote a line, as far as its prefixes tell.
 
     Attributes:
@@ -56,7 +56,7 @@ class Origin(NamedTuple):
     role: int | None = None
 
 
-def read(text: str, known: Origin) -> tuple[str, Origin]:
+def read(text: str, known: LineOrigin) -> tuple[str, LineOrigin]:
     """(the line without its prefixes, what they tell beyond what is `known`)."""
     if (journal := _JOURNAL.match(text)) is not None and journal.end() == len(text):
         return "", known._replace(host=journal["host"])
@@ -72,7 +72,7 @@ def read(text: str, known: Origin) -> tuple[str, Origin]:
         rank = int(number) if number is not None else rank
         host = told["pod"] or told["ip"] or host
         text = text[prefix.end() :]
-    return text, Origin(rank, host, role)
+    return text, LineOrigin(rank, host, role)
 
 
 def is_task(prefix: str) -> bool:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from referee_records import judge_data
 from threefold.errors import DataError
 from threefold.referee.judge.parts import PartStatus
-from threefold.referee.judge.verdict import CommandVerdict, judge
+from threefold.referee.judge.verdict import CommandVerdict
 from threefold.referee.rank.sealed import SealedFile, read_sealed
 
 NUM_ROWS, BATCH = 40, 5
@@ -72,7 +73,7 @@ def record(
         file.write("end", {"steps": step, "calls_after": 0})
         file.close()
     (folder / "command.json").write_text(json.dumps({"command": ["train"], "exit_code": 0}))
-    return judge(folder)
+    return judge_data(folder)
 
 
 def status(verdict: CommandVerdict, name: str) -> PartStatus:
@@ -332,20 +333,22 @@ def test_every_changed_byte_is_found(tmp_path: Path) -> None:
         changed = bytearray(content)
         changed[place] ^= 1
         path.write_bytes(changed)
-        verdict = judge(tmp_path)
+        verdict = judge_data(tmp_path)
         assert verdict.exit_code != 0, (place, verdict.lines())
     path.write_bytes(b"".join(content.splitlines(keepends=True)[:-1]))
-    assert "rank 1 was killed, or its record is cut: rank-00001.jsonl has no end" in text(judge(tmp_path), "record")
+    assert "rank 1 was killed, or its record is cut: rank-00001.jsonl has no end" in text(
+        judge_data(tmp_path), "record"
+    )
     path.unlink()
-    assert "rank 1 left no record" in text(judge(tmp_path), "record")
-    assert "only 1 of 2 data ranks left a record" in text(judge(tmp_path), "rows of data ranks")
+    assert "rank 1 left no record" in text(judge_data(tmp_path), "record")
+    assert "only 1 of 2 data ranks left a record" in text(judge_data(tmp_path), "rows of data ranks")
 
 
 def test_second_process_of_a_rank_and_a_failed_command_are_not_judged(tmp_path: Path) -> None:
     record(tmp_path, dealt())
     (tmp_path / "rank-00000.77.jsonl").write_bytes((tmp_path / "rank-00000.jsonl").read_bytes())
     (tmp_path / "command.json").write_text(json.dumps({"command": ["train"], "exit_code": 7}))
-    assert text(judge(tmp_path), "record") == (
+    assert text(judge_data(tmp_path), "record") == (
         "not judged  record: two processes trained as rank 0: it was restarted, or there were two programs; "
         "the command ended with exit code 7"
     )
@@ -353,7 +356,7 @@ def test_second_process_of_a_rank_and_a_failed_command_are_not_judged(tmp_path: 
 
 def test_folder_without_a_record(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
-        judge(tmp_path)
+        judge_data(tmp_path)
     assert str(error.value) == (
         f"{tmp_path} holds no record of the referee\n"
         "  expected: a folder with command.json and rank-*.jsonl\n"

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from referee_records import judge_data
 from threefold.errors import ConfigError
-from threefold.referee.judge.verdict import CommandVerdict, judge
+from threefold.referee.judge.verdict import CommandVerdict
 from threefold.referee.watch import watch
 
 REFEREE = (sys.executable, "-m", "threefold", "referee")
@@ -47,7 +48,7 @@ def watched(folder: Path, program: str, *, keep_bytes: int = 1 << 20) -> tuple[C
     path.write_text(program)
     command = ["sh", "-c", f'exec "{sys.executable}" "{path}" > "{printed}" 2>&1']
     assert watch(command, folder / "record", num_whole=2, keep_bytes=keep_bytes, to_stderr=False) == 0
-    return judge(folder / "record"), printed.read_text()
+    return judge_data(folder / "record"), printed.read_text()
 
 
 def weights_alone(program: Path) -> str:
@@ -61,14 +62,14 @@ def test_program_of_one_process_is_proved_and_unchanged(tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
     record = tmp_path / "record"
-    whole = load_file(record / "rank-00000-step-00001.safetensors")
-    assert {name: value.shape for name, value in whole.items()} == {"0.0": (4, 4)}
-    assert not (record / "rank-00000-step-00003.safetensors").exists()
+    whole = load_file(record / "rank-00000-step-00001-inputs.safetensors")
+    assert whole.keys() == {"0.0", "0.!random"} and whole["0.0"].shape == (4, 4)
+    assert not (record / "rank-00000-step-00003-inputs.safetensors").exists()
     step = json.loads((record / "rank-00000.jsonl").read_text().splitlines()[2])
     assert len(step["losses"]) == 1 and len(step["calls"][0]["rows"]) == 4
-    path = record / "rank-00000-step-00002.safetensors"
+    path = record / "rank-00000-step-00002-inputs.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert "rank-00000-step-00002.safetensors is not as it was written" in str(judge(record).parts[0])
+    assert "rank-00000-step-00002-inputs.safetensors is not as it was written" in str(judge_data(record).parts[0])
 
 
 def test_record_as_large_as_allowed_ends_and_the_program_does_not(tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_record_as_large_as_allowed_ends_and_the_program_does_not(tmp_path: Path
     message, weights = printed.splitlines(keepends=True)
     assert message.startswith("threefold referee: rank 0 is recorded no further (OSError: ")
     assert weights == weights_alone(tmp_path / "program.py")
-    assert sum(path.stat().st_size for path in (tmp_path / "record").glob("rank-*")) < 3000
+    assert sum(path.stat().st_size for path in (tmp_path / "record").glob("rank-*")) < 4000
 
 
 def test_input_that_the_referee_cannot_read_does_not_end_the_program(tmp_path: Path) -> None:
@@ -229,7 +230,7 @@ def test_requests_that_are_refused(tmp_path: Path) -> None:
 
 def test_command_that_is_not_python_is_not_judged(tmp_path: Path) -> None:
     assert watch(["sh", "-c", "exit 5"], tmp_path, num_whole=1, keep_bytes=1, to_stderr=False) == 5
-    verdict = judge(tmp_path)
+    verdict = judge_data(tmp_path)
     assert verdict.exit_code == 3
     what = "record: `sh -c 'exit 5'` ended with exit code 5 before its first optimizer step"
     assert what in verdict.lines()[1]

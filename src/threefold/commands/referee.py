@@ -6,7 +6,7 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,10 +28,14 @@ def command(
     record: Annotated[
         Path | None, typer.Option(help="The new folder to record in; default: one that is removed.")
     ] = None,
+    alone: Annotated[
+        str | None,
+        typer.Option(metavar="COMMAND", help="What trains the model in one process, for a step."),
+    ] = None,
     keep: Annotated[float, typer.Option(min=0, help="How large the record may become, in GiB.")] = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Watch any training and judge its data: which rows each rank read in which step; no line of it is changed.
+    """Watch any training and judge it: rows, gradients, copies and updates; no line of it is changed.
 
     threefold referee judge DIR judges a record that was made elsewhere.
     """
@@ -44,7 +48,8 @@ def command(
                 "no command to watch is given", expected="what starts the training, after --", fix=_EXAMPLE
             )
         case watched:
-            verdict = _watched(watched, record, num_whole=steps, keep_bytes=int(keep * 2**30), as_json=as_json)
+            settings = {"num_whole": steps, "keep_bytes": int(keep * 2**30), "to_stderr": as_json}
+            verdict = _watched(watched, record, shlex.split(alone or ""), settings)
     typer.echo(jsonl.as_json(verdict.as_values()) if as_json else "\n".join(verdict.lines()))
     sys.exit(verdict.exit_code)
 
@@ -60,13 +65,13 @@ def _judged(arguments: list[str]) -> CommandVerdict:
             raise ConfigError(what, expected="the folder of --record", fix="threefold referee judge DIR")
 
 
-def _watched(
-    watched: list[str], record: Path | None, *, num_whole: int, keep_bytes: int, as_json: bool
-) -> CommandVerdict:
+def _watched(watched: list[str], record: Path | None, alone: list[str], settings: dict[str, Any]) -> CommandVerdict:
     from threefold.referee.judge.verdict import judge
-    from threefold.referee.watch import watch
+    from threefold.referee.watch import run_alone, watch
 
     with tempfile.TemporaryDirectory(prefix="threefold-referee-") as temporary:
         folder = record if record is not None else Path(temporary)
-        watch(watched, folder, num_whole=num_whole, keep_bytes=keep_bytes, to_stderr=as_json)
+        watch(watched, folder, **settings)
+        if alone:
+            run_alone(alone, folder)
         return judge(folder)

@@ -18,6 +18,7 @@ from threefold.referee.rank.sealed import digest, read_sealed
 
 COMMAND_FILE = "command.json"
 
+_KINDS = ("placement", "step", "pass", "fault", "joined", "end")
 # Of the steps of the training, what other optimizers may have done beside it.
 _MOST_LEFT_OUT = 0.1
 
@@ -58,7 +59,11 @@ class RankRecord:
     passes: dict[tuple[int, int], LoaderPass] = field(default_factory=dict)
     num_steps: int = 0
     placement: dict[str, Any] = field(default_factory=dict)
-    """of the model that is trained."""
+    """of the model that is trained, and what it is built from."""
+    checked: list[dict[str, Any]] = field(default_factory=list)
+    """the steps that are recorded with their weights and gradients, as they were written."""
+    joined: bool = False
+    """whether another optimizer takes steps on the same calls."""
     left_out: int = 0
     """steps of other optimizers, before or after the training: probes and trials."""
     mixed: str | None = None
@@ -110,29 +115,22 @@ def _read_rank(path: Path) -> RankRecord | None:
         return None
     start, *rest = lines
     record = RankRecord(start["rank"], start["world_size"], start["versions"])
-    ended = False
-    steps = []
-    placements = {}
-    for line in rest:
-        match line["kind"]:
-            case "placement":
-                placements[line["module"]] = line
-            case "step":
-                steps.append(line)
-                record.wrong += _wrong_inputs(path.parent, line.get("inputs", {}))
-            case "pass":
-                known = (line["rows"], line["batches"], line["ended"], line["samplers"])
-                record.passes[tuple(line["pass"])] = LoaderPass(*known)
-            case "fault":
-                record.wrong.append(f"rank {record.rank}: the referee recorded no further ({line['what']})")
-            case "end":
-                ended = True
-    _take_training(record, steps)
+    of_kind = {kind: [line for line in rest if line["kind"] == kind] for kind in _KINDS}
+    for line in of_kind["step"]:
+        for written in (line.get("inputs", {}), line.get("curve", {})):
+            record.wrong += _wrong_file(path.parent, written)
+    for line in of_kind["pass"]:
+        known = (line["rows"], line["batches"], line["ended"], line["samplers"])
+        record.passes[tuple(line["pass"])] = LoaderPass(*known)
+    for line in of_kind["fault"]:
+        record.wrong.append(f"rank {record.rank}: the referee recorded no further ({line['what']})")
+    record.joined = bool(of_kind["joined"])
+    _take_training(record, of_kind["step"])
     if record.calls:
-        record.placement = placements[record.calls[0].module]
+        record.placement = {line["module"]: line for line in of_kind["placement"]}[record.calls[0].module]
     if damage is not None:
         record.wrong.append(damage)
-    elif not ended and not record.wrong:
+    elif not of_kind["end"] and not record.wrong:
         record.wrong.append(f"rank {record.rank} was killed, or its record is cut: {path.name} has no end")
     return record
 
@@ -153,6 +151,8 @@ def _take_training(record: RankRecord, steps: list[dict[str, Any]]) -> None:
         record.mixed = f"rank {record.rank} trains {len(runs)} times, for {lengths} steps"
     for line in steps if record.mixed else longest:
         record.calls += _calls_of(line)
+        if "curve" in line:
+            record.checked.append(line)
 
 
 def _calls_of(line: dict[str, Any]) -> Iterator[ReadCall]:
@@ -168,13 +168,13 @@ def _calls_of(line: dict[str, Any]) -> Iterator[ReadCall]:
         before = read
 
 
-def _wrong_inputs(folder: Path, inputs: dict[str, str]) -> Iterator[str]:
-    if "file" not in inputs:
+def _wrong_file(folder: Path, written: dict[str, Any]) -> Iterator[str]:
+    if "file" not in written:
         return
     try:
-        content = (folder / inputs["file"]).read_bytes()
+        content = (folder / written["file"]).read_bytes()
     except OSError as error:
-        yield f"{inputs['file']} cannot be read: {error.strerror}"
+        yield f"{written['file']} cannot be read: {error.strerror}"
         return
-    if digest(content) != inputs["digest"]:
-        yield f"{inputs['file']} is not as it was written"
+    if digest(content) != written["digest"]:
+        yield f"{written['file']} is not as it was written"

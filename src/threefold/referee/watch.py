@@ -17,8 +17,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 from threefold.errors import ConfigError
+from threefold.referee.judge.parts import not_judged, read_alone, write_alone
 from threefold.referee.record import COMMAND_FILE
 
 _ATTACHED = Path(__file__).parent / "attached"
@@ -41,21 +43,34 @@ def watch(command: Sequence[str], folder: Path, *, num_whole: int, keep_bytes: i
         fix = f"threefold referee -- {shlex.join([sys.executable, *command])}"
         raise ConfigError(what, expected="the command that starts your training, after --", fix=fix)
     _prepare(folder, command)
-    # A torch.distributed launcher hands its environment to its ranks; srun does too.
-    path = os.pathsep.join(filter(None, (str(_ATTACHED), os.environ.get("PYTHONPATH"))))
     settings = {
-        "PYTHONPATH": path,
         "THREEFOLD_REFEREE": str(folder.resolve()),
         "THREEFOLD_REFEREE_STEPS": str(num_whole),
         "THREEFOLD_REFEREE_KEEP": str(keep_bytes),
     }
-    output = sys.stderr if to_stderr else None
-    environ = {**os.environ, **settings}
-    with subprocess.Popen(list(command), env=environ, stdout=output) as process, _signals_of(process):
-        code = process.wait()
-    code = code if code >= 0 else 128 - code
+    code = _run(command, settings, output=sys.stderr if to_stderr else None)
     _write(folder, command, code)
     return code
+
+
+def run_alone(command: Sequence[str], folder: Path) -> None:
+    """Runs a command that makes the model of a record in one process, which ends at its first step.
+
+    The gradients of the record are judged there, with the program's own model; the answer is in the folder.
+    """
+    code = _run(command, {"THREEFOLD_REFEREE_ALONE": str(folder.resolve())}, output=sys.stderr)
+    if read_alone(folder) is None:
+        what = f"`{shlex.join(command)}` ended with exit code {code} and did not train the model of the record"
+        write_alone(folder, [not_judged("gradients", what)])
+
+
+def _run(command: Sequence[str], settings: dict[str, str], *, output: TextIO | None) -> int:
+    # A torch.distributed launcher hands its environment to its ranks; srun does too.
+    path = os.pathsep.join(filter(None, (str(_ATTACHED), os.environ.get("PYTHONPATH"))))
+    environ = {**os.environ, **settings, "PYTHONPATH": path}
+    with subprocess.Popen(list(command), env=environ, stdout=output) as process, _signals_of(process):
+        code = process.wait()
+    return code if code >= 0 else 128 - code
 
 
 def _prepare(folder: Path, command: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 _HERE = Path(__file__).resolve().parent
-_RECORD = "THREEFOLD_REFEREE"
+_RECORD, _ALONE = "THREEFOLD_REFEREE", "THREEFOLD_REFEREE_ALONE"
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -54,7 +54,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _recorder() -> Any:
+def _part(part: str) -> Any:
     # By its place: the watched interpreter may be one in which threefold is not installed.
     name, folder = "_threefold_referee", _HERE.parent / "rank"
     if name not in sys.modules:
@@ -64,15 +64,21 @@ def _recorder() -> Any:
         assert spec is not None and spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
-    return importlib.import_module(f"{name}.recorder")
+    return importlib.import_module(f"{name}.{part}")
 
 
 def _attach(torch: ModuleType) -> None:
-    _recorder().attach(os.environ)
+    _part("recorder").attach(os.environ)
+
+
+def _take_model(torch: ModuleType) -> None:
+    # Where the program's Python has no threefold, this one's is behind all of its own modules.
+    sys.path.append(str(_HERE.parents[2]))
+    importlib.import_module("threefold.referee.judge.alone").take_model(Path(os.environ[_ALONE]))
 
 
 def _watch_sharding(fsdp: ModuleType) -> None:
-    _recorder().watch_sharding(fsdp)
+    _part("recorder").watch_sharding(fsdp)
 
 
 def _run_the_users() -> None:
@@ -88,7 +94,9 @@ def _run_the_users() -> None:
 
 # Imported as a module of the package, by a test say, it does nothing.
 if __name__ == "sitecustomize":
-    if os.environ.get(_RECORD):
+    if os.environ.get(_ALONE):
+        sys.meta_path.insert(0, _AfterImport("torch", _take_model))
+    elif os.environ.get(_RECORD):
         sys.meta_path.insert(0, _AfterImport("torch", _attach))
         sys.meta_path.insert(0, _AfterImport("torch.distributed.fsdp", _watch_sharding))
     _run_the_users()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
+
+from threefold.referee.rank.sealed import digest
 
 Rows = Counter[str]
+# What a process with the program's own model has judged.
+ALONE_FILE = "alone.json"
 
 
 class PartStatus(StrEnum):
@@ -33,6 +39,27 @@ class JudgedPart:
         if self.status is PartStatus.REFUTED:
             lines += [f"  expected: {self.expected}", f"  where: {self.where}"]
         return "\n".join(lines)
+
+
+def judged_digest(folder: Path) -> str:
+    """The digest of the records of all ranks."""
+    return digest(b"".join(path.read_bytes() for path in sorted(folder.glob("rank-*.jsonl"))))
+
+
+def write_alone(folder: Path, parts: list[JudgedPart]) -> None:
+    """Keeps what was judged with the program's own model."""
+    values = {"judged": judged_digest(folder), "parts": [asdict(part) for part in parts]}
+    (folder / ALONE_FILE).write_text(json.dumps(values) + "\n", encoding="utf-8")
+
+
+def read_alone(folder: Path) -> list[JudgedPart] | None:
+    """What was judged with the program's own model; None if that was not, or of another record."""
+    try:
+        values = json.loads((folder / ALONE_FILE).read_text(encoding="utf-8"))
+        parts = [JudgedPart(**{**part, "status": PartStatus(part["status"])}) for part in values["parts"]]
+        return parts if values["judged"] == judged_digest(folder) else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def proved(name: str, what: str) -> JudgedPart:

@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from threefold.errors import EXIT_FAILED, ranks_text
+from threefold.referee.judge.copies import COPIES, judge_copies
 from threefold.referee.judge.epochs import EPOCHS, epochs_of, judge_epochs
-from threefold.referee.judge.groups import groups_of
+from threefold.referee.judge.groups import RankGroups, groups_of
 from threefold.referee.judge.order import ORDER, judge_order
 from threefold.referee.judge.parts import JudgedPart, PartStatus, none_here, not_judged, proved, refuted
 from threefold.referee.judge.shared_rows import DATA_RANKS, MODEL_COPY, judge_data_ranks, judge_model_copies
 from threefold.referee.record import RankRecord, ReadCall, WatchedCommand, read_command
 
 EXIT_NOT_JUDGED = 3
-RECORD, LABELS = "record", "labels"
-OUTSIDE = ("gradients", "optimizer", "state")
+RECORD, LABELS, GRADIENTS = "record", "labels", "gradients"
+OUTSIDE = ("checkpoints",)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class CommandVerdict:
         num_ranks = len(self.watched.ranks)
         head = f"referee: {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}, {num_steps} steps"
         outside = f"{PartStatus.NOT_JUDGED.value:10}  by this version: {', '.join(OUTSIDE)}"
-        return [head, *map(str, self.parts), outside, f"data: {self.status.value} (exit code {self.exit_code})"]
+        return [head, *map(str, self.parts), outside, f"verdict: {self.status.value} (exit code {self.exit_code})"]
 
     def as_values(self) -> dict[str, Any]:
         """The verdict as plain values."""
@@ -81,7 +82,7 @@ def judge(folder: Path) -> CommandVerdict:
     if not ranks:
         return CommandVerdict(folder, watched, (_nothing(watched),))
     if mixed := next((record.mixed for record in ranks if record.mixed), None):
-        names = (DATA_RANKS, MODEL_COPY, EPOCHS, ORDER, LABELS)
+        names = (DATA_RANKS, MODEL_COPY, EPOCHS, ORDER, LABELS, COPIES, GRADIENTS)
         parts = [not_judged(name, f"{mixed}: which rows belong together does not show") for name in names]
         return CommandVerdict(folder, watched, (judge_record(watched), *parts))
     groups = groups_of(ranks)
@@ -96,8 +97,19 @@ def judge(folder: Path) -> CommandVerdict:
         not_judged(EPOCHS, same) if same else judge_epochs(groups, epochs),
         judge_order(groups, epochs),
         judge_labels(ranks),
+        judge_copies(groups),
+        *_curve(folder, groups),
     ]
     return CommandVerdict(folder, watched, tuple(parts))
+
+
+def _curve(folder: Path, groups: RankGroups) -> list[JudgedPart]:
+    """What follows from weights and gradients, where torch is installed."""
+    try:
+        from threefold.referee.judge.curve import judge_curve
+    except ImportError as error:
+        return [not_judged(GRADIENTS, f"{error.name} is not installed here")]
+    return judge_curve(folder, groups)
 
 
 def _nothing(watched: WatchedCommand) -> JudgedPart:

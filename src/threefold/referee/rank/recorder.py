@@ -13,6 +13,7 @@ import os
 import platform
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
@@ -29,6 +30,8 @@ from . import placement
 from .loaders import Loaders
 from .rows import rows_of_call, tensors_in
 from .sealed import SealedFile, digest
+from .token_weights import token_weights
+from .weights import StepCurve, architecture_of
 
 
 @dataclass
@@ -37,11 +40,21 @@ class OpenCall:
 
     values: dict[str, Any]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """whole inputs, in the checked steps; what is not an input begins with !."""
     is_trained: bool = False
 
-    def note_gradient(self, gradient: torch.Tensor) -> None:
-        """A gradient comes back to the output of the call."""
-        self.is_trained = True
+    def note_gradient(self, gradient: torch.Tensor | None) -> None:
+        """A gradient comes back to the output of the call; None: to another one."""
+        self.is_trained |= gradient is not None
+
+    def note_targets(self, logits: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """A gradient comes back to the logits of the call: what they are trained on."""
+        if gradient is None:
+            return
+        known = token_weights(logits, gradient) if "targets" not in self.values else None
+        self.values["targets"] = known is not None
+        if known is not None:
+            self.tensors["!targets"], self.tensors["!weights"] = (value.cpu() for value in known)
 
 
 class RankRecorder:
@@ -57,7 +70,12 @@ class RankRecorder:
         self._numbers = {"optimizer": count(), "module": count()}
         self._calls: list[OpenCall] = []
         self._losses: list[float] = []
+        self._curve: StepCurve | None = None
+        self._steps_of: Counter[int] = Counter()
+        self._shown: dict[int, dict[str, Any]] = {}
+        self.types: set[str] | None = None
         self._is_off = False
+        self._is_joined = False
         self.loaders = Loaders()
 
     def guard(self, action: Callable[..., Any], *arguments: Any) -> Any:
@@ -87,25 +105,45 @@ class RankRecorder:
             return None
         if self._file is None:
             self._open()
+        number = self._number_of(module)
         values = {
-            "module": self._number_of(module),
+            "module": number,
             "rows": rows.digests,
             "ignored": rows.ignored,
             "labelled": rows.labelled,
             "pass": self.loaders.last,
         }
         call = OpenCall(values)
-        if self._num_steps < self._num_whole:
+        if self._steps_of[number] < self._num_whole:
             call.tensors = {name: tensor.clone().contiguous() for name, tensor in rows.tensors.items()}
+            call.tensors |= {f"!shared.{name}": value.cpu().clone().contiguous() for name, value in rows.shared.items()}
+            if self._shown[number]["architecture"].get("dropout"):
+                call.tensors["!random"] = torch.get_rng_state()
+            if self._curve is None:
+                self._curve = self._begin_curve(module, number)
+            self.types = self._curve.types
         self._calls.append(call)
         return call
 
+    def _begin_curve(self, module: torch.nn.Module, number: int) -> StepCurve:
+        assert self._file is not None
+        shown = self._shown[number]
+        ranks = shown.get("data_ranks", [self._rank])
+        # Replicas of DistributedDataParallel hold the same, so the first one writes it.
+        keeps_copy = shown.get("how") != "DistributedDataParallel" or ranks[0] == self._rank
+        return StepCurve(module, number, keeps_copy=keeps_copy, most_bytes=self._file.left_bytes)
+
     def returned(self, call: OpenCall, output: Any) -> None:
         """The call returns; it is trained on if a gradient comes back to its output. Probes have none."""
-        outputs = [tensor for _, tensor in tensors_in(output) if tensor.grad_fn is not None]
-        for tensor in outputs:
+        self.types = None
+        outputs = {name: tensor for name, tensor in tensors_in(output) if tensor.grad_fn is not None}
+        for tensor in outputs.values():
             tensor.register_hook(call.note_gradient)
         call.is_trained = not outputs
+        logits = outputs.get("logits", next(iter(outputs.values())) if len(outputs) == 1 else None)
+        if call.tensors and logits is not None and logits.ndim > 1:
+            values = logits.detach()
+            logits.register_hook(lambda gradient: self.guard(call.note_targets, values, gradient))
 
     def _number_of(self, module: torch.nn.Module) -> int:
         """The outermost modules, counted from 0; what a new one shows of its ranks is recorded."""
@@ -113,6 +151,9 @@ class RankRecorder:
         if module not in self._modules:
             number = self._modules[module] = next(self._numbers["module"])
             shown = {"module": number, "class": type(module).__name__, **placement.of(module)}
+            shown["architecture"] = architecture_of(module)
+            shown["device"] = next(module.parameters()).device.type
+            self._shown[number] = shown
             self._file.write("placement", shown)
         return self._modules[module]
 
@@ -137,15 +178,33 @@ class RankRecorder:
 
     def backward(self, loss: torch.Tensor) -> None:
         """A loss goes backward; its value is read in the checked steps only, as a device would have to wait for it."""
-        if self._calls and self._num_steps < self._num_whole and loss.numel() == 1 and not _is_capturing():
+        if self._curve is not None and loss.numel() == 1 and not _is_capturing():
             self._losses.append(float(loss.detach()))
+
+    def clips(self) -> None:
+        """Gradients are about to be clipped."""
+        if self._curve is not None and any(call.is_trained for call in self._calls):
+            self._curve.take_gradients()
+
+    def clipped(self, norm: torch.Tensor, most: float) -> None:
+        """Gradients were clipped to a norm; the norm that was found is read in the checked steps only."""
+        if self._curve is not None and any(call.is_trained for call in self._calls):
+            is_known = self._curve.values["clip"] is None and not hasattr(norm, "placements")
+            self._curve.values["clip"] = {"most": float(most), "norm": float(norm) if is_known else None}
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer takes a step. One that steps right after another has trained on the same calls."""
         calls = [call for call in self._calls if call.is_trained]
-        if not calls or self._file is None:
+        if self._file is None:
+            return
+        if not calls:
+            if self._num_steps and not self._is_joined:
+                self._is_joined = True
+                self._file.write("joined", {"step": self._num_steps})
             return
         self._num_steps += 1
+        for number in {call.values["module"] for call in calls}:
+            self._steps_of[number] += 1
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = next(self._numbers["optimizer"])
         values = {
@@ -156,13 +215,20 @@ class RankRecorder:
         }
         whole = {f"{place}.{name}": value for place, call in enumerate(calls) for name, value in call.tensors.items()}
         if whole:
-            values["inputs"] = self._write_whole(whole)
+            values["inputs"] = self._write_whole("inputs", whole)
+        if self._curve is not None:
+            self._curve.take_gradients()
+            self._curve.take_optimizer(optimizer)
+            curve = {**self._curve.values, "types": sorted(self._curve.types)}
+            if self._curve.tensors and "unknown" not in curve:
+                curve |= self._write_whole("curve", self._curve.tensors)
+            values["curve"] = curve
         self._file.write("step", values)
-        self._calls, self._losses = [], []
+        self._calls, self._losses, self._curve = [], [], None
         if self._file.left_bytes < 0:
             raise OSError("the record is as large as --keep allows")
 
-    def _write_whole(self, whole: dict[str, torch.Tensor]) -> dict[str, str]:
+    def _write_whole(self, kind: str, whole: dict[str, torch.Tensor]) -> dict[str, str]:
         assert self._file is not None
         size = sum(tensor.nbytes for tensor in whole.values())
         if size > self._file.left_bytes:
@@ -171,7 +237,7 @@ class RankRecorder:
             from safetensors.torch import save
         except ImportError:
             return {"left_out": "safetensors is not installed in the program's Python"}
-        name = f"rank-{self._rank:05d}-step-{self._num_steps:05d}.safetensors"
+        name = f"rank-{self._rank:05d}-step-{self._num_steps:05d}-{kind}.safetensors"
         content = save(whole)
         (self._folder / name).write_bytes(content)
         self._file.left_bytes -= len(content)
@@ -227,6 +293,8 @@ def attach(environ: Mapping[str, str]) -> None:
             output = call(self, *args, **kwargs)
         finally:
             local.depth = depth
+        if recorder.types is not None and isinstance(output, torch.Tensor) and output.is_floating_point():
+            recorder.types.add(str(output.dtype).removeprefix("torch."))
         if open_call is not None:
             recorder.guard(recorder.returned, open_call, output)
         return output
@@ -237,6 +305,16 @@ def attach(environ: Mapping[str, str]) -> None:
             recorder.guard(recorder.backward, self)
         backward(self, *args, **kwargs)
 
+    clip = torch.nn.utils.clip_grad_norm_
+
+    @wraps(clip)
+    def watched_clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
+        recorder.guard(recorder.clips)
+        norm = clip(parameters, max_norm, *args, **kwargs)
+        recorder.guard(recorder.clipped, norm, max_norm)
+        return norm
+
+    torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = watched_clip
     torch.nn.Module.__call__ = watched_call
     torch.Tensor.backward = watched_backward
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: recorder.guard(recorder.steps, optimizer))

@@ -30,6 +30,9 @@ class CallRows(NamedTuple):
     """places of rows with labels, all of which are ignored."""
     labelled: bool
     tensors: dict[str, torch.Tensor]
+    """with a part for each row."""
+    shared: dict[str, torch.Tensor]
+    """without one."""
 
 
 def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRows | None:
@@ -44,12 +47,13 @@ def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRows |
     leading = [name for name in _LEADING if name in tensors]
     num_rows = len(tensors[leading[0] if leading else next(iter(tensors))])
     host = {name: tensor.detach().cpu() for name, tensor in tensors.items() if len(tensor) == num_rows}
+    shared = {name: tensor.detach() for name, tensor in tensors.items() if name not in host}
     mask = _padding_mask(host)
     contents = {name: value for name, value in host.items() if _last(name) not in _NOT_THE_ROW}
     labels = _token_labels(contents)
     ignored = [] if labels is None else _ignored_rows(labels, mask)
     digests = [_digest_of(contents, row, mask) for row in range(num_rows)]
-    return CallRows(digests, ignored, labels is not None, host)
+    return CallRows(digests, ignored, labels is not None, host, shared)
 
 
 def _padding_mask(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

@@ -1,0 +1,338 @@
+"""The gradients of a program's checked steps against those of its own model in one process.
+
+Nothing is assumed about how the program averages: the recorded gradient must be a sum of the gradients of its rows, and
+what each row counts in it shows the law. Then each parameter must follow the same law: one with another factor, or one
+that no factor explains, is named. What arithmetic in the program's precision changes is computed, not assumed: the same
+model is run in it, and its difference from float32 is the tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from threefold.referee.judge.checked_steps import CheckedStep, TrainedRows, Unjudgeable
+from threefold.referee.judge.laws import (
+    TARGETS,
+    LawFit,
+    UnitSize,
+    factor_of,
+    fit_law,
+    fit_units,
+    grouped,
+    known_laws,
+    lost_units,
+    named_factors,
+)
+from threefold.referee.judge.own_model import OwnModel, rebuilt
+from threefold.referee.judge.parts import JudgedPart, not_judged, proved, refuted
+
+GRADIENTS, TARGET_PLACES = "gradients", "targets"
+
+# Values of each parameter that units are told apart by; all values are compared once the law is known.
+_NUM_VALUES = 4096
+# float32 in another order of sums; what is rounded to bfloat16 at the end; and the least factor that is named.
+_FLOAT32, _ROUNDED, _FACTOR = 1e-3, 1e-2, 0.01
+# So many times as much as the program's precision changes here, as it does there by other amounts.
+_TIMES = 4.0
+_TOO_NOISY = 0.3
+_LOW = {"bfloat16": torch.bfloat16}
+_UNSEEN = ("attention_mask", "position_ids")
+_UNNAMED = "a factor of the program's own"
+# Values of gradients times units: what this machine is asked for in a step.
+_MOST_WORK = 3e13
+
+
+@dataclass
+class StepFit:
+    """What a step shows: its law, or the weights of units that follow none, and how each parameter follows the law.
+
+    Attributes:
+        unseen: an input that the model is called with, and without which its gradients are the recorded ones.
+    """
+
+    step: CheckedStep
+    sizes: list[UnitSize]
+    fit: LawFit | None
+    unit_weights: Tensor | None
+    unseen: str | None = None
+    factors: dict[str, float] = field(default_factory=dict)
+    left: dict[str, float] = field(default_factory=dict)
+    tolerance: dict[str, float] = field(default_factory=dict)
+
+    def odd(self) -> dict[str, float]:
+        """Parameters that follow the law with a factor of their own."""
+        assert self.fit is not None
+        usual = self.fit.factor
+        return {
+            name: factor / usual
+            for name, factor in self.factors.items()
+            if abs(factor / usual - 1) > max(_FACTOR, self.tolerance[name]) and self._is_explained(name)
+        }
+
+    def unexplained(self) -> list[str]:
+        """Parameters that no factor explains."""
+        return [name for name in self.factors if not self._is_explained(name)]
+
+    def _is_explained(self, name: str) -> bool:
+        return not self.factors[name] or self.left[name] <= self.tolerance[name]
+
+
+def judge_gradients(
+    steps: list[CheckedStep], placement: dict[str, Any], own: nn.Module | None = None
+) -> list[JudgedPart]:
+    """The parts of a verdict that follow from the gradients of a model.
+
+    Args:
+        placement: what the first rank shows of its model.
+        own: the model in one process, as the program makes it; else one of transformers is rebuilt from its config.
+    """
+    fits: list[StepFit] = []
+    try:
+        architecture = placement["architecture"]
+        model = OwnModel(own if own is not None else rebuilt(architecture), replaced=architecture.get("replaced"))
+        if architecture["dropout"] and placement["device"] != "cpu":
+            raise Unjudgeable("the model draws random numbers on the device: set its dropout to 0")
+        for step in steps:
+            fits.append(_fit_step(model, step))
+            if fits[-1].fit is None:
+                break
+    except Unjudgeable as why:
+        if not fits:
+            return [not_judged(GRADIENTS, str(why))]
+    except Exception as error:  # of a model that nobody here has seen
+        text = " ".join(str(error).split())[:200]
+        return [not_judged(GRADIENTS, f"the model cannot be computed here ({type(error).__name__}: {text})")]
+    return [_verdict(fits), *_target_places(fits)]
+
+
+def _fit_step(model: OwnModel, step: CheckedStep) -> StepFit:
+    model.load(step.weights)
+    units = [unit for unit in step.units if model.num_targets(unit)]
+    if not units:
+        raise Unjudgeable(f"step {step.number} trains on no target")
+    sizes = [UnitSize(unit.rank, unit.call, unit.row, model.num_targets(unit)) for unit in units]
+    work = 6 * sum(w.numel() for w in step.weights.values()) * sum(_num_tokens(unit) for unit in units)
+    if work > _MOST_WORK:
+        raise Unjudgeable(f"{work:.0e} operations to compute its gradients here, of at most {_MOST_WORK:.0e}")
+    trained = [name for name, value in step.gradients.items() if bool(value.isfinite().all())]
+    if len(trained) < len(step.gradients):
+        raise Unjudgeable(f"step {step.number} has a gradient that is not finite")
+    own, recorded = _samples(model, units, step, trained)
+    if (law := _law_of(model, units, sizes, step, trained, own, recorded)) is not None:
+        return law
+    found = StepFit(step, sizes, None, fit_units(own, recorded))
+    # What the program hands to its model, and the model may not see.
+    for name in _UNSEEN:
+        blind = [replace(unit, inputs={n: v for n, v in unit.inputs.items() if n != name}) for unit in units]
+        if any(name in unit.inputs for unit in units):
+            own, recorded = _samples(model, blind, step, trained)
+            if _law_of(model, blind, sizes, step, trained, own, recorded) is not None:
+                found.unseen = name
+    return found
+
+
+def _num_tokens(unit: TrainedRows) -> int:
+    return max(value.numel() for value in unit.inputs.values())
+
+
+def _samples(
+    model: OwnModel, units: list[TrainedRows], step: CheckedStep, names: list[str]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Some values of each parameter's gradient: [units, values] of each unit's own, and [values] of the recorded."""
+    strides = {name: max(1, -(-step.gradients[name].numel() // _NUM_VALUES)) for name in names}
+    rows = []
+    for unit in units:
+        gradients = model.gradients([(unit, 1.0)], names, low=None)
+        rows.append([value.flatten()[:: strides[name]].clone() for name, value in zip(names, gradients, strict=True)])
+    own = [torch.stack(values) for values in zip(*rows, strict=True)]
+    return own, [step.gradients[name].flatten()[:: strides[name]] for name in names]
+
+
+def _law_of(
+    model: OwnModel,
+    units: list[TrainedRows],
+    sizes: list[UnitSize],
+    step: CheckedStep,
+    names: list[str],
+    own: list[Tensor],
+    recorded: list[Tensor],
+) -> StepFit | None:
+    """The law that most parameters follow, with all of their values compared; None if there is none."""
+    laws = known_laws(sizes)
+    noise = _noise(model, units, laws[0].weights, step, names)
+    scale = torch.tensor([noise[name] for name in names])
+    fits = [fit_law(law, own, recorded) for law in laws]
+    best = next((fit for fit in fits if float((fit.left / scale).median()) <= 1), None)
+    if best is None:
+        return None
+    weights = best.law.weights.tolist()
+    expected = model.gradients(list(zip(units, weights, strict=True)), names, low=None)
+    found = StepFit(step, sizes, best, None)
+    largest = max(float(value.abs().max()) for value in expected)
+    for name, value in zip(names, expected, strict=True):
+        # A gradient that is zero but for rounding, as that of a key's bias, tells nothing.
+        if float(value.abs().max()) < 1e-6 * largest or noise[name] > _TOO_NOISY:
+            continue
+        found.factors[name], found.left[name] = factor_of(value, step.gradients[name])
+        found.tolerance[name] = noise[name]
+    return found
+
+
+def _noise(
+    model: OwnModel, units: list[TrainedRows], weights: Tensor, step: CheckedStep, names: list[str]
+) -> dict[str, float]:
+    """What each parameter's gradient may differ by, as a share of it, when it is right."""
+    low = next((_LOW[kind] for kind in step.types if kind in _LOW), None)
+    if low is None:
+        return dict.fromkeys(names, _FLOAT32)
+    losses = list(zip(units, weights.tolist(), strict=True))
+    exact = model.gradients(losses, names, low=None)
+    rounded = model.gradients(losses, names, low=low)
+    return {
+        name: max(_ROUNDED, _TIMES * factor_of(one, other)[1])
+        for name, one, other in zip(names, exact, rounded, strict=True)
+    }
+
+
+# --- what it comes to --------------------------------------------------------------------------------------------
+
+
+def _verdict(fits: list[StepFit]) -> JudgedPart:
+    """The first thing that is wrong, or that nothing is."""
+    for found in fits:
+        if part := _wrong(found):
+            return part
+    numbers = [found.step.number for found in fits]
+    steps = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
+    total = sum(size.num_targets for size in fits[0].sizes)
+    compared = [left for found in fits for left in found.left.values()]
+    names = len(fits[0].factors)
+    assert fits[0].fit is not None
+    scale = _named_factor(fits[0])
+    law = TARGETS if scale is None else "the sum over all targets"
+    what = f"in {steps} each of {names} parameters has the gradient of {law} ({total} in step {numbers[0]})"
+    num_silent = len(fits[0].step.gradients) - names
+    silent = f"; {num_silent} are zero but for rounding, and not compared" if num_silent else ""
+    return proved(GRADIENTS, f"{what}; the largest difference is {max(compared):.0e} of a gradient{silent}")
+
+
+def _wrong(found: StepFit) -> JudgedPart | None:
+    step = f"step {found.step.number}"
+    if found.fit is None:
+        return _no_law(found)
+    if odd := found.odd():
+        listed = ", ".join(f"{name} x{factor:.4g}" for name, factor in grouped(odd).items())
+        return refuted(
+            GRADIENTS,
+            f"in {step} {len(odd)} of {len(found.factors)} parameters have another factor than the others: {listed}",
+            expected=f"the gradient of {TARGETS} for each parameter",
+            where="what sums or scales these gradients: one sum over ranks too many, a hook, a part of the loss",
+        )
+    if unexplained := found.unexplained():
+        listed = ", ".join(grouped(dict.fromkeys(unexplained, 0.0)))
+        return refuted(
+            GRADIENTS,
+            f"in {step} {len(unexplained)} of {len(found.factors)} parameters have a gradient that is no multiple of "
+            f"their own: {listed}",
+            expected="what the same model computes in one process from the same weights and rows",
+            where="what these layers compute: a mask, positions, a part of the gradient, a sum over ranks of one part",
+        )
+    if not all(unit.is_even for unit in found.step.units):
+        return not_judged(GRADIENTS, f"in {step} the program's loss counts the targets of a row differently, as it may")
+    if found.fit.law.name != TARGETS:
+        counts = found.fit.law.weights
+        first, last = int(counts.argmax()), int(counts.argmin())
+        ratio = float(counts[first] / counts[last])
+        return refuted(
+            GRADIENTS,
+            f"in {step} targets do not count equally: those of {found.sizes[first]} count {ratio:.3g} x those of "
+            f"{found.sizes[last]}; it is {found.fit.law.name}",
+            expected=f"{TARGETS}, {sum(size.num_targets for size in found.sizes)} in {step}",
+            where="what the loss is divided by: the number of targets of all ranks and micro-batches of the step",
+        )
+    scale = _named_factor(found)
+    if scale == _UNNAMED:
+        return not_judged(
+            GRADIENTS, f"in {step} each gradient is x{found.fit.factor:.4g} of {TARGETS}: who asks for it?"
+        )
+    if scale is not None and "sum" not in scale:
+        return refuted(
+            GRADIENTS,
+            f"in {step} each gradient is x{found.fit.factor:.4f}: {scale}",
+            expected=f"{TARGETS} of all ranks and micro-batches",
+            where="what the loss is divided by, and whether ranks are summed or averaged: both together count twice",
+        )
+    return None
+
+
+def _named_factor(found: StepFit) -> str | None:
+    """What the law is multiplied by; None for 1."""
+    assert found.fit is not None
+    factor, tolerance = found.fit.factor, max(_FACTOR, *found.tolerance.values())
+    if abs(factor - 1) <= tolerance:
+        return None
+    names = (name for name, value in named_factors(found.sizes) if abs(factor / value - 1) <= tolerance)
+    return next(names, _UNNAMED)
+
+
+def _no_law(found: StepFit) -> JudgedPart:
+    step = f"step {found.step.number}"
+    where = (
+        "the forward of the model: masks, positions, documents packed together, layers that differ; hooks on gradients"
+    )
+    if found.unseen is not None:
+        return refuted(
+            GRADIENTS,
+            f"in {step} the gradient is that of a model that does not see {found.unseen}, which it is called with",
+            expected="what the same model computes in one process from the same weights and rows",
+            where=f"what takes {found.unseen} away on the way into the layers: a wrapper, a patch, a kernel",
+        )
+    if found.unit_weights is not None and (lost := lost_units(found.unit_weights)):
+        units = ", ".join(str(found.sizes[place]) for place in lost[:3]) + (" ..." if len(lost) > 3 else "")
+        return refuted(
+            GRADIENTS,
+            f"in {step} {len(lost)} of {len(found.sizes)} rows are not in the gradient: {units}",
+            expected="a part of each row that was trained on",
+            where="zero_grad between micro-batches, no_sync on the last one, a gradient that is not summed over ranks",
+        )
+    return refuted(
+        GRADIENTS,
+        f"in {step} the gradient is no sum of the gradients of its rows",
+        expected="what the same model computes in one process from the same weights and rows",
+        where=where,
+    )
+
+
+def _target_places(fits: list[StepFit]) -> Iterator[JudgedPart]:
+    """Whether a causal model is trained on the next token, where both show."""
+    known = [
+        (unit.inputs["input_ids"], unit.targets)
+        for found in fits
+        for unit in found.step.units
+        if unit.targets is not None and unit.targets.ndim == 2 and "input_ids" in unit.inputs
+    ]
+    same = [(ids, targets) for ids, targets in known if ids.shape == targets.shape]
+    if not same:
+        return
+    shares = {}
+    for shift in (0, 1, 2):
+        hits = total = 0
+        for ids, targets in same:
+            aligned = targets[:, : targets.shape[1] - shift]
+            trained = aligned != -100
+            hits += int((aligned == ids[:, shift:])[trained].sum())
+            total += int(trained.sum())
+        shares[shift] = hits / max(total, 1)
+    if shares[1] < 0.5 and max(shares[0], shares[2]) > 0.95:
+        said = "the token after the next" if shares[2] > shares[0] else "the token itself"
+        yield refuted(
+            TARGET_PLACES,
+            f"{max(shares[0], shares[2]):.0%} of the outputs are trained to predict {said}",
+            expected="the next token",
+            where="where labels are shifted: once, in the model or before it",
+        )

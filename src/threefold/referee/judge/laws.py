@@ -1,0 +1,151 @@
+"""What rows count in an update: the laws that programs follow, and the one that recorded gradients show.
+
+A law gives each unit (a row, or a micro-batch that cannot be taken apart) the weight of one of its targets. A gradient
+is a sum of the units' own gradients, each the gradient of the sum over its targets, with these weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TARGETS = "the mean over all targets"
+
+# A unit of less weight, as a share of the largest, is not in the gradient.
+_LOST = 0.02
+# Of what units' gradients have in common, so much must differ for their weights to be told.
+_WORST_CONDITION = 1e6
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """A unit: its data rank, its micro-batch, its row or None for all of them, the number of its targets."""
+
+    rank: int
+    call: int
+    row: int | None
+    num_targets: int
+
+    def __str__(self) -> str:
+        row = "" if self.row is None else f"row {self.row + 1} of "
+        return f"{row}micro-batch {self.call + 1} of rank {self.rank} ({self.num_targets} targets)"
+
+
+@dataclass(frozen=True)
+class Law:
+    """How programs weigh targets: [units] the weight of one target of each."""
+
+    name: str
+    weights: Tensor
+
+
+def known_laws(units: list[UnitSize]) -> list[Law]:
+    """The laws; what is equal to one before it is left out."""
+    of_rank: Counter[int] = Counter()
+    of_call: Counter[tuple[int, int]] = Counter()
+    for unit in units:
+        of_rank[unit.rank] += unit.num_targets
+        of_call[unit.rank, unit.call] += unit.num_targets
+    total = of_rank.total()
+    laws = {
+        TARGETS: [1 / total for _ in units],
+        "the mean of each rank's mean": [1 / (len(of_rank) * of_rank[unit.rank]) for unit in units],
+        "the mean of each micro-batch's mean": [1 / (len(of_call) * of_call[unit.rank, unit.call]) for unit in units],
+        "the mean of each row's mean": [1 / (len(units) * unit.num_targets) for unit in units],
+    }
+    kept: list[Law] = []
+    for name, values in laws.items():
+        weights = torch.tensor(values, dtype=torch.float64)
+        if not any(torch.allclose(weights, law.weights, rtol=1e-3) for law in kept):
+            kept.append(Law(name, weights))
+    return kept
+
+
+def named_factors(units: list[UnitSize]) -> Iterator[tuple[str, float]]:
+    """By what programs multiply a law by mistake."""
+    ranks = len({unit.rank for unit in units})
+    calls = len({(unit.rank, unit.call) for unit in units}) / ranks
+    total = sum(unit.num_targets for unit in units)
+    yield "the number of ranks", ranks
+    yield "the number of micro-batches of a rank", calls
+    yield "the number of all micro-batches", ranks * calls
+    yield "one over the number of ranks", 1 / ranks
+    yield "one over the number of micro-batches of a rank", 1 / calls
+    yield "one over the number of all micro-batches", 1 / (ranks * calls)
+    yield "the number of all targets: the loss is a sum", total
+    yield "the number of a rank's targets: the loss is a sum, and ranks are averaged", total / ranks
+
+
+@dataclass(frozen=True)
+class LawFit:
+    """A law and how recorded gradients follow it, by parameter: the factor, and the share that is left unexplained."""
+
+    law: Law
+    factors: Tensor
+    left: Tensor
+
+    @property
+    def factor(self) -> float:
+        """The one of most parameters."""
+        return float(self.factors.median())
+
+
+def fit_law(law: Law, own: list[Tensor], recorded: list[Tensor]) -> LawFit:
+    """Fits one factor for each parameter.
+
+    Args:
+        own: of each parameter, [units, values] the units' own gradients.
+        recorded: of each parameter, [values].
+    """
+    factors, left = [], []
+    for rows, values in zip(own, recorded, strict=True):
+        factor, rest = factor_of(law.weights.float() @ rows, values)
+        factors.append(factor)
+        left.append(rest)
+    return LawFit(law, torch.tensor(factors), torch.tensor(left))
+
+
+def factor_of(expected: Tensor, recorded: Tensor) -> tuple[float, float]:
+    """`recorded` as a multiple of `expected`, and the share of it that is left."""
+    expected, recorded = expected.double().flatten(), recorded.double().flatten()
+    squared = float(expected @ expected)
+    norm = float(torch.linalg.vector_norm(recorded))
+    if squared == 0 or norm == 0:
+        return 0.0, float(squared != 0 or norm != 0)
+    factor = float(expected @ recorded) / squared
+    return factor, float(torch.linalg.vector_norm(recorded - factor * expected)) / norm
+
+
+def fit_units(own: list[Tensor], recorded: list[Tensor]) -> Tensor | None:
+    """[units] the weight of a target of each, whatever the law: the median over the parameters that tell it.
+
+    None if the gradients of units are too alike for it.
+    """
+    fits = []
+    for rows, values in zip(own, recorded, strict=True):
+        lengths = torch.linalg.vector_norm(rows.double(), dim=1)
+        if rows.shape[1] < 4 * rows.shape[0] or not bool((lengths > 0).all()):
+            continue
+        directions = (rows.double() / lengths[:, None]).T
+        gram = directions.T @ directions
+        if float(torch.linalg.cond(gram)) < _WORST_CONDITION:
+            fits.append(torch.linalg.solve(gram, directions.T @ values.double()) / lengths)
+    return torch.stack(fits).median(dim=0).values if fits else None
+
+
+def lost_units(weights: Tensor) -> list[int]:
+    """The places of the units that are not in the gradient."""
+    return torch.nonzero(weights.abs() < _LOST * weights.abs().max()).flatten().tolist()
+
+
+def grouped(factors: dict[str, float]) -> dict[str, float]:
+    """The parameters of all layers under one name, the first eight."""
+    groups: dict[str, float] = {}
+    for name, factor in factors.items():
+        groups.setdefault(re.sub(r"\.\d+\.", ".*.", name), factor)
+    return dict(list(groups.items())[:8])

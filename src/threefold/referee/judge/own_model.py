@@ -1,0 +1,161 @@
+"""The model that a program trains, rebuilt in this process: the gradients that recorded ones must be made of."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from threefold.referee.judge.checked_steps import TrainedRows, Unjudgeable
+
+_NOT_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
+
+
+def rebuilt(architecture: dict[str, Any]) -> nn.Module:
+    """A model of transformers, from its recorded config, in float32 on the CPU.
+
+    Raises:
+        Unjudgeable: it is no such model, or computes what cannot be taken apart.
+    """
+    if why := architecture.get("unknown"):
+        raise Unjudgeable(str(why))
+    try:
+        import transformers
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError:
+        raise Unjudgeable("transformers is not installed here") from None
+    values = architecture["config"]
+    kind = getattr(transformers, architecture["class"], None)
+    if values.get("model_type") not in CONFIG_MAPPING or not inspect.isclass(kind):
+        raise Unjudgeable(f"transformers {transformers.__version__} has no {architecture['class']}")
+    attention = architecture["attention"]
+    if attention not in ("eager", "sdpa", "flex_attention") and not attention.startswith("flash_attention"):
+        raise Unjudgeable(f"its attention is the program's own ({attention}): what its mask means is not known")
+    if values.get("output_router_logits"):
+        raise Unjudgeable("the loss has a part of the routers beside the targets")
+    config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    config._attn_implementation = "eager" if attention == "eager" else "sdpa"
+    with torch.random.fork_rng(devices=[]):
+        model: nn.Module = kind(config)  # type: ignore[call-arg]
+    return model.float().train()
+
+
+class OwnModel:
+    """A model with recorded weights.
+
+    Args:
+        replaced: the program's own function that computes its loss from labels, if there is one.
+    """
+
+    def __init__(self, model: nn.Module, *, replaced: str | None = None) -> None:
+        self.model = model
+        self._replaced = replaced
+        self._is_sharded = any(hasattr(parameter, "placements") for parameter in model.parameters())
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Takes the weights that were recorded.
+
+        Raises:
+            Unjudgeable: they are not those of this model.
+        """
+        own = dict(self.model.named_parameters())
+        different = sorted(own.keys() ^ weights.keys()) or [
+            name for name, parameter in own.items() if parameter.shape != weights[name].shape
+        ]
+        if different:
+            raise Unjudgeable(f"{different[0]} of the recorded weights is not as in {type(self.model).__name__}")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                _local(parameter).copy_(weights[name])
+
+    def num_targets(self, unit: TrainedRows) -> int:
+        """How many targets a unit trains on."""
+        if unit.targets is not None:
+            return int((unit.targets != -100).sum())
+        labels = unit.inputs.get("labels")
+        if labels is None:
+            raise Unjudgeable("the loss is computed outside of the model, and is no cross-entropy of its outputs")
+        if self._replaced is not None:
+            raise Unjudgeable(f"the loss is computed by {self._replaced}, which may give labels a meaning of their own")
+        if labels.ndim < 2:
+            return labels.numel()
+        return int((labels[:, 1:] if self._shifts else labels).ne(-100).sum())
+
+    @property
+    def _shifts(self) -> bool:
+        kind = getattr(self.model, "loss_type", None)
+        config: Any = getattr(self.model, "config", None)
+        is_causal = kind in (None, "ForCausalLM", "ForConditionalGeneration")
+        return is_causal and not getattr(config, "is_encoder_decoder", False)
+
+    def gradients(
+        self, losses: list[tuple[TrainedRows, float]], names: list[str], *, low: torch.dtype | None
+    ) -> list[Tensor]:
+        """The gradient of `sum(coefficient * loss of the unit)`; a unit's loss is the sum over its targets.
+
+        Args:
+            low: compute in this type, as autocast does.
+        """
+        own = dict(self.model.named_parameters())
+        wanted = [own[name] for name in names]
+        total = [torch.zeros_like(_local(parameter), dtype=torch.float32) for parameter in wanted]
+        for unit, coefficient in losses:
+            with torch.random.fork_rng(devices=[]), _autocast(low):
+                if unit.random is not None:
+                    torch.set_rng_state(unit.random)
+                loss = self._loss(unit) * coefficient
+            for into, gradient in zip(total, self._backward(loss, wanted), strict=True):
+                if gradient is not None:
+                    into += gradient
+        return total
+
+    def _backward(self, loss: Tensor, wanted: list[nn.Parameter]) -> list[Tensor | None]:
+        if not self._is_sharded:
+            return list(torch.autograd.grad(loss, wanted, allow_unused=True))
+        # Hooks of sharding hand gradients over with a whole backward only.
+        loss.backward()
+        found = [None if each.grad is None else _local(each.grad) for each in wanted]
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return found
+
+    def _loss(self, unit: TrainedRows) -> Tensor:
+        given = dict(self._named(unit.inputs))
+        if unit.targets is None:
+            loss: Tensor = self.model(**given, use_cache=False).loss if self._takes_cache else self.model(**given).loss
+            return loss * self.num_targets(unit)
+        given = {name: value for name, value in given.items() if name not in _NOT_INPUTS}
+        output = self.model(**given)
+        logits: Tensor = output if isinstance(output, Tensor) else output.logits
+        if unit.targets.ndim > 1:
+            logits = logits[:, -unit.targets.shape[1] :]
+        losses = nn.functional.cross_entropy(
+            logits.float().flatten(0, -2), unit.targets.flatten().long(), ignore_index=-100, reduction="none"
+        )
+        return (losses * unit.shares().flatten()).sum()
+
+    @property
+    def _takes_cache(self) -> bool:
+        return "use_cache" in inspect.signature(self.model.forward).parameters
+
+    def _named(self, inputs: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        places = list(inspect.signature(self.model.forward).parameters)
+        for name, value in inputs.items():
+            if "." in name:
+                raise Unjudgeable(f"the model is called with {name}, inside of another value")
+            if name != "num_items_in_batch":
+                yield (places[int(name)] if name.isdigit() else name), value
+
+
+def _local(tensor: Any) -> Tensor:
+    """The values of a tensor that one process holds."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    return local.detach()
+
+
+def _autocast(low: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if low is None else torch.autocast("cpu", dtype=low)

@@ -1,0 +1,76 @@
+"""The referee on gradients: programs on two real ranks, each fault with its class, its factor and its parameters."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.test_referee_programs import REFEREE, TORCHRUN, WATCHED, refuted, run
+
+pytestmark = pytest.mark.examples
+
+CLEAN = [
+    ("qwen_loop.py", "clean", "each of 25 parameters has the gradient of the mean over all targets (283 in step 1)"),
+    ("qwen_loop.py", "bf16", "each of 25 parameters has the gradient of the mean over all targets"),
+    ("qwen_meshes.py", "fsdp2_bf16", "each of 25 parameters has the gradient of the mean over all targets"),
+    ("qwen_meshes.py", "tp", "each of 25 parameters has the gradient of the mean over all targets"),
+]
+FAULTS = [
+    ("qwen_loop.py", "means", ["gradients"], "count 1.22 x those of row 1 of micro-batch 1 of rank 1 (5 targets)"),
+    ("qwen_loop.py", "q_norm", ["gradients"], "model.layers.*.self_attn.q_norm.weight x2\n"),
+    ("qwen_loop.py", "lost", ["copies of weights", "gradients"], "8 of 16 rows are not in the gradient"),
+    ("qwen_loop.py", "mask", ["gradients"], "that of a model that does not see attention_mask"),
+    ("qwen_loop.py", "shifted", ["gradients", "targets"], "100% of the outputs are trained to predict the token after"),
+    ("qwen_loop.py", "left_out", ["gradients", "updates"], "in no group of the optimizer: lm_head.weight"),
+    ("qwen_loop.py", "after_clip", ["updates"], "model.norm.weight x-0.98"),
+    ("qwen_meshes.py", "tp_twice", ["gradients"], "model.layers.*.self_attn.q_norm.weight x2\n"),
+    ("qwen_meshes.py", "tp_partial", ["copies of weights", "gradients"], "k_norm.weight"),
+]
+
+
+@pytest.mark.parametrize(("program", "kind", "what"), CLEAN)
+def test_clean_programs_are_proved(tmp_path: Path, program: str, kind: str, what: str) -> None:
+    watched = run(tmp_path, *REFEREE, "--", *TORCHRUN, str(WATCHED / program), kind)
+    assert watched.returncode == 0, watched.stdout + watched.stderr
+    assert what in watched.stdout
+    assert "proved      updates: in steps 1 to 2 each of 25 parameters moves as torch's AdamW says" in watched.stdout
+
+
+@pytest.mark.parametrize(("program", "kind", "parts", "what"), FAULTS)
+def test_faults_are_refuted(tmp_path: Path, program: str, kind: str, parts: list[str], what: str) -> None:
+    watched = run(tmp_path, *REFEREE, "--steps", "2", "--", *TORCHRUN, str(WATCHED / program), kind)
+    assert watched.returncode == 1, watched.stdout + watched.stderr
+    assert refuted(watched.stdout) == parts
+    assert what in watched.stdout
+
+
+@pytest.mark.parametrize("kind", ["clean_fsdp2", "twice"])
+def test_model_of_ones_own_is_taken_from_its_program(tmp_path: Path, kind: str) -> None:
+    program = [str(WATCHED / "own_model.py"), kind]
+    alone = " ".join([*TORCHRUN[:-1], "1", *program])
+    watched = run(tmp_path, *REFEREE, "--alone", alone, "--record", "record", "--", *TORCHRUN, *program)
+    assert watched.stdout.count("trained") == 1, watched.stdout  # the second run ends at its first step
+    judged = run(tmp_path, *REFEREE, "judge", "record", "--json")
+    parts = {part["name"]: part for part in json.loads(judged.stdout)["parts"]}
+    if kind == "twice":
+        assert watched.returncode == 1 and parts["gradients"]["what"].endswith("than the others: 2.bias x2")
+    else:
+        assert watched.returncode == 0, watched.stdout + watched.stderr
+        assert parts["gradients"]["what"].startswith(
+            "in steps 1 to 3 each of 4 parameters has the gradient of the mean"
+        )
+    # An answer that was given on another record is none.
+    (tmp_path / "record" / "alone.json").write_text('{"judged": "", "parts": []}')
+    again = run(tmp_path, *REFEREE, "judge", "record")
+    assert again.returncode == 3
+    assert "Sequential is not a model of transformers: --alone COMMAND trains it in one process" in again.stdout
+
+
+def test_command_that_does_not_train_the_model_alone(tmp_path: Path) -> None:
+    alone = f"{sys.executable} -c 'import torch'"
+    watched = run(tmp_path, *REFEREE, "--alone", alone, "--", *TORCHRUN, str(WATCHED / "own_model.py"), "clean")
+    assert watched.returncode == 3
+    assert "ended with exit code 0 and did not train the model of the record" in watched.stdout

@@ -1,0 +1,282 @@
+"""The law that gradients show: sums of a small model's own gradients, each wrong in one known way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from threefold.referee.judge.checked_steps import CheckedStep, TrainedRows
+from threefold.referee.judge.gradients import judge_gradients
+from threefold.referee.judge.own_model import OwnModel
+from threefold.referee.judge.parts import JudgedPart, PartStatus
+from threefold.referee.judge.updates import judge_norms, judge_updates
+from threefold.referee.rank.token_weights import token_weights
+
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIG = {"vocab_size": 97, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False, **SIZES}
+# Two ranks, each with two micro-batches of two rows.
+COUNTS = [[[23, 5], [12, 20]], [[3, 9], [17, 22]]]
+NUM_TARGETS = 111
+Gradients = dict[str, Tensor]
+
+
+def _rows() -> list[TrainedRows]:
+    torch.manual_seed(1)
+    rows = []
+    for rank, calls in enumerate(COUNTS):
+        for call, counts in enumerate(calls):
+            for row, count in enumerate(counts):
+                ids = torch.randint(0, 97, (1, 24))
+                targets = torch.full_like(ids, -100)
+                targets[:, :count] = ids[:, 1 : count + 1]
+                weights = (targets != -100).float()
+                rows.append(TrainedRows(rank, call, row, {"input_ids": ids}, targets, weights))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    made = Qwen3ForCausalLM(Qwen3Config(**CONFIG))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return made
+
+
+ROWS = _rows()
+SIZES_OF = [(row.rank, row.call, COUNTS[row.rank][row.call][row.row or 0]) for row in ROWS]
+
+
+def combined(model: Qwen3ForCausalLM, weight: Callable[[int, int, int], float]) -> Gradients:
+    """The gradient in which a target of (rank, call, targets of the row) has a weight."""
+    names = [name for name, _ in model.named_parameters()]
+    losses = [(row, weight(*size)) for row, size in zip(ROWS, SIZES_OF, strict=True)]
+    return dict(zip(names, OwnModel(model).gradients(losses, names, low=None), strict=True))
+
+
+def judged(model: Qwen3ForCausalLM, gradients: Gradients, types: set[str] | None = None) -> JudgedPart:
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    step = CheckedStep(1, weights, gradients, ROWS, types or {"float32"}, {"float32"}, list(weights), None, {})
+    shown = {"architecture": {"dropout": []}, "device": "cpu"}
+    return judge_gradients([step], shown, model)[0]
+
+
+def mean(rank: int, call: int, targets: int) -> float:
+    return 1 / NUM_TARGETS
+
+
+def of_calls(rank: int, call: int, targets: int) -> float:
+    return 1 / (4 * sum(COUNTS[rank][call]))
+
+
+def of_ranks(rank: int, call: int, targets: int) -> float:
+    return 1 / (2 * sum(map(sum, COUNTS[rank])))
+
+
+LAWS = [
+    (of_calls, "those of row 1 of micro-batch 1 of rank 1 (3 targets) count 3.25 x those of row 1 of micro-batch 2 of"),
+    (of_calls, "it is the mean of each micro-batch's mean"),
+    (of_ranks, "it is the mean of each rank's mean"),
+    (lambda rank, call, targets: 1 / (8 * targets), "it is the mean of each row's mean"),
+    (lambda rank, call, targets: 2 / NUM_TARGETS, "each gradient is x2.0000: the number of ranks"),
+    (lambda rank, call, targets: 0.25 / NUM_TARGETS, "x0.2500: one over the number of all micro-batches"),
+    (
+        lambda rank, call, targets: (call == 0) / NUM_TARGETS,
+        "4 of 8 rows are not in the gradient: row 1 of micro-batch 2",
+    ),
+    (
+        lambda rank, call, targets: (rank == 0) / NUM_TARGETS,
+        "4 of 8 rows are not in the gradient: row 1 of micro-batch 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("weight", "what"), LAWS)
+def test_law_that_is_not_the_mean_over_all_targets_is_named(model: Any, weight: Any, what: str) -> None:
+    part = judged(model, combined(model, weight))
+    assert part.status is PartStatus.REFUTED and what in part.what
+
+
+def test_mean_and_sum_over_all_targets_are_proved(model: Any) -> None:
+    part = judged(model, combined(model, mean))
+    assert part.status is PartStatus.PROVED
+    assert "each of 25 parameters has the gradient of the mean over all targets (111 in step 1)" in part.what
+    part = judged(model, combined(model, lambda *size: 1.0))
+    assert part.status is PartStatus.PROVED and "the gradient of the sum over all targets" in part.what
+
+
+def test_factor_that_nobody_knows_is_not_judged(model: Any) -> None:
+    part = judged(model, combined(model, lambda *size: 0.3 / NUM_TARGETS))
+    assert part.status is PartStatus.NOT_JUDGED and "each gradient is x0.3 of the mean over all targets" in part.what
+
+
+@pytest.mark.parametrize(
+    ("pattern", "factor", "what"),
+    [
+        ("q_norm", 2.0, "2 of 25 parameters have another factor than the others: model.layers.*.self_attn.q_norm"),
+        ("lm_head", 0.5, "1 of 25 parameters have another factor than the others: lm_head.weight x0.5"),
+        ("norm", 0.0, "model.norm.weight x0"),
+        ("embed", -1.0, "model.embed_tokens.weight x-1"),
+        ("down_proj", 1.02, "model.layers.*.mlp.down_proj.weight x1.02"),
+    ],
+)  # fmt: skip
+def test_parameters_with_another_factor_are_named(model: Any, pattern: str, factor: float, what: str) -> None:
+    gradients = combined(model, mean)
+    wrong = {name: value * factor if pattern in name else value for name, value in gradients.items()}
+    part = judged(model, wrong)
+    assert part.status is PartStatus.REFUTED and what in part.what
+
+
+def test_gradient_of_a_part_is_no_multiple(model: Any) -> None:
+    gradients = combined(model, mean)
+    gradients["model.layers.0.self_attn.o_proj.weight"][:, :16] = 0  # of one rank's heads
+    part = judged(model, gradients)
+    assert part.status is PartStatus.REFUTED
+    assert (
+        "1 of 25 parameters have a gradient that is no multiple of their own: model.layers.*.self_attn.o_proj"
+        in part.what
+    )
+
+
+@pytest.mark.parametrize("changed", ["positions", "two rows seen as one", "layer"])
+def test_another_forward_is_no_sum_of_the_rows(model: Any, changed: str) -> None:
+    ids = torch.cat([row.inputs["input_ids"] for row in ROWS])
+    targets = torch.cat([row.targets for row in ROWS if row.targets is not None])
+    if changed == "two rows seen as one":
+        ids, targets = ids.reshape(4, -1), targets.reshape(4, -1)
+    given = {"position_ids": torch.arange(24)[None] * 2} if changed == "positions" else {}
+    hooks = []
+    if changed == "layer":
+        hooks.append(model.model.layers[0].register_forward_hook(lambda module, inputs, output: output * 1.05))
+    logits = model(input_ids=ids, **given).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    gradients = dict(
+        zip([name for name, _ in model.named_parameters()], torch.autograd.grad(loss, model.parameters()), strict=True)
+    )
+    for hook in hooks:
+        hook.remove()
+    part = judged(model, gradients)
+    assert part.status is PartStatus.REFUTED and "is no sum of the gradients of its rows" in part.what
+
+
+def test_noise_of_bfloat16_is_no_fault_and_hides_none(model: Any) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    low = OwnModel(model).gradients([(row, 1 / NUM_TARGETS) for row in ROWS], names, low=torch.bfloat16)
+    torch.manual_seed(2)
+    gradients = {n: g * (1 + 0.003 * torch.randn_like(g)) for n, g in zip(names, low, strict=True)}
+    assert judged(model, gradients, {"bfloat16"}).status is PartStatus.PROVED
+    assert judged(model, gradients).status is PartStatus.REFUTED  # where float32 is computed in, it is one
+    gradients["lm_head.weight"] = gradients["lm_head.weight"] * 2
+    part = judged(model, gradients, {"bfloat16"})
+    assert part.status is PartStatus.REFUTED and part.what.endswith("lm_head.weight x2")
+
+
+def test_what_is_not_finite_or_too_large_is_not_judged(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = combined(model, mean)
+    gradients["lm_head.weight"][0, 0] = torch.nan
+    part = judged(model, gradients)
+    assert part.status is PartStatus.NOT_JUDGED and part.what == "step 1 has a gradient that is not finite"
+    monkeypatch.setattr("threefold.referee.judge.gradients._MOST_WORK", 1.0)
+    assert "operations to compute its gradients here" in judged(model, combined(model, mean)).what
+
+
+# --- what a loss outside of the model trains on ------------------------------------------------------------------
+
+
+def test_targets_and_weights_are_read_from_the_gradient() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 7, 11, requires_grad=True)
+    targets = torch.randint(0, 11, (3, 7))
+    weights = torch.rand(3, 7)
+    weights[0, :3] = 0
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    (gradient,) = torch.autograd.grad((losses * weights.flatten()).sum(), logits)
+    known = token_weights(logits.detach(), gradient)
+    assert known is not None
+    assert torch.equal(known[0], torch.where(weights > 0, targets, -100))
+    assert torch.allclose(known[1], weights, atol=1e-5)
+
+
+def test_loss_that_is_no_cross_entropy_is_seen() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(4, 5, requires_grad=True)
+    for loss in (
+        logits.square().mean(),
+        torch.nn.functional.cross_entropy(logits, torch.arange(4), label_smoothing=0.1),
+    ):
+        (gradient,) = torch.autograd.grad(loss, logits)
+        assert token_weights(logits.detach(), gradient) is None
+
+
+# --- updates -----------------------------------------------------------------------------------------------------
+
+
+def trained(
+    *, clip: float | None = None, change: Callable[[dict[str, Tensor]], None] | None = None
+) -> list[CheckedStep]:
+    """Three steps of AdamW on two parameters, as they would be recorded."""
+    torch.manual_seed(0)
+    weights = {"a": torch.nn.Parameter(torch.randn(8, 8)), "b": torch.nn.Parameter(torch.randn(8))}
+    optimizer = torch.optim.AdamW(weights.values(), lr=1e-2, weight_decay=0.1)
+    settings = {"lr": 1e-2, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
+    steps = []
+    for number in (1, 2, 3):
+        gradients = {name: torch.randn_like(value) for name, value in weights.items()}
+        described = {"class": "AdamW", "is_new": number == 1, "groups": [{"names": ["a", "b"], "settings": settings}]}
+        norm = float(torch.linalg.vector_norm(torch.cat([value.flatten() for value in gradients.values()])))
+        clipped = None if clip is None else {"most": clip, "norm": norm}
+        held = {name: value.detach().clone() for name, value in weights.items()}
+        steps.append(CheckedStep(number, held, gradients, [], {"float32"}, {"float32"}, ["a", "b"], clipped, described))
+        scale = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
+        for name, value in weights.items():
+            value.grad = gradients[name] * scale
+        optimizer.step()
+        if change is not None:
+            change({name: value.data for name, value in weights.items()})
+    return steps
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_updates_of_adamw_are_proved(clip: float | None) -> None:
+    part = judge_updates(trained(clip=clip))
+    assert str(part) == "proved      updates: in steps 1 to 2 each of 2 parameters moves as torch's AdamW says"
+
+
+def test_updates_that_are_others_are_refuted() -> None:
+    part = judge_updates(trained(change=lambda weights: weights["b"].add_(0.01)))
+    assert (
+        part.status is PartStatus.REFUTED and "1 of 2 parameters do not move as AdamW says: b another way" in part.what
+    )
+    steps = trained()
+    for step in steps:
+        step.optimizer["groups"][0]["settings"] = {**step.optimizer["groups"][0]["settings"], "lr": 2e-2}
+    part = judge_updates(steps)
+    assert part.status is PartStatus.REFUTED and "a x0.5, b x0.5" in part.what
+    steps = trained()
+    steps[0].optimizer["groups"][0]["names"] = ["a"]
+    assert "1 parameters that are trained are in no group of the optimizer: b" in judge_updates(steps).what
+
+
+def test_updates_that_do_not_show_are_not_judged() -> None:
+    steps = trained()
+    assert judge_updates(steps[:1]).status is PartStatus.NOT_JUDGED
+    assert "had a state before" in judge_updates(steps[1:]).what
+    steps[0].weight_types.add("bfloat16")
+    assert "weights in bfloat16 round" in judge_updates(steps).what
+    steps[0].optimizer["class"] = "apex.FusedAdam"
+    assert "apex.FusedAdam is not one of AdamW, Adam, SGD" in judge_updates(steps).what
+
+
+def test_norm_of_a_part_is_refuted() -> None:
+    steps = trained(clip=1.0)
+    assert judge_norms(steps).status is PartStatus.PROVED
+    assert steps[1].clip is not None
+    steps[1].clip["norm"] *= 0.7
+    assert "x0.7000 of theirs" in judge_norms(steps).what
+    assert judge_norms(trained()).status is PartStatus.NONE

@@ -1,0 +1,80 @@
+"""A loop with a model of transformers and rows of different lengths: `qwen_loop.py KIND`.
+
+clean: the mean over all targets of all ranks and micro-batches; bf16: in bfloat16; accelerated: by the model's own
+loss with `num_items_in_batch`. Each other kind is a fault.
+"""
+
+import contextlib
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+kind = sys.argv[1]
+dist.init_process_group("gloo")
+world, rank = dist.get_world_size(), dist.get_rank()
+torch.manual_seed(0)
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+own = Qwen3ForCausalLM(Qwen3Config(vocab_size=97, num_key_value_heads=2, tie_word_embeddings=False, **sizes))
+with torch.no_grad():
+    for parameter in own.parameters():
+        parameter += 0.05 * torch.randn_like(parameter)
+model = DDP(own)
+if kind == "q_norm":
+    for name, parameter in own.named_parameters():
+        if "q_norm" in name:
+            parameter.register_hook(lambda gradient: gradient * 2)
+if kind == "mask":
+    forward = own.model.forward
+    own.model.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "attention_mask": None})
+trained = [parameter for name, parameter in model.named_parameters() if kind != "left_out" or "lm_head" not in name]
+optimizer = torch.optim.AdamW(trained, lr=1e-3)
+
+
+def collate(rows):
+    longest = max(map(len, rows))
+    ids = torch.stack([nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
+    mask = torch.stack([nn.functional.pad(torch.ones_like(row), (longest - len(row), 0)) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
+
+
+rows = [torch.randint(0, 97, (length,)) for length in torch.randint(4, 32, (64,)).tolist()]
+sampler = DistributedSampler(rows)
+loader = DataLoader(rows, batch_size=4, sampler=sampler, collate_fn=collate)
+MICRO_BATCHES = 2
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    batches = list(loader)
+    for begin in range(0, len(batches), MICRO_BATCHES):
+        step = batches[begin : begin + MICRO_BATCHES]
+        total = torch.tensor(sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in step))
+        dist.all_reduce(total)
+        optimizer.zero_grad()
+        for place, batch in enumerate(step):
+            last = place == len(step) - 1
+            lost = kind == "lost" and last
+            sync = contextlib.nullcontext() if last and not lost else model.no_sync()
+            low = torch.autocast("cpu", dtype=torch.bfloat16) if kind == "bf16" else contextlib.nullcontext()
+            labels = batch["labels"]
+            if kind == "shifted":
+                labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+            with sync, low:
+                if kind == "accelerated":
+                    loss = model(**batch, num_items_in_batch=total).loss * world
+                elif kind in ("shifted", "means"):
+                    loss = model(**{**batch, "labels": labels}).loss / MICRO_BATCHES
+                else:
+                    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+                    logits, targets = logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()
+                    loss = nn.functional.cross_entropy(logits, targets, reduction="sum") / total
+                    loss = loss * world
+                loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if kind == "after_clip":
+            own.model.norm.weight.grad.mul_(-1)
+        optimizer.step()
+dist.destroy_process_group()

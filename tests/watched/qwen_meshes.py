@@ -1,0 +1,58 @@
+"""A model of transformers, sharded: `qwen_meshes.py KIND` (fsdp2, fsdp2_bf16, tp, tp_partial, tp_twice).
+
+With tp, heads are divided: each rank has a part of the gradient of q_norm and k_norm, and they are summed once.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+kind = sys.argv[1]
+dist.init_process_group("gloo")
+world, rank = dist.get_world_size(), dist.get_rank()
+torch.manual_seed(0)
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+model = Qwen3ForCausalLM(Qwen3Config(vocab_size=97, num_key_value_heads=2, tie_word_embeddings=False, **sizes))
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter += 0.05 * torch.randn_like(parameter)
+shares = {}
+if kind.startswith("fsdp2"):
+    low = torch.bfloat16 if kind == "fsdp2_bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+else:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    inner, outer = ColwiseParallel(), RowwiseParallel()
+    attention = {f"self_attn.{name}_proj": inner for name in "qkv"} | {"self_attn.o_proj": outer}
+    mlp = {"mlp.gate_proj": inner, "mlp.up_proj": inner, "mlp.down_proj": outer}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, attention | mlp)
+    shares = {"num_replicas": 1, "rank": 0}
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+rows = [torch.randint(0, 97, (24,)) for _ in range(32)]
+sampler = DistributedSampler(rows, **shares)
+loader = DataLoader(rows, batch_size=4, sampler=sampler)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for ids in loader:
+        optimizer.zero_grad()
+        logits = model(input_ids=ids).logits
+        nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten()).backward()
+        if kind.startswith("tp") and kind != "tp_partial":
+            for name, parameter in model.named_parameters():
+                if "q_norm" in name or "k_norm" in name:
+                    dist.all_reduce(parameter.grad)
+                    if kind == "tp_twice" and "q_norm" in name:
+                        dist.all_reduce(parameter.grad)
+        optimizer.step()
+dist.destroy_process_group()

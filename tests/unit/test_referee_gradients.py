@@ -84,7 +84,10 @@ LAWS = [
     (of_calls, "it is the mean of each micro-batch's mean"),
     (of_ranks, "it is the mean of each rank's mean"),
     (lambda rank, call, targets: 1 / (8 * targets), "it is the mean of each row's mean"),
-    (lambda rank, call, targets: 2 / NUM_TARGETS, "each gradient is x2.0000: the number of ranks"),
+    (
+        lambda rank, call, targets: 2 / NUM_TARGETS,
+        "x2.0000: the number of ranks or the number of micro-batches of a rank",
+    ),
     (lambda rank, call, targets: 0.25 / NUM_TARGETS, "x0.2500: one over the number of all micro-batches"),
     (
         lambda rank, call, targets: (call == 0) / NUM_TARGETS,
@@ -109,6 +112,13 @@ def test_mean_and_sum_over_all_targets_are_proved(model: Any) -> None:
     assert "each of 25 parameters has the gradient of the mean over all targets (111 in step 1)" in part.what
     part = judged(model, combined(model, lambda *size: 1.0))
     assert part.status is PartStatus.PROVED and "the gradient of the sum over all targets" in part.what
+
+
+def test_labels_that_are_counted_before_they_are_shifted(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OwnModel, "num_labels", lambda self, rows: self.num_targets(rows) + 1)
+    part = judged(model, combined(model, lambda *size: 1 / (NUM_TARGETS + len(ROWS))))
+    assert part.status is PartStatus.PROVED
+    assert "divided by the number of labels (119: before they are shifted)" in part.what
 
 
 def test_factor_that_nobody_knows_is_not_judged(model: Any) -> None:

@@ -30,6 +30,7 @@ class TrainedRows:
     Attributes:
         inputs: of the model, by name or place.
         targets, weights: what each output is trained on, as the gradient at the logits shows it; None: not shown.
+        has_own_loss: whether the program trains on the loss that the model computes from labels.
         random: the state of the random numbers before the call, for a model with dropout.
     """
 
@@ -39,6 +40,7 @@ class TrainedRows:
     inputs: dict[str, Tensor]
     targets: Tensor | None
     weights: Tensor | None
+    has_own_loss: bool = False
     random: Tensor | None = None
 
     def shares(self) -> Tensor:
@@ -144,11 +146,11 @@ def _units(folder: Path, record: RankRecord, line: dict[str, Any]) -> Iterator[T
         targets, weights = special.get("!targets"), special.get("!weights")
         if not call.get("targets"):
             targets = weights = None
-        random = special.get("!random")
+        random, own_loss = special.get("!random"), bool(call.get("own_loss"))
         if random is not None or any(len(value) != 1 for value in shared.values()):
-            yield TrainedRows(record.rank, place, None, inputs | shared, targets, weights, random)
+            yield TrainedRows(record.rank, place, None, inputs | shared, targets, weights, own_loss, random)
             continue
         for row in range(len(call["rows"])):
             one = {name: value[row : row + 1] for name, value in inputs.items()}
             mine_only = [None if value is None else value[row : row + 1] for value in (targets, weights)]
-            yield TrainedRows(record.rank, place, row, one | shared, mine_only[0], mine_only[1])
+            yield TrainedRows(record.rank, place, row, one | shared, mine_only[0], mine_only[1], own_loss)

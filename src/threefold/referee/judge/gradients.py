@@ -8,6 +8,7 @@ model is run in it, and its difference from float32 is the tolerance.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,7 @@ from threefold.referee.judge.checked_steps import CheckedStep, TrainedRows, Unju
 from threefold.referee.judge.laws import (
     TARGETS,
     LawFit,
+    NamedFactor,
     UnitSize,
     factor_of,
     fit_law,
@@ -42,7 +44,6 @@ _TIMES = 4.0
 _TOO_NOISY = 0.3
 _LOW = {"bfloat16": torch.bfloat16}
 _UNSEEN = ("attention_mask", "position_ids")
-_UNNAMED = "a factor of the program's own"
 # Values of gradients times units: what this machine is asked for in a step.
 _MOST_WORK = 3e13
 
@@ -115,7 +116,9 @@ def _fit_step(model: OwnModel, step: CheckedStep) -> StepFit:
     units = [unit for unit in step.units if model.num_targets(unit)]
     if not units:
         raise Unjudgeable(f"step {step.number} trains on no target")
-    sizes = [UnitSize(unit.rank, unit.call, unit.row, model.num_targets(unit)) for unit in units]
+    sizes = [
+        UnitSize(unit.rank, unit.call, unit.row, model.num_targets(unit), model.num_labels(unit)) for unit in units
+    ]
     work = 6 * sum(w.numel() for w in step.weights.values()) * sum(_num_tokens(unit) for unit in units)
     if work > _MOST_WORK:
         raise Unjudgeable(f"{work:.0e} operations to compute its gradients here, of at most {_MOST_WORK:.0e}")
@@ -213,8 +216,8 @@ def _verdict(fits: list[StepFit]) -> JudgedPart:
     compared = [left for found in fits for left in found.left.values()]
     names = len(fits[0].factors)
     assert fits[0].fit is not None
-    scale = _named_factor(fits[0])
-    law = TARGETS if scale is None else "the sum over all targets"
+    known = _known_factors(fits[0])
+    law = known[0].law if known else TARGETS
     what = f"in {steps} each of {names} parameters has the gradient of {law} ({total} in step {numbers[0]})"
     num_silent = len(fits[0].step.gradients) - names
     silent = f"; {num_silent} are zero but for rounding, and not compared" if num_silent else ""
@@ -255,29 +258,29 @@ def _wrong(found: StepFit) -> JudgedPart | None:
             expected=f"{TARGETS}, {sum(size.num_targets for size in found.sizes)} in {step}",
             where="what the loss is divided by: the number of targets of all ranks and micro-batches of the step",
         )
-    scale = _named_factor(found)
-    if scale == _UNNAMED:
+    known = _known_factors(found)
+    if not known:
         return not_judged(
             GRADIENTS, f"in {step} each gradient is x{found.fit.factor:.4g} of {TARGETS}: who asks for it?"
         )
-    if scale is not None and "sum" not in scale:
+    if known[0].law is None:
         return refuted(
             GRADIENTS,
-            f"in {step} each gradient is x{found.fit.factor:.4f}: {scale}",
+            f"in {step} each gradient is x{found.fit.factor:.4f}: {' or '.join(each.name for each in known)}",
             expected=f"{TARGETS} of all ranks and micro-batches",
             where="what the loss is divided by, and whether ranks are summed or averaged: both together count twice",
         )
     return None
 
 
-def _named_factor(found: StepFit) -> str | None:
-    """What the law is multiplied by; None for 1."""
+def _known_factors(found: StepFit) -> list[NamedFactor]:
+    """What the law may be multiplied by; none: nobody knows."""
     assert found.fit is not None
-    factor, tolerance = found.fit.factor, max(_FACTOR, *found.tolerance.values())
-    if abs(factor - 1) <= tolerance:
-        return None
-    names = (name for name, value in named_factors(found.sizes) if abs(factor / value - 1) <= tolerance)
-    return next(names, _UNNAMED)
+    factor = found.fit.factor
+    tolerance = max(_FACTOR, statistics.median(found.tolerance.values()))
+    near = [known for known in named_factors(found.sizes) if abs(factor / known.value - 1) <= tolerance]
+    nearest = min(near, key=lambda known: abs(factor / known.value - 1), default=None)
+    return [known for known in near if nearest is not None and known.value == nearest.value]
 
 
 def _no_law(found: StepFit) -> JudgedPart:

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +25,13 @@ _WORST_CONDITION = 1e6
 
 @dataclass(frozen=True)
 class UnitSize:
-    """A unit: its data rank, its micro-batch, its row or None for all of them, the number of its targets."""
+    """A unit: its data rank, its micro-batch, its row or None for all of them, its targets and labels."""
 
     rank: int
     call: int
     row: int | None
     num_targets: int
+    num_labels: int
 
     def __str__(self) -> str:
         row = "" if self.row is None else f"row {self.row + 1} of "
@@ -66,19 +68,32 @@ def known_laws(units: list[UnitSize]) -> list[Law]:
     return kept
 
 
-def named_factors(units: list[UnitSize]) -> Iterator[tuple[str, float]]:
-    """By what programs multiply a law by mistake."""
+class NamedFactor(NamedTuple):
+    """What the mean over all targets is multiplied by, and the law that this makes; None: it is a mistake."""
+
+    name: str
+    value: float
+    law: str | None = None
+
+
+def named_factors(units: list[UnitSize]) -> Iterator[NamedFactor]:
+    """By what programs multiply the mean over all targets."""
     ranks = len({unit.rank for unit in units})
     calls = len({(unit.rank, unit.call) for unit in units}) / ranks
     total = sum(unit.num_targets for unit in units)
-    yield "the number of ranks", ranks
-    yield "the number of micro-batches of a rank", calls
-    yield "the number of all micro-batches", ranks * calls
-    yield "one over the number of ranks", 1 / ranks
-    yield "one over the number of micro-batches of a rank", 1 / calls
-    yield "one over the number of all micro-batches", 1 / (ranks * calls)
-    yield "the number of all targets: the loss is a sum", total
-    yield "the number of a rank's targets: the loss is a sum, and ranks are averaged", total / ranks
+    labels = sum(unit.num_labels for unit in units)
+    yield NamedFactor("1", 1.0, TARGETS)
+    yield NamedFactor("the number of targets", total, "the sum over all targets")
+    divided = f"the sum over all targets, divided by the number of labels ({labels}: before they are shifted)"
+    yield NamedFactor("the share of labels that are targets", total / labels, divided)
+    yield NamedFactor("the targets of a rank", total / ranks, "the sum over all targets, over the number of ranks")
+    counts = {"the number of ranks": ranks, "the number of micro-batches of a rank": calls}
+    counts = {name: count for name, count in counts.items() if count > 1}
+    if len(counts) > 1:
+        counts["the number of all micro-batches"] = ranks * calls
+    for name, count in counts.items():
+        yield NamedFactor(name, count)
+        yield NamedFactor(f"one over {name}", 1 / count)
 
 
 @dataclass(frozen=True)

@@ -77,13 +77,20 @@ class OwnModel:
         if unit.targets is not None:
             return int((unit.targets != -100).sum())
         labels = unit.inputs.get("labels")
-        if labels is None:
+        if labels is None or not unit.has_own_loss:
             raise Unjudgeable("the loss is computed outside of the model, and is no cross-entropy of its outputs")
         if self._replaced is not None:
             raise Unjudgeable(f"the loss is computed by {self._replaced}, which may give labels a meaning of their own")
         if labels.ndim < 2:
             return labels.numel()
         return int((labels[:, 1:] if self._shifts else labels).ne(-100).sum())
+
+    def num_labels(self, unit: TrainedRows) -> int:
+        """How many labels the rows have: of the first token too, which is no target."""
+        labels = unit.inputs.get("labels")
+        if labels is None or labels.ndim < 2:
+            return self.num_targets(unit)
+        return int((labels != -100).sum())
 
     @property
     def _shifts(self) -> bool:

@@ -47,6 +47,11 @@ class OpenCall:
         """A gradient comes back to the output of the call; None: to another one."""
         self.is_trained |= gradient is not None
 
+    def note_loss(self, gradient: torch.Tensor | None) -> None:
+        """A gradient comes back to a single value: the loss that the model computes itself."""
+        self.note_gradient(gradient)
+        self.values["own_loss"] = self.is_trained
+
     def note_targets(self, logits: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """A gradient comes back to the logits of the call: what they are trained on."""
         if gradient is None:
@@ -138,7 +143,7 @@ class RankRecorder:
         self.types = None
         outputs = {name: tensor for name, tensor in tensors_in(output) if tensor.grad_fn is not None}
         for tensor in outputs.values():
-            tensor.register_hook(call.note_gradient)
+            tensor.register_hook(call.note_loss if tensor.ndim == 0 else call.note_gradient)
         call.is_trained = not outputs
         logits = outputs.get("logits", next(iter(outputs.values())) if len(outputs) == 1 else None)
         if call.tensors and logits is not None and logits.ndim > 1:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import torch
 
-_LEFT_OVER = 0.02
+# What rounding leaves over, as a share of the gradient.
+_LEFT_OVER = {torch.float32: 1e-4, torch.float64: 1e-4}
+_LEFT_OVER_LOW = 0.02
 
 
 def token_weights(logits: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -16,6 +18,7 @@ def token_weights(logits: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.T
 
     Where the weight is 0, the target is -100.
     """
+    most = _LEFT_OVER.get(gradient.dtype, _LEFT_OVER_LOW)
     share = torch.softmax(logits.float(), dim=-1)
     gradient = gradient.float()
     targets = gradient.argmin(dim=-1)
@@ -23,6 +26,6 @@ def token_weights(logits: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.T
     squared = (direction * direction).sum(-1)
     weights = (gradient * direction).sum(-1) / squared.clamp_min(torch.finfo(torch.float32).tiny)
     left = torch.linalg.vector_norm(gradient - weights[..., None] * direction)
-    if not bool(left <= _LEFT_OVER * torch.linalg.vector_norm(gradient)):
+    if not bool(left <= most * torch.linalg.vector_norm(gradient)):
         return None
     return torch.where(weights != 0, targets, -100), weights

@@ -35,9 +35,18 @@ class Problem:
 
 
 class ThreefoldError(Exception):
-    """Base of all errors meant for users; carries one or more problems and the exit code of the command."""
+    """Base of all errors meant for users; carries one or more problems and the exit code of the command.
+
+    Attributes:
+        how: what has failed, in the word of `checkpoint.lineage.Ending`.
+        ranks: whom it concerns, where all ranks raise it; None: the rank that raises it.
+        phase, step: where it arose, if that is not where it is raised.
+    """
 
     exit_code = EXIT_FAILED
+    how = "error"
+    ranks: tuple[int, ...] | None = None
+    phase, step = "", 0
 
     def __init__(self, what: str, *, expected: str, fix: str) -> None:
         super().__init__(what)
@@ -76,7 +85,7 @@ class ConfigError(ThreefoldError):
 class DataError(ThreefoldError):
     """The data cannot be read as asked: missing, empty, unparsable, or not the data that a run began with."""
 
-    exit_code = EXIT_WRONG_REQUEST
+    exit_code, how = EXIT_WRONG_REQUEST, "data"
 
 
 class CheckpointError(ThreefoldError):

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +34,23 @@ def _train_planted() -> None:
     """`threefold train config.yaml ...` as it starts its ranks, with something planted in them."""
     from threefold.commands.arguments import split
     from threefold.config import loading
-    from threefold.mesh import local_ranks
-    from threefold.run.start import PRELOAD, topology_here
+    from threefold.run import start
 
     plant, dp, tp, *arguments = sys.argv[1:]
-    local_ranks.preload(PRELOAD)
     _, overrides = split(arguments)
     overrides += [("mesh.dp", dp), ("mesh.tp", tp), ("mesh.device", "cpu")]
     overrides += [("model.admission", "off")]  # plants count the run's own steps, which probes would take too
     loaded = loading.load("config.yaml", overrides, environ={})
-    topology, why = topology_here(loaded.config)
-    sys.exit(local_ranks.start_ranks(_planted_rank, (plant, loaded, topology, why), num_ranks=topology.world_size))
+    start._rank_entry = partial(_planted_rank, plant)
+    sys.exit(start.train_command(loaded))
 
 
 def _planted_rank(plant: str, loaded: Any, topology: Any, why: str) -> None:
     from ranks import plants
-    from threefold.run.rank import run_rank
+    from threefold.run.start import _rank_entry
 
     getattr(plants, plant)(int(os.environ["RANK"]))
-    sys.exit(run_rank(loaded, topology, why))
+    _rank_entry(loaded, topology, why)
 
 
 class Command:

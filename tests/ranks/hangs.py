@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import re
@@ -23,8 +24,16 @@ from typing import Any
 
 from ranks import warm
 from ranks.runs import environment
+from threefold.errors import DataError
 
 FOLDER = "hangs"
+_RAISED = {
+    "raise": RuntimeError("raised by the test"),
+    "full": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    "memory": MemoryError(),
+    "row": DataError("row 7 has no text", expected="a text in each row", fix="leave the row out"),
+    "sys.exit": SystemExit(4),
+}
 _NAMED = re.compile(r"^no progress for \d+ s: (.*)$", re.MULTILINE)
 
 
@@ -34,7 +43,8 @@ class Hang:
 
     Attributes:
         step: 0: when a rank first comes to that place.
-        how: asleep, lock (one that is held), gil (Python's lock is held), stop (SIGSTOP), kill, raise.
+        how: asleep, lock (one that is held), gil (Python's lock is held), stop (SIGSTOP), kill, exit (at once), a
+            signal by its name, or what is raised (`_RAISED`).
         phase: as the ranks are to say it.
         said: what else they are to say.
     """
@@ -52,6 +62,8 @@ class Hang:
 
     def here(self) -> None:
         """Hangs; called by the rank."""
+        if self.how == "exit":
+            os._exit(3)
         reached, release = Path(FOLDER, self.name), Path(FOLDER, f"{self.name}.release")
         if self.how == "gil":
             os.mkfifo(release)
@@ -61,8 +73,11 @@ class Hang:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif self.how == "raise":
-            raise RuntimeError("raised by the test")
+        elif self.how in _RAISED:
+            raise _RAISED[self.how]
+        elif self.how.startswith("SIG"):
+            os.kill(os.getpid(), signal.Signals[self.how])
+            _until(release)
         elif self.how == "gil":
             held = ctypes.PyDLL(None)
             file = held.open(str(release).encode(), os.O_RDONLY)  # returns when it is opened for writing
@@ -137,23 +152,21 @@ def _train_hanging() -> None:
     from threefold.commands.arguments import split
     from threefold.config import loading
     from threefold.mesh import local_ranks
-    from threefold.run.start import PRELOAD, topology_here
+    from threefold.run import start
 
     hangs, *arguments = sys.argv[1:]
-    local_ranks.preload(PRELOAD)
     local_ranks._END_WITHIN_S = 2.0  # a rank that holds Python's lock does not end when it is asked
     _, overrides = split(arguments)
     loaded = loading.load("config.yaml", [*overrides, ("mesh.device", "cpu")], environ={})
-    topology, why = topology_here(loaded.config, force=True)
-    given = ([Hang(**hang) for hang in json.loads(hangs)], loaded, topology, why)
-    sys.exit(local_ranks.start_ranks(_hanging_rank, given, num_ranks=topology.world_size))
+    start._rank_entry = partial(_hanging_rank, [Hang(**hang) for hang in json.loads(hangs)])
+    sys.exit(start.train_command(loaded, force=True))
 
 
 def _hanging_rank(hangs: Sequence[Hang], loaded: Any, topology: Any, why: str) -> None:
     plant(hangs, int(os.environ["RANK"]))
-    from threefold.run.rank import run_rank
+    from threefold.run.start import _rank_entry
 
-    sys.exit(run_rank(loaded, topology, why))
+    _rank_entry(loaded, topology, why)
 
 
 def plant(hangs: Sequence[Hang], rank: int) -> None:
@@ -243,6 +256,7 @@ _PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "admission": _before("threefold.run.rank", "admit"),
     "preparation": _before("threefold.run.assemble", "rows_of"),
     "loading": _before("threefold.run.assemble", "build"),
+    "tracker": _before("threefold.integrations.trackers", "open_trackers"),
     "data": _before("threefold.training.loop:Window", "read"),
     "forward": _before("threefold.training.step:TrainStep", "_backward"),
     "backward": _in_backward,

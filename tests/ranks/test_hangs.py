@@ -15,6 +15,8 @@ from ranks import warm
 from ranks.faults import alive, last_step, rank_processes, wait_for
 from ranks.hangs import Hang, hanging
 from ranks.runs import environment, prepare
+from threefold.explain.answer import answer
+from threefold.explain.evidence import gather
 
 pytestmark = pytest.mark.timing
 
@@ -209,6 +211,9 @@ def test_ranks_end_with_a_sentence_when_rank_0_takes_the_store_with_it(tmp_path:
         assert len(re.findall(stopped, said, re.MULTILINE)) == (2 if number == signal.SIGSTOP else 0), said
         if number == signal.SIGKILL:  # which rank notices first depends on whom it exchanges with
             assert "rank 1 lost its connection to another rank" in said or "its process is gone" in said, said
+        found = answer(gather([tmp_path / "run"])).explanation
+        assert found is not None and found.ending is not None and found.line.rank == 0, found
+        assert found.ending.how == ("gone" if number == signal.SIGKILL else "stall") and found.ending.step >= 3
 
 
 def _free_port() -> int:

@@ -1,4 +1,7 @@
-"""Nothing is left of a run, however it ends: ranks, loaders' workers, stopped ones too, and the servers of both."""
+"""Nothing is left of a run, however it ends: ranks, loaders' workers, stopped ones too, and the servers of both.
+
+And what has ended it is in its record.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ import pytest
 
 from ranks.faults import alive, last_step, rank_processes, wait_for
 from ranks.runs import environment, prepare
+from threefold.explain.answer import answer
+from threefold.explain.evidence import gather
+from threefold.explain.explain import Status
 
 pytestmark = [
     pytest.mark.slow,
@@ -119,7 +125,48 @@ ENDINGS: dict[str, tuple[Callable[[Started], None] | None, tuple[int, ...], int,
     "refused after the ranks had started": (None, (2,), 2, ("--train.global_batch", "100000", "--data.tail", "drop")),
     "rank stopped": (_rank(signal.SIGSTOP), (1,), 2, STALLS),
 }
-SHORT = ("normal", "SIGHUP", "launcher killed", "rank killed", "worker stopped", "worker stopped, of one rank, SIGTERM")
+# What `threefold explain RUN` says of them: how it ended, the rank, the page; of a stop, by what.
+EXPLAINED: dict[str, tuple[str, int | None, str]] = {
+    "launcher killed": ("vanished", None, "killed"),
+    "rank killed": ("signal", 1, "killed"),
+    "error in a rank": ("numbers", None, "nan-loss"),
+    "worker killed": ("worker", 0, "loader-worker"),
+    "worker stopped": ("worker", 0, "loader-worker"),
+    "server of the ranks killed": ("signal", 0, "killed"),
+    "rank stopped": ("stall", 1, "threefold"),
+}
+STOPPED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+LOST_WORKER = r"""worker process \d+ of the loader has ended: SIGKILL
+  expected: 2 workers that read rows ahead for this rank \(data\.num_workers\); the kernel kills one \(SIG.*
+  fix: --data\.num_workers 1, or more memory; `dmesg -T \| grep -i oom` on this host shows whether the kernel did it; .*
+"""
+SHORT = (
+    "worker killed",
+    "normal",
+    "SIGHUP",
+    "launcher killed",
+    "rank killed",
+    "worker stopped",
+    "worker stopped, of one rank, SIGTERM",
+)
+
+
+def check_explained(ending: str, going: Started) -> None:
+    if ending in STOPPED or ending == "normal":
+        found = answer(gather([going.run]))
+        assert found.status is Status.FINISHED
+        by = [note for note in found.notes if note.startswith("it stopped as asked by ")]
+        assert [note.split()[5] for note in by] == ([ending] if ending in STOPPED else []), by
+    if ending in EXPLAINED:
+        explanation = answer(gather([going.run])).explanation
+        assert explanation is not None and explanation.ending is not None
+        told = explanation.ending
+        assert (told.how, explanation.line.rank, explanation.known.name) == EXPLAINED[ending], explanation
+        assert told.step >= 3 or ending == "error in a rank"
+        assert told.how != "worker" or told.phase == "data"
+    if ending == "worker killed":
+        assert re.search(LOST_WORKER, going.output()), going.output()
+        assert "Traceback" not in going.output()
 
 
 @pytest.mark.parametrize(
@@ -139,6 +186,7 @@ def test_nothing_is_left_of_a_run(tmp_path: Path, ending: str) -> None:
         while (left := going.processes()) and time.monotonic() < until:
             time.sleep(0.1)
         assert not left, left
+        check_explained(ending, going)
         print(f"{ending}: exit {code}, nothing left {WITHIN_S - (until - time.monotonic()):.1f} s after")
     finally:
         going.close()

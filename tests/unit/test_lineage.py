@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from threefold.checkpoint.layout import CheckpointFolder
-from threefold.checkpoint.lineage import Identity, Journal
+from threefold.checkpoint.lineage import Ending, Identity, Journal
 from threefold.config import loading
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError, Problem
+from threefold.records.state import ending_of, state_of
+from threefold.run import failure
 from threefold.run.folder import RunFolder, open_run
 
 
@@ -339,3 +342,53 @@ def test_best_of_an_abandoned_future_is_forgotten() -> None:
     checkpoints.mark_best(10, 1.0)
     start("a", step("a", 5))
     assert checkpoints.best() is None
+
+
+def test_ending_comes_back_from_the_journal_and_a_damaged_one_is_left_out(tmp_path: Path) -> None:
+    ending = Ending("numbers", (2, 3), "a", 0, "optimizer", 4, (7, 8), "not finite\n  expected: ...", "in step", 1)
+    journal = Journal(tmp_path)
+    journal.append("start", start=1)
+    (tmp_path / "logs").mkdir()
+    journal.end(ending)  # before the folder is a run's
+    assert Ending.of(journal.endings()[0]) == ending and len(journal.lines()) == 1
+    (tmp_path / "run.json").touch()
+    lost = replace(ending, how="lost", ranks=(0,))
+    for each in (lost, ending, replace(ending, ranks=(1,))):
+        journal.end(each)
+    assert ending_of(journal.lines()) == ending  # the first that knows more than that a rank was lost
+    journal.end(replace(ending, how="signal", code=9))  # who has started the ranks knows most
+    assert ending_of(journal.lines()) == replace(ending, how="signal", code=9)
+    for damage in ({"ranks": ["a"]}, {"step": "4"}, {"rows": None}, {"how": 3}, {"rows": [True]}, {"error": ""}):
+        journal.append("ending", **{**asdict(ending), **damage})
+        assert ending_of(journal.lines()[-1:]) is None or damage == {"error": ""}
+    assert state_of(tmp_path, journal.lines()[-1:])[0] == "failed"
+    journal.append("start", start=2)
+    assert ending_of(journal.lines()) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "count"),
+    [
+        ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.events": "oom 1\noom_kill 3\n"}, 3),
+        ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/memory.events": "oom_kill 2\n"}, 2),
+        (
+            {
+                "proc/self/cgroup": "9:cpu:/\n4:memory:/a/b\n0::/\n",
+                "sys/fs/cgroup/memory/a/b/memory.oom_control": "under_oom 0\noom_kill 5\n",
+                "sys/fs/cgroup/memory/memory.oom_control": "oom_kill 0\n",
+                "proc/vmstat": "oom_kill 9\n",
+            },
+            5,
+        ),
+        ({"proc/vmstat": "pgfault 3\noom_kill 4\n"}, 4),
+        ({}, 0),
+    ],
+)
+def test_kernels_kills_are_counted_in_the_cgroup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], count: int
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(failure, "Path", lambda path: tmp_path / path[1:])
+    assert failure.memory_kills() == count

@@ -80,4 +80,4 @@ def test_closed_terminal_that_tells_it_often_is_one_request(own_handlers: list[o
     with StopRequest(mesh) as stop:  # type: ignore[arg-type]
         for _ in range(5):
             os.kill(os.getpid(), signal.SIGHUP)
-        assert stop.after(1) and stop.by == "signal"
+        assert stop.after(1) and stop.by == "SIGHUP"

@@ -160,8 +160,49 @@ class Identity:
         sync(run)
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How a start of a run ended, where it did neither its last step nor what it was asked: by the first error.
+
+    Attributes:
+        how: signal, exit, asked (it did not end as it was), gone (its process), lost (its connection), stall, worker,
+            memory, device, disk, data, numbers, error (one of ours), exception (any other).
+        ranks: those that failed; empty: all of them, or nobody knows which.
+        host: of the first of them.
+        code: the number of the signal, or the exit code.
+        phase, step: where the first of them was, as the watchdog has it; 0: before its first step.
+        rows: the numbers of the rows that it had read for the step, where they are known.
+        error: its text, for people.
+        at: the calls that failed, the innermost last.
+        memory_kills: processes that the kernel ended meanwhile because memory ran out.
+    """
+
+    how: str
+    ranks: tuple[int, ...] = ()
+    host: str = ""
+    code: int = 0
+    phase: str = ""
+    step: int = 0
+    rows: tuple[int, ...] = ()
+    error: str = ""
+    at: str = ""
+    memory_kills: int = 0
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Ending | None:
+        """Of a line of the journal; None if that is damaged."""
+        blank = asdict(cls(""))
+        taken: dict[str, Any] = {name: values.get(name) for name in blank}
+        sound = [type(each) for each in taken.values()] == [
+            type(each) for each in json.loads(json.dumps(blank)).values()
+        ]
+        if not sound or {type(number) for number in (*taken["ranks"], *taken["rows"], 0)} != {int}:
+            return None
+        return cls(**taken | {"ranks": tuple(taken["ranks"]), "rows": tuple(taken["rows"])})
+
+
 class Journal:
-    """One line for each start, stop, save, rewind and takeover of a run, on the disk before the call returns."""
+    """One line for each start, stop, save, rewind and ending of a run, on the disk before the call returns."""
 
     def __init__(self, run: Path) -> None:
         self._path = run / JOURNAL
@@ -170,6 +211,11 @@ class Journal:
         """As `append`, where the event itself is on the disk already: a full disk leaves the line out."""
         with suppress(OSError):
             self.append(event, **facts)
+
+    def end(self, ending: Ending) -> None:
+        """Notes how a start ended; beside the logs where it ended before the folder became a run's."""
+        folder = self._path.parent
+        (self if (folder / RUN_FILE).exists() else Journal(folder / "logs")).note("ending", **asdict(ending))
 
     def append(self, event: str, **facts: Any) -> None:
         cut_torn_line(self._path)
@@ -181,6 +227,11 @@ class Journal:
     def lines(self) -> list[dict[str, Any]]:
         """All lines that can be read; what was saved, the checkpoints themselves say."""
         return [line.values for line in Lines(self._path).read() if isinstance(line.values.get("event"), str)]
+
+    def endings(self) -> list[dict[str, Any]]:
+        """The lines of endings, with those from before the folder was a run's."""
+        lines = [*Journal(self._path.parent / "logs").lines(), *self.lines()]
+        return [line for line in lines if line["event"] == "ending"]
 
     def starts(self) -> list[dict[str, Any]]:
         """The lines of accepted starts."""

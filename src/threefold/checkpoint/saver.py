@@ -246,25 +246,27 @@ class Saver:
             report = {"reason": own, "seals": {name: seal.to_json() for name, seal in seals.items()}}
             store.set(f"{key}/written/{mesh.rank}", json.dumps(report))
         if mesh.rank == 0:
+            failed = {"step": job.step, "rank": 0}
             if reason is None:
-                reason = self._collect(f"{key}/written", seals) or _attempt(
+                reason = self._collect(f"{key}/written", seals, failed) or _attempt(
                     lambda: job.commit(indexed(job.state, seals))
                 )
             if reason is not None:
                 _attempt(job.abandon)
-            store.set(f"{key}/ended", json.dumps({"step": job.step, "reason": reason}) if reason else "")
+            store.set(f"{key}/ended", json.dumps({**failed, "reason": reason}) if reason else "")
         store.wait([f"{key}/ended"], _LONGEST_SAVE)
         return store.get(f"{key}/ended").decode()
 
-    def _collect(self, key: str, seals: dict[str, Seal]) -> str | None:
-        """Collects every rank's report; returns the first reason against a commit."""
+    def _collect(self, key: str, seals: dict[str, Seal], failed: dict[str, int]) -> str | None:
+        """Collects every rank's report; returns the first reason against a commit, and puts its rank into `failed`."""
         reason, store = None, self._store
         for rank in range(self.mesh.world_size):
             store.wait([f"{key}/{rank}"], _LONGEST_SAVE)
             report = json.loads(store.get(f"{key}/{rank}"))
             store.delete_key(f"{key}/{rank}")
             named = f"rank {rank}: " if self.mesh.world_size > 1 else ""
-            reason = reason or (report["reason"] and f"{named}{report['reason']}")
+            if reason is None and report["reason"]:
+                reason, failed["rank"] = f"{named}{report['reason']}", rank
             seals.update({name: Seal.from_json(values) for name, values in report["seals"].items()})
         return reason
 
@@ -303,11 +305,19 @@ def indexed(state: Path, seals: Mapping[str, Seal]) -> dict[str, Seal]:
     return {**seals, index_of_tensors.FILE: index}
 
 
-def _failed(failure: str) -> RunError:
+class SaveError(RunError):
+    """A checkpoint could not be written; all ranks raise it."""
+
+    how = "disk"
+
+
+def _failed(failure: str) -> SaveError:
     values = json.loads(failure)
-    return RunError(
+    error = SaveError(
         f"the checkpoint of step {values['step']} could not be saved: {values['reason']}",
         expected="enough space, and a folder that every rank can write; earlier checkpoints are intact",
         fix="free space (`df -h RUN`) and start the run again: it resumes from the last checkpoint; or, to continue "
         "without a checkpoint if a save fails, --checkpoint.on_error continue",
     )
+    error.phase, error.step, error.ranks = "save", values["step"], (values.get("rank", 0),)
+    return error

@@ -3,40 +3,82 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
+from threefold.checkpoint.lineage import Ending
+from threefold.config.paths import JOURNAL
+from threefold.errors import rows_text
 from threefold.explain.evidence import JobEvidence
 from threefold.explain.explain import Confidence, Diagnosis, Explanation, Hit, Status, examine
 from threefold.explain.facts import Guess
 from threefold.explain.flight import Divergence
-from threefold.explain.known import PAGES, Tier, known_errors
-from threefold.explain.log import Log, LogLine
+from threefold.explain.known import PAGES, KnownError, Tier, known_errors
+from threefold.explain.log import Log, LogLine, LogSource
+from threefold.records.state import ended_text
 
 SCHEMA = 1  # of --json: grows when a key changes its meaning or goes
 _SHOWN = 300
 _UNPROVED = {"": "only a symptom, its cause is not in this log", "own-error": "first error, its cause may be earlier"}
 # Also what turns the direction of text around: it makes a line read as another one.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# The pages of what a run notes of its end; any other has its three parts.
+_OF_ENDING = {
+    **{"signal": "killed", "signal 11": "segmentation-fault", "signal 7": "shared-memory", "memory": "oom-killed"},
+    **{"gone": "killed", "vanished": "killed", "lost": "peer-gone", "asked": "stopped", "worker": "loader-worker"},
+    **{"device": "out-of-memory", "disk": "disk-full", "numbers": "nan-loss", "exception": "own-error"},
+}
 # What a difference between dumps means.
 _OF_DIFFERENCE = {"different": "collective-mismatch", "absent": "nccl-timeout", "unfinished": "nccl-timeout"}
 
 
 def answer(evidence: JobEvidence) -> Diagnosis:
-    """What all the evidence shows: the logs', and what Flight Recorder dumps and the run's record add to it."""
+    """What all the evidence shows: what a run has noted of its end, else the logs, with what dumps add to them."""
     found = examine(Log(evidence.sources)) if evidence.sources else Diagnosis(Status.UNKNOWN)
     explanation = found.explanation
     differences = list(evidence.differences)
-    if differences and (explanation is None or explanation.known.tier > Tier.WIDE):
+    unexplained = explanation is None or explanation.known.tier is Tier.CONSEQUENCE
+    if (ending := evidence.ending) is not None and (unexplained or ending.how != "vanished"):
+        explanation = _of_ending(ending, evidence.sources, explanation)
+        found = Diagnosis(Status.FAILURE, explanation)
+    elif evidence.ended:
+        found, explanation = Diagnosis(Status.FINISHED), None
+    elif differences and (explanation is None or explanation.known.tier > Tier.WIDE):
         explanation = _of_dumps(differences.pop(0), explanation)
         found = Diagnosis(Status.FAILURE, explanation)
     extra = [*(one.text for one in differences), *evidence.notes, *(f"not read: {name}" for name in evidence.unread)]
     if explanation is None:
-        # What the run's own journal says needs no words of its log.
-        status = Status.FINISHED if evidence.done and found.status is Status.UNKNOWN else found.status
-        return replace(found, status=status, notes=extra)
+        return replace(found, notes=extra)
     facts = [fact for fact in explanation.facts if not (evidence.differences and isinstance(fact, Guess))]
     return replace(found, explanation=replace(explanation, facts=[*facts, *extra]))
+
+
+def _of_ending(ending: Ending, sources: Sequence[LogSource], told: Explanation | None) -> Explanation:
+    """What the run has noted comes before all logs: those of other ranks tell what followed from it."""
+    rank = next(iter(ending.ranks), None)
+    page = _OF_ENDING.get(f"{ending.how} {ending.code}") or _OF_ENDING.get(ending.how, "threefold")
+    known = known_errors()[page]
+    proved = known.tier < Tier.SYMPTOM or page == "threefold"
+    facts = [*ending.error.splitlines(), *([rows_text(ending.rows)] if ending.rows else ())]
+    if ending.memory_kills:
+        facts.append(f"processes that the kernel ended meanwhile because memory ran out: {ending.memory_kills}")
+    line = LogLine(1, ended_text(ending), rank, ending.host, JOURNAL)
+    frame = ending.at.strip() or None
+    confidence = Confidence.SURE if proved else Confidence.SYMPTOM
+    found = Explanation(known, line, confidence, frame, facts, _beside(known, told), not proved, ending)
+    # What others raise has its words in the log of that rank.
+    logs = [source for source in sources if source.rank == rank]
+    own = examine(Log(logs)).explanation if page == "own-error" and logs else None
+    if own is None or own.known.tier is Tier.CONSEQUENCE:
+        return found
+    return replace(own, line=line, facts=[*facts, *own.facts], others=_beside(own.known, told), ending=ending)
+
+
+def _beside(known: KnownError, told: Explanation | None) -> list[Hit]:
+    """What else the logs show."""
+    others = [] if told is None else [Hit(told.known, [told.line]), *told.others]
+    return [hit for hit in others if hit.known.name != known.name]
 
 
 def _of_dumps(first: Divergence, told: Explanation | None) -> Explanation:
@@ -44,11 +86,8 @@ def _of_dumps(first: Divergence, told: Explanation | None) -> Explanation:
     known = known_errors()[_OF_DIFFERENCE[first.kind]]
     rank = first.ranks[0] if first.ranks else None
     line = LogLine(1, first.text, rank, None, "Flight Recorder dumps")
-    others = [] if told is None else [Hit(told.known, [told.line]), *told.others]
     confidence = Confidence.SURE if first.kind == "different" else Confidence.LIKELY
-    return Explanation(
-        known, line, confidence, None, told.facts if told else (), [hit for hit in others if hit.known != known]
-    )
+    return Explanation(known, line, confidence, None, told.facts if told else (), _beside(known, told))
 
 
 def text(found: Diagnosis) -> str:
@@ -96,6 +135,7 @@ def data(found: Diagnosis) -> dict[str, Any]:
         return told
     known = explanation.known
     return told | {
+        "ending": None if explanation.ending is None else asdict(explanation.ending),
         "name": known.name,
         "title": known.title,
         "confidence": str(explanation.confidence),

@@ -8,15 +8,19 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from threefold.checkpoint.lineage import Ending
 from threefold.config.paths import AUDIT, JOURNAL, LOG_START, METRICS
 from threefold.errors import ConfigError
 from threefold.explain.flight import Divergence, Dump, first_differences, is_dump, read_dump
 from threefold.explain.log import LogSource
 from threefold.jsonl import Lines
 from threefold.records.metrics import Metrics
+from threefold.records.run import RunRecord
+from threefold.records.state import last_end
 
 # Ours, and torchrun's --log-dir: attempt_0/3/stderr.log.
 _BEGIN = f" INFO {LOG_START}: {{"
@@ -31,14 +35,16 @@ class JobEvidence:
     """Logs, what dumps show, sentences from a run's own record, and files that could not be used.
 
     Attributes:
-        done: the journal of a run says that its last start has done all of its steps.
+        ending: how the last start of a run failed, as its journal has it.
+        ended: the journal of a run says that its last start has done all of its steps, or stopped as it was asked to.
     """
 
     sources: Sequence[LogSource]
     differences: Sequence[Divergence] = ()
     notes: Sequence[str] = ()
     unread: Sequence[str] = ()
-    done: bool = False
+    ending: Ending | None = None
+    ended: bool = False
 
 
 def gather(paths: Sequence[Path]) -> JobEvidence:
@@ -47,15 +53,21 @@ def gather(paths: Sequence[Path]) -> JobEvidence:
     dumps: list[Dump] = []
     notes: list[str] = []
     unread: list[str] = []
-    done = False
+    ending: Ending | None = None
+    ended = False
     for path in paths:
         if not path.exists():
             raise _nothing(f"{path} does not exist")
+        if path.is_dir():
+            record = RunRecord(path)
+            ending, last = record.ending or ending, last_end(record.events)
+            ended = ended or last.get("event") in ("done", "stop")
+            if last.get("event") == "stop":
+                notes.append(_of_stop(last))
         for file in sorted(_files(path)):
             try:
                 if file.name in (METRICS, JOURNAL, AUDIT):
                     notes += _notes(file)
-                    done = done or (file.name == JOURNAL and _is_done(file))
                 elif is_dump(file):
                     dumps.append(read_dump(file))
                 else:
@@ -65,9 +77,9 @@ def gather(paths: Sequence[Path]) -> JobEvidence:
             except OSError as error:
                 what = f"{file} cannot be read: {error.strerror}"
                 raise ConfigError(what, expected="a readable log", fix=f"look at: ls -l {file}") from error
-    if not sources and not dumps and not notes and not unread:
+    if not sources and not dumps and not notes and not unread and ending is None:
         raise _nothing(f"{paths[0]} contains no log")
-    return JobEvidence(sources, first_differences(dumps), notes, unread, done)
+    return JobEvidence(sources, first_differences(dumps), notes, unread, ending, ended)
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -117,9 +129,9 @@ def _notes(file: Path) -> list[str]:
     return [f"the last audit is of step {steps[-1]}"] if steps else []
 
 
-def _is_done(journal: Path) -> bool:
-    events = [line.values.get("event") for line in Lines(journal).read()]
-    return next((event for event in reversed(events) if event in ("start", "stop", "done")), None) == "done"
+def _of_stop(stop: dict[str, Any]) -> str:
+    step, saved, by = (stop.get(name) for name in ("step", "saved", "by"))
+    return f"it stopped as asked by {by or 'a signal'} after step {step}; its newest checkpoint is of step {saved}"
 
 
 def _of_metrics(metrics: Metrics) -> list[str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from threefold.checkpoint.lineage import Ending
 from threefold.explain.bearing import ended, is_mild, is_retry, is_talk, only_mild, said_to_hang, telling
 from threefold.explain.course import Course
 from threefold.explain.known import PAGES, KnownError, Sign, Tier, known_errors
@@ -95,6 +96,7 @@ class Explanation:
         facts: sentences with the log's numbers.
         others: known errors that follow from this one, or occur next to it.
         hint: told as a symptom, but the line mostly follows from what the page says.
+        ending: what the run itself has noted of its end.
     """
 
     known: KnownError
@@ -104,6 +106,7 @@ class Explanation:
     facts: Sequence[str] = ()
     others: Sequence[Hit] = ()
     hint: bool = False
+    ending: Ending | None = None
 
 
 @dataclass(frozen=True)

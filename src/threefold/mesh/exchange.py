@@ -43,6 +43,12 @@ class OtherRankError(RunError):
     """Another rank failed, and not with an error for users: what that rank prints says why."""
 
 
+class LostPeerError(RunError):
+    """A connection to another rank is lost; what has ended that rank is not known here."""
+
+    how = "lost"
+
+
 class Exchange:
     """The values that the ranks of one mesh send one another. All ranks ask for the same ones in the same order."""
 
@@ -136,12 +142,14 @@ def _wait_for_all(store: dist.Store, keys: list[str]) -> list[Any]:
     return [json.loads(store.get(key)) for key in keys]
 
 
-def lost_peer(error: BaseException) -> RunError | None:
+def lost_peer(error: BaseException) -> LostPeerError | None:
     """What names the loss of another rank, if that is what an error of gloo, NCCL or the store says."""
+    if isinstance(error, LostPeerError):
+        return error
     if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in _PEER_GONE):
         return None
     reason = str(error).strip().splitlines()[0]
-    return RunError(
+    return LostPeerError(
         f"rank {environment.current().rank} lost its connection to another rank: {reason}",
         expected="all ranks to run until the end; rank 0 keeps the store in which they meet",
         fix="see what the other ranks have printed, rank 0 first; if none has reported an error, one was killed: look "

@@ -34,6 +34,7 @@ _SERVER = "threefold.mesh.rank_server"
 # end, and killed if they do not.
 _ALONE_S = 1.0
 _END_WITHIN_S = 30.0
+_Ended = Callable[[int, int, str], None]
 # multiprocessing's exit code of processes whose server has ended: they themselves may continue.
 _SERVER_GONE = 255
 _LEAVES_AFTER_S = 2.0
@@ -83,18 +84,22 @@ def start_ranks(
     grace_s: int = 110,
     max_restarts: int = 0,
     last: bool = False,
+    ended: _Ended = lambda rank, code, error: None,
 ) -> int:
     """Runs `entry(*args)` in `num_ranks` local processes with torchrun's variables set; returns the exit code.
 
     When a rank fails, the others are stopped and all are started again, up to `max_restarts` times. A signal to this
     process is passed on to the ranks, which have `grace_s` seconds to finish their step and save; with `last`, this
     process ends with them, and what asks it to stop later changes nothing.
+
+    Args:
+        ended: given the rank that a start has failed by, its exit code (below 0: a signal), and the same in words.
     """
     code = EXIT_FAILED
     with Signals(last=last) as signals:
         for restart in range(max_restarts + 1):
             with _Ranks(entry, args, num_ranks, restart, max_restarts) as ranks:
-                code, again = ranks.run(signals, grace_s)
+                code, again = ranks.run(signals, grace_s, ended)
             if not again:
                 break
     return code
@@ -140,7 +145,7 @@ class _Ranks:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process.pid, signal.SIGKILL)
 
-    def run(self, signals: Signals, grace_s: float) -> tuple[int, bool]:
+    def run(self, signals: Signals, grace_s: float, ended: _Ended) -> tuple[int, bool]:
         """Starts the ranks and waits for their end; returns the exit code, and whether another start could help."""
         with _main_left_out() if self._own else contextlib.nullcontext():
             for process in self._all:
@@ -155,7 +160,8 @@ class _Ranks:
                     stopped, until = number, time.monotonic() + grace_s
                 self._send(number)
             if failed is None and stopped is None and (failed := self._first_failed()) is not None:
-                _report_killed(failed)
+                if (failed.exitcode or 0) < 0 or failed.exitcode == _SERVER_GONE:  # it could not report that itself
+                    print(f"{_how_ended(failed)}\n", end="", file=sys.stderr, flush=True)
                 alone_s = grace_s if failed.exitcode == EXIT_STOPPED_WITH_CHECKPOINT else _ALONE_S
                 ask_at = time.monotonic() + alone_s
                 until = ask_at + _END_WITHIN_S
@@ -164,6 +170,7 @@ class _Ranks:
                 self._send(signal.SIGTERM)
                 self._send(signal.SIGCONT)  # a rank that is stopped would not hear it
         codes = [process.exitcode for process in self._all]
+        self._tell(failed or self._first_failed(), stopped, ended)
         if stopped is not None:
             if (left := 128 + signal.SIGINT) in codes:  # a second Ctrl-C: the others then lose their connections
                 return left, False
@@ -177,11 +184,23 @@ class _Ranks:
         code = failed.exitcode
         return code if code is not None and 0 < code != _SERVER_GONE else EXIT_FAILED, True
 
+    def _tell(self, failed: BaseProcess | None, stopped: int | None, ended: _Ended) -> None:
+        """Tells of the rank that a start has failed by, if it has: one that does not end as it was asked, too."""
+        late = self._alive() if stopped is not None else []
+        if (failed := next(iter(late), failed)) is not None and failed.exitcode not in _FINAL:
+            code = 128 + (stopped or 0) if late else failed.exitcode or 0
+            code = -signal.SIGKILL if code == _SERVER_GONE else code
+            ended(self._all.index(failed), code, str(_how_ended(failed)))
+
     def _alive(self) -> list[BaseProcess]:
         return [process for process in self._all if process.pid is not None and process.exitcode is None]
 
     def _first_failed(self) -> BaseProcess | None:
-        return next((process for process in self._all if process.exitcode), None)
+        # The others of one that a signal has ended may have left by now.
+        failed = [process for process in self._all if process.exitcode]
+        return min(
+            failed, key=lambda process: ((process.exitcode or 0) > 0) + (process.exitcode in _FINAL), default=None
+        )
 
     def _send(self, number: int) -> None:
         for process in self._alive():
@@ -225,17 +244,27 @@ def _loopback_store() -> tuple[Any, int]:
     return store, port
 
 
-def _report_killed(failed: BaseProcess) -> None:
-    """Names a rank that a signal has ended, or their server: it could not report that itself."""
-    if failed.exitcode is not None and (failed.exitcode < 0 or failed.exitcode == _SERVER_GONE):
-        number = -failed.exitcode
-        names = {int(each): each.name for each in signal.Signals}
-        what = f"{failed.name} (process {failed.pid}) was ended by {names.get(number, f'signal {number}')}"
-        if failed.exitcode == _SERVER_GONE:
-            what = "the process that the ranks are forked from was ended"
-        expected = "all ranks to run until the end"
-        fix = "after SIGKILL look for `Out of memory` in the kernel's log (dmesg)"
-        print(f"{Problem(what, expected, fix)}\n", end="", file=sys.stderr, flush=True)
+def _how_ended(failed: BaseProcess) -> Problem:
+    """How a rank has failed that could not report it itself."""
+    code, fix = (
+        failed.exitcode,
+        "look for sys.exit or os._exit in the code that it calls: a loss, a callback, a library",
+    )
+    how = f"left with exit code {code}, without an error" if code else "was asked to end, and did not in time"
+    if code is not None and code < 0:
+        how, fix = (
+            f"was ended by {signal_name(-code)}",
+            "after SIGKILL look for `Out of memory` in the kernel's log (dmesg)",
+        )
+    what = f"{failed.name} (process {failed.pid}) {how}"
+    if code == _SERVER_GONE:
+        what = "the process that the ranks are forked from was ended"
+    return Problem(what, "all ranks to run until the end", fix)
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL`; `signal 42` for one without a name."""
+    return {int(each): each.name for each in signal.Signals}.get(number, f"signal {number}")
 
 
 def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int, environ: dict[str, str]) -> None:

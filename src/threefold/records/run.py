@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from threefold.audit import record, row_losses
 from threefold.audit.record import Segment
 from threefold.audit.row_losses import RowLosses
-from threefold.checkpoint.lineage import Journal
+from threefold.checkpoint.lineage import Ending, Journal
 from threefold.config.paths import METRICS
 from threefold.records.metrics import Metrics
+from threefold.records.state import STILL_S, ending_of, last_end, state_of
 
 
 class RunRecord:
@@ -26,8 +28,19 @@ class RunRecord:
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
-        """The lines of its journal, oldest first."""
-        return Journal(self.path).lines()
+        """The lines of its journal, oldest first; before it was a run, its endings."""
+        return Journal(self.path).lines() or Journal(self.path).endings()
+
+    @property
+    def ending(self) -> Ending | None:
+        """How its last start ended other than by its last step or a request; `vanished`: none was left to note it."""
+        if (start := last_end(self.events)).get("event") != "start":
+            return ending_of(self.events)
+        here = start.get("host") == socket.gethostname()
+        if state_of(self.path, self.events, still_s=0 if here else STILL_S)[0] != "ended":
+            return None
+        step, error = self.last_logged, "no process of the run is left, and none has noted why"
+        return Ending("vanished", (), str(start.get("host", "")), 0, "training", step + bool(step), error=error)
 
     @property
     def starts(self) -> list[dict[str, Any]]:

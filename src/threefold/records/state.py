@@ -1,22 +1,66 @@
-"""The state of a run: by its journal, by the process that holds its lock, and by when it has logged."""
+"""The state of a run: by its journal, by the process that holds its lock, and by when it has logged; how it ended."""
 
 from __future__ import annotations
 
 import os
 import time
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from threefold.checkpoint.lineage import Ending
 from threefold.config.paths import METRICS
+from threefold.errors import ranks_text
+from threefold.mesh.local_ranks import signal_name
 
 STILL_S = 120.0
+_ENDS = ("start", "stop", "done", "ending")
+# In the words of `Ending.how`; any other is an error.
+_HOW = {
+    "signal": "ended by {signal}",
+    "memory": "ended for lack of memory",
+    "exit": "left with exit code {code}",
+    "gone": "gone without a word",
+    "lost": "lost its connection to another rank",
+    "asked": "did not end as asked by {signal}",
+    "vanished": "gone without a word: killed together, or their host went down",
+    "stall": "made no progress",
+    "worker": "got no rows from its loader's worker",
+}
+
+
+def last_end(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The line of a journal that says how its last start stands: start, stop, done or ending; empty: none does."""
+    return next((event for event in reversed(events) if event["event"] in _ENDS), {})
+
+
+def ending_of(events: list[dict[str, Any]]) -> Ending | None:
+    """How the last start ended, if its journal ends so.
+
+    The process that starts ranks knows most, and gives a code; then the rank that noted it first, unless all that it
+    knew is that another rank was lost.
+    """
+    since = takewhile(lambda event: event["event"] not in ("start", "stop", "done"), reversed(events))
+    endings = [Ending.of(event) for event in since if event["event"] == "ending"]
+    sound = [each for each in reversed(endings) if each is not None]
+    return min(sound, key=lambda each: (not each.code, each.how == "lost"), default=None)
+
+
+def ended_text(ending: Ending) -> str:
+    """Which rank, how, and where: `rank 1 of host a: ended by SIGKILL, in backward of step 8`."""
+    who = f"{ranks_text(ending.ranks)} of host {ending.host}" if ending.ranks else "all ranks"
+    how = _HOW.get(ending.how, "failed").format(code=ending.code, signal=signal_name(ending.code))
+    where = f"{ending.phase} of step {ending.step}" if ending.step else f"{ending.phase or 'the start'}, before a step"
+    return f"{who}: {how}, in {where}"
 
 
 def state_of(run: Path, events: list[dict[str, Any]], *, still_s: float = STILL_S) -> tuple[str, str]:
     """The state in a word, and what shows it; `still_s`: for how long a running one may log nothing."""
-    last = next((event for event in reversed(events) if event["event"] in ("start", "stop", "done")), None)
-    if last is not None and last["event"] != "start":
+    last = last_end(events)
+    if (ending := ending_of(events)) is not None:
+        return "failed", ": ".join([ended_text(ending), *ending.error.splitlines()[:1]])
+    if last and last["event"] != "start":
         word = "done" if last["event"] == "done" else "stopped"
         return word, f"after step {last.get('step')}, {shown_time(str(last.get('time', '')))}"
     if (holder := lock_holder(run)) is not None:

@@ -125,7 +125,7 @@ class RunFacts:
         """What to do next: (a command to paste, what it does)."""
         run = shlex.quote(str(self.path))
         found = []
-        if self.state == "ended":
+        if self.state in ("ended", "failed"):
             found.append((f"threefold explain {run}", "what its logs say of its end"))
         of_program = is_of_program(self.path)
         if self.state != "running" and not of_program:

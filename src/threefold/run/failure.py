@@ -1,20 +1,34 @@
-"""How a failed rank reports why: once for all ranks, by the one that failed first."""
+"""How a failed rank reports why: once for all ranks, by the one that failed first.
+
+What is printed is for people. What programs read is an `Ending` in the run's journal: the first rank that fails writes
+it before it leaves, and of one that could not (it was killed, it left without a word) the process that started it.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import re
+import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from threefold.errors import EXIT_FAILED, RunError, ThreefoldError
+import torch
+
+from threefold.checkpoint.lineage import Ending, Journal
+from threefold.errors import EXIT_FAILED, EXIT_WRONG_REQUEST, RunError, ThreefoldError
 from threefold.mesh import environment
 from threefold.mesh.exchange import OtherRankError, described_error, lost_peer
+from threefold.mesh.local_ranks import STOPS
 from threefold.mesh.mesh import FAILURES, Mesh
 from threefold.mesh.rendezvous_errors import NoDeviceError, RendezvousError
+from threefold.run.watch.pulse import Places
 from threefold.run.watch.watchdog import Watchdog
 
 log = logging.getLogger("threefold")
@@ -23,6 +37,8 @@ log = logging.getLogger("threefold")
 _LINGER_S = 60.0
 # A process with much memory takes its time to end.
 _KILLED_WITHIN_S = 3.0
+# What the journal keeps of an error not meant for users, of the rows of a step, and of the calls.
+_LONGEST, _MOST_ROWS, _CALLS = 2000, 1000, 4
 
 
 def report_failure(
@@ -34,6 +50,7 @@ def report_failure(
         keep: a file for the error, which is then not printed if it is one for users.
     """
     if watch is not None:
+        note_error(error, rank, watch)
         watch.progress.enter("failure")
     expected = isinstance(error, ThreefoldError)
     text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
@@ -74,3 +91,86 @@ def _outlives(watch: Watchdog) -> bool:
     while not (watch.speaks_for_its_host() or watch.told_by_another()) and time.monotonic() < until:
         time.sleep(0.1)
     return watch.speaks_for_its_host()
+
+
+def note_error(error: BaseException, rank: int, watch: Watchdog) -> None:
+    """Notes in the journal how the run has ended, if this rank is the first to know; a refused request leaves no note.
+
+    Of a peer that is gone, the process that starts the ranks knows more, if it is one of ours.
+    """
+    place, lost, ours = watch.progress.place, lost_peer(error), error if isinstance(error, ThreefoldError) else None
+    refused = ours is not None and ours.exit_code == EXIT_WRONG_REQUEST and not place.step
+    if refused or isinstance(error, OtherRankError) or (lost is not None and watch.pulse):
+        return
+    text = str(error) if ours else f"{type(error).__name__}: {str(error)[:_LONGEST]}"
+    rows = tuple(int(row) for row in watch.progress.rows)[:_MOST_ROWS]
+    calls = "".join(traceback.format_tb(error.__traceback__)[-_CALLS:])
+    host = environment.current().host
+    ending = Ending(_how(error), (rank,), host, 0, place.name, place.step, rows, text, calls)
+    if lost is not None:
+        until = time.monotonic() + _KILLED_WITHIN_S
+        while not (gone := watch.gone()) and time.monotonic() < until:
+            time.sleep(0.1)
+        ending = replace(ending, how="lost", error=str(lost))
+        for _, step, phase in [*gone.values()][:1]:
+            ending = replace(ending, how="gone", ranks=tuple(gone), phase=phase, step=step, rows=())
+    elif ours is not None:
+        ranks, rows = ((rank,), rows) if ours.ranks is None else (ours.ranks, ())
+        ending = replace(ending, ranks=ranks, rows=rows, phase=ours.phase or place.name, step=ours.step or place.step)
+    watch.note(ending)
+
+
+def _how(error: BaseException) -> str:
+    """What an error concerns, in the word of `Ending`: an error of ours says it."""
+    match error:
+        case ThreefoldError(how=how) if how != "error" or error.__cause__ is None:
+            return how
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            return "disk"
+        case torch.OutOfMemoryError():
+            return "device"
+        case MemoryError():
+            return "memory"
+    return "error" if isinstance(error, ThreefoldError) else "exception"
+
+
+def memory_kills() -> int:
+    """How many processes the kernel has ended because memory ran out: of this cgroup, else of the machine."""
+    files = ["/proc/vmstat"]
+    for line in [line for file in Path("/proc/self").glob("cgroup") for line in file.read_text().split()]:
+        _, controllers, path = line.split(":", 2)
+        name = {"": "memory.events", "memory": "memory.oom_control"}.get(controllers, "none")
+        # A container may see its own as the root.
+        files[-1:-1] = [f"/sys/fs/cgroup/{controllers}{path}/{name}", f"/sys/fs/cgroup/{controllers}/{name}"]
+    for each in files:
+        with suppress(OSError):
+            if (count := re.search(r"^oom_kill (\d+)$", Path(each).read_text(), re.MULTILINE)) is not None:
+                return int(count[1])
+    return 0
+
+
+class Witness:
+    """The process that starts the ranks, and outlives them: notes the end of those that could not.
+
+    Attributes:
+        places: for the ranks.
+    """
+
+    def __init__(self, run: Path, num_ranks: int) -> None:
+        self._journal, self._kills, self.places = Journal(run), memory_kills(), Places(num_ranks)
+        self._known = len(self._journal.endings())
+
+    def ended(self, rank: int, code: int, error: str) -> None:
+        """A start is over, because a rank has ended with an exit code, or by a signal (below 0)."""
+        place, how = self.places.of(rank), "exit" if code > 0 else "signal"
+        if code - 128 in STOPS:
+            how, code = "asked", code - 128
+        elif how == "exit" and len(self._journal.endings()) > self._known:
+            return  # the rank has told why
+        kills = memory_kills() - self._kills
+        if kills and code == -signal.SIGKILL:
+            how = "memory"
+        host = environment.current().host
+        ending = Ending(how, (rank,), host, abs(code), place.name, place.step, error=error, memory_kills=kills)
+        self._journal.end(ending)
+        self._known = len(self._journal.endings())

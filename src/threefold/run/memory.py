@@ -22,12 +22,18 @@ log = logging.getLogger("threefold")
 _SHARES = (0.8, 0.99)
 
 
+class DeviceMemoryError(RunError):
+    """A device has no memory left."""
+
+    how = "device"
+
+
 @contextlib.contextmanager
 def explained(asked: Asked, mesh: Mesh, folder: Path) -> Iterator[None]:
     """Turns torch's error, if memory runs out inside, into one that says what would fit.
 
     Raises:
-        RunError: in place of torch's OutOfMemoryError; on the rank that ran out.
+        DeviceMemoryError: in place of torch's OutOfMemoryError; on the rank that ran out.
     """
     try:
         yield
@@ -36,7 +42,7 @@ def explained(asked: Asked, mesh: Mesh, folder: Path) -> Iterator[None]:
         snapshot = _snapshot(folder.resolve() / "memory" / f"rank-{mesh.rank:04d}.pickle")
         expected, fix = _advice(asked, mesh)
         what = f"rank {mesh.rank} has no memory left: {reason}"
-        raise RunError(what, expected=expected + snapshot, fix=fix) from error
+        raise DeviceMemoryError(what, expected=expected + snapshot, fix=fix) from error
 
 
 def _advice(asked: Asked, mesh: Mesh) -> tuple[str, str]:

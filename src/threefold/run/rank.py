@@ -72,7 +72,8 @@ def run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
     asked, mesh = config.mesh, None
     timeout_s = config.train.timeout_s or REPORT_BEFORE * asked.timeout_s
     environment.record_collectives()
-    with Watchdog(info.rank, stall_s=config.log.stall_s, timeout_s=timeout_s) as watch:
+    pulse = loaded.places[info.rank] if loaded.places else None
+    with Watchdog(info.rank, stall_s=config.log.stall_s, timeout_s=timeout_s, pulse=pulse) as watch:
         try:
             facts = facts_of(config)
             mesh = join_mesh(

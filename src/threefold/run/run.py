@@ -50,6 +50,7 @@ from threefold.mesh import environment
 from threefold.mesh.exchange import digest_of_rows
 from threefold.mesh.mesh import Mesh, active_mesh, init_mesh
 from threefold.optim.build import rates_of
+from threefold.run.failure import note_error
 from threefold.run.folder import RunFolder, log_to_file, new_path, open_run, require_shared
 from threefold.run.resume import undamaged
 from threefold.run.watch.stall import CLOSING
@@ -224,6 +225,8 @@ class Run:
         """All that get the metrics, on rank 0: the run's file, what shows them, and the trackers that are asked for."""
         if self.mesh.rank != 0:
             return []
+        for name in self.config.log.trackers[:1]:  # a library may wait long for its server
+            self.watch.progress.enter(f"opening tracker {name}")
         go_on = self.config.checkpoint.on_error == "continue"
         described = trackers.RunDescription(
             self.folder.path, self.config.log.project, values, facts, self.folder.done + 1
@@ -237,8 +240,8 @@ class Run:
     def ended(self, step: int, *, stopped: bool, saved: int) -> None:
         """Notes the end in the journal, and the last step of which there is a checkpoint."""
         if self.mesh.rank == 0 and self.folder.author is not None:
-            event = "stop" if stopped else "done"
-            self.folder.journal.note(event, step=step, saved=saved, start=self.folder.author.start)
+            event, by = ("stop", {"by": self.guards.stop.by}) if stopped else ("done", {})
+            self.folder.journal.note(event, step=step, saved=saved, start=self.folder.author.start, **by)
 
     def load(self, step: TrainStep, loader: Any = None, **stateful: Any) -> Loaded | None:
         """Takes what the program trains, and loads the checkpoint that the run resumes from; every rank calls it once.
@@ -307,7 +310,7 @@ class Run:
                 return
             self.step, self._in_step = self.step + 1, True
             self._window.steps += 1
-            self._rows = list(getattr(batches, "indices", ()))
+            self._rows = self.guards.progress.rows = list(getattr(batches, "indices", ()))
             if self.guards.audit is not None:
                 self.guards.audit.observe(self.step, np.array(self._rows, np.int64), *_contents(batch))
             yield batch
@@ -495,6 +498,7 @@ class Run:
         return self._stopping
 
     def _failed(self, error: BaseException) -> None:
+        note_error(error, self.mesh.rank, self.watch)
         self.watch.progress.enter("failure")
         log.error("%s: %s", type(error).__name__, error)
         for saver in self._savers():

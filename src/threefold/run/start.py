@@ -190,8 +190,6 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
         from threefold.run.sources import refuse_labels_without_effect
 
         refuse_labels_without_effect(loaded.config, here=True)
-    if max_restarts and loaded.config.log.dir is None:  # restarted ranks must find the run
-        loaded = replace(loaded, config=_in_new_folder(loaded.config))
     if topology.world_size == 1 and not max_restarts:
         return _run_rank(loaded, topology, why) or deliver(loaded.config)
     from threefold.run.sources import formats_of, refuse_other_rows
@@ -199,13 +197,19 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
     refuse_other_rows(formats_of(loaded.config), loaded.config.train.objective)
     if loaded.given is not None:
         refuse_unsendable(loaded.given, topology.world_size)
+    if loaded.config.log.dir is None:  # restarted ranks must find the run, and so must this process
+        loaded = replace(loaded, config=_in_new_folder(loaded.config))
+    from threefold.run.failure import Witness
+
+    witness = Witness(Path(str(loaded.config.log.dir)), topology.world_size)
     code = local_ranks.start_ranks(
         _rank_entry,
-        (loaded, topology, why),
+        (replace(loaded, places=witness.places.paths), topology, why),
         num_ranks=topology.world_size,
         grace_s=loaded.config.checkpoint.grace_s,
         max_restarts=max_restarts,
         last=loaded.last,
+        ended=witness.ended,
     )
     return code or deliver(loaded.config)
 

@@ -34,7 +34,7 @@ from threefold.training.nonfinite import Finite
 from threefold.training.numbers import StepResult, mean_aux_loss, mean_loss, mean_measures
 from threefold.training.progress import OwnTime, Progress, Slowest, Stopwatch, peak_memory_bytes
 from threefold.training.step import TrainStep
-from threefold.training.stop_request import StopRequest
+from threefold.training.stop_request import HOOK, StopRequest
 
 _Read = TypeVar("_Read")
 
@@ -161,6 +161,7 @@ def train_loop(run: Loop, *, first_step: int) -> Outcome:
         guards.progress.enter("data", step=step)
         rows_before = run.loader.rows_read
         batch = window.read(batches)
+        guards.progress.rows = batch.get("indices", ())
         length = _shared_length(run)
         computed = batch if length is None else cut(batch, length)
         pieces = micro_batches(computed, run.micro_batch, spread=exact)
@@ -196,7 +197,7 @@ def train_loop(run: Loop, *, first_step: int) -> Outcome:
         if run.after_step is not None:
             run.after_step()
         if stopping and step < run.num_steps:
-            return Outcome(step, loss, stopped=True, by=guards.stop.by)
+            return Outcome(step, loss, stopped=True, by=guards.stop.by if guards.stop.by == HOOK else "signal")
     return Outcome(run.num_steps, loss, stopped=False)
 
 

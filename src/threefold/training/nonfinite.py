@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,6 +54,18 @@ class Policy:
             f"{longer}look at the rows: threefold data order {self.run} --step {step} --show; "
             f"leave them out: --data.skip '[[{step}, {step}]]'; or --train.nonfinite skip"
         )
+
+
+class NonfiniteError(RunError):
+    """A step was not finite, or had nothing to train on; all ranks raise it."""
+
+    how = "numbers"
+
+    @classmethod
+    def of_step(cls, step: int, ranks: Iterable[int], what: str, **parts: str) -> NonfiniteError:
+        error = cls(what, **parts)
+        error.step, error.ranks = step, tuple(ranks)
+        return error
 
 
 class _Unread(NamedTuple):
@@ -108,19 +120,25 @@ class Finite:
         empty = not step.target_tokens.item()
         wrong = [] if empty else [number for number, loss in enumerate(step.losses) if not math.isfinite(loss.item())]
         own = {"wrong": [row for number in wrong for row in step.rows[number]] if wrong else None, "rows": step.rows}
-        what = self._mesh.decide("nonfinite", own, lambda parts: _what(step.number, norm, parts, empty=empty))
+        what, ranks = self._mesh.decide(
+            "nonfinite", own, lambda parts: [_what(step.number, norm, parts, empty=empty), [*_wrong(parts)]]
+        )
         self._in_a_row += 1
         self.skipped += 1
         if not self._policy.skip:
             needed = "a token to train on in each step" if empty else "finite numbers"
-            raise RunError(
+            raise NonfiniteError.of_step(
+                step.number,
+                ranks,
                 what,
                 expected=f"{needed}; the weights are as step {step.number - 1} left them, and nothing is saved",
                 fix=self._policy.fix(step.number, empty=empty),
             )
         log.warning("%s: skipped", what)
         if self._in_a_row >= MOST_IN_A_ROW:
-            raise RunError(
+            raise NonfiniteError.of_step(
+                step.number,
+                ranks,
                 f"{what}: the {_ordinal(self._in_a_row)} step in a row without an update",
                 expected=f"fewer than {MOST_IN_A_ROW} in a row: skipping does not help",
                 fix="resume from a checkpoint with a smaller rate"
@@ -140,8 +158,12 @@ def copy_to_host(value: Tensor) -> tuple[Tensor, Any]:
     return host, copied
 
 
+def _wrong(told: Sequence[dict[str, Any]]) -> dict[int, list[int]]:
+    return {rank: part["wrong"] for rank, part in enumerate(told) if part["wrong"] is not None}
+
+
 def _what(step: int, norm: float, told: Sequence[dict[str, Any]], *, empty: bool = False) -> str:
-    wrong = {rank: part["wrong"] for rank, part in enumerate(told) if part["wrong"] is not None}
+    wrong = _wrong(told)
     if not wrong:
         read = rows_text(sorted({row for part in told for rows in part["rows"] for row in rows}))
         if empty:

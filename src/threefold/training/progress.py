@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,12 +36,14 @@ class Progress:
         ticks: counts signs of progress within phases; ranks may have different ones.
         mirror: is given each place.
         device: measures the device's time of the phases; None on a CPU.
+        rows: the numbers of the rows that this rank has read for the step.
         blocked_s: time in a step without a core, and not for another rank: noted by whoever watches the main thread.
     """
 
     def __init__(self) -> None:
         self.place = Phase(0, 0, "start")
         self.ticks = 0
+        self.rows: Iterable[Any] = ()
         self.mirror: Callable[[Phase], None] | None = None
         self.device: DeviceForward | None = None
         self.blocked_s = 0.0
@@ -49,6 +51,8 @@ class Progress:
     def enter(self, phase: str, *, step: int | None = None) -> None:
         """Enters a phase: data, exchange, forward, backward, reduce, optimizer, log, audit, evaluation or save."""
         place = self.place
+        if step is not None:
+            self.rows = ()
         self.place = place = Phase(place.number + 1, place.step if step is None else step, phase)
         if self.mirror is not None:
             self.mirror(place)

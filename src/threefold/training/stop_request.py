@@ -14,6 +14,7 @@ from typing import Any
 from threefold.mesh.local_ranks import STOPS
 from threefold.mesh.mesh import Mesh
 
+HOOK = "hook"
 _KEY = "threefold/stop-after"  # and who asks: the store may outlive a restart, and hold an older request
 # A terminal sends Ctrl-C to every process and a launcher passes it on: within this time it is one request.
 _ONE_REQUEST_S = 1.0
@@ -42,7 +43,7 @@ class StopRequest:
         self._first_s: float | None = None
         self._by_hook = False
         self._stop_after: int | None = None
-        self.by = "signal"
+        self.by = HOOK  # or a signal's name
         self._key = f"{_KEY}/{mesh.share('stop requests', lambda: uuid.uuid4().hex)}"
         self._previous: dict[int, Any] = {}
         self._told_before = -1
@@ -107,7 +108,7 @@ class StopRequest:
 
     @property
     def _why(self) -> str:
-        return "hook" if self._by_hook and not any(self._asked.values()) else "signal"
+        return next((signal.Signals(number).name for number, times in self._asked.items() if times), HOOK)
 
     def after(self, step: int) -> bool:
         """Whether the run stops after `step`, which this rank has just finished."""

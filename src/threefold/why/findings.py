@@ -6,6 +6,7 @@
     drift        a source of a mixture whose loss rises again while the others fall
     slow         a rank that the others waited for, or steps that waited for data
     changed      keys that a later start has changed
+    ended        the last start ended by an error, or was killed
 
 Each kind has a threshold; what is below it is noise.
 """
@@ -21,6 +22,7 @@ import numpy as np
 
 from threefold.audit.row_losses import Float64, Int64
 from threefold.errors import ConfigError
+from threefold.records.state import ended_text
 from threefold.why.batch_rows import BatchRow, StepBatches
 from threefold.why.lookback import Lookback
 from threefold.why.outliers import rises, scores_of_rows, scores_of_steps
@@ -71,6 +73,8 @@ def findings(batches: StepBatches, *, step: int | None = None) -> list[Anomaly]:
     told = {(row.step, row.place) for finding in found for row in finding.rows}
     found += _far_rows(batches, told)
     found += [*_drifts(run), *(Anomaly(*values) for values in slow_findings(run)), *_changes(run)]
+    if (ending := run.ending) is not None:
+        found.append(Anomaly("ended", [ending.step], np.inf, ended_text(ending), ending.error.splitlines()))
     if step is not None:
         found = [each for each in found if step in each.steps]
     return sorted(found, key=lambda each: -each.score)

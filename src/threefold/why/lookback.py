@@ -30,6 +30,7 @@ class Lookback:
         logged: its logged steps, ascending.
         skipped: why steps made no update, by step.
         events: the lines of its journal.
+        ending: how its last start failed.
         damaged: what could not be read, in words.
     """
 
@@ -37,7 +38,7 @@ class Lookback:
         self.run, self._metrics = record.path, record.metrics
         self.segments, self.kept = record.segments, record.rows
         self.logged, self.skipped = self._metrics.steps, self._metrics.skipped
-        self.events, self.damaged = record.events, record.damaged
+        self.events, self.ending, self.damaged = record.events, record.ending, record.damaged
 
     @classmethod
     def of(cls, run: Path) -> Lookback:

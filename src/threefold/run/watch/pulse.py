@@ -36,23 +36,52 @@ _ANSWERS_WITHIN_S = 0.5
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
+class Places:
+    """Memory for the pulses of ranks, of the process that starts them: it sees where one was that is gone.
+
+    Attributes:
+        paths: where the ranks find it; none where there are no pulses.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._files = [_memory() for _ in range(num_ranks)] if sys.platform == "linux" else []
+        self.paths = tuple(f"/proc/{os.getpid()}/fd/{file}" for file in self._files)
+
+    def of(self, rank: int) -> Phase:
+        """Where a rank was last."""
+        return _place(os.pread(self._files[rank], _SIZE, 0)) if self._files else Phase(0, 0, "")
+
+
+def _place(memory: bytes) -> Phase:
+    number, step, name = _PLACE.unpack_from(memory, _BEAT.size)
+    return Phase(number, step, name.rstrip(b"\0").decode(errors="replace"))
+
+
+def _memory() -> int:
+    file = os.memfd_create("threefold-pulse")
+    os.ftruncate(file, _SIZE)
+    return file
+
+
 class Pulse:
     """The pulse of this rank."""
 
-    def __init__(self) -> None:
-        self._file, self._stack = os.memfd_create("threefold-pulse"), os.memfd_create("threefold-stack")
-        os.ftruncate(self._file, _SIZE)
+    def __init__(self, path: str | None = None) -> None:
+        """Args:
+        path: of memory that another process keeps (`Places`); None: of its own.
+        """
+        self._file, self._stack = os.open(path, os.O_RDWR) if path else _memory(), os.memfd_create("threefold-stack")
         self._memory = mmap.mmap(self._file, _SIZE)
         if _ASKS is not None:
             faulthandler.register(_ASKS, file=self._stack, all_threads=False)
 
     @classmethod
-    def begin(cls) -> Pulse | None:
+    def begin(cls, path: str | None = None) -> Pulse | None:
         """The pulse of this rank, where there can be one."""
         if sys.platform != "linux":
             return None
         try:
-            return cls()
+            return cls(path)
         except (OSError, RuntimeError, ValueError) as error:  # no such memory, or no such signal, in this container
             log.warning("watchdog: no pulse: %s", error)
             return None
@@ -178,9 +207,7 @@ def place_of(process: int, log_file: Path) -> Phase | None:
     try:
         opened = {os.readlink(path): path for path in os.scandir(f"/proc/{process}/fd")}
         if str(log_file.resolve()) in opened and (memory := opened.get(_NAMED)) is not None:
-            content = Path(memory).read_bytes()
-            number, step, name = _PLACE.unpack_from(content, _BEAT.size)
-            place = Phase(number, step, name.rstrip(b"\0").decode(errors="replace"))
+            place = _place(Path(memory).read_bytes())
     except (OSError, struct.error):
         return None
     return place

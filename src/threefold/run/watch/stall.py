@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from threefold.checkpoint.lineage import Ending
 from threefold.errors import ranks_text
 
 # What keeps a process silent, as another of its host sees it.
@@ -139,6 +140,13 @@ class Stall:
             what += f", waiting uninterruptibly in {report.kernel}: a disk, a file system or a driver is stuck"
         return f"rank {report.rank} of host {report.host} (process {report.process}) {what}"
 
+    def ending(self, error: str) -> Ending:
+        """How a run has ended that this stall ended."""
+        ranks = (*(seen.report.rank for seen in self.late), *self.missing)
+        first = self.late[0].report if self.late else Report(0, "", 0, 0, 0, "rendezvous")
+        how = "worker" if self._waits_for_worker else "stall"
+        return Ending(how, ranks, first.host, phase=first.phase, step=first.step, error=error, at=first.stack)
+
     def text(self) -> str:
         """Returns the complete report: the late ranks with their stacks, and where the others wait."""
         lines = [self.headline()]
@@ -153,11 +161,19 @@ class Stall:
 
     def what_to_look_at(self) -> str:
         """Where the cause is to be found."""
+        if self._waits_for_worker:
+            return (
+                "its loader waits for a worker process (data.num_workers): look for one that is stopped, or a slow disk"
+            )
         if self._with_stacks:
             return "see the stack above for what the late rank is doing"
         if any(seen.report.state == STOPPED for seen in self.late):
             return "look for what stopped that process: a debugger, a terminal (Ctrl-Z), a scheduler that suspends jobs"
         return "look at that rank's process and host: its last lines, dmesg, the scheduler's log"
+
+    @property
+    def _waits_for_worker(self) -> bool:
+        return any("dataloader.py" in seen.report.stack and "_get_data" in seen.report.stack for seen in self.late)
 
     @property
     def _with_stacks(self) -> list[Seen]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -24,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from threefold.checkpoint.lineage import Ending, Journal
 from threefold.errors import EXIT_FAILED, Problem
 from threefold.mesh.mesh import FAILURES, Mesh
 from threefold.run.watch import flight_recorder, stall
@@ -56,21 +58,25 @@ class Watchdog:
         progress: the place of this rank.
         mesh: once it is made.
         store: one of the ranks', once they have met.
-        folder: where the last collectives are written if they stall; None: nowhere.
+        folder: of the run, where the last collectives are written if they stall, and how it ended; None: nowhere.
+        pulse: as given.
     """
 
-    def __init__(self, rank: int, *, stall_s: float, timeout_s: float, program: bool = False) -> None:
+    def __init__(
+        self, rank: int, *, stall_s: float, timeout_s: float, program: bool = False, pulse: str | None = None
+    ) -> None:
         """Args:
         stall_s: time without progress after which the late rank is named, once per stall.
         timeout_s: time without progress after which the run ends with that report.
         program: the run is of a program with a loop of its own, which sets these times.
+        pulse: where the process that has started this rank sees its place.
         """
         longer = f"--train.timeout_s {2 * timeout_s:g}, with a larger --mesh.timeout_s"
         if program:
             longer = f"config={{'train.timeout_s': {2 * timeout_s:g}}}, with a larger init_mesh(timeout_s=...)"
         self._longer = longer
         self._rank, self._stall_s, self._timeout_s = rank, stall_s, timeout_s
-        self.progress = Progress()
+        self.progress, self.pulse = Progress(), pulse
         self.mesh: Mesh | None = None
         self.folder: Path | None = None
         self._every_s = min(_REPORT_EVERY_S, stall_s / 5)
@@ -94,7 +100,7 @@ class Watchdog:
         """Begins to watch; each rank calls it when all have met, with their store and the host of each."""
         # A thread that waits for an answer holds its connection, so the threads need stores of their own.
         self.store, self._hosts, self._reached_at = store.clone(), hosts, time.monotonic()
-        self._pulse = Pulse.begin()
+        self._pulse = Pulse.begin(self.pulse)
         if self._pulse is not None:
             self._pulse.tell(self.progress.place)
             self._pulse.beat(self._beat)
@@ -137,6 +143,24 @@ class Watchdog:
     def told_by_another(self) -> bool:
         """Whether a lower rank of this host has failed with a reason, which it has told."""
         return any(peer.place.name == "failure" for peer in self._lower())
+
+    def note(self, ending: Ending) -> None:
+        """Writes in the run's journal how it ends, unless another rank has."""
+        try:
+            first = self.store is None or self.store.add(f"{_PREFIX}/ended", 1) == 1
+        except RuntimeError:  # it is gone with its keeper
+            first = self.speaks_for_its_host()
+        if first:
+            self._note(ending)
+
+    def _note(self, ending: Ending) -> None:
+        if self.folder is not None:
+            Journal(self.folder).end(ending)
+
+    def gone(self) -> dict[int, Phase]:
+        """Where the ranks of this host were whose process is gone, and has told nothing."""
+        gone = {rank: peer.place for rank, peer in self._peers.items() if peer.silenced_by(math.inf) == stall.GONE}
+        return {rank: place for rank, place in gone.items() if place.name not in ("failure", "left")}
 
     def _lower(self) -> list[Peer]:
         return [peer for rank, peer in self._peers.items() if rank < self._rank]
@@ -296,27 +320,37 @@ class Watchdog:
             if self.mesh is not None and self.mesh.store is not None:
                 self.mesh.store.clone().add(FAILURES, 1)  # the other ranks need not report the errors that follow
             if store.add(f"{_PREFIX}/told/end", 1) == 1:
-                _print(str(self._end(found.headline(), found.what_to_look_at())))
+                _print(text := str(self._end(found.headline(), found.what_to_look_at())))
+                self.note(found.ending(text))
             store.set(f"{_PREFIX}/end", b"1")
             time.sleep(_HEARD_WITHIN_BEATS * self._every_s)  # rank 0 may host the store: let the others read this first
             os._exit(EXIT_FAILED)
 
     def _cut_off(self, away_s: float) -> None:
         """Says that the store does not answer, and what this host knows of rank 0, which may keep it."""
-        what, at = self._without_store(away_s), "look at rank 0's process and host, and at the network between them"
+        at = "look at rank 0's process and host, and at the network between them"
+        silent = self._silent_keeper(away_s)
+        what = self._without_store(away_s) if silent is None else silent.headline()
         if self.speaks_for_its_host() and not self._told_alone:
             self._told_alone = True
             _print(what)
         if away_s > self._timeout_s and not self._stopped.is_set():
             if self.speaks_for_its_host():
-                _print(str(self._end(what, at)))
+                _print(text := str(self._end(what, at)))
+                (_, step, phase), host = self.progress.place, self._hosts[self._rank]
+                lost = Ending("lost", (self._rank,), host, 0, phase, step, error=text)
+                self._note(lost if silent is None else silent.ending(text))  # the store may not answer
             self.progress.enter("failure")
             os._exit(EXIT_FAILED)
 
+    def _silent_keeper(self, away_s: float) -> stall.Stall | None:
+        """Rank 0, if this host sees what keeps it silent."""
+        if (keeper := self._peers.get(0)) is None or not (state := keeper.silenced_by(self._silent_s)):
+            return None
+        report, quiet_s = self._seen_here(0, keeper, state), keeper.last_beat[0]
+        return stall.Stall((Seen(report, quiet_s, quiet_s),), (), (), (0,), away_s)
+
     def _without_store(self, away_s: float) -> str:
-        if (keeper := self._peers.get(0)) is not None and (state := keeper.silenced_by(self._silent_s)):
-            report, quiet_s = self._seen_here(0, keeper, state), keeper.last_beat[0]
-            return stall.Stall((Seen(report, quiet_s, quiet_s),), (), (), (0,), away_s).headline()
         here, gone = self._at(self.progress.place), "the process that keeps it, rank 0's or the launcher's, is gone"
         where = f"rank {here.rank} of host {here.host}, {here.place()}"
         return f"{where}, has not reached the run's store for {away_s:.0f} s: this host is cut off, or {gone}"

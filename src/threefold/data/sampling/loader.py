@@ -8,8 +8,11 @@ may stop with four workers and resume with none.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -20,10 +23,18 @@ from torch.utils.data import DataLoader, Dataset
 from threefold.data.order.order import Cursor, Order, Place, StepRange, num_batches, skips_ahead
 from threefold.data.order.partition import check_global_batch
 from threefold.data.rows.concat import IGNORED, PADDING, Rows
-from threefold.errors import DataError
-from threefold.mesh.local_ranks import serve_one_rank, start_server
+from threefold.errors import DataError, RunError
+from threefold.mesh.local_ranks import serve_one_rank, signal_name, start_server
 
 Batch = dict[str, Tensor]
+# A worker's connection breaks before its end is known.
+_ENDED_WITHIN_S = 2.0
+
+
+class WorkerError(RunError):
+    """A process that reads rows has ended."""
+
+    how = "worker"
 
 
 @dataclass(frozen=True)
@@ -127,7 +138,9 @@ class TokenLoader:
         batches = iter(loader)
         workers = set(multiprocessing.active_children()) - others
         try:
-            for batch in batches:
+            while True:
+                with _naming_lost_workers(workers):
+                    batch = next(batches)
                 place = self.place
                 self.rows_read += self.order.num_read(place)
                 self.longest = self.order.longest(place)
@@ -211,6 +224,26 @@ class TokenLoader:
         if (step_range := self._planned.get(step)) is not None:
             return self.order.after(place, num_batches([step_range]))
         return self.order.begin(place)
+
+
+@contextmanager
+def _naming_lost_workers(workers: Collection[BaseProcess]) -> Iterator[None]:
+    """WorkerError in place of what is read from the connection of a worker that has ended."""
+    try:
+        yield
+    except (RuntimeError, OSError, EOFError) as error:
+        if not workers or not wait([worker.sentinel for worker in workers], _ENDED_WITHIN_S):
+            raise
+        lost = next(worker for worker in workers if worker.exitcode is not None)
+        code = lost.exitcode or 0
+        how = f"exit code {code}" if code >= 0 else signal_name(-code)
+        raise WorkerError(
+            f"worker process {lost.pid} of the loader has ended: {how}",
+            expected=f"{len(workers)} workers that read rows ahead for this rank (data.num_workers); "
+            "the kernel kills one (SIGKILL) where the host's or the container's memory runs out",
+            fix=f"--data.num_workers {len(workers) // 2}, or more memory; `dmesg -T | grep -i oom` on this host shows "
+            "whether the kernel did it; then start the run again: it resumes from its newest checkpoint",
+        ) from error
 
 
 def evaluation_batches(

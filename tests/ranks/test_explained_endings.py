@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from ranks.faults import planted
 from ranks.hangs import Hang, hanging
+from ranks.own_runs import in_a_run
 from ranks.plants import STEP
-from ranks.runs import prepare
+from ranks.runs import prepare, torchrun
+from ranks.spawn import run_ranks
 from threefold.explain.answer import answer
 from threefold.explain.evidence import gather
 from threefold.explain.explain import Explanation
@@ -182,3 +186,85 @@ def test_failed_step_is_explained_with_its_rows(tmp_path: Path, plant: str, told
     found, explanation = told_of(tmp_path / "run")
     assert found == told
     assert any(fact in each for each in explanation.facts)
+
+
+SCRIPT = """
+import os
+import signal
+import sys
+
+import torch
+import threefold
+
+calls = [0]
+
+
+def loss(outputs, batch):
+    calls[0] += 1
+    if os.environ["RANK"] == "1" and calls[0] == 3:
+        if sys.argv[1] == "raise":
+            raise KeyError("a label")
+        os.kill(os.getpid(), signal.SIGKILL)
+    kept = batch["labels"] != -100
+    logits = outputs.logits if hasattr(outputs, "logits") else outputs
+    return (logits.float().logsumexp(-1) * kept).sum(), kept.sum()
+
+
+if __name__ == "__main__":
+    log = {"dir": "run", "every": 1, "sample_tokens": 0}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = {"config": {"model_type": "llama", **sizes}, "admission": "off"}
+    data = {"source": "corpus", "seq_len": 32}
+    train = {"steps": 9, "global_batch": 8, "micro_batch": 4}
+    mesh = {"dp": 2, "device": "cpu"}
+    threefold.train({"model": model, "data": data, "train": train, "mesh": mesh, "log": log}, loss=loss)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("kill", Told("gone", 1, "forward", 3, "killed")),
+        ("raise", Told("exception", 1, "forward", 3, "own-error")),
+    ],
+)
+def test_rank_of_another_launcher_is_named_by_itself_or_by_one_beside_it(
+    tmp_path: Path, fault: str, told: Told
+) -> None:
+    prepare(tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = torchrun(tmp_path, 2, "script.py", fault)
+    assert done.returncode == 1, done.stderr
+    found, explanation = told_of(tmp_path / "run")
+    assert found == told, explanation
+    if fault == "raise":
+        assert "KeyError: 'a label'" in explanation.facts
+        assert "script.py" in (explanation.frame or "")
+
+
+def _raising(folder: str) -> None:
+    def act(run: Any, mesh: Any) -> None:
+        if run.step == 3 and mesh.rank == 1:
+            raise ValueError("raised by the test")
+
+    in_a_run({"dp": 2}, folder, 6, act)
+
+
+def test_error_of_a_program_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        run_ranks(_raising, 2, str(tmp_path / "run"))
+    found, explanation = told_of(tmp_path / "run")
+    assert found == Told("exception", 1, "the program", 3, "own-error"), explanation
+    assert explanation.ending is not None and explanation.ending.rows
+    assert "ValueError: raised by the test" in explanation.facts
+
+
+def test_rank_that_does_not_end_as_asked_is_told(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    hang = Hang("optimizer", 1, "", step=3)
+    with hanging(tmp_path, [hang], *RUN, "--checkpoint.grace_s", "2") as run:
+        run.reach(hang)
+        os.kill(run.running.process, signal.SIGTERM)
+        assert run.running.wait(30) not in (0, 75), run.err
+    found, explanation = told_of(tmp_path / "run")
+    assert found == Told("asked", 1, "optimizer", 3, "stopped", 15), explanation

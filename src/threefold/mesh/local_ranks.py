@@ -161,7 +161,7 @@ class _Ranks:
                 self._send(number)
             if failed is None and stopped is None and (failed := self._first_failed()) is not None:
                 if (failed.exitcode or 0) < 0 or failed.exitcode == _SERVER_GONE:  # it could not report that itself
-                    print(f"{_how_ended(failed)}\n", end="", file=sys.stderr, flush=True)
+                    print(f"{_how_ended(failed, failed.exitcode or 0)}\n", end="", file=sys.stderr, flush=True)
                 alone_s = grace_s if failed.exitcode == EXIT_STOPPED_WITH_CHECKPOINT else _ALONE_S
                 ask_at = time.monotonic() + alone_s
                 until = ask_at + _END_WITHIN_S
@@ -189,18 +189,15 @@ class _Ranks:
         late = self._alive() if stopped is not None else []
         if (failed := next(iter(late), failed)) is not None and failed.exitcode not in _FINAL:
             code = 128 + (stopped or 0) if late else failed.exitcode or 0
-            code = -signal.SIGKILL if code == _SERVER_GONE else code
-            ended(self._all.index(failed), code, str(_how_ended(failed)))
+            number = -signal.SIGKILL if code == _SERVER_GONE else code
+            ended(self._all.index(failed), number, str(_how_ended(failed, code)))
 
     def _alive(self) -> list[BaseProcess]:
         return [process for process in self._all if process.pid is not None and process.exitcode is None]
 
     def _first_failed(self) -> BaseProcess | None:
         # The others of one that a signal has ended may have left by now.
-        failed = [process for process in self._all if process.exitcode]
-        return min(
-            failed, key=lambda process: ((process.exitcode or 0) > 0) + (process.exitcode in _FINAL), default=None
-        )
+        return min((each for each in self._all if each.exitcode), key=lambda each: each.exitcode or 0, default=None)
 
     def _send(self, number: int) -> None:
         for process in self._alive():
@@ -244,19 +241,16 @@ def _loopback_store() -> tuple[Any, int]:
     return store, port
 
 
-def _how_ended(failed: BaseProcess) -> Problem:
+def _how_ended(failed: BaseProcess, code: int) -> Problem:
     """How a rank has failed that could not report it itself."""
-    code, fix = (
-        failed.exitcode,
-        "look for sys.exit or os._exit in the code that it calls: a loss, a callback, a library",
-    )
-    how = f"left with exit code {code}, without an error" if code else "was asked to end, and did not in time"
-    if code is not None and code < 0:
-        how, fix = (
-            f"was ended by {signal_name(-code)}",
-            "after SIGKILL look for `Out of memory` in the kernel's log (dmesg)",
-        )
-    what = f"{failed.name} (process {failed.pid}) {how}"
+    what = f"{failed.name} (process {failed.pid}) left with exit code {code}, without an error"
+    fix = "look for sys.exit or os._exit in the code that it calls: a loss, a callback, a library"
+    if code - 128 in STOPS:
+        what = f"the ranks were asked to end by {signal_name(code - 128)}, and did not in time, or were asked twice"
+        fix = "see what that rank waits for; or --checkpoint.grace_s with the time that a step and a save take"
+    elif code < 0 or code == _SERVER_GONE:
+        what = f"{failed.name} (process {failed.pid}) was ended by {signal_name(-code)}"
+        fix = "after SIGKILL look for `Out of memory` in the kernel's log (dmesg)"
     if code == _SERVER_GONE:
         what = "the process that the ranks are forked from was ended"
     return Problem(what, "all ranks to run until the end", fix)

@@ -158,16 +158,17 @@ class Witness:
 
     def __init__(self, run: Path, num_ranks: int) -> None:
         self._journal, self._kills, self.places = Journal(run), memory_kills(), Places(num_ranks)
-        self._known = len(self._journal.endings())
+        self._known, self._num_ranks = len(self._journal.endings()), num_ranks
 
     def ended(self, rank: int, code: int, error: str) -> None:
         """A start is over, because a rank has ended with an exit code, or by a signal (below 0)."""
-        place, how = self.places.of(rank), "exit" if code > 0 else "signal"
-        if code - 128 in STOPS:
+        how = "exit" if code > 0 else "signal"
+        if code - 128 in STOPS:  # the others wait for the one that is behind
             how, code = "asked", code - 128
+            rank = min(range(self._num_ranks), key=lambda each: self.places.of(each).number)
         elif how == "exit" and len(self._journal.endings()) > self._known:
             return  # the rank has told why
-        kills = memory_kills() - self._kills
+        place, kills = self.places.of(rank), memory_kills() - self._kills
         if kills and code == -signal.SIGKILL:
             how = "memory"
         host = environment.current().host

@@ -343,6 +343,8 @@ class TrainStep:
                 self._go_backward(objective)
         ended = over_ranks(torch.stack([totals[1], torch.full_like(totals[1], bool(failures))]), self._mesh)
         self._left = False  # what this raises, it raises on every rank
+        if failures:
+            self.progress.enter("forward")  # where it is from
         refuse_unequal(totals[:2], ended, failures, self._mesh)
         self._left = True
         count = ended[0]

@@ -25,6 +25,7 @@ class DoctorAnswer(TypedDict):
     findings: list[Values]
     stop: bool
     machine: NotRequired[Values]
+    store: NotRequired[Values]
 
 
 class EvalAnswer(TypedDict):

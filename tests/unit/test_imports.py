@@ -104,6 +104,8 @@ TORCH_FREE = [
     "threefold.commands.why",
     "threefold.config.document",
     "threefold.plan.automatic",
+    "threefold.places.admission",
+    "threefold.places.upload",
 ]
 
 
@@ -181,7 +183,7 @@ def test_preloaded_modules_are_there() -> None:
     assert ours and [name for name in ours if find_spec(name) is None] == []
 
 
-DESK = ("records", "report", "why", "explain", "doctor", "jobs", "verify", "convert")
+DESK = ("records", "report", "why", "explain", "doctor", "jobs", "verify", "convert", "places")
 
 
 def test_a_run_loads_no_desk() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,6 +39,11 @@ def load_config(arguments: Sequence[str]) -> LoadedConfig:
         defaults=environment.defaults(),
         settings=environment.settings(),
     )
+
+
+def is_address(text: str) -> bool:
+    """Whether this means a store, rightly written or not; a path has no scheme."""
+    return re.match(r"\w[\w+.-]*://|(s3|gs|hf):", text) is not None
 
 
 def settled(config: Config) -> dict[str, str]:

@@ -46,17 +46,33 @@ def command(
     """Find what would stop a run: threefold doctor [CONFIG.yaml] [--section.key value ...].
 
     Alone it checks this machine. With a mesh (--mesh.tp 2) it starts ranks here; under a launcher, each of its ranks
-    reports. It then tests and measures every axis of the mesh, and pairs of ranks.
+    reports. It then tests and measures every axis of the mesh, and pairs of ranks. With s3://BUCKET/PREFIX instead, it
+    asks a store whether it keeps what runs rely on, by objects that it removes again.
     """
-    from threefold.commands.arguments import load_config
+    from threefold.commands.arguments import is_address, load_config
 
+    options = ReportOptions(as_json, limit)
     try:
-        code = doctor_command(load_config(context.args), ReportOptions(as_json, limit), force=force)
+        match context.args:
+            case [address] if is_address(address):
+                code = _look_at_store(address, options)
+            case arguments:
+                code = doctor_command(load_config(arguments), options, force=force)
     except ThreefoldError as error:
         if not as_json:
             raise
         code = _refused(error, [], {})
     sys.exit(code)
+
+
+def _look_at_store(address: str, options: ReportOptions) -> int:
+    from threefold.doctor.findings import judged
+    from threefold.mesh import environment
+    from threefold.places.admission import admit, facts
+
+    told = admit(address, environment.variables())
+    findings = [judged(each.name, each.what, each.holds, expected=each.expected, fix=each.fix) for each in told.probes]
+    return _show(findings, [], {"store": facts(told)}, options)
 
 
 def doctor_command(loaded: LoadedConfig, options: ReportOptions, *, force: bool = False) -> int:

@@ -50,6 +50,7 @@ _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         (
             "threefold export runs/a --to my-model",
             "threefold export runs/a --to a --adapter",
+            "threefold export runs/a --to s3://bucket/my-model",
         ),
     ),
     "hash": (
@@ -68,7 +69,10 @@ _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "doctor": (
         _KEYS,
         "0 nothing would stop a run; 1 something would; 2 the request was wrong",
-        ("threefold doctor", "threefold doctor job.yaml --json", "torchrun --nproc-per-node 8 -m threefold doctor"),
+        (
+            *("threefold doctor", "threefold doctor job.yaml --json", "threefold doctor s3://bucket/prefix"),
+            "torchrun --nproc-per-node 8 -m threefold doctor",
+        ),
     ),
     "explain": (
         _OPTIONS,

@@ -1,0 +1,212 @@
+"""Whether a store keeps what runs rely on, found by asking it: probes of a few kilobytes, and one object of two parts.
+
+Many servers and gateways take a conditional write and ignore its condition, without an error. So nothing is believed
+that was not seen. The probes have a folder of their own below the prefix, which is removed again.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from threefold.errors import ThreefoldError, size_text
+from threefold.places.object_store import ObjectStore, open_store
+from threefold.places.place import ObjectPlace
+
+LIMIT_S = 2.0
+_NUM_RACES, _NUM_WRITERS = 20, 8
+_NUM_LATENCIES = 8
+_PARTS_BYTES = 9 * 2**20  # above the size of one part
+_CLOCK_S = 60.0
+_ELSEWHERE = "another store for this; SeaweedFS, Amazon S3 and Google Cloud Storage document it"
+
+
+@dataclass(frozen=True)
+class StoreProbe:
+    """What was asked of a store, and what was seen; `expected` and `fix` are for one that does not hold."""
+
+    name: str
+    holds: bool
+    what: str
+    expected: str
+    fix: str
+
+
+@dataclass
+class StoreAdmission:
+    """The probes of a store, in their order, and what was measured meanwhile."""
+
+    address: str
+    probes: list[StoreProbe] = field(default_factory=list)
+    latency_s: float | None = None
+    write_bytes_per_s: float | None = None
+    read_bytes_per_s: float | None = None
+    seconds: float = 0.0
+
+
+def admit(address: str, environ: Mapping[str, str]) -> StoreAdmission:
+    """Asks the store of an address; ThreefoldError if it cannot be reached, listed or written at all."""
+    begun = time.monotonic()
+    place = open_store(address, environ)
+    probing = _Probing(place, f".threefold-probe-{uuid.uuid4().hex[:12]}", begun + LIMIT_S)
+    next(place.list(), None)
+    try:
+        place.write(f"{probing.folder}/first", b"1")
+        for name, probe in probing.all():
+            probing.take(name, probe)
+        probing.measured()
+    finally:
+        place.delete([each.key for each in place.list(probing.folder)])
+    probing.told.seconds = time.monotonic() - begun
+    return probing.told
+
+
+def require_create(place: ObjectPlace, key: str) -> bool:
+    """Whether this key is now held by the caller; ThreefoldError if the store lets two hold it."""
+    if place.create(key, uuid.uuid4().bytes) is None:
+        return False
+    if place.create(key, uuid.uuid4().bytes) is not None:
+        place.delete([key])
+        what = "the store writes over what is there although it was asked not to (it ignores If-None-Match)"
+        fix = f"--to a local folder, and copy that; or {_ELSEWHERE}"
+        raise ThreefoldError(what, expected="put if absent, which keeps two writers apart", fix=fix)
+    return True
+
+
+class _Probing:
+    """The probes of one store while they run."""
+
+    def __init__(self, place: ObjectStore, folder: str, until: float) -> None:
+        self.place, self.folder, self.until = place, folder, until
+        self.told = StoreAdmission(str(place.url))
+
+    def all(self) -> Iterator[tuple[str, Callable[[], tuple[bool, str, str]]]]:
+        """Every probe by name: a function that returns whether it holds, what was seen, and what is expected."""
+        yield "put if absent", self._create
+        yield "races of writers", self._races
+        yield "swap by etag", self._swap
+        yield "parts and ranges", self._parts
+        yield "listing after writing", self._listing
+        yield "delete", self._delete
+        yield "clock", self._clock
+
+    def take(self, name: str, probe: Callable[[], tuple[bool, str, str]]) -> None:
+        """Runs a probe and keeps what it says; an error of the store's is what it says."""
+        try:
+            holds, what, expected = probe()
+        except ThreefoldError as error:
+            problem = error.problems[0]
+            self.told.probes.append(StoreProbe(name, False, problem.what, problem.expected, problem.fix))
+            return
+        self.told.probes.append(StoreProbe(name, holds, what, expected, self._fix(name)))
+
+    def measured(self) -> None:
+        """Adds what was measured, if the bytes could be written and read."""
+        told = self.told
+        if told.latency_s is None or told.write_bytes_per_s is None or told.read_bytes_per_s is None:
+            return
+        speed = f"{size_text(told.write_bytes_per_s)}/s written, {size_text(told.read_bytes_per_s)}/s read"
+        what = f"{told.latency_s * 1000:.3g} ms a small read; {size_text(_PARTS_BYTES)} in one: {speed}"
+        told.probes.append(StoreProbe("latency, bandwidth", True, what, "", ""))
+
+    def _fix(self, name: str) -> str:
+        if name == "clock":
+            return "start a time server's client here: chronyd, or timedatectl set-ntp true"
+        works = [probe.name for probe in self.told.probes if probe.holds]
+        return f"{_ELSEWHERE}; of this one, what works so far: {', '.join(works) or 'nothing'}"
+
+    def _key(self, name: str) -> str:
+        return f"{self.folder}/{name}"
+
+    def _create(self) -> tuple[bool, str, str]:
+        key = self._key("created")
+        first, second = self.place.create(key, b"first"), self.place.create(key, b"other")
+        expected = "the second writer is refused: on this rest the lock of a run and the seal of a checkpoint"
+        if first is None:
+            return False, "a new key is refused", expected
+        if second is not None or self.place.read(key, start=0, length=5) != b"first":
+            return False, "the second writer of a key is not refused (If-None-Match is ignored)", expected
+        return True, "the second writer of a key is refused", expected
+
+    def _races(self) -> tuple[bool, str, str]:
+        expected = "one of the writers wins each race, also at the same moment"
+        won: list[int] = []
+        with ThreadPoolExecutor(_NUM_WRITERS) as pool:
+            while len(won) < _NUM_RACES and (not won or time.monotonic() < self.until - 0.5):
+                key = self._key(f"race-{len(won)}")
+                etags = pool.map(
+                    lambda writer, key=key: self.place.create(key, b"w" * writer), range(1, _NUM_WRITERS + 1)
+                )
+                won.append(sum(etag is not None for etag in etags))
+        cut = f"; the {LIMIT_S:g} s for probes were over" if len(won) < _NUM_RACES else ""
+        right = won.count(1)
+        return right == len(won), f"{right} of {len(won)} races of {_NUM_WRITERS} had one winner{cut}", expected
+
+    def _swap(self) -> tuple[bool, str, str]:
+        key, expected = self._key("swapped"), "a write by an etag that is no longer there is refused (If-Match)"
+        first = self.place.create(key, b"1")
+        second = None if first is None else self.place.swap(key, b"22", etag=first)
+        if first is None or second is None:
+            return False, "a write by the etag that is there is refused", expected
+        if self.place.swap(key, b"333", etag=first) is not None or self.place.read(key, start=0, length=2) != b"22":
+            return False, "a write by a stale etag is not refused (If-Match is ignored)", expected
+        return True, "a stale etag is refused", expected
+
+    def _parts(self) -> tuple[bool, str, str]:
+        key, data = self._key("parts"), os.urandom(_PARTS_BYTES)
+        begun = time.monotonic()
+        self.place.write(key, data)
+        written = time.monotonic()
+        whole = self.place.read(key, start=0, length=len(data))
+        read = time.monotonic()
+        self.told.write_bytes_per_s = len(data) / (written - begun)
+        self.told.read_bytes_per_s = len(data) / (read - written)
+        latencies, right = [], whole == data
+        for start in range(_PARTS_BYTES // 2, _PARTS_BYTES // 2 + _NUM_LATENCIES):
+            begun = time.monotonic()
+            right &= self.place.read(key, start=start, length=16) == data[start : start + 16]
+            latencies.append(time.monotonic() - begun)
+        self.told.latency_s = statistics.median(latencies)
+        return right, "equal bytes" if right else "other bytes than were written", "the bytes that were written"
+
+    def _listing(self) -> tuple[bool, str, str]:
+        names = [f"list/{number}" for number in range(8)]
+        for name in names:
+            self.place.write(self._key(name), b"1")
+        listed = {each.key for each in self.place.list(self._key("list"))}
+        missing = len({self._key(name) for name in names} - listed)
+        return (
+            not missing,
+            f"{len(names) - missing} of {len(names)} are listed at once",
+            "all that is written is listed",
+        )
+
+    def _delete(self) -> tuple[bool, str, str]:
+        key, expected = self._key("list/0"), "what is deleted is neither there nor listed"
+        self.place.delete([key])
+        gone = self.place.stat(key) is None and key not in {each.key for each in self.place.list(self._key("list"))}
+        return gone, "what is deleted is gone" if gone else "what is deleted is still there", expected
+
+    def _clock(self) -> tuple[bool, str, str]:
+        key = self._key("clock")
+        before = time.time()
+        self.place.write(key, b"1")
+        there = self.place.stat(key)
+        if there is None:
+            return False, "an object is not there after it was written", "it is there"
+        # Stores give whole seconds.
+        apart = max(before - 1 - there.written_s, there.written_s - time.time(), 0.0)
+        told = f"{apart:.0f} s apart" if apart >= 1 else "less than a second apart"
+        return apart <= _CLOCK_S, f"this machine's and the store's: {told}", "less than a minute apart"
+
+
+def facts(admission: StoreAdmission) -> dict[str, Any]:
+    """What was measured, as plain values with their units."""
+    values = {key: value for key, value in vars(admission).items() if key != "probes"}
+    return values | {"admitted": all(probe.holds for probe in admission.probes)}

@@ -1,0 +1,196 @@
+"""A prefix of a bucket as an ObjectPlace, by obstore, which this file alone imports, when one is opened.
+
+Requests that fail on the way are tried again, with jitter, until their time is used up. A conditional write whose
+answer is lost is asked again and recognised by its bytes, so that its writer knows whether it has won.
+"""
+
+from __future__ import annotations
+
+import configparser
+import importlib
+import os
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from threefold.errors import ConfigError, ThreefoldError
+from threefold.places.faults import PlaceError, explained, unanswered
+from threefold.places.place import StoredObject
+from threefold.places.url import StoreUrl, parse
+
+RETRY_S = 20.0
+_MAX_RETRIES = 8
+_PART_BYTES = 8 * 2**20
+_NUM_PARTS_AT_ONCE = 4
+# Variables that obstore reads by itself, before a profile is looked at.
+_PROVIDED = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
+_OF_PROFILE = {
+    "aws_access_key_id": "access_key_id",
+    "aws_secret_access_key": "secret_access_key",
+    "aws_session_token": "session_token",
+    "region": "region",
+    "endpoint_url": "endpoint",
+}
+
+
+def open_store(address: str, environ: Mapping[str, str], *, retry_s: float = RETRY_S) -> ObjectStore:
+    """The place of an address, which is not asked yet; ConfigError if it is none, or the library is not installed."""
+    url = parse(address)
+    try:
+        library = importlib.import_module("obstore")
+    except ImportError as error:
+        what = f"{url} is in a store, and the package obstore is not installed"
+        raise ConfigError(what, expected="threefold with its extra s3", fix="pip install 'threefold[s3]'") from error
+    return ObjectStore(url, library, _settings(url, environ), retry_s=retry_s)
+
+
+def _settings(url: StoreUrl, environ: Mapping[str, str]) -> dict[str, Any]:
+    """What obstore does not take from the environment by itself: a profile's values, and whether http:// is meant."""
+    settings: dict[str, Any] = {}
+    if url.scheme == "s3":
+        provided = any(name in environ for name in _PROVIDED)
+        settings = {} if provided else _profile(environ)
+        settings |= {"region": name} if (name := environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")) else {}
+        endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or settings.get("endpoint", "")
+        settings |= {"endpoint": endpoint} if endpoint else {}
+        settings["client_options"] = {
+            "allow_http": endpoint.startswith("http://"),
+            "connect_timeout": timedelta(seconds=5),
+        }
+    return settings
+
+
+def _profile(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The values of AWS_PROFILE in the files of AWS' tools, which obstore does not read."""
+    name, home = environ.get("AWS_PROFILE", "default"), Path(environ.get("HOME", "/"), ".aws")
+    files = configparser.ConfigParser(interpolation=None)
+    try:
+        files.read([environ.get("AWS_CONFIG_FILE", home / "config")])
+        files.read([environ.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials")])
+    except configparser.Error:
+        what = "the files of AWS' profiles cannot be parsed"  # a parser's own message shows the line
+        raise ConfigError(what, expected="sections [NAME] with NAME = VALUE", fix="aws configure") from None
+    values: dict[str, str] = {}
+    for section in (f"profile {name}", name):
+        values |= files[section] if files.has_section(section) else {}
+    return {ours: values[theirs] for theirs, ours in _OF_PROFILE.items() if theirs in values}
+
+
+class ObjectStore:
+    """A prefix of a bucket of S3, of a store with its protocol, or of Google Cloud Storage.
+
+    Belongs to the process that opened it: the library's threads do not follow a fork.
+    """
+
+    def __init__(self, url: StoreUrl, library: Any, settings: dict[str, Any], *, retry_s: float) -> None:
+        self.url = url
+        self._library = library
+        self._errors = importlib.import_module("obstore.exceptions")
+        self._retry_s = retry_s
+        self._pid = os.getpid()
+        backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=4), "base": 2}
+        retries = {"max_retries": _MAX_RETRIES, "retry_timeout": timedelta(seconds=retry_s), "backoff": backoff}
+        stores = importlib.import_module("obstore.store")
+        kind = stores.GCSStore if url.scheme == "gs" else stores.S3Store
+        with self._asking("it cannot be opened"):
+            self._store = kind(url.bucket, prefix=url.prefix or None, retry_config=retries, **settings)
+
+    def read(self, key: str, *, start: int, length: int) -> bytes:
+        """Exactly these bytes of an object; PlaceError if it is absent or shorter."""
+        if not length:
+            return b""
+        with self._asking(f"{key} cannot be read"):
+            try:
+                data = bytes(self._library.get_range(self._store, key, start=start, length=length))
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error):
+                    raise
+                raise self._lacking(key, "is not there") from None
+        if len(data) != length:
+            raise self._lacking(key, f"ends {length - len(data)} bytes before the {start + length} that were asked for")
+        return data
+
+    def _lacking(self, key: str, lack: str) -> PlaceError:
+        fix = "who writes there? A store keeps what was written: look at its lifecycle rules and its other users"
+        return PlaceError(f"{self.url}/{key} {lack}", expected="the object as it was written", fix=fix)
+
+    def stat(self, key: str) -> StoredObject | None:
+        """The object of a key, None if there is none."""
+        with self._asking(f"{key} cannot be looked up"):
+            try:
+                return self._described(self._library.head(self._store, key))
+            except FileNotFoundError:
+                return None
+
+    def _described(self, meta: Mapping[str, Any]) -> StoredObject:
+        return StoredObject(meta["path"], meta["size"], self._stamp(meta), meta["last_modified"].timestamp())
+
+    def _stamp(self, meta: Mapping[str, Any]) -> str:
+        """What a swap is conditional on: at Google that is an object's generation, not its etag."""
+        return str(meta["version" if self.url.scheme == "gs" else "e_tag"])
+
+    def write(self, key: str, data: bytes | Path) -> None:
+        """Writes an object whole, over what is there; in parts if it is large, which appear together."""
+        limits = {"chunk_size": _PART_BYTES, "max_concurrency": _NUM_PARTS_AT_ONCE}
+        with self._asking(f"{key} cannot be written"):
+            self._library.put(self._store, key, data, **limits)
+
+    def create(self, key: str, data: bytes) -> str | None:
+        """The etag of a new object; None if another one has this key. No other writer may write the same `data`."""
+        return self._written_if(key, data, "create")
+
+    def swap(self, key: str, data: bytes, *, etag: str) -> str | None:
+        """The etag of what replaces the object with `etag`; None if that is no longer there. `data` as in `create`."""
+        return self._written_if(key, data, {"version" if self.url.scheme == "gs" else "e_tag": etag})
+
+    def _written_if(self, key: str, data: bytes, mode: Any) -> str | None:
+        begun, tries = time.monotonic(), 0
+        with self._asking(f"{key} cannot be written"):
+            while True:
+                try:
+                    return self._stamp(self._library.put(self._store, key, data, mode=mode, use_multipart=False))
+                except (self._errors.AlreadyExistsError, self._errors.PreconditionError, FileNotFoundError) as error:
+                    if "NoSuchBucket" in str(error):
+                        raise
+                    break
+                except self._errors.GenericError as error:
+                    # The library does not repeat such a request, since it may have been carried out.
+                    if not unanswered(error) or time.monotonic() - begun > self._retry_s or tries == _MAX_RETRIES:
+                        raise
+                    tries += 1
+                    time.sleep(random.uniform(0.05, 0.1 * 2 ** min(tries, 5)))
+        there = self.stat(key)
+        ours = there is not None and there.size == len(data) and self.read(key, start=0, length=len(data)) == data
+        return there.etag if there is not None and ours else None
+
+    def list(self, folder: str = "") -> Iterator[StoredObject]:
+        """All objects below a folder, in no order."""
+        with self._asking("its objects cannot be listed"):
+            for chunk in self._library.list(self._store, folder or None):
+                yield from map(self._described, chunk)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Removes objects; those that are absent already are no error."""
+        with self._asking("objects cannot be deleted"):
+            if keys:
+                self._library.delete(self._store, list(keys))
+
+    @contextmanager
+    def _asking(self, doing: str) -> Iterator[None]:
+        """Errors of the library in three parts, without its text and without itself: both may show credentials."""
+        if os.getpid() != self._pid:
+            what = f"{self.url} was opened before this process was forked"
+            fix = "open it in the process that uses it, and start processes by spawn"
+            raise PlaceError(
+                what, expected="a store of the process's own: its connections do not follow a fork", fix=fix
+            )
+        try:
+            yield
+        except ThreefoldError:
+            raise
+        except (OSError, ValueError, self._errors.BaseError) as error:
+            raise explained(error, self.url, doing) from None

@@ -1,0 +1,55 @@
+"""Addresses of object stores, `s3://BUCKET/PREFIX`: what they are made of, or what is wrong with them. No library."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from threefold.errors import ConfigError
+
+_SCHEMES = ("s3", "gs")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
+# What no store, shell or listing writes in another way.
+_PART = re.compile(r"[A-Za-z0-9._=+@,-]+")
+
+
+@dataclass(frozen=True)
+class StoreUrl:
+    """A bucket and the prefix in it (may be empty) that all keys begin with."""
+
+    scheme: str
+    bucket: str
+    prefix: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.prefix}".rstrip("/")
+
+
+def parse(text: str) -> StoreUrl:
+    """The parts of an address; ConfigError if it is none, or one of a kind of store that is not supported."""
+    scheme, colon, rest = text.partition(":")
+    bucket, _, path = rest.removeprefix("//").partition("/")
+    if any(mark in rest for mark in ("@", "?", "#")) and not _BUCKET.fullmatch(bucket):
+        # Not shown: it may hold a key.
+        what = f"the address {scheme}://... holds more than a bucket and a prefix"
+        expected = "no key, secret or option in an address: they come from the environment, so that no log shows them"
+        raise ConfigError(what, expected=expected, fix=f"{scheme}://BUCKET/PREFIX, and AWS_... in the environment")
+    if not colon or scheme not in _SCHEMES:
+        what = f"{text} is no store that threefold can use"
+        expected = "s3://BUCKET/PREFIX (any store with S3's protocol) or gs://BUCKET/PREFIX"
+        fix = "of another S3 store: s3://BUCKET/PREFIX   with AWS_ENDPOINT_URL=https://ITS_ADDRESS"
+        raise ConfigError(what, expected=expected, fix=fix)
+    if not rest.startswith("//"):
+        what = f"{text} is not the address of a store"
+        fixed = f"{scheme}://{rest.lstrip('/') or 'BUCKET/PREFIX'}"
+        raise ConfigError(what, expected=f"two slashes: {scheme}://BUCKET/PREFIX", fix=fixed)
+    if not _BUCKET.fullmatch(bucket):
+        what = f"{text} names no bucket" if not bucket else f"{text}: {bucket!r} is not a bucket's name"
+        expected = "a bucket of 3 to 63 lower-case letters, digits, dots and hyphens after the two slashes"
+        raise ConfigError(what, expected=expected, fix=f"{scheme}://BUCKET/{path or 'PREFIX'}")
+    parts = path.rstrip("/").split("/") if path.rstrip("/") else []
+    if wrong := [part for part in parts if part in (".", "..") or not _PART.fullmatch(part)]:
+        what = f"{text}: {wrong[0]!r} cannot be a part of a prefix"
+        expected = "letters, digits and . _ = + @ , - between single slashes: others differ from store to store"
+        raise ConfigError(what, expected=expected, fix=f"{scheme}://{bucket}/ANOTHER_PREFIX")
+    return StoreUrl(scheme, bucket, "/".join(parts))

@@ -1,0 +1,375 @@
+"""Places in stores, against a server that does wrong what it is told to: what is said, retried and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from store_stub import StubStore, serving
+from threefold.errors import ConfigError, ThreefoldError
+from threefold.places import object_store
+from threefold.places.admission import admit
+from threefold.places.faults import PlaceError
+from threefold.places.object_store import ObjectStore, open_store
+from threefold.places.upload import CLAIM, MARK, sent_to
+from threefold.places.url import StoreUrl, parse
+
+SECRET = "5ecret/Of+The/Tests"
+URL = "s3://runs/a/b"
+
+
+@pytest.fixture
+def store() -> StubStore:
+    return StubStore()
+
+
+@pytest.fixture(autouse=True)
+def environ(store: StubStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """What leads to the stub, here and as the mapping that is passed on."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    with serving(store) as endpoint:
+        values = {
+            "AWS_ACCESS_KEY_ID": "AKIDOFTEST",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": endpoint,
+        }
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        yield values
+
+
+@pytest.fixture
+def place(environ: dict[str, str]) -> ObjectStore:
+    return open_store(URL, environ, retry_s=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("s3://bucket", ("s3", "bucket", "")),
+        ("s3://bucket/", ("s3", "bucket", "")),
+        ("s3://my.bucket-1/a/b_c=2/", ("s3", "my.bucket-1", "a/b_c=2")),
+        ("gs://bucket/a", ("gs", "bucket", "a")),
+    ],
+)
+def test_address(text: str, parts: tuple[str, str, str]) -> None:
+    assert parse(text) == StoreUrl(*parts)
+    assert parse(str(parse(text))) == parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "fix"),
+    [
+        ("s3:/x", "s3:/x is not the address of a store", "s3://x"),
+        ("s3:x/y", "s3:x/y is not the address of a store", "s3://x/y"),
+        ("s3://", "s3:// names no bucket", "s3://BUCKET/PREFIX"),
+        ("s3:///x", "s3:///x names no bucket", "s3://BUCKET/x"),
+        ("s3://Runs/x", "s3://Runs/x: 'Runs' is not a bucket's name", "s3://BUCKET/x"),
+        ("s3://runs/a//b", "s3://runs/a//b: '' cannot be a part of a prefix", "s3://runs/ANOTHER_PREFIX"),
+        ("s3://runs/../b", "s3://runs/../b: '..' cannot be a part of a prefix", "s3://runs/ANOTHER_PREFIX"),
+        ("s3://runs/a b", "s3://runs/a b: 'a b' cannot be a part of a prefix", "s3://runs/ANOTHER_PREFIX"),
+        ("hf://me/x", "hf://me/x is no store that threefold can use", "of another S3 store: "),
+        ("https://h/x", "https://h/x is no store that threefold can use", "of another S3 store: "),
+    ],
+)
+def test_address_that_is_none(text: str, what: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    (problem,) = caught.value.problems
+    assert problem.what == what
+    assert problem.expected
+    assert problem.fix.startswith(fix)
+
+
+def test_address_with_a_secret_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(f"s3://AKIDOFTEST:{SECRET}@runs/x")
+    assert SECRET not in str(caught.value) and "AKIDOFTEST" not in str(caught.value)
+    assert caught.value.problems[0].what == "the address s3://... holds more than a bucket and a prefix"
+
+
+def test_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError) as caught:
+        open_store(URL, environ)
+    assert str(caught.value) == (
+        "s3://runs/a/b is in a store, and the package obstore is not installed\n"
+        "  expected: threefold with its extra s3\n"
+        "  fix: pip install 'threefold[s3]'"
+    )
+
+
+def test_protocol(place: ObjectStore, tmp_path: Path, store: StubStore) -> None:
+    big = os.urandom(20 * 2**20)
+    (tmp_path / "big").write_bytes(big)
+    place.write("one", b"12345")
+    place.write("folder/big", tmp_path / "big")
+    assert place.read("one", start=1, length=3) == b"234"
+    assert place.read("one", start=1, length=0) == b""
+    assert place.read("folder/big", start=8 * 2**20 - 5, length=10) == big[8 * 2**20 - 5 : 8 * 2**20 + 5]
+    assert store.objects["a/b/folder/big"] == big
+    assert {each.key: each.size for each in place.list()} == {"one": 5, "folder/big": len(big)}
+    assert [each.key for each in place.list("folder")] == ["folder/big"]
+    etag = place.create("seal", b"first")
+    assert etag and place.create("seal", b"other") is None
+    second = place.swap("seal", b"second", etag=etag)
+    assert second and place.swap("seal", b"third", etag=etag) is None
+    there = place.stat("seal")
+    assert there and (there.size, there.etag) == (6, second)
+    assert place.swap("absent", b"x", etag=etag) is None
+    place.delete(["seal", "absent"])
+    assert place.stat("seal") is None
+
+
+@pytest.mark.parametrize(
+    ("key", "start", "what"),
+    [
+        ("absent", 0, "s3://runs/a/b/absent is not there"),
+        ("one", 3, "s3://runs/a/b/one ends 3 bytes before the 8 that were asked for"),
+    ],
+)
+def test_bytes_that_are_not_there(place: ObjectStore, key: str, start: int, what: str) -> None:
+    place.write("one", b"12345")
+    with pytest.raises(PlaceError) as caught:
+        place.read(key, start=start, length=5)
+    assert caught.value.problems[0].what == what
+
+
+ANSWERS = [
+    (404, "NoSuchBucket", "there is no bucket runs", ConfigError),
+    (403, "SignatureDoesNotMatch", "the secret does not belong to the access key (403 ", ConfigError),
+    (403, "InvalidAccessKeyId", "it does not know the access key (403 InvalidAccessKeyId)", ConfigError),
+    (400, "ExpiredToken", "the session's token has expired or is not one (400 ExpiredToken)", ConfigError),
+    (403, "RequestTimeTooSkewed", "this machine's clock differs too much from its own (403 ", ConfigError),
+    (301, "PermanentRedirect", "the bucket runs is in another region (redirect)", ConfigError),
+    (400, "AuthorizationHeaderMalformed", "the bucket runs is in another region (400 ", ConfigError),
+    (403, "AccessDenied", "these credentials may not do that (403 AccessDenied)", ConfigError),
+    (405, "MethodNotAllowed", "it answered 405 MethodNotAllowed", PlaceError),
+]
+
+
+@pytest.mark.parametrize(("status", "code", "told", "kind"), ANSWERS)
+def test_answer_is_one_sentence(
+    place: ObjectStore, store: StubStore, status: int, code: str, told: str, kind: type[ThreefoldError]
+) -> None:
+    store.answers["PUT"] = (status, code, 100)
+    with pytest.raises(kind) as caught:
+        place.write("one", b"1")
+    (problem,) = caught.value.problems
+    assert problem.what.startswith(f"s3://runs/a/b: one cannot be written: {told}")
+    assert problem.expected and problem.fix
+    assert "AKIDOFTEST" not in str(caught.value) and "signature of it" not in str(caught.value)
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+    assert len(store.requests) == 1, "what cannot get better is not asked again"
+
+
+@pytest.mark.parametrize("times", [2, 1000])
+def test_busy_store_is_asked_again_for_a_while(place: ObjectStore, store: StubStore, times: int) -> None:
+    store.answers["PUT"] = (503, "SlowDown", times)
+    if times == 2:
+        place.write("one", b"1")
+        assert store.objects == {"a/b/one": b"1"} and len(store.requests) == 3
+        return
+    with pytest.raises(
+        PlaceError, match=r"^s3://runs/a/b: one cannot be written: it asks to slow down \(503 SlowDown\)"
+    ):
+        place.write("one", b"1")
+    assert 3 <= len(store.requests) <= 9
+
+
+@pytest.mark.parametrize("write", ["create", "swap"])
+def test_writer_whose_answer_is_lost_knows_that_it_has_won(place: ObjectStore, store: StubStore, write: str) -> None:
+    etag = place.create("pointer", b"0")
+    store.cut_after = 1
+    won = place.create("seal", b"mine") if write == "create" else place.swap("pointer", b"mine", etag=etag or "")
+    assert won is not None
+    assert place.create("seal", b"theirs") is None or write == "swap"
+
+
+def test_store_that_is_not_there(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    place = open_store(URL, {**environ, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, retry_s=0.5)
+    for ask in (lambda: place.write("one", b"1"), lambda: place.create("one", b"1"), lambda: list(place.list())):
+        with pytest.raises(PlaceError, match="it did not answer, or ended the connection"):
+            ask()
+
+
+def test_store_is_not_used_after_a_fork(place: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store.os, "getpid", lambda: -1)
+    with pytest.raises(PlaceError, match="was opened before this process was forked"):
+        place.stat("one")
+
+
+def test_profile(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: StubStore) -> None:
+    """Keys and endpoint of a profile, where the environment has none; a file that cannot be parsed is not shown."""
+    for name in environ:
+        monkeypatch.delenv(name)
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "config").write_text(
+        f"[profile lab]\nregion = eu-west-1\nendpoint_url = {environ['AWS_ENDPOINT_URL']}\n"
+    )
+    (tmp_path / ".aws" / "credentials").write_text(f"[lab]\naws_access_key_id = K\naws_secret_access_key = {SECRET}\n")
+    variables = {"HOME": str(tmp_path), "AWS_PROFILE": "lab"}
+    open_store(URL, variables, retry_s=1).write("one", b"1")
+    assert store.objects == {"a/b/one": b"1"}
+    (tmp_path / ".aws" / "credentials").write_text(f"aws_secret_access_key {SECRET}\n")
+    with pytest.raises(ConfigError, match="profiles cannot be parsed") as caught:
+        open_store(URL, variables)
+    assert SECRET not in str(caught.value) and caught.value.__suppress_context__
+
+
+FAULTS = {
+    "put if absent": ("the second writer of a key is not refused (If-None-Match is ignored)", "If-None-Match"),
+    "races of writers": ("0 of ", "If-None-Match"),
+    "swap by etag": ("a write by a stale etag is not refused (If-Match is ignored)", "If-Match"),
+    "parts and ranges": ("other bytes than were written", "range"),
+    "listing after writing": ("7 of 8 are listed at once", "listing"),
+    "delete": ("what is deleted is still there", "delete"),
+    "clock": ("this machine's and the store's: 3", "clock"),
+}
+
+
+def test_store_that_keeps_all_is_admitted(environ: dict[str, str], store: StubStore) -> None:
+    told = admit(URL, environ)
+    assert [probe.name for probe in told.probes if not probe.holds] == []
+    assert [probe.name for probe in told.probes] == [*FAULTS, "latency, bandwidth"]
+    assert store.objects == {} and told.latency_s is not None
+
+
+@pytest.mark.parametrize("probe", FAULTS)
+def test_fault_is_refused_by_name(environ: dict[str, str], store: StubStore, probe: str) -> None:
+    what, fault = FAULTS[probe]
+    (store.ignored if fault.startswith("If") else store.wrong).add(fault)
+    told = {each.name: each for each in admit(URL, environ).probes}
+    assert not told[probe].holds and told[probe].what.startswith(what), told[probe]
+    assert told[probe].expected and told[probe].fix
+    with_it = {"put if absent": {"races of writers", "swap by etag"}, "races of writers": {"put if absent"}}
+    others = {each.name for each in told.values() if not each.holds} - {probe}
+    assert others <= with_it.get(probe, set())
+
+
+@pytest.mark.parametrize(
+    ("fault", "probe", "what"),
+    [
+        ("taken", "put if absent", "a new key is refused"),
+        ("parts", "parts and ranges", "s3://runs/a/b/.threefold-probe-"),
+        ("header", "parts and ranges", "s3://runs/a/b: .threefold-probe-"),
+    ],
+)
+def test_other_faults_of_a_store(environ: dict[str, str], store: StubStore, fault: str, probe: str, what: str) -> None:
+    store.wrong.add(fault)
+    failed = {each.name: each.what for each in admit(URL, environ).probes if not each.holds}
+    assert failed[probe].startswith(what)
+    assert fault != "header" or "it answered out of protocol" in failed[probe]
+
+
+def test_folder_is_sent_with_its_mark_last(environ: dict[str, str], store: StubStore) -> None:
+    files = {"model.safetensors": b"w" * 100, "config.json": b"{}", "model.safetensors.index.json": b"[]", "a/b": b"x"}
+    with sent_to(URL, environ) as folder:
+        for name, data in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(data)
+    assert not folder.exists()
+    mark = json.loads(store.objects.pop(f"a/b/{MARK}"))
+    assert store.objects == {f"a/b/{name}": data for name, data in files.items()}
+    assert {name: file["bytes"] for name, file in mark["files"].items()} == {k: len(v) for k, v in files.items()}
+    written = [line.removeprefix("PUT a/b/") for line in store.requests if line.startswith("PUT")]
+    assert written[0] == CLAIM
+    assert written[-3:] == ["config.json", "model.safetensors.index.json", MARK]
+
+
+@pytest.mark.parametrize("there", ["a/b/other", f"a/b/{CLAIM}", "a/b"])
+def test_prefix_that_holds_something_is_refused(environ: dict[str, str], store: StubStore, there: str) -> None:
+    store.objects[there] = b"of somebody"
+    with pytest.raises(ConfigError) as caught, sent_to(URL, environ):
+        pytest.fail("nothing is made")
+    held = {"a/b/other": "other", "a/b": "an object of its own name"}
+    expected = held.get(there, "an export that is being written, or was killed")
+    assert caught.value.problems[0].what == f"s3://runs/a/b holds {expected}"
+    assert store.objects == {there: b"of somebody"}
+
+
+def test_neighbours_of_a_prefix_are_no_part_of_it(environ: dict[str, str], store: StubStore) -> None:
+    store.objects["a/bc/other"] = b"of somebody"
+    with sent_to(URL, environ) as folder:
+        (folder / "one").write_bytes(b"1")
+    assert set(store.objects) == {"a/bc/other", "a/b/one", f"a/b/{MARK}"}
+
+
+def test_second_export_is_refused_while_one_writes(environ: dict[str, str], store: StubStore) -> None:
+    with sent_to(URL, environ) as folder:
+        (folder / "one").write_bytes(b"1")
+        with pytest.raises(ConfigError, match="an export that is being written"), sent_to(URL, environ):
+            pytest.fail("nothing is made")
+    assert set(store.objects) == {"a/b/one", f"a/b/{MARK}"}
+
+
+def test_store_without_put_if_absent_gets_no_export(environ: dict[str, str], store: StubStore) -> None:
+    store.ignored.add("If-None-Match")
+    with pytest.raises(ThreefoldError, match="it ignores If-None-Match"), sent_to(URL, environ):
+        pytest.fail("nothing is made")
+    assert store.objects == {}
+
+
+@pytest.mark.parametrize("fault", ["of the caller", "of the store"])
+def test_what_was_sent_is_removed_after_a_failure(environ: dict[str, str], store: StubStore, fault: str) -> None:
+    with pytest.raises((ZeroDivisionError, ConfigError)) as caught, sent_to(URL, environ) as folder:
+        (folder / "a").write_bytes(b"1")
+        (folder / "b").write_bytes(b"1")
+        if fault == "of the caller":
+            _ = 1 / 0
+        store.answers["PUT"] = (403, "AccessDenied", 1)
+    assert caught.type is (ZeroDivisionError if fault == "of the caller" else ConfigError)
+    assert store.objects == {} and not folder.exists()
+
+
+def _threefold(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "threefold", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_doctor_looks_at_a_store(store: StubStore) -> None:
+    done = _threefold("doctor", URL, "--json")
+    assert done.returncode == 0, done.stderr
+    values = json.loads(done.stdout)
+    assert values["stop"] is False and values["store"]["admitted"] is True
+    assert values["store"]["address"] == URL and values["store"]["latency_s"] > 0
+    assert [each["check"] for each in values["findings"]] == [*FAULTS, "latency, bandwidth"]
+    store.ignored.add("If-None-Match")
+    done = _threefold("doctor", URL)
+    assert done.returncode == 1
+    assert (
+        "STOP    put if absent: the second writer of a key is not refused (If-None-Match is ignored)\n"
+        "          expected: the second writer is refused: on this rest the lock of "
+        "a run and the seal of a checkpoint\n          fix: another store for this"
+    ) in done.stdout
+    assert SECRET not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("doctor", "s3:/runs"), "s3:/runs is not the address of a store\n"),
+        (("doctor", "hf://me/x"), "hf://me/x is no store that threefold can use\n"),
+    ],
+)
+def test_command_refuses_an_address(arguments: tuple[str, ...], what: str) -> None:
+    done = _threefold(*arguments)
+    assert done.returncode == 2 and done.stderr.startswith(what), done.stderr
+
+
+def test_local_paths_load_nothing_of_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, threefold.commands.export, threefold.commands.doctor\n"
+        "sys.exit([name for name in sys.modules if name.startswith(('threefold.places', 'obstore'))] or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -13,10 +13,10 @@ TESTS ?= tests
 KILLS ?= 100
 VERSIONS ?=
 
-.PHONY: install install-oldest train test test-ranks test-faults test-launchers test-examples test-browser test-templates test-long test-families test-oldest test-versions test-wheel check docs fix vendor wheel gpu gpu-wheels clean help
+.PHONY: install install-oldest train test test-ranks test-faults test-launchers test-examples test-browser test-stores test-templates test-long test-families test-oldest test-versions test-wheel check docs fix vendor wheel gpu gpu-wheels clean help
 
 help:
-	@sed -n 's/^#   //p' Makefile; echo "make test | test-ranks | test-faults | test-launchers | test-examples | test-browser | test-templates | test-long | test-families | test-oldest | test-versions | test-wheel | check | docs | fix | vendor | wheel | gpu | gpu-wheels | clean"
+	@sed -n 's/^#   //p' Makefile; echo "make test | test-ranks | test-faults | test-launchers | test-examples | test-browser | test-stores | test-templates | test-long | test-families | test-oldest | test-versions | test-wheel | check | docs | fix | vendor | wheel | gpu | gpu-wheels | clean"
 
 # uv, or pip where it cannot be had.
 INSTALL := $(PYTHON) tools/install.py
@@ -67,7 +67,7 @@ train: $(VENV)/.runtime
 	$(BIN)/threefold train $(ARGS)
 
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10
-ELSEWHERE := slow or launchers or examples or browser or long
+ELSEWHERE := slow or launchers or examples or browser or stores or long
 
 test: $(VENV)/.dev
 	$(PYTEST) -m "not (ranks or $(ELSEWHERE))" $(TESTS)
@@ -109,6 +109,17 @@ test-examples: install
 test-browser: install
 	@command -v chromium > /dev/null || $(call APT,chromium)
 	$(BIN)/python -m pytest -q --durations=10 -m "browser and not long" tests/browser
+
+# Real servers of object stores, from a venv of their own. Where they cannot be had, what needs them is skipped with the reason.
+STORES := .venv-stores
+
+$(STORES)/.installed: tests/stores/requirements.txt $(VENV)/.python
+	$(INSTALL) $(STORES) -r tests/stores/requirements.txt
+	@touch $@
+
+test-stores: $(VENV)/.dev
+	@$(MAKE) $(STORES)/.installed || $(call SKIP,$(STORES) cannot be installed; what needs it is skipped)
+	$(BIN)/python -m pytest -q --durations=10 -m "stores and not long" tests/stores
 
 # Published chat templates, by tests/published_templates.txt: those in the Hub's cache, or in a folder:
 # make test-templates THREEFOLD_TEMPLATES=FOLDER
@@ -191,4 +202,4 @@ gpu-wheels:
 	du -sh gpu-wheels
 
 clean:
-	rm -rf $(VENV) $(LAUNCHERS) $(DOCS) .venv-versions build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LAUNCHERS) $(STORES) $(DOCS) .venv-versions build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

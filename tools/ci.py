@@ -74,6 +74,7 @@ STAGES = (
     Stage("install-oldest", ("make", "install-oldest"), WAIT, 900),
     Stage("test-launchers", ("make", "test-launchers"), WAIT, 1200),
     Stage("test-browser", ("make", "test-browser"), WAIT, 900),
+    Stage("test-stores", ("make", "test-stores"), WAIT, 300),
     Stage("test-faults", ("make", "test-faults", "KILLS=5"), WAIT, 1200),
     Stage("docs", ("make", "docs"), WAIT, 300, prepare=("make", ".venv-docs/.installed", ".venv-docs/mermaid.min.js")),
 )

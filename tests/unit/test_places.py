@@ -194,6 +194,14 @@ def test_writer_whose_answer_is_lost_knows_that_it_has_won(place: ObjectStore, s
     assert place.create("seal", b"theirs") is None or write == "swap"
 
 
+def test_writer_in_a_conflict_that_nobody_has_won_tries_again(place: ObjectStore, store: StubStore) -> None:
+    store.answers["PUT"] = (409, "ConditionalRequestConflict", 2)
+    etag = place.create("seal", b"mine")
+    store.answers["PUT"] = (409, "ConditionalRequestConflict", 1)
+    assert etag and place.swap("seal", b"again", etag=etag)
+    assert store.objects == {"a/b/seal": b"again"}
+
+
 def test_store_that_is_not_there(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     place = open_store(URL, {**environ, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, retry_s=0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +14,16 @@ from threefold.commands.arguments import AsJson
 from threefold.commands.completion import runs_here
 
 
+def _folder_of(address: str) -> AbstractContextManager[Path]:
+    from threefold.mesh import environment
+    from threefold.places.upload import sent_to
+
+    return sent_to(address, environment.variables())
+
+
 def command(
     run: Annotated[Path, typer.Argument(autocompletion=runs_here, help="A run's folder, or one of its checkpoints.")],
-    to: Annotated[Path, typer.Option(help="The folder to make.")],
+    to: Annotated[str, typer.Option(help="The folder to make, or s3://BUCKET/PREFIX.")],
     max_shard_size: Annotated[str, typer.Option(help="Largest file of weights: 500MB, 5GB, 2GiB.")] = "5GB",
     verify: Annotated[
         bool | None,
@@ -40,16 +48,19 @@ def command(
     adapters (model.lora.r), they are merged into the complete model, which needs memory for that model.
     """
     from threefold.checkpoint.layout import find
-    from threefold.commands.arguments import num_bytes
+    from threefold.commands.arguments import is_address, num_bytes
 
     find(run)  # refused before anything heavy is loaded
     largest = num_bytes(max_shard_size, option="--max-shard-size")
-    from threefold.export.model_folder import export
+    with _folder_of(to) if is_address(to) else nullcontext(Path(to)) as folder:
+        from threefold.export.model_folder import export
 
-    trusted = trust_remote_code
-    done = export(run, to, max_shard_bytes=largest, verify=verify, trust_remote_code=trusted, adapter=adapter, ema=ema)
+        trust = trust_remote_code
+        done = export(
+            run, folder, max_shard_bytes=largest, verify=verify, trust_remote_code=trust, adapter=adapter, ema=ema
+        )
     if as_json:
-        typer.echo(jsonl.as_json({"folder": str(to), **asdict(done)}))
+        typer.echo(jsonl.as_json({"folder": to, **asdict(done)}))
         return
     files = f"{len(done.files)} file{'s' if len(done.files) > 1 else ''} of weights"
     typer.echo(f"{to}: step {done.step} of {run}, {done.num_parameters:,} parameters, {files}; {done.verified}")

@@ -23,7 +23,7 @@ from threefold.places.place import StoredObject
 from threefold.places.url import StoreUrl, parse
 
 RETRY_S = 20.0
-_MAX_RETRIES = 8
+_MAX_RETRIES, _MAX_CONFLICTS = 8, 4
 _PART_BYTES = 8 * 2**20
 _NUM_PARTS_AT_ONCE = 4
 # Variables that obstore reads by itself, before a profile is looked at.
@@ -141,31 +141,34 @@ class ObjectStore:
 
     def create(self, key: str, data: bytes) -> str | None:
         """The etag of a new object; None if another one has this key. No other writer may write the same `data`."""
-        return self._written_if(key, data, "create")
+        return self._written_if(key, data, None)
 
     def swap(self, key: str, data: bytes, *, etag: str) -> str | None:
         """The etag of what replaces the object with `etag`; None if that is no longer there. `data` as in `create`."""
-        return self._written_if(key, data, {"version" if self.url.scheme == "gs" else "e_tag": etag})
+        return self._written_if(key, data, etag)
 
-    def _written_if(self, key: str, data: bytes, mode: Any) -> str | None:
-        begun, tries = time.monotonic(), 0
-        with self._asking(f"{key} cannot be written"):
-            while True:
+    def _written_if(self, key: str, data: bytes, etag: str | None) -> str | None:
+        mode = "create" if etag is None else {"version" if self.url.scheme == "gs" else "e_tag": etag}
+        until = time.monotonic() + self._retry_s
+        for tries in range(1, _MAX_RETRIES + 1):
+            with self._asking(f"{key} cannot be written"):
                 try:
                     return self._stamp(self._library.put(self._store, key, data, mode=mode, use_multipart=False))
                 except (self._errors.AlreadyExistsError, self._errors.PreconditionError, FileNotFoundError) as error:
                     if "NoSuchBucket" in str(error):
                         raise
-                    break
                 except self._errors.GenericError as error:
                     # The library does not repeat such a request, since it may have been carried out.
-                    if not unanswered(error) or time.monotonic() - begun > self._retry_s or tries == _MAX_RETRIES:
+                    if not unanswered(error) or time.monotonic() > until or tries == _MAX_RETRIES:
                         raise
-                    tries += 1
-                    time.sleep(random.uniform(0.05, 0.1 * 2 ** min(tries, 5)))
-        there = self.stat(key)
-        ours = there is not None and there.size == len(data) and self.read(key, start=0, length=len(data)) == data
-        return there.etag if there is not None and ours else None
+            there = self.stat(key)
+            if there and there.size == len(data) and self.read(key, start=0, length=len(data)) == data:
+                return there.etag
+            # Some stores refuse all of those who write at the same moment (409): nobody has won yet.
+            if (there.etag if there else None) != etag or tries >= _MAX_CONFLICTS:
+                return None
+            time.sleep(random.uniform(0.05, 0.1 * 2 ** min(tries, 5)))
+        return None
 
     def list(self, folder: str = "") -> Iterator[StoredObject]:
         """All objects below a folder, in no order."""

@@ -69,10 +69,7 @@ _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "doctor": (
         _KEYS,
         "0 nothing would stop a run; 1 something would; 2 the request was wrong",
-        (
-            *("threefold doctor", "threefold doctor job.yaml --json", "threefold doctor s3://bucket/prefix"),
-            "torchrun --nproc-per-node 8 -m threefold doctor",
-        ),
+        ("threefold doctor", "threefold doctor s3://bucket/prefix", "torchrun --nproc-per-node 8 -m threefold doctor"),
     ),
     "explain": (
         _OPTIONS,

@@ -12,6 +12,7 @@ from threefold.errors import ConfigError, ThreefoldError
 from threefold.places.url import StoreUrl
 
 _KEYS = "AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...   (or AWS_PROFILE=NAME)"
+_GS_KEYS = "export GOOGLE_APPLICATION_CREDENTIALS=FILE"
 _PROVIDERS = (
     "credentials in the environment, in ~/.aws/credentials, from a web identity, or from the machine's own service"
 )
@@ -34,7 +35,12 @@ class _Meaning:
 
 # The first that matches S3's code, the status, or what took their place.
 _MEANINGS = (
-    _Meaning("credentials", "there are no credentials for it, or not all of them", _PROVIDERS, f"export {_KEYS}"),
+    _Meaning(
+        "credentials",
+        "there are no credentials for it, or not all of them",
+        _PROVIDERS,
+        f"export {_KEYS}; gs://: {_GS_KEYS}",
+    ),
     _Meaning(
         "NoSuchBucket",
         "there is no bucket {bucket}",

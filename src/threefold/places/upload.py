@@ -51,7 +51,7 @@ def sent_to(address: str, environ: Mapping[str, str]) -> Iterator[Path]:
 
 def _claim(place: ObjectStore) -> None:
     expected = "a prefix that holds nothing, so that no other model's files are mixed in"
-    fix = f"--to ANOTHER_PREFIX   (or, if it is not needed: aws s3 rm --recursive {place.url})"
+    fix = "--to ANOTHER_PREFIX   (or empty this one first, if nobody needs it)"
     for _ in range(2):
         there = next(place.list(), None) or (place.stat("") if place.url.prefix else None)
         if there is not None:

@@ -193,7 +193,10 @@ def test_what_is_not_finite_or_too_large_is_not_judged(model: Any, monkeypatch: 
     part = judged(model, gradients)
     assert part.status is PartStatus.NOT_JUDGED and part.what == "step 1 has a gradient that is not finite"
     monkeypatch.setattr("threefold.referee.judge.gradients._MOST_WORK", 1.0)
-    assert "operations to compute its gradients here" in judged(model, combined(model, mean)).what
+    assert (
+        "operations to compute the gradients of step 1 here, of at most 1e+00"
+        in judged(model, combined(model, mean)).what
+    )
 
 
 # --- what a loss outside of the model trains on ------------------------------------------------------------------

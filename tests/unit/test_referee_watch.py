@@ -14,7 +14,7 @@ import pytest
 
 from referee_records import judge_data
 from threefold.errors import ConfigError
-from threefold.referee.judge.verdict import CommandVerdict
+from threefold.referee.judge.verdict import CommandVerdict, judge
 from threefold.referee.watch import watch
 
 REFEREE = (sys.executable, "-m", "threefold", "referee")
@@ -236,3 +236,17 @@ def test_command_that_is_not_python_is_not_judged(tmp_path: Path) -> None:
     assert what in verdict.lines()[1]
     with pytest.raises(ConfigError, match="is not empty"):
         watch(["true"], tmp_path, num_whole=1, keep_bytes=1, to_stderr=False)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone", "of no form"])
+def test_changed_weights_prove_and_refute_nothing(tmp_path: Path, damage: str) -> None:
+    watched(tmp_path, LOOP)
+    path = tmp_path / "record" / "rank-00000-step-00001-curve.safetensors"
+    content = path.read_bytes()
+    changed = {"cut": content[:-9], "changed": content[:-1] + b"x", "of no form": b"{}"}
+    path.write_bytes(changed[damage]) if damage in changed else path.unlink()
+    verdict = judge(tmp_path / "record")
+    parts = {part.name: part for part in verdict.parts}
+    assert verdict.exit_code == 3
+    assert parts["record"].what.startswith("rank-00000-step-00001-curve.safetensors ")
+    assert {parts[name].what for name in ("gradients", "updates")} == {"the record is not as it was written"}

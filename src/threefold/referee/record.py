@@ -62,6 +62,8 @@ class RankRecord:
     """of the model that is trained, and what it is built from."""
     checked: list[dict[str, Any]] = field(default_factory=list)
     """the steps that are recorded with their weights and gradients, as they were written."""
+    damaged: bool = False
+    """whether a line or a file of it is not as it was written."""
     joined: bool = False
     """whether another optimizer takes steps on the same calls."""
     left_out: int = 0
@@ -119,6 +121,7 @@ def _read_rank(path: Path) -> RankRecord | None:
     for line in of_kind["step"]:
         for written in (line.get("inputs", {}), line.get("curve", {})):
             record.wrong += _wrong_file(path.parent, written)
+    record.damaged = bool(record.wrong) or damage is not None
     for line in of_kind["pass"]:
         known = (line["rows"], line["batches"], line["ended"], line["samplers"])
         record.passes[tuple(line["pass"])] = LoaderPass(*known)

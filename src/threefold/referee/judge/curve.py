@@ -29,9 +29,12 @@ def checked_steps(folder: Path, groups: RankGroups) -> list[CheckedStep]:
     Raises:
         Unjudgeable: there are none, or ranks do not show what they hold.
     """
+    records = [record for group in groups.members for record in group]
     if groups.obstacle is not None:
         raise Unjudgeable(groups.obstacle)
-    num_steps = min(len(record.checked) for group in groups.members for record in group)
+    if any(record.damaged for record in records):
+        raise Unjudgeable("the record is not as it was written")
+    num_steps = min(len(record.checked) for record in records)
     if not num_steps:
         raise Unjudgeable("no step was recorded with its weights (--steps 0)")
     return [read_step(folder, groups, place) for place in range(num_steps)]

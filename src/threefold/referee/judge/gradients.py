@@ -35,17 +35,19 @@ from threefold.referee.judge.parts import JudgedPart, not_judged, proved, refute
 
 GRADIENTS, TARGET_PLACES = "gradients", "targets"
 
-# Values of each parameter that units are told apart by; all values are compared once the law is known.
+# The most values of each parameter that rows are told apart by; all values are compared once the law is known.
 _NUM_VALUES = 4096
 # float32 in another order of sums; what is rounded to bfloat16 at the end; and the least factor that is named.
 _FLOAT32, _ROUNDED, _FACTOR = 1e-3, 1e-2, 0.01
 # So many times as much as the program's precision changes here, as it does there by other amounts.
 _TIMES = 4.0
 _TOO_NOISY = 0.3
+# Devices may round the factors of products of float32 (TF32).
+_ON_A_DEVICE = "a device's float32"
 _LOW = {"bfloat16": torch.bfloat16}
 _UNSEEN = ("attention_mask", "position_ids")
-# Values of gradients times units: what this machine is asked for in a step.
-_MOST_WORK = 3e13
+# Operations that this machine is asked for, for each pass over the checked steps; and values of gradients of all rows.
+_MOST_WORK, _MOST_VALUES = 3e12, 2**26
 
 
 @dataclass
@@ -98,7 +100,16 @@ def judge_gradients(
         model = OwnModel(own if own is not None else rebuilt(architecture), replaced=architecture.get("replaced"))
         if architecture["dropout"] and placement["device"] != "cpu":
             raise Unjudgeable("the model draws random numbers on the device: set its dropout to 0")
+        work = 0.0
         for step in steps:
+            work += _work(model, step)
+            if work > _MOST_WORK:
+                if fits:
+                    break
+                what = f"{work:.0e} operations to compute the gradients of step {step.number} here, of at most"
+                raise Unjudgeable(f"{what} {_MOST_WORK:.0e}: train fewer rows, or a smaller config")
+            if placement["device"] != "cpu":
+                step.types.add(_ON_A_DEVICE)
             fits.append(_fit_step(model, step))
             if fits[-1].fit is None:
                 break
@@ -119,9 +130,6 @@ def _fit_step(model: OwnModel, step: CheckedStep) -> StepFit:
     sizes = [
         UnitSize(unit.rank, unit.call, unit.row, model.num_targets(unit), model.num_labels(unit)) for unit in units
     ]
-    work = 6 * sum(w.numel() for w in step.weights.values()) * sum(_num_tokens(unit) for unit in units)
-    if work > _MOST_WORK:
-        raise Unjudgeable(f"{work:.0e} operations to compute its gradients here, of at most {_MOST_WORK:.0e}")
     trained = [name for name, value in step.gradients.items() if bool(value.isfinite().all())]
     if len(trained) < len(step.gradients):
         raise Unjudgeable(f"step {step.number} has a gradient that is not finite")
@@ -139,15 +147,18 @@ def _fit_step(model: OwnModel, step: CheckedStep) -> StepFit:
     return found
 
 
-def _num_tokens(unit: TrainedRows) -> int:
-    return max(value.numel() for value in unit.inputs.values())
+def _work(model: OwnModel, step: CheckedStep) -> float:
+    """Operations of a forward and backward of all rows."""
+    num_tokens = sum(max(value.numel() for value in unit.inputs.values()) for unit in step.units)
+    return 6.0 * num_tokens * sum(weight.numel() for weight in step.weights.values())
 
 
 def _samples(
     model: OwnModel, units: list[TrainedRows], step: CheckedStep, names: list[str]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Some values of each parameter's gradient: [units, values] of each unit's own, and [values] of the recorded."""
-    strides = {name: max(1, -(-step.gradients[name].numel() // _NUM_VALUES)) for name in names}
+    num_values = max(64, min(_NUM_VALUES, _MOST_VALUES // (len(units) * len(names))))
+    strides = {name: max(1, -(-step.gradients[name].numel() // num_values)) for name in names}
     rows = []
     for unit in units:
         gradients = model.gradients([(unit, 1.0)], names, low=None)
@@ -192,7 +203,7 @@ def _noise(
     """What each parameter's gradient may differ by, as a share of it, when it is right."""
     low = next((_LOW[kind] for kind in step.types if kind in _LOW), None)
     if low is None:
-        return dict.fromkeys(names, _FLOAT32)
+        return dict.fromkeys(names, _ROUNDED if _ON_A_DEVICE in step.types else _FLOAT32)
     losses = list(zip(units, weights.tolist(), strict=True))
     exact = model.gradients(losses, names, low=None)
     rounded = model.gradients(losses, names, low=low)

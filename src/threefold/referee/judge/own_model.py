@@ -29,8 +29,9 @@ def rebuilt(architecture: dict[str, Any]) -> nn.Module:
     except ImportError:
         raise Unjudgeable("transformers is not installed here") from None
     values = architecture["config"]
-    kind = getattr(transformers, architecture["class"], None)
-    if values.get("model_type") not in CONFIG_MAPPING or not inspect.isclass(kind):
+    kind: Any = getattr(transformers, architecture["class"], None)
+    is_model = inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)
+    if values.get("model_type") not in CONFIG_MAPPING or not is_model:
         raise Unjudgeable(f"transformers {transformers.__version__} has no {architecture['class']}")
     attention = architecture["attention"]
     if attention not in ("eager", "sdpa", "flex_attention") and not attention.startswith("flash_attention"):
@@ -40,7 +41,7 @@ def rebuilt(architecture: dict[str, Any]) -> nn.Module:
     config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
     config._attn_implementation = "eager" if attention == "eager" else "sdpa"
     with torch.random.fork_rng(devices=[]):
-        model: nn.Module = kind(config)  # type: ignore[call-arg]
+        model: nn.Module = kind(config)
     return model.float().train()
 
 

@@ -11,11 +11,14 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from threefold.referee.judge.checked_steps import CheckedStep, TrainedRows
+from threefold.referee.judge.copies import judge_copies
 from threefold.referee.judge.gradients import judge_gradients
+from threefold.referee.judge.groups import RankGroups
 from threefold.referee.judge.own_model import OwnModel
 from threefold.referee.judge.parts import JudgedPart, PartStatus
 from threefold.referee.judge.updates import judge_norms, judge_updates
 from threefold.referee.rank.token_weights import token_weights
+from threefold.referee.record import RankRecord
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIG = {"vocab_size": 97, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False, **SIZES}
@@ -293,3 +296,33 @@ def test_norm_of_a_part_is_refuted() -> None:
     steps[1].clip["norm"] *= 0.7
     assert "x0.7000 of theirs" in judge_norms(steps).what
     assert judge_norms(trained()).status is PartStatus.NONE
+
+
+# --- copies ------------------------------------------------------------------------------------------------------
+
+
+def holding(rank: int, value: str, **placement: Any) -> RankRecord:
+    part = {"w": {"shape": [4], "begin": [0], "size": [4], "digest": value}}
+    checked = [{"step": 1, "curve": {"weights": part, "gradients": {}}}]
+    return RankRecord(rank, 2, {}, placement={"data_ranks": [0, 1], **placement}, checked=checked)
+
+
+@pytest.mark.parametrize(
+    ("placements", "status"),
+    [
+        ([{"how": "DistributedDataParallel"}] * 2, PartStatus.REFUTED),
+        ([{"how": "parameters are sharded over tp only"}] * 2, PartStatus.REFUTED),
+        # Each of another group, as ranks that divide tensors by hand, and units that one flat tensor is a part of.
+        ([{"how": "DistributedDataParallel", "data_ranks": [each]} for each in (0, 1)], PartStatus.NONE),
+        ([{"how": "FullyShardedDataParallel"}] * 2, PartStatus.NONE),
+        ([{"unknown": "nothing shows it"}] * 2, PartStatus.NONE),
+    ],
+)
+def test_only_what_is_known_to_be_a_copy_is_compared(placements: list[dict[str, Any]], status: PartStatus) -> None:
+    ranks = [holding(rank, str(rank), **placement) for rank, placement in enumerate(placements)]
+    part = judge_copies(RankGroups([[each] for each in ranks], "", 2))
+    assert part.status is status
+    if status is PartStatus.REFUTED:
+        assert part.what == "ranks 0 and 1 hold different weights of w in step 1"
+        equal = [holding(rank, "the same", **placement) for rank, placement in enumerate(placements)]
+        assert judge_copies(RankGroups([[each] for each in equal], "", 2)).status is PartStatus.PROVED

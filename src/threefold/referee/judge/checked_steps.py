@@ -93,6 +93,8 @@ def read_step(folder: Path, groups: RankGroups, place: int) -> CheckedStep:
     records = [record for group in groups.members for record in group]
     lines = [record.checked[place] for record in records]
     for record, line in zip(records, lines, strict=True):
+        if record.placement.get("how") == "FullyShardedDataParallel":
+            raise Unjudgeable("FullyShardedDataParallel does not show which part of a parameter a rank holds")
         if why := line["curve"].get("unknown") or line["curve"].get("left_out") or line["inputs"].get("left_out"):
             raise Unjudgeable(f"rank {record.rank}: {why}")
         if {call["module"] for call in line["calls"]} != {line["curve"]["module"]}:
@@ -121,13 +123,15 @@ def _assembled(kind: str, lines: list[dict[str, Any]], files: list[dict[str, Ten
     """Each tensor, whole, from the parts of all ranks."""
     names = dict.fromkeys(name for line in lines for name in line["curve"].get(f"{kind}s", {}))
     for name in names:
-        parts = {}
+        parts: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
         shape: list[int] = []
         for line, file in zip(lines, files, strict=True):
             if (part := file.get(f"{kind}.{name}")) is not None:
                 described = line["curve"][f"{kind}s"][name]
                 shape = described["shape"]
-                parts[tuple(described["begin"]), tuple(part.shape)] = part
+                place = tuple(described["begin"]), tuple(part.shape)
+                if not torch.equal(parts.setdefault(place, part), part):
+                    raise Unjudgeable(f"ranks hold different values of {name} in the same place")
         if sum(part.numel() for part in parts.values()) != math.prod(shape) or not parts:
             raise Unjudgeable(f"the parts of {name} that ranks hold do not make the whole")
         whole = torch.empty(shape)

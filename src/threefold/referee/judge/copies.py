@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from threefold.errors import ranks_text
 from threefold.referee.judge.groups import RankGroups
 from threefold.referee.judge.parts import JudgedPart, none_here, not_judged, proved, refuted
+from threefold.referee.record import RankRecord
 
 COPIES = "copies of weights"
 
-_Held = tuple[str, tuple[int, ...], tuple[int, ...]]
+# A part, by its name and its place, among the ranks of which it is known that they hold copies of it.
+_Held = tuple[tuple[int, ...], str, tuple[int, ...], tuple[int, ...]]
 
 
 def judge_copies(groups: RankGroups) -> JudgedPart:
@@ -25,13 +27,17 @@ def judge_copies(groups: RankGroups) -> JudgedPart:
         for kind in ("weights", "gradients"):
             first: dict[_Held, tuple[int, str]] = {}
             for record in ranks:
-                for held, value in _held(record.checked[place]["curve"].get(kind, {})):
+                for held, value in _held(record, place, kind):
                     other, expected = first.setdefault(held, (record.rank, value))
                     num_copies += other != record.rank
                     if value != expected:
-                        return _different(kind, held[0], [other, record.rank], step)
+                        return _different(kind, held[1], [other, record.rank], step)
     if not num_copies:
-        return none_here(COPIES, "no two ranks hold the same part of a weight") if num_steps else _unrecorded()
+        return (
+            none_here(COPIES, "no two ranks are known to hold the same part of a weight")
+            if num_steps
+            else _unrecorded()
+        )
     return proved(COPIES, f"equal to the last bit on {ranks_text({each.rank for each in ranks})} in {num_steps} steps")
 
 
@@ -39,11 +45,17 @@ def _unrecorded() -> JudgedPart:
     return not_judged(COPIES, "no step was recorded with its weights (--steps 0)")
 
 
-def _held(described: dict[str, dict[str, object]]) -> Iterator[tuple[_Held, str]]:
-    for name, part in described.items():
-        begin, size = part["begin"], part["size"]
-        assert isinstance(begin, list) and isinstance(size, list)
-        yield (name, tuple(begin), tuple(size)), str(part["digest"])
+def _held(record: RankRecord, place: int, kind: str) -> Iterator[tuple[_Held, str]]:
+    """The digest of each part that a rank holds, where it shows who holds the same."""
+    match record.placement.get("how"):
+        case "DistributedDataParallel":
+            among = tuple(record.placement["data_ranks"])
+        case None | "FullyShardedDataParallel":  # plain tensors may be parts of anything
+            return
+        case _:
+            among = ()
+    for name, part in record.checked[place]["curve"].get(kind, {}).items():
+        yield (among, name, tuple(part["begin"]), tuple(part["size"])), part["digest"]
 
 
 def _different(kind: str, name: str, ranks: list[int], step: int) -> JudgedPart:

@@ -190,6 +190,17 @@ def test_noise_of_bfloat16_is_no_fault_and_hides_none(model: Any) -> None:
     assert part.status is PartStatus.REFUTED and part.what.endswith("lm_head.weight x2")
 
 
+def test_weights_that_are_no_longer_tied_are_refuted() -> None:
+    tied = Qwen3ForCausalLM(Qwen3Config(**{**CONFIG, "tie_word_embeddings": True}))
+    weights = {name: value.detach().clone() for name, value in tied.named_parameters()}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    gradients = {name: torch.ones_like(value) for name, value in weights.items()}
+    step = CheckedStep(1, weights, gradients, ROWS, {"float32"}, {"float32"}, list(weights), None, {})
+    (part,) = judge_gradients([step], {"architecture": {"dropout": []}, "device": "cpu"}, tied)
+    assert part.status is PartStatus.REFUTED
+    assert part.what.startswith("lm_head.weight is a weight of its own in the program")
+
+
 def test_what_is_not_finite_or_too_large_is_not_judged(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gradients = combined(model, mean)
     gradients["lm_head.weight"][0, 0] = torch.nan

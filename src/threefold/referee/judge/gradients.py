@@ -30,7 +30,7 @@ from threefold.referee.judge.laws import (
     lost_units,
     named_factors,
 )
-from threefold.referee.judge.own_model import OwnModel, rebuilt
+from threefold.referee.judge.own_model import OwnModel, UntiedWeights, rebuilt
 from threefold.referee.judge.parts import JudgedPart, not_judged, proved, refuted
 
 GRADIENTS, TARGET_PLACES = "gradients", "targets"
@@ -116,6 +116,10 @@ def judge_gradients(
     except Unjudgeable as why:
         if not fits:
             return [not_judged(GRADIENTS, str(why))]
+    except UntiedWeights as name:
+        what = f"{name} is a weight of its own in the program, and the model shares it with another one"
+        where = "what replaces parameters after the model is made: sharding, a cast, a load, a resized vocabulary"
+        return [refuted(GRADIENTS, what, expected="one weight, with the gradients of all its uses", where=where)]
     except Exception as error:  # of a model that nobody here has seen
         text = " ".join(str(error).split())[:200]
         return [not_judged(GRADIENTS, f"the model cannot be computed here ({type(error).__name__}: {text})")]

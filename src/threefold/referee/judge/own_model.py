@@ -45,6 +45,10 @@ def rebuilt(architecture: dict[str, Any]) -> nn.Module:
     return model.float().train()
 
 
+class UntiedWeights(Exception):
+    """A weight that the model shares with another one is trained on its own."""
+
+
 class OwnModel:
     """A model with recorded weights.
 
@@ -62,8 +66,11 @@ class OwnModel:
 
         Raises:
             Unjudgeable: they are not those of this model.
+            UntiedWeights: the program holds a weight of its own where the model shares one.
         """
         own = dict(self.model.named_parameters())
+        if untied := sorted((weights.keys() - own.keys()) & self.model.state_dict().keys()):
+            raise UntiedWeights(untied[0])
         different = sorted(own.keys() ^ weights.keys()) or [
             name for name, parameter in own.items() if parameter.shape != weights[name].shape
         ]

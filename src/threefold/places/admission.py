@@ -44,9 +44,7 @@ class StoreAdmission:
 
     address: str
     probes: list[StoreProbe] = field(default_factory=list)
-    latency_s: float | None = None
-    write_bytes_per_s: float | None = None
-    read_bytes_per_s: float | None = None
+    measured: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
 
 
@@ -108,12 +106,12 @@ class _Probing:
 
     def measured(self) -> None:
         """Adds what was measured, if the bytes could be written and read."""
-        told = self.told
-        if told.latency_s is None or told.write_bytes_per_s is None or told.read_bytes_per_s is None:
+        if not self.told.measured:
             return
-        speed = f"{size_text(told.write_bytes_per_s)}/s written, {size_text(told.read_bytes_per_s)}/s read"
-        what = f"{told.latency_s * 1000:.3g} ms a small read; {size_text(_PARTS_BYTES)} in one: {speed}"
-        told.probes.append(StoreProbe("latency, bandwidth", True, what, "", ""))
+        latency_s, write, read = self.told.measured.values()
+        speed = f"{size_text(write)}/s written, {size_text(read)}/s read"
+        what = f"{latency_s * 1000:.3g} ms a small read; {size_text(_PARTS_BYTES)} in one: {speed}"
+        self.told.probes.append(StoreProbe("latency, bandwidth", True, what, "", ""))
 
     def _fix(self, name: str) -> str:
         if name == "clock":
@@ -165,14 +163,16 @@ class _Probing:
         written = time.monotonic()
         whole = self.place.read(key, start=0, length=len(data))
         read = time.monotonic()
-        self.told.write_bytes_per_s = len(data) / (written - begun)
-        self.told.read_bytes_per_s = len(data) / (read - written)
         latencies, right = [], whole == data
         for start in range(_PARTS_BYTES // 2, _PARTS_BYTES // 2 + _NUM_LATENCIES):
             begun = time.monotonic()
             right &= self.place.read(key, start=start, length=16) == data[start : start + 16]
             latencies.append(time.monotonic() - begun)
-        self.told.latency_s = statistics.median(latencies)
+        measured = {
+            "write_bytes_per_s": len(data) / (written - begun),
+            "read_bytes_per_s": len(data) / (read - written),
+        }
+        self.told.measured = {"latency_s": statistics.median(latencies), **measured}
         return right, "equal bytes" if right else "other bytes than were written", "the bytes that were written"
 
     def _listing(self) -> tuple[bool, str, str]:
@@ -198,15 +198,14 @@ class _Probing:
         before = time.time()
         self.place.write(key, b"1")
         there = self.place.stat(key)
-        if there is None:
-            return False, "an object is not there after it was written", "it is there"
+        written = there.written_s if there else 0.0
         # Stores give whole seconds.
-        apart = max(before - 1 - there.written_s, there.written_s - time.time(), 0.0)
+        apart = max(before - 1 - written, written - time.time(), 0.0)
         told = f"{apart:.0f} s apart" if apart >= 1 else "less than a second apart"
         return apart <= _CLOCK_S, f"this machine's and the store's: {told}", "less than a minute apart"
 
 
 def facts(admission: StoreAdmission) -> dict[str, Any]:
     """What was measured, as plain values with their units."""
-    values = {key: value for key, value in vars(admission).items() if key != "probes"}
-    return values | {"admitted": all(probe.holds for probe in admission.probes)}
+    admitted = all(probe.holds for probe in admission.probes)
+    return {"address": admission.address, "seconds": admission.seconds, **admission.measured, "admitted": admitted}

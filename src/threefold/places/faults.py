@@ -13,6 +13,7 @@ from threefold.places.url import StoreUrl
 
 _KEYS = "AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...   (or AWS_PROFILE=NAME)"
 _GS_KEYS = "export GOOGLE_APPLICATION_CREDENTIALS=FILE"
+WHO_WRITES = "who writes there? A store keeps what was written: look at its lifecycle rules and its other users"
 _PROVIDERS = (
     "credentials in the environment, in ~/.aws/credentials, from a web identity, or from the machine's own service"
 )
@@ -84,11 +85,12 @@ _MEANINGS = (
         "S3's protocol with ranges, parts, If-None-Match and If-Match",
         "threefold doctor {url}   (what it does and what it does not)",
     ),
+    _Meaning("NoSuchKey|404", "it is not there ({said})", "the object as it was written", WHO_WRITES, PlaceError),
     _Meaning(
         "InvalidRange|416",
         "it is shorter than what was asked for",
         "the object as it was written",
-        "who else writes there?",
+        WHO_WRITES,
         PlaceError,
     ),
     _Meaning(

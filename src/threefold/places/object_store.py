@@ -10,15 +10,17 @@ import configparser
 import importlib
 import os
 import random
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from threefold.errors import ConfigError, ThreefoldError
-from threefold.places.faults import PlaceError, explained, unanswered
+from threefold.errors import ConfigError
+from threefold.places.faults import WHO_WRITES, PlaceError, explained, unanswered
 from threefold.places.place import StoredObject
 from threefold.places.url import StoreUrl, parse
 
@@ -60,6 +62,7 @@ def _settings(url: StoreUrl, environ: Mapping[str, str]) -> dict[str, Any]:
         settings["client_options"] = {
             "allow_http": endpoint.startswith("http://"),
             "connect_timeout": timedelta(seconds=5),
+            "timeout": timedelta(seconds=60),
         }
     return settings
 
@@ -104,25 +107,17 @@ class ObjectStore:
         if not length:
             return b""
         with self._asking(f"{key} cannot be read"):
-            try:
-                data = bytes(self._library.get_range(self._store, key, start=start, length=length))
-            except FileNotFoundError as error:
-                if "NoSuchBucket" in str(error):
-                    raise
-                raise self._lacking(key, "is not there") from None
+            data = bytes(self._call(self._library.get_range, self._store, key, start=start, length=length))
         if len(data) != length:
-            raise self._lacking(key, f"ends {length - len(data)} bytes before the {start + length} that were asked for")
+            what = f"{self.url}/{key} ends {length - len(data)} bytes before the {start + length} that were asked for"
+            raise PlaceError(what, expected="the object as it was written", fix=WHO_WRITES)
         return data
-
-    def _lacking(self, key: str, lack: str) -> PlaceError:
-        fix = "who writes there? A store keeps what was written: look at its lifecycle rules and its other users"
-        return PlaceError(f"{self.url}/{key} {lack}", expected="the object as it was written", fix=fix)
 
     def stat(self, key: str) -> StoredObject | None:
         """The object of a key, None if there is none."""
         with self._asking(f"{key} cannot be looked up"):
             try:
-                return self._described(self._library.head(self._store, key))
+                return self._described(self._call(self._library.head, self._store, key))
             except FileNotFoundError:
                 return None
 
@@ -137,7 +132,7 @@ class ObjectStore:
         """Writes an object whole, over what is there; in parts if it is large, which appear together."""
         limits = {"chunk_size": _PART_BYTES, "max_concurrency": _NUM_PARTS_AT_ONCE}
         with self._asking(f"{key} cannot be written"):
-            self._library.put(self._store, key, data, **limits)
+            self._call(self._library.put, self._store, key, data, **limits)
 
     def create(self, key: str, data: bytes) -> str | None:
         """The etag of a new object; None if another one has this key. No other writer may write the same `data`."""
@@ -153,7 +148,9 @@ class ObjectStore:
         for tries in range(1, _MAX_RETRIES + 1):
             with self._asking(f"{key} cannot be written"):
                 try:
-                    return self._stamp(self._library.put(self._store, key, data, mode=mode, use_multipart=False))
+                    return self._stamp(
+                        self._call(self._library.put, self._store, key, data, mode=mode, use_multipart=False)
+                    )
                 except (self._errors.AlreadyExistsError, self._errors.PreconditionError, FileNotFoundError) as error:
                     if "NoSuchBucket" in str(error):
                         raise
@@ -173,14 +170,31 @@ class ObjectStore:
     def list(self, folder: str = "") -> Iterator[StoredObject]:
         """All objects below a folder, in no order."""
         with self._asking("its objects cannot be listed"):
-            for chunk in self._library.list(self._store, folder or None):
+            stream = self._library.list(self._store, folder or None)
+            while chunk := self._call(next, stream, None):
                 yield from map(self._described, chunk)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Removes objects; those that are absent already are no error."""
         with self._asking("objects cannot be deleted"):
             if keys:
-                self._library.delete(self._store, list(keys))
+                self._call(self._library.delete, self._store, list(keys))
+
+    def _call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """What a function of the library returns, from a thread: while it waits itself, nobody hears of Ctrl-C."""
+        if threading.current_thread() is not threading.main_thread():
+            return function(*arguments, **options)
+        future: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(function(*arguments, **options))
+            except BaseException as error:
+                future.set_exception(error)
+
+        # One that still waits does not keep the process from ending.
+        threading.Thread(target=work, daemon=True).start()
+        return future.result()
 
     @contextmanager
     def _asking(self, doing: str) -> Iterator[None]:
@@ -193,7 +207,5 @@ class ObjectStore:
             )
         try:
             yield
-        except ThreefoldError:
-            raise
         except (OSError, ValueError, self._errors.BaseError) as error:
             raise explained(error, self.url, doing) from None

@@ -6,6 +6,7 @@ never mix theirs. Files go first, configs and indexes after them, and the mark l
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,6 @@ CLAIM = ".threefold-export"
 MARK = ".threefold-complete.json"
 # Read before all others by what loads a folder.
 _LAST = ("config.json", ".index.json")
-_READ_BYTES = 2**20
 
 
 @contextmanager
@@ -86,8 +86,5 @@ def _send(place: ObjectStore, folder: Path, sent: list[str]) -> None:
 
 
 def _digest(path: Path) -> str:
-    seen = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while data := file.read(_READ_BYTES):
-            seen.update(data)
-    return seen.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

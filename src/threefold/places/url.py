@@ -47,9 +47,10 @@ def parse(text: str) -> StoreUrl:
         what = f"{text} names no bucket" if not bucket else f"{text}: {bucket!r} is not a bucket's name"
         expected = "a bucket of 3 to 63 lower-case letters, digits, dots and hyphens after the two slashes"
         raise ConfigError(what, expected=expected, fix=f"{scheme}://BUCKET/{path or 'PREFIX'}")
-    parts = path.rstrip("/").split("/") if path.rstrip("/") else []
+    path = path.rstrip("/")
+    parts = path.split("/") if path else []
     if wrong := [part for part in parts if part in (".", "..") or not _PART.fullmatch(part)]:
         what = f"{text}: {wrong[0]!r} cannot be a part of a prefix"
         expected = "letters, digits and . _ = + @ , - between single slashes: others differ from store to store"
         raise ConfigError(what, expected=expected, fix=f"{scheme}://{bucket}/ANOTHER_PREFIX")
-    return StoreUrl(scheme, bucket, "/".join(parts))
+    return StoreUrl(scheme, bucket, path)

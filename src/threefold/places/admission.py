@@ -51,7 +51,7 @@ class StoreAdmission:
 def admit(address: str, environ: Mapping[str, str]) -> StoreAdmission:
     """Asks the store of an address; ThreefoldError if it cannot be reached, listed or written at all."""
     begun = time.monotonic()
-    place = open_store(address, environ)
+    place = open_store(address, environ, retry_s=2 * LIMIT_S)
     probing = _Probing(place, f".threefold-probe-{uuid.uuid4().hex[:12]}", begun + LIMIT_S)
     next(place.list(), None)
     try:

@@ -25,7 +25,7 @@ from threefold.places.place import StoredObject
 from threefold.places.url import StoreUrl, parse
 
 RETRY_S = 20.0
-_MAX_RETRIES, _MAX_CONFLICTS = 8, 4
+_MAX_RETRIES, _MAX_CONFLICTS = 12, 4
 _PART_BYTES = 8 * 2**20
 _NUM_PARTS_AT_ONCE = 4
 # Variables that obstore reads by itself, before a profile is looked at.

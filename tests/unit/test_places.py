@@ -410,3 +410,23 @@ def test_local_paths_load_nothing_of_it(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+# --- where stores are not used yet -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("train --log.dir s3://bucket/a", "log.dir = 's3://bucket/a' is an address of a store"),
+        ("train --checkpoint.resume gs://bucket/a", "checkpoint.resume = 'gs://bucket/a' is an address of a store"),
+        ("data prepare --data.source a --data.tokenizer bytes --to s3://bucket/a", "--to s3:/bucket/a is an address"),
+        ("import a --to s3://bucket/a", "--to s3:/bucket/a is an address of a store"),
+        ("report a --to s3://bucket/a.html", "--to s3:/bucket/a.html is an address of a store"),
+    ],
+)
+def test_address_is_no_folder_of_that_name(tmp_path: Path, words: str, what: str) -> None:
+    command = [sys.executable, "-m", "threefold", *words.split()]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 2 and ended.stderr.startswith(what), ended.stderr
+    assert not list(tmp_path.iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -44,6 +45,17 @@ def load_config(arguments: Sequence[str]) -> LoadedConfig:
 def is_address(text: str) -> bool:
     """Whether this means a store, rightly written or not; a path has no scheme."""
     return re.match(r"\w[\w+.-]*://|(s3|gs|hf):", text) is not None
+
+
+def on_this_machine(to: Path | None) -> Path | None:
+    """A path to write to, unless it is a store's address."""
+    if to is not None and is_address(str(to)):
+        what, expected = (
+            f"--to {to} is an address of a store",
+            "a path of this machine: exports alone are sent to a store",
+        )
+        raise ConfigError(what, expected=expected, fix=f"--to {to.name or 'DIR'}")
+    return to
 
 
 def settled(config: Config) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from threefold import jsonl
-from threefold.commands.arguments import CONTEXT, AsJson, load_config, split
+from threefold.commands.arguments import CONTEXT, AsJson, load_config, on_this_machine, split
 from threefold.commands.completion import runs_here
 from threefold.commands.endings import ending
 from threefold.errors import ConfigError, ranks_text
@@ -39,7 +39,10 @@ _Run = Annotated[Path, typer.Argument(autocompletion=runs_here, help="A run's fo
 @app.command("prepare", context_settings=CONTEXT, **ending("data prepare"))
 def prepare(
     context: typer.Context,
-    to: Annotated[Path, typer.Option(help="The folder to make; the same command resumes an unfinished one.")],
+    to: Annotated[
+        Path,
+        typer.Option(callback=on_this_machine, help="The folder to make; the same command resumes an unfinished one."),
+    ],
     workers: Annotated[
         int | None, typer.Option("--workers", "--num-workers", min=1, help="Processes; default: one per core.")
     ] = None,

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from threefold import jsonl
-from threefold.commands.arguments import AsJson
+from threefold.commands.arguments import AsJson, on_this_machine
 
 
 def command(
@@ -20,7 +20,7 @@ def command(
             metavar="CHECKPOINT", help="A folder of torch.distributed.checkpoint, or DeepSpeed's universal."
         ),
     ],
-    to: Annotated[Path, typer.Option(help="The folder to make.")],
+    to: Annotated[Path, typer.Option(callback=on_this_machine, help="The folder to make.")],
     weights: Annotated[
         bool, typer.Option("--weights", help="Make a Hugging Face folder of the weights, not a run.")
     ] = False,

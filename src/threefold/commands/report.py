@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from threefold import jsonl
-from threefold.commands.arguments import AsJson
+from threefold.commands.arguments import AsJson, on_this_machine
 from threefold.commands.completion import runs_here
 from threefold.errors import ConfigError
 
@@ -20,7 +20,10 @@ def command(
     runs: Annotated[
         list[Path], typer.Argument(autocompletion=runs_here, help="Folders of runs; several are laid over one another.")
     ],
-    to: Annotated[Path | None, typer.Option(help="The file to write; default: report.html in the first run.")] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(callback=on_this_machine, help="The file to write; default: report.html in the first run."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a page of a run: threefold report RUN [--to FILE]; several runs are compared.

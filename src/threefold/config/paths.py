@@ -73,6 +73,9 @@ def literal_paths(config: Config) -> Iterator[Problem]:
         for text in (named,) if isinstance(named, str) else named or ():
             # A source's ~ is expanded, and that of a model has an error of its own.
             home = text.startswith("~") and key in ("log.dir", "checkpoint.resume", "data.tokenizer")
+            if "://" in text and key in ("log.dir", "checkpoint.resume"):
+                what = f"{key} = {text!r} is an address of a store"
+                yield Problem(what, "a folder of this machine, or of a shared disk", f"--{key} runs/NAME")
             if (home or _VARIABLE.search(text)) and not os.path.lexists(text):
                 yield Problem(
                     f"{key} = {text!r} does not exist, and {'~' if home else 'its $'} stands for itself",

@@ -17,8 +17,8 @@ from threefold.config import loading
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError, Problem
 from threefold.records.state import ending_of, state_of
-from threefold.run import failure
 from threefold.run.folder import RunFolder, open_run
+from threefold.run.watch import pulse
 
 
 @pytest.fixture(autouse=True)
@@ -390,5 +390,5 @@ def test_kernels_kills_are_counted_in_the_cgroup(
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    monkeypatch.setattr(failure, "Path", lambda path: tmp_path / path[1:])
-    assert failure.memory_kills() == count
+    monkeypatch.setattr(pulse, "Path", lambda path: tmp_path / path[1:])
+    assert pulse.memory_kills() == count

@@ -39,7 +39,7 @@ class LoadedConfig:
         given: objects of a program that calls `threefold.train` (`run.user_objects.Given`), or None.
         reason: a file that takes the error by which a rank ends, for the program that has started it.
         last: the process ends with the run, as that of a command and of a rank does.
-        places: files for the ranks' places (`run.watch.pulse.Places`), of the process that starts them.
+        pulses: files for the pulses of the ranks, of the process that starts them (`run.watch.pulse.Witness`).
     """
 
     config: Config
@@ -49,7 +49,7 @@ class LoadedConfig:
     given: Any = None
     reason: str | None = None
     last: bool = False
-    places: tuple[str, ...] = ()
+    pulses: tuple[str, ...] = ()
 
 
 def load(

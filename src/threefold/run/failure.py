@@ -9,26 +9,21 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import re
-import signal
 import sys
 import time
 import traceback
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
-from threefold.checkpoint.lineage import Ending, Journal
+from threefold.checkpoint.lineage import Ending
 from threefold.errors import EXIT_FAILED, EXIT_WRONG_REQUEST, RunError, ThreefoldError
 from threefold.mesh import environment
 from threefold.mesh.exchange import OtherRankError, described_error, lost_peer
-from threefold.mesh.local_ranks import STOPS
 from threefold.mesh.mesh import FAILURES, Mesh
 from threefold.mesh.rendezvous_errors import NoDeviceError, RendezvousError
-from threefold.run.watch.pulse import Places
 from threefold.run.watch.watchdog import Watchdog
 
 log = logging.getLogger("threefold")
@@ -132,46 +127,3 @@ def _how(error: BaseException) -> str:
         case MemoryError():
             return "memory"
     return "error" if isinstance(error, ThreefoldError) else "exception"
-
-
-def memory_kills() -> int:
-    """How many processes the kernel has ended because memory ran out: of this cgroup, else of the machine."""
-    files = ["/proc/vmstat"]
-    for line in [line for file in Path("/proc/self").glob("cgroup") for line in file.read_text().split()]:
-        _, controllers, path = line.split(":", 2)
-        name = {"": "memory.events", "memory": "memory.oom_control"}.get(controllers, "none")
-        # A container may see its own as the root.
-        files[-1:-1] = [f"/sys/fs/cgroup/{controllers}{path}/{name}", f"/sys/fs/cgroup/{controllers}/{name}"]
-    for each in files:
-        with suppress(OSError):
-            if (count := re.search(r"^oom_kill (\d+)$", Path(each).read_text(), re.MULTILINE)) is not None:
-                return int(count[1])
-    return 0
-
-
-class Witness:
-    """The process that starts the ranks, and outlives them: notes the end of those that could not.
-
-    Attributes:
-        places: for the ranks.
-    """
-
-    def __init__(self, run: Path, num_ranks: int) -> None:
-        self._journal, self._kills, self.places = Journal(run), memory_kills(), Places(num_ranks)
-        self._known, self._num_ranks = len(self._journal.endings()), num_ranks
-
-    def ended(self, rank: int, code: int, error: str) -> None:
-        """A start is over, because a rank has ended with an exit code, or by a signal (below 0)."""
-        how = "exit" if code > 0 else "signal"
-        if code - 128 in STOPS:  # the others wait for the one that is behind
-            how, code = "asked", code - 128
-            rank = min(range(self._num_ranks), key=lambda each: self.places.of(each).number)
-        elif how == "exit" and len(self._journal.endings()) > self._known:
-            return  # the rank has told why
-        place, kills = self.places.of(rank), memory_kills() - self._kills
-        if kills and code == -signal.SIGKILL:
-            how = "memory"
-        host = environment.current().host
-        ending = Ending(how, (rank,), host, abs(code), place.name, place.step, error=error, memory_kills=kills)
-        self._journal.end(ending)
-        self._known = len(self._journal.endings())

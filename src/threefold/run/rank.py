@@ -72,7 +72,7 @@ def run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
     asked, mesh = config.mesh, None
     timeout_s = config.train.timeout_s or REPORT_BEFORE * asked.timeout_s
     environment.record_collectives()
-    pulse = loaded.places[info.rank] if loaded.places else None
+    pulse = loaded.pulses[info.rank] if loaded.pulses else None
     with Watchdog(info.rank, stall_s=config.log.stall_s, timeout_s=timeout_s, pulse=pulse) as watch:
         try:
             facts = facts_of(config)

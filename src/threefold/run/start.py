@@ -199,12 +199,12 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
         refuse_unsendable(loaded.given, topology.world_size)
     if loaded.config.log.dir is None:  # restarted ranks must find the run, and so must this process
         loaded = replace(loaded, config=_in_new_folder(loaded.config))
-    from threefold.run.failure import Witness
+    from threefold.run.watch.pulse import Witness
 
     witness = Witness(Path(str(loaded.config.log.dir)), topology.world_size)
     code = local_ranks.start_ranks(
         _rank_entry,
-        (replace(loaded, places=witness.places.paths), topology, why),
+        (replace(loaded, pulses=witness.pulses), topology, why),
         num_ranks=topology.world_size,
         grace_s=loaded.config.checkpoint.grace_s,
         max_restarts=max_restarts,

@@ -74,7 +74,9 @@ def findings(batches: StepBatches, *, step: int | None = None) -> list[Anomaly]:
     found += _far_rows(batches, told)
     found += [*_drifts(run), *(Anomaly(*values) for values in slow_findings(run)), *_changes(run)]
     if (ending := run.ending) is not None:
-        found.append(Anomaly("ended", [ending.step], np.inf, ended_text(ending), ending.error.splitlines()))
+        found.append(
+            Anomaly("ended", [ending.step] * bool(ending.step), np.inf, ended_text(ending), ending.error.splitlines())
+        )
     if step is not None:
         found = [each for each in found if step in each.steps]
     return sorted(found, key=lambda each: -each.score)

@@ -3,7 +3,8 @@
 A rank that is stopped, or in which one call holds Python's lock (the GIL), can tell nothing itself, and what it has
 told the store last may be a second old. Its place in this memory is current. What keeps it silent is in /proc; and if
 it only lacks the lock, a signal makes Python write its stack. Linux only: elsewhere ranks have no pulse, and only their
-silence is noticed.
+silence is noticed. The process that starts ranks keeps that memory for them, and notes in the journal how one has ended
+that could not do it itself.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from threefold.checkpoint.lineage import Ending, Journal
+from threefold.mesh import environment
+from threefold.mesh.local_ranks import STOPS
 from threefold.run.watch.main_thread import state_of, uninterruptible
 from threefold.run.watch.stall import GONE, HELD, STOPPED, UNINTERRUPTIBLE
 from threefold.training.progress import Phase
@@ -34,22 +38,6 @@ _NAMED = "/memfd:threefold-pulse (deleted)"  # how /proc shows it
 _ASKS = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 _ANSWERS_WITHIN_S = 0.5
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-
-
-class Places:
-    """Memory for the pulses of ranks, of the process that starts them: it sees where one was that is gone.
-
-    Attributes:
-        paths: where the ranks find it; none where there are no pulses.
-    """
-
-    def __init__(self, num_ranks: int) -> None:
-        self._files = [_memory() for _ in range(num_ranks)] if sys.platform == "linux" else []
-        self.paths = tuple(f"/proc/{os.getpid()}/fd/{file}" for file in self._files)
-
-    def of(self, rank: int) -> Phase:
-        """Where a rank was last."""
-        return _place(os.pread(self._files[rank], _SIZE, 0)) if self._files else Phase(0, 0, "")
 
 
 def _place(memory: bytes) -> Phase:
@@ -68,7 +56,7 @@ class Pulse:
 
     def __init__(self, path: str | None = None) -> None:
         """Args:
-        path: of memory that another process keeps (`Places`); None: of its own.
+        path: of memory that another process keeps (`Witness`); None: of its own.
         """
         self._file, self._stack = os.open(path, os.O_RDWR) if path else _memory(), os.memfd_create("threefold-stack")
         self._memory = mmap.mmap(self._file, _SIZE)
@@ -220,3 +208,48 @@ def _here() -> str | None:
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return None
+
+
+def memory_kills() -> int:
+    """How many processes the kernel has ended because memory ran out: of this cgroup, else of the machine."""
+    files = ["/proc/vmstat"]
+    for line in [line for file in Path("/proc/self").glob("cgroup") for line in file.read_text().split()]:
+        _, controllers, path = line.split(":", 2)
+        name = {"": "memory.events", "memory": "memory.oom_control"}.get(controllers, "none")
+        # A container may see its own as the root.
+        files[-1:-1] = [f"/sys/fs/cgroup/{controllers}{path}/{name}", f"/sys/fs/cgroup/{controllers}/{name}"]
+    for each in files:
+        with contextlib.suppress(OSError):
+            if (count := re.search(r"^oom_kill (\d+)$", Path(each).read_text(), re.MULTILINE)) is not None:
+                return int(count[1])
+    return 0
+
+
+class Witness:
+    """The process that starts the ranks, and outlives them: notes the end of those that could not.
+
+    Attributes:
+        pulses: memory for those of the ranks, in which it sees where one was that is gone; empty: there are none here.
+    """
+
+    def __init__(self, run: Path, num_ranks: int) -> None:
+        self._journal, self._kills = Journal(run), memory_kills()
+        self._known = len(self._journal.endings())
+        self._files = [_memory() for _ in range(num_ranks)] if sys.platform == "linux" else []
+        self.pulses = tuple(f"/proc/{os.getpid()}/fd/{file}" for file in self._files)
+
+    def ended(self, rank: int, code: int, error: str) -> None:
+        """A start is over, because a rank has ended with an exit code, or by a signal (below 0)."""
+        how, places = "exit" if code > 0 else "signal", [_place(os.pread(file, _SIZE, 0)) for file in self._files]
+        if code - 128 in STOPS:  # the others wait for the one that is behind
+            how, code = "asked", code - 128
+            rank = min(range(len(places)), key=lambda each: places[each].number, default=rank)
+        elif how == "exit" and len(self._journal.endings()) > self._known:
+            return  # the rank has told why
+        place, kills = places[rank] if places else Phase(0, 0, ""), memory_kills() - self._kills
+        if kills and code == -signal.SIGKILL:
+            how = "memory"
+        host = environment.current().host
+        ending = Ending(how, (rank,), host, abs(code), place.name, place.step, error=error, memory_kills=kills)
+        self._journal.end(ending)
+        self._known = len(self._journal.endings())

@@ -132,7 +132,7 @@ EXPLAINED: dict[str, tuple[str, int | None, str]] = {
     "error in a rank": ("numbers", None, "nan-loss"),
     "worker killed": ("worker", 0, "loader-worker"),
     "worker stopped": ("worker", 0, "loader-worker"),
-    "server of the ranks killed": ("signal", 0, "killed"),
+    "server of the ranks killed": ("signal", None, "killed"),
     "rank stopped": ("stall", 1, "threefold"),
 }
 STOPPED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")

@@ -93,7 +93,8 @@ def start_ranks(
     process ends with them, and what asks it to stop later changes nothing.
 
     Args:
-        ended: given the rank that a start has failed by, its exit code (below 0: a signal), and the same in words.
+        ended: given the rank that a start has failed by (-1: all, with their server), its exit code (below 0: a
+            signal), and the same in words.
     """
     code = EXIT_FAILED
     with Signals(last=last) as signals:
@@ -189,8 +190,10 @@ class _Ranks:
         late = self._alive() if stopped is not None else []
         if (failed := next(iter(late), failed)) is not None and failed.exitcode not in _FINAL:
             code = 128 + (stopped or 0) if late else failed.exitcode or 0
-            number = -signal.SIGKILL if code == _SERVER_GONE else code
-            ended(self._all.index(failed), number, str(_how_ended(failed, code)))
+            rank, number = self._all.index(failed), code
+            if code == _SERVER_GONE:
+                rank, number = -1, -signal.SIGKILL
+            ended(rank, number, str(_how_ended(failed, code)))
 
     def _alive(self) -> list[BaseProcess]:
         return [process for process in self._all if process.pid is not None and process.exitcode is None]

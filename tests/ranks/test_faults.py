@@ -81,7 +81,7 @@ def test_another_rank_names_rank_0_when_that_is_frozen(folder: Path) -> None:
     with started(
         folder, "train", "config.yaml", *MESH, "--log.dir", "frozen", "--train.steps", "100000", *limits
     ) as going:
-        wait_for(lambda: last_step(run) >= 3, f"step 3: {going.output()}")
+        wait_for(lambda: last_step(run) >= 3, lambda: f"step 3: {going.output()}")
         ranks, before = rank_processes(run), len(going.output())
         os.kill(ranks[0], signal.SIGSTOP)
         assert going.wait(60) == 1
@@ -130,7 +130,7 @@ def test_killed_rank_restarts_and_the_run_ends_with_the_same_losses(folder: Path
 def test_killed_launcher_takes_its_ranks_with_it(folder: Path, whole: Path) -> None:
     run = folder / "orphans"
     with started(folder, "train", "config.yaml", *MESH, *LONG, "--log.dir", "orphans") as going:
-        wait_for(lambda: last_step(run) >= 3, f"step 3: {going.output()}")
+        wait_for(lambda: last_step(run) >= 3, lambda: f"step 3: {going.output()}")
         ranks = rank_processes(run)
         assert len(ranks) == 4 and all(alive(process) for process in ranks.values())
         # One that nobody answers, so that no error of a peer ends it: it must not wait for ever.
@@ -295,7 +295,7 @@ def test_run_saves_and_ends_when_all_its_processes_are_asked_to(folder: Path, nu
     run = folder / f"all-{number}-{workers}"
     asked = ("--log.dir", run.name, "--train.steps", "100000", "--data.num_workers", str(workers))
     with started(folder, "train", "config.yaml", *MESH, *asked) as going:
-        wait_for(lambda: last_step(run) >= 3, f"step 3: {going.output()}")
+        wait_for(lambda: last_step(run) >= 3, lambda: f"step 3: {going.output()}")
         going.signal_all(number)
         assert going.wait(60) == 75, going.output()
         saved = CheckpointFolder(run).newest()
@@ -353,7 +353,7 @@ def test_signals_after_the_last_save_do_not_change_the_exit_code(folder: Path, r
     """To the end of the process: Python gives its signals back to the system long before."""
     run, asked = folder / f"late-{ranks}", ("--mesh.dp", str(ranks), "--train.steps", "100000")
     with started(folder, "train", "config.yaml", *asked, "--mesh.tp", "1", "--log.dir", run.name) as going:
-        wait_for(lambda: last_step(run) >= 2, f"step 2: {going.output()}")
+        wait_for(lambda: last_step(run) >= 2, lambda: f"step 2: {going.output()}")
         os.kill(going.launcher, signal.SIGTERM)
         wait_for(lambda: "resume: threefold resume" in going.output(), "the last line")
         for number in itertools.cycle((signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)):
@@ -368,7 +368,7 @@ def test_signals_after_the_last_save_do_not_change_the_exit_code(folder: Path, r
 def test_server_of_the_ranks_that_is_killed_is_named_and_leaves_no_rank(folder: Path) -> None:
     run = folder / "no-server"
     with started(folder, "train", "config.yaml", *MESH, "--log.dir", run.name, "--train.steps", "100000") as going:
-        wait_for(lambda: last_step(run) >= 3, f"step 3: {going.output()}")
+        wait_for(lambda: last_step(run) >= 3, lambda: f"step 3: {going.output()}")
         ranks = rank_processes(run)
         (server,) = {
             int(re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{process}/status").read_text())[0])
@@ -384,7 +384,7 @@ def test_second_ctrl_c_leaves_at_once(folder: Path) -> None:
     """The first one cannot be followed: one rank is frozen, so no step ends."""
     run = folder / "impatient"
     with started(folder, "train", "config.yaml", *MESH, "--log.dir", "impatient", "--train.steps", "100000") as going:
-        wait_for(lambda: last_step(run) >= 2, f"step 2: {going.output()}")
+        wait_for(lambda: last_step(run) >= 2, lambda: f"step 2: {going.output()}")
         ranks = rank_processes(run)
         os.kill(ranks[1], signal.SIGSTOP)
         going.signal_all(signal.SIGINT)

@@ -310,13 +310,13 @@ def test_local_run_listens_on_loopback_only_also_after_a_restart(folder: Path) -
     run = folder / "open"
     arguments = (*LONG, "--log.dir", "open", "--checkpoint.every", "2", "--max-restarts", "1")
     with started(folder, *arguments) as going:
-        wait_for(lambda: last_step(run) >= 3, f"step 3: {going.output()}")
+        wait_for(lambda: last_step(run) >= 3, lambda: f"step 3: {going.output()}")
         refuse_strangers(list(tree(going.launcher)))
         before = rank_processes(run)
         os.kill(before[1], signal.SIGKILL)
-        wait_for(lambda: rank_processes(run)[0] != before[0], f"a restart: {going.output()}")
+        wait_for(lambda: rank_processes(run)[0] != before[0], lambda: f"a restart: {going.output()}")
         reached = last_step(run)
-        wait_for(lambda: last_step(run) > reached, f"a step: {going.output()}")
+        wait_for(lambda: last_step(run) > reached, lambda: f"a step: {going.output()}")
         refuse_strangers(list(tree(going.launcher)))
 
 
@@ -326,7 +326,7 @@ def test_killed_launcher_leaves_nothing(folder: Path, tmp_path: Path, monkeypatc
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     run = folder / "gone"
     with started(folder, *LONG, "--log.dir", "gone", "--data.num_workers", "1") as going:
-        wait_for(lambda: last_step(run) >= 3, f"step 3: {going.output()}")
+        wait_for(lambda: last_step(run) >= 3, lambda: f"step 3: {going.output()}")
         processes = list(tree(going.launcher))
         assert len(processes) >= 5  # the launcher, its server, the tracker of shared memory, two ranks
         os.kill(going.launcher, signal.SIGKILL)

@@ -178,7 +178,7 @@ def test_nothing_is_left_of_a_run(tmp_path: Path, ending: str) -> None:
     going = Started(tmp_path, "--mesh.dp", str(ranks), *arguments)
     try:
         if happens is not None:
-            wait_for(lambda: last_step(going.run) >= 3, f"step 3: {going.output()}")
+            wait_for(lambda: last_step(going.run) >= 3, lambda: f"step 3: {going.output()}")
             happens(going)
         code = going.process.wait(120)
         assert code in codes, going.output()

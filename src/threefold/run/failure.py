@@ -12,6 +12,7 @@ import logging
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -45,7 +46,8 @@ def report_failure(
         keep: a file for the error, which is then not printed if it is one for users.
     """
     if watch is not None:
-        note_error(error, rank, watch)
+        with suppress(Exception):  # rows may lie on a device that answers no more; the error is told all the same
+            note_error(error, rank, watch)
         watch.progress.enter("failure")
     expected = isinstance(error, ThreefoldError)
     text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
